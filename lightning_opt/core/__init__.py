@@ -1,0 +1,1 @@
+"""Measurements and small numerics that every feature shares. Imports torch, never Lightning."""

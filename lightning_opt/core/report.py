@@ -1,0 +1,139 @@
+"""Tables of results that read well in a terminal, in markdown, in a notebook and by a program."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import IO, Any
+
+
+class Report:
+    """Rows with the same columns, under a title, with notes below.
+
+    Args:
+        title: One line that says what was measured.
+        rows: One mapping a row, from column name to a number, a string, a bool or None. The columns
+            are those of the first row, then those that later rows add.
+        notes: Sentences below the table: units, machine, caveats.
+
+    Example:
+        >>> report = Report("Norms", [{"layer": "head", "norm": 0.25}, {"layer": "body", "norm": 3}])
+        >>> print(report)
+        Norms
+        layer  norm
+        -----  ----
+        head   0.25
+        body      3
+        >>> print(report.to_markdown())
+        **Norms**
+        <BLANKLINE>
+        | layer | norm |
+        |---|---|
+        | head | 0.25 |
+        | body | 3 |
+    """
+
+    def __init__(
+        self, title: str, rows: Sequence[Mapping[str, Any]], notes: Sequence[str] = ()
+    ) -> None:
+        self.title = title
+        self.rows = [dict(row) for row in rows]
+        self.notes = list(notes)
+
+    @property
+    def columns(self) -> list[str]:
+        """The column names, in order of appearance."""
+        return list(dict.fromkeys(name for row in self.rows for name in row))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return title, rows and notes as plain types."""
+        return {"title": self.title, "rows": self.rows, "notes": self.notes}
+
+    def to_json(self) -> str:
+        """Return the report as strict JSON, in which a number that is not finite is null."""
+        return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
+
+    def to_markdown(self) -> str:
+        """Return the report as a markdown table."""
+        lines = [f"**{self.title}**"]
+        if self.rows:
+            lines += ["", _row(self.columns), "|" + "---|" * len(self.columns)]
+            lines += [
+                _row([_cell(row.get(name)).replace("|", "\\|") for name in self.columns])
+                for row in self.rows
+            ]
+        for note in self.notes:
+            lines += ["", note]
+        return "\n".join(lines)
+
+    def to_text(self) -> str:
+        """Return the report as aligned plain text, numbers to the right."""
+        lines = [self.title]
+        if self.rows:
+            cells = [[_cell(row.get(name)) for name in self.columns] for row in self.rows]
+            widths = [
+                max(map(len, (name, *(line[i] for line in cells))))
+                for i, name in enumerate(self.columns)
+            ]
+            right = [
+                all(_is_number(row.get(name)) or row.get(name) is None for row in self.rows)
+                for name in self.columns
+            ]
+            for line in (self.columns, ["-" * width for width in widths], *cells):
+                padded = (
+                    cell.rjust(width) if to_right else cell.ljust(width)
+                    for cell, width, to_right in zip(line, widths, right, strict=True)
+                )
+                lines.append("  ".join(padded).rstrip())
+        return "\n".join([*lines, *self.notes])
+
+    def print(self, file: IO[str] | None = None) -> None:
+        """Print the report: as a rich table on a terminal that has rich, else as plain text."""
+        file = sys.stdout if file is None else file
+        if file.isatty():
+            try:
+                from rich.console import Console
+                from rich.table import Table
+            except ImportError:  # rich is optional; the plain table says the same
+                pass
+            else:
+                table = Table(title=self.title, caption="\n".join(self.notes) or None)
+                for name in self.columns:
+                    table.add_column(name)
+                for row in self.rows:
+                    table.add_row(*(_cell(row.get(name)) for name in self.columns))
+                Console(file=file, markup=False).print(table)
+                return
+        print(self.to_text(), file=file)
+
+    def __str__(self) -> str:
+        return self.to_text()
+
+    def _repr_markdown_(self) -> str:
+        return self.to_markdown()
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _cell(value: Any) -> str:
+    if value is None:
+        return ""
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _row(cells: Sequence[str]) -> str:
+    return "| " + " | ".join(cells) + " |"
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_finite(item) for item in value]
+    return value

@@ -1,0 +1,96 @@
+"""Where the rest of a gradient lives: the process groups over which its squares must be summed.
+
+After DDP's reduction every rank holds every gradient, and its own norm is the global one. FSDP2
+(DTensor) and FSDP1 (flat parameters) leave each rank with a shard, perhaps an empty one, and the
+norm of a shard is not the norm of the gradient. This module is the one place that knows which.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+Groups: TypeAlias = tuple[Any, ...]
+"""The process groups to sum over, one a mesh dimension; empty where this rank has everything."""
+
+COMPLETE: Groups = ()
+
+
+def is_dtensor(tensor: Tensor) -> bool:
+    """Return whether ``tensor`` is a DTensor, without importing DTensor where nobody uses it."""
+    return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
+
+
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this rank's part of ``tensor`` as a dense tensor that shares its memory.
+
+    A DTensor with a pending sum over ranks (a ``Partial`` placement) has no such part: its values
+    exist nowhere yet. FSDP2 and tensor parallelism never leave one in ``Parameter.grad``.
+
+    Raises:
+        RuntimeError: For a DTensor with a ``Partial`` placement.
+    """
+    if not is_dtensor(tensor):
+        return tensor
+    if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
+        raise RuntimeError(
+            f"A gradient of shape {tuple(tensor.shape)} has placements "
+            f"{tensor.placements}: its sum over ranks is pending, so it has no norm yet. "  # type: ignore[attr-defined]
+            "Redistribute it to Shard or Replicate before the optimizer step."
+        )
+    local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
+    return local
+
+
+def shard_groups(parameter: Tensor, flat: Mapping[Tensor, Groups] | None = None) -> Groups:
+    """Return the groups over which the squares of ``parameter``'s gradient are summed.
+
+    Args:
+        parameter: A parameter as the optimizer sees it.
+        flat: What :func:`flat_parameter_groups` found in the model, under FSDP1.
+    """
+    if is_dtensor(parameter):
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        return tuple(
+            mesh.get_group(dim)
+            for dim, placement in enumerate(placements)
+            if not placement.is_replicate() and mesh.size(dim) > 1
+        )
+    return flat.get(parameter, COMPLETE) if flat else COMPLETE
+
+
+def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
+    """Return the groups of every parameter that FSDP1 has sharded within ``module``.
+
+    Covers both settings of ``use_orig_params``. Units under ``NO_SHARD`` hold complete gradients
+    and are left out; under ``HYBRID_SHARD`` the group is that of the shards.
+    """
+    if not dist.is_available() or not dist.is_initialized():
+        return {}
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    groups: dict[Tensor, Groups] = {}
+    for unit in FullyShardedDataParallel.fsdp_modules(module):
+        handle = unit._handle
+        if handle is None or not handle.uses_sharded_strategy:
+            continue
+        flat = handle.flat_param
+        for parameter in (flat, *(flat._params or ())):
+            groups[parameter] = (unit.process_group,)
+    return groups
+
+
+def sum_over(values: Tensor, groups: Groups) -> Tensor:
+    """Sum ``values`` in place over the ranks of each group, and return it."""
+    for group in groups:
+        dist.all_reduce(values, group=group)
+    return values
+
+
+def wants_host(device: torch.device) -> bool:
+    """Return whether scalars of this device are read for free, so that host arithmetic is best."""
+    return device.type == "cpu"

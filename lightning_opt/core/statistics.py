@@ -1,0 +1,177 @@
+"""Running statistics of a scalar: exponential moments, and windows with mean, std and quantiles.
+
+Each statistic is a small rule over a plain ``dict`` that holds its state, so that a checkpoint can
+take the state as it is. A value that is a Python float is handled with Python floats; a value that
+is a 0-dimensional tensor is handled on its device without ever reading it. NaN and infinity never
+enter: an update with one of them changes nothing.
+
+Example:
+    >>> moments = ExponentialMoments(decay=0.9)
+    >>> state = moments.init()
+    >>> for value in (1.0, 3.0, float("nan")):
+    ...     moments.update(state, value)
+    >>> state["mean"], state["count"]
+    (2.0, 2)
+"""
+
+from __future__ import annotations
+
+import bisect
+import math
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+
+from lightning_opt.core.scalars import (
+    Condition,
+    Scalar,
+    isfinite,
+    logical_and,
+    maximum,
+    sqrt,
+    where,
+    wide_dtype,
+)
+
+State: TypeAlias = dict[str, Any]
+"""A statistic's state: numbers, lists of numbers, or tensors of them on a device."""
+
+
+class ExponentialMoments:
+    """Mean and variance in which old values fade by ``decay`` a step.
+
+    Until ``1 / (1 - decay)`` values have been seen every value weighs the same, so that the first
+    estimates are the plain mean and (population) variance rather than a biased average that
+    remembers its start. The recursion is that of West (1979), *Updating mean and variance
+    estimates: an improved method*.
+
+    Args:
+        decay: Share of the old estimate that is kept at each update, in [0, 1).
+    """
+
+    def __init__(self, decay: float) -> None:
+        if not 0.0 <= decay < 1.0:
+            raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
+        self.decay = decay
+
+    def init(self) -> State:
+        """Return the state before any value: ``count``, ``mean`` and ``var`` are zero."""
+        return {"count": 0, "mean": 0.0, "var": 0.0}
+
+    def update(self, state: State, value: Scalar, when: Condition = True) -> None:
+        """Let ``value`` in, if it is finite and ``when`` holds."""
+        taken = logical_and(isfinite(value), when)
+        count = state["count"] + where(taken, 1, 0)
+        # `count` is 0 only where nothing is taken, so the guard against division is never seen.
+        weight = maximum(1.0 - self.decay, 1.0 / maximum(count, 1))
+        delta = value - state["mean"]
+        variance = (1.0 - weight) * (state["var"] + weight * delta * delta)
+        state["mean"] = where(taken, state["mean"] + weight * delta, state["mean"])
+        state["var"] = where(taken, variance, state["var"])
+        state["count"] = count
+
+
+class Window:
+    """The last ``size`` values, or all of them, with their mean, deviation and quantiles.
+
+    Args:
+        size: How many values to keep, at least 2; ``None`` keeps every value: eight bytes each, and
+            a quantile costs an insertion on a CPU but a sort of the whole history on a device.
+    """
+
+    def __init__(self, size: int | None) -> None:
+        if size is not None and (not isinstance(size, int) or size < 2):
+            raise ValueError(f"window must be a whole number of at least 2, or None; got {size!r}.")
+        self.size = size
+
+    def init(self) -> State:
+        """Return the state before any value."""
+        return {"count": 0, "pushed": 0, "values": []}
+
+    def update(self, state: State, value: Scalar) -> None:
+        """Let ``value`` in, if it is finite; the oldest makes room in a full window."""
+        if isinstance(value, Tensor):
+            self._update_on_device(state, value)
+        elif math.isfinite(value):
+            values, count = _on_host(state), int(state["count"])
+            if self.size is None:
+                bisect.insort(values, value)  # arrival order is not needed, so keep them sorted
+            elif len(values) < self.size:
+                values.append(value)
+            else:
+                values[count % self.size] = value
+            state["count"] = state["pushed"] = count + 1
+
+    def _update_on_device(self, state: State, value: Tensor) -> None:
+        # The host does not know how many values were finite, only how many were offered, which is
+        # enough to know that the buffer has room.
+        state["pushed"] += 1
+        needed = self.size or max(64, 1 << (state["pushed"] - 1).bit_length())
+        values = _on_device(state, value, needed)
+        count = state["count"]
+        slot = count % self.size if self.size is not None else count
+        at_slot = torch.arange(len(values), device=value.device) == slot
+        taken = torch.isfinite(value)
+        state["values"] = torch.where(at_slot & taken, value, values)
+        state["count"] = count + where(taken, 1, 0)
+
+    def mean_std(self, state: State) -> tuple[Scalar, Scalar]:
+        """Return mean and population standard deviation of the values held; zeros if none."""
+        values = state["values"]
+        if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
+            held = self._held(state)
+            n = held.sum().clamp(min=1)
+            mean = torch.where(held, values, 0.0).sum() / n
+            return mean, (torch.where(held, values - mean, 0.0).square().sum() / n).sqrt()
+        values = _on_host(state)
+        if not values:
+            return 0.0, 0.0
+        mean = math.fsum(values) / len(values)
+        return mean, sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
+
+    def quantile(self, state: State, q: float) -> Scalar:
+        """Return the ``q``-quantile (0 to 1, linear between neighbours); infinity if none is held."""
+        values = state["values"]
+        if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
+            held = self._held(state)
+            ordered = torch.where(held, values, math.inf).sort().values
+            place = (held.sum() - 1).clamp(min=0) * q
+            low = place.floor()
+            pair = ordered[torch.stack([low, place.ceil()]).long()]
+            # At a whole position both neighbours are one value, also where that is infinity.
+            return torch.where(low == place, pair[0], torch.lerp(pair[0], pair[1], place - low))
+        ordered_list = _on_host(state) if self.size is None else sorted(_on_host(state))
+        if not ordered_list:
+            return math.inf
+        position = q * (len(ordered_list) - 1)
+        below = math.floor(position)
+        above = ordered_list[min(below + 1, len(ordered_list) - 1)]
+        return float(ordered_list[below] + (above - ordered_list[below]) * (position - below))
+
+    @staticmethod
+    def _held(state: State) -> Tensor:
+        values = state["values"]
+        return torch.arange(len(values), device=values.device) < state["count"]
+
+
+def _on_host(state: State) -> list[float]:
+    """Return the values as a list, also after a run that kept them on a device."""
+    values = state["values"]
+    if isinstance(values, Tensor):
+        values = values[: int(state["count"])].tolist()  # once, when a resumed run changes device
+        state["values"] = values
+    return values  # type: ignore[no-any-return]
+
+
+def _on_device(state: State, like: Tensor, length: int) -> Tensor:
+    """Return the values as a buffer of ``length`` on the device of ``like``."""
+    values = state["values"]
+    if not isinstance(values, Tensor) or values.device != like.device:
+        # A new or a resumed run: the only copy from the host.
+        values = torch.as_tensor(values, dtype=wide_dtype(like.device), device=like.device)
+    if len(values) < length:
+        values = torch.cat([values, values.new_zeros(length - len(values))])
+    if not isinstance(state["count"], Tensor):
+        state["count"] = torch.full((), state["count"], dtype=values.dtype, device=like.device)
+    return values
