@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_opt.core.scalars import Scalar, wide_dtype
@@ -30,6 +31,12 @@ from lightning_opt.core.sharding import (
 
 
 HALVES = frozenset({torch.float16, torch.bfloat16})
+PLAIN = frozenset({Tensor, nn.Parameter})
+DENSE = frozenset({torch.strided})
+
+# This runs at every step of every run, on hundreds of tensors: `map` over these takes half the time
+# of a comprehension.
+_grad, _layout, _dtype, _written = map(attrgetter, ("grad", "layout", "dtype", "_version"))
 
 
 @dataclass(slots=True)
@@ -116,11 +123,14 @@ def collect_gradients(
             :func:`~lightning_opt.core.sharding.flat_parameter_groups`.
     """
     parameters = list(parameters)
-    if flat or any(map(is_dtensor, parameters)):
+    if flat or not PLAIN.issuperset(map(type, parameters)) and any(map(is_dtensor, parameters)):
         return _collect_sharded(parameters, flat)
-    held = [p for p in parameters if p.grad is not None]
-    # A second loop, because `Parameter.grad` makes a new Python object where nobody else holds one.
-    return Gradients(held, [_dense(p, p.grad) for p in held if p.grad is not None], [])
+    tensors = [gradient for gradient in map(_grad, parameters) if gradient is not None]
+    if len(tensors) < len(parameters):
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    if not DENSE.issuperset(map(_layout, tensors)):
+        tensors = list(map(_dense, parameters, tensors))
+    return Gradients(parameters, tensors, [])
 
 
 def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | None) -> Gradients:
@@ -131,7 +141,7 @@ def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | N
         if gradient is None:
             if not groups:
                 continue
-            gradient = local_part(parameter).detach().new_empty(0)
+            gradient = local_part(parameter.detach()).new_empty(0)
         gathered.parameters.append(parameter)
         gathered.tensors.append(_dense(parameter, local_part(gradient)))
         gathered.groups.append(groups)
@@ -208,10 +218,10 @@ def _sum_squares(squares: Tensor, groups: list[Groups]) -> Tensor:
 def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[float]:
     """Return one norm a tensor; reading it is free on a CPU, where these tensors are."""
     if dtype is None:
-        dtypes = {tensor.dtype for tensor in tensors}
+        dtypes = set(map(_dtype, tensors))
         if not dtypes.isdisjoint(HALVES):
             dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    return [norm.item() for norm in torch._foreach_norm(tensors, 2, dtype)]  # free on a CPU
+    return list(map(Tensor.item, torch._foreach_norm(tensors, 2, dtype)))
 
 
 def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
@@ -267,7 +277,7 @@ class NormCache:
 
 
 def _version(gradients: Gradients) -> tuple[int, int]:
-    return len(gradients.tensors), sum([tensor._version for tensor in gradients.tensors])
+    return len(gradients.tensors), sum(map(_written, gradients.tensors))
 
 
 norm_cache = NormCache()

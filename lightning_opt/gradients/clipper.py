@@ -74,7 +74,9 @@ class ClipTally:
         self.last: tuple[Scalar, Clip] | None = None
 
     def apply(self, rule: ClippingRule, step: GradientStep) -> Clip:
-        """Clip one step's gradients in place and count."""
+        """Clip one step's gradients in place and count. A step without gradients does not count."""
+        if not step.gradients.tensors:
+            return Clip(0.0)
         norm = step.norms.total
         clip = rule.clip(step, self.state)
         finite = isfinite(norm)
