@@ -1,0 +1,60 @@
+"""How the documentation is built: `make docs`, with warnings as errors."""
+
+import shutil
+from importlib.metadata import version as version_of
+from pathlib import Path
+
+DOCS = Path(__file__).parent
+ROOT = DOCS.parent
+GENERATED = DOCS / "_generated"
+
+project = "lightning_opt"
+author = "The lightning_opt developers"
+project_copyright = author
+version = release = version_of("lightning-opt")
+
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx.ext.doctest",
+    "sphinx.ext.napoleon",
+    "sphinx_copybutton",
+]
+exclude_patterns = ["_build", "_generated/benchmarks.md"]
+html_theme = "furo"
+html_title = f"{project} {release}"
+copybutton_prompt_text = r">>> |\.\.\. |\$ "
+copybutton_prompt_is_regexp = True
+
+myst_enable_extensions = ["colon_fence", "dollarmath"]
+myst_heading_anchors = 3
+# Notebooks are executed by the tests, within their time limit; here they are only shown.
+nb_execution_mode = "off"
+
+autodoc_member_order = "bysource"
+autodoc_typehints = "description"
+autodoc_typehints_description_target = "documented"
+napoleon_google_docstring = True
+napoleon_numpy_docstring = False
+napoleon_use_rtype = False
+# The examples in docstrings are run by pytest, those written into pages as {testcode} here.
+doctest_test_doctest_blocks = ""
+
+# Our own public names must resolve. Other projects' need a network to look up, and the modules in
+# which ours are defined are not where a reader finds them.
+nitpick_ignore_regex = [("py:.*", r"(?!lightning_opt\.[A-Z]\w*$).*")]
+
+
+def collect() -> None:
+    """Bring the notebooks and the recorded benchmark tables to where Sphinx looks for pages."""
+    shutil.rmtree(GENERATED, ignore_errors=True)
+    (GENERATED / "examples").mkdir(parents=True)
+    for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
+        shutil.copy(notebook, GENERATED / "examples")
+    tables = [path.read_text() for path in sorted((ROOT / "benchmarks/results").glob("*.md"))]
+    (GENERATED / "benchmarks.md").write_text(
+        "\n\n".join(tables) or "No results are recorded in this source tree: run `make bench`.\n"
+    )
+
+
+collect()
