@@ -98,9 +98,7 @@ class GradientAccess:
         the first to ask measures for all.
         """
         index, gradients, scale = self.collect(trainer, pl_module, optimizer)
-        norms = norm_cache.measure(
-            optimizer, gradients, step=self._rounds[index], grad_scale=scale
-        )
+        norms = norm_cache.measure(optimizer, gradients, step=self._rounds[index], grad_scale=scale)
         return index, GradientStep(gradients, norms, scale, self.names)
 
 

@@ -81,7 +81,9 @@ class ClipTally:
         clip = rule.clip(step, self.state)
         finite = isfinite(norm)
         self.steps += 1
-        self.nonfinite = self.nonfinite + (1 - finite if not isinstance(finite, Tensor) else ~finite)
+        self.nonfinite = self.nonfinite + (
+            1 - finite if not isinstance(finite, Tensor) else ~finite
+        )
         self.clipped = self.clipped + clip.clipped
         self.last = (norm, clip)
         return clip

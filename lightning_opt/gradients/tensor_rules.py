@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
-from lightning_opt.core.norms import GradientStep
+from lightning_opt.core.norms import HALVES, GradientStep
 from lightning_opt.core.scalars import isfinite, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
 from lightning_opt.gradients.rules import (
@@ -254,32 +254,33 @@ class UnitWise(ClippingRule):
         ]
         if not pairs:
             return Clip(0.0)
-        squares, groups = [], []
-        for parameter, gradient in pairs:
-            dims, summed_over = self._unit(parameter)
-            for values in (local_part(parameter), gradient):
-                wide = values.float() if values.dtype in (torch.half, torch.bfloat16) else values
-                squares.append(_squares(wide, dims))
-                groups.append(summed_over)
-        norms = [square.sqrt() for square in _sum_shards(squares, groups)]
+        units = [self._unit(parameter) for parameter, _ in pairs]
+        weights = [
+            _unit_norms(local_part(p), dims) for (p, _), (dims, _) in zip(pairs, units, strict=True)
+        ]
+        owns = [_unit_norms(g, dims) for (_, g), (dims, _) in zip(pairs, units, strict=True)]
+        groups = [members for _, members in units]
+        if any(members != COMPLETE for members in groups):
+            weights, owns = _whole_norms(weights, groups), _whole_norms(owns, groups)
 
-        clipped, units = [], 0
-        smallest: list[Tensor] = []
-        for (_, gradient), weight, own in zip(pairs, norms[::2], norms[1::2], strict=True):
-            if not own.numel():
-                continue
-            limit = weight.clamp(min=self.eps) * (self.clip_factor * step.grad_scale)
-            over = (own > limit) & torch.as_tensor(finite, device=own.device)
-            coefficient = torch.where(over, limit / own.clamp(min=NORM_EPSILON), 1.0)
-            gradient.mul_(coefficient.to(gradient.dtype))
-            clipped.append(over.sum())
-            smallest.append(coefficient.min())
-            units += over.numel()
-        if not units:
-            return Clip(0.0)
-        home = clipped[0].device
-        share = torch.stack([c.to(home) for c in clipped]).sum().to(wide_dtype(home)) / units
-        least = torch.stack([s.to(home, torch.float32) for s in smallest]).min()
+        home = pairs[0][1].device
+        own, weight = (
+            torch.cat([n.flatten().to(home) for n in norms]) for norms in (owns, weights)
+        )
+        if not own.numel():
+            return Clip(0.0)  # this rank holds nothing of these parameters
+        limit = weight.clamp_(min=self.eps) * (self.clip_factor * step.grad_scale)
+        over = own > limit
+        if isinstance(finite, Tensor):
+            over &= finite
+        elif not over.any():  # on a CPU
+            return Clip(0.0, coefficient=1.0)
+        coefficient = torch.where(over, limit / own.clamp(min=NORM_EPSILON), 1.0)
+        for (_, gradient), part, shape in zip(
+            pairs, coefficient.split([norm.numel() for norm in owns]), owns, strict=True
+        ):
+            gradient.mul_(part.view_as(shape).to(device=gradient.device, dtype=gradient.dtype))
+        share, least = over.to(wide_dtype(home)).mean(), coefficient.min()
         if step.gradients.on_host:
             return Clip(share.item(), coefficient=least.item())  # on a CPU
         return Clip(share, coefficient=least)
@@ -315,19 +316,22 @@ class UnitWise(ClippingRule):
         )
 
 
-def _squares(values: Tensor, dims: tuple[int, ...]) -> Tensor:
-    return values.square().sum(dim=dims, keepdim=True) if dims else values.square()
+def _unit_norms(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+    """Return the L2 norm of each unit, with the unit's dimensions kept at size 1."""
+    dtype = torch.float32 if values.dtype in HALVES else None
+    return torch.linalg.vector_norm(values, 2, dims, keepdim=True, dtype=dtype)
 
 
-def _sum_shards(squares: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
-    """Sum units that are spread over ranks, with one all-reduce for each set of groups."""
-    summed = list(squares)
+def _whole_norms(norms: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
+    """Return the norms of units spread over ranks, with one all-reduce for each set of groups."""
+    whole = list(norms)
     for members in dict.fromkeys(groups):
         if members == COMPLETE:
             continue
         places = [place for place, own in enumerate(groups) if own == members]
-        flat = sum_over(torch.cat([summed[place].flatten() for place in places]), members)
-        sizes = [summed[place].numel() for place in places]
-        for place, part in zip(places, flat.split(sizes), strict=True):
-            summed[place] = part.view_as(summed[place])
-    return summed
+        squares = torch.cat([whole[place].flatten() for place in places]).square_()
+        sizes = [whole[place].numel() for place in places]
+        parts = sum_over(squares, members).sqrt_().split(sizes)
+        for place, part in zip(places, parts, strict=True):
+            whole[place] = part.view_as(whole[place])
+    return whole

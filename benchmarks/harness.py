@@ -1,0 +1,116 @@
+"""What every benchmark here shares: interleaved timing, medians, a table and a JSON file.
+
+A benchmark is a script of its own. It says in its docstring which claim it supports, times the
+candidates round by round (each once a round, so that a slow minute of a shared machine hits all of
+them), compares medians as ratios, prints a table and writes ``<name>.json`` and ``<name>.md`` with
+the machine named. ``GPU = True`` at module level says that ``--device cuda`` means something.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+
+from lightning_opt import Report
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def parse_arguments(description: str, argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """Read the options that every benchmark has."""
+    parser = argparse.ArgumentParser(description=description.splitlines()[0])
+    parser.add_argument("--device", default="cpu", help="cpu or cuda (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS, help="folder for the results")
+    parser.add_argument("--quick", action="store_true", help="few rounds: does it run at all?")
+    arguments = parser.parse_args(argv)
+    if arguments.device == "cpu":
+        torch.set_num_threads(1)  # two busy threads on a shared machine measure the neighbours
+    return arguments
+
+
+def time_interleaved(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int = 1,
+    device: str = "cpu",
+    warmup: int = 2,
+) -> dict[str, list[float]]:
+    """Time each candidate once a round, in an order that rotates from round to round.
+
+    Args:
+        candidates: What to call, by name.
+        rounds: How often each is timed.
+        calls: Calls within one timing; the device is waited for at its end.
+        device: ``"cpu"`` or ``"cuda"``.
+        warmup: Rounds that are not kept.
+
+    Returns:
+        For each candidate the seconds of one call, one number a round.
+    """
+    names = list(candidates)
+    seconds: dict[str, list[float]] = {name: [] for name in names}
+    for round_number in range(-warmup, rounds):
+        turn = round_number % len(names)
+        for name in names[turn:] + names[:turn]:
+            wait(device)
+            start = time.perf_counter()
+            for _ in range(calls):
+                candidates[name]()
+            wait(device)
+            if round_number >= 0:
+                seconds[name].append((time.perf_counter() - start) / calls)
+    return seconds
+
+
+def wait(device: str) -> None:
+    """Wait until the device has done what it was given."""
+    if device.startswith("cuda"):
+        torch.cuda.synchronize()
+
+
+def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
+
+
+def describe_machine(device: str) -> dict[str, Any]:
+    """Return what a reader needs to place the numbers."""
+    name = platform.processor() or platform.machine()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        models = [
+            line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")
+        ]
+        name = f"{models[0].split(':')[1].strip()} ({len(models)} CPUs)" if models else name
+    return {
+        "cpu": name,
+        "device": torch.cuda.get_device_name() if device.startswith("cuda") else "cpu",
+        "threads": torch.get_num_threads(),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "lightning": lightning.__version__,
+    }
+
+
+def publish(name: str, report: Report, arguments: argparse.Namespace, **details: Any) -> None:
+    """Print the report, and write it as ``<name>.json`` and ``<name>.md``; CUDA results beside it."""
+    machine = describe_machine(arguments.device)
+    report.notes.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
+    report.print()
+    if arguments.quick:
+        return  # too few rounds to keep
+    arguments.out.mkdir(parents=True, exist_ok=True)
+    stem = name if arguments.device == "cpu" else f"{name}_{arguments.device}"
+    content = {**json.loads(report.to_json()), "machine": machine, **details}
+    (arguments.out / f"{stem}.json").write_text(json.dumps(content, indent=2) + "\n")
+    (arguments.out / f"{stem}.md").write_text(report.to_markdown() + "\n")

@@ -1,0 +1,36 @@
+"""The models that several benchmarks train."""
+
+from __future__ import annotations
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+
+
+class Regression(L.LightningModule):
+    """Any network, trained to give zero; what it computes does not matter to a stopwatch."""
+
+    def __init__(self, network: nn.Module, batch: Tensor, fused: bool | None = None) -> None:
+        super().__init__()
+        self.network, self.batch, self.fused = network, batch, fused
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.network(batch).float().square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters(), lr=1e-4, fused=self.fused)
+
+
+def forty_tensor_mlp(device: str = "cpu") -> Regression:
+    """Twenty linear layers of 64: 40 tensors, about 0.8 ms a step on one thread."""
+    layers = [layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return Regression(nn.Sequential(*layers), torch.randn(32, 64)).to(device)
+
+
+def ten_million_transformer(device: str = "cpu") -> Regression:
+    """Three encoder layers of width 512: 9.5 million parameters, 36 tensors."""
+    layer = nn.TransformerEncoderLayer(
+        512, 8, 2048, dropout=0.0, batch_first=True, norm_first=True, activation="gelu"
+    )
+    encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+    return Regression(encoder, torch.randn(4, 64, 512)).to(device)
