@@ -229,7 +229,7 @@ class ZClip(NormRule):
         max_norm: A fixed bound beside the adaptive one; None for no such bound. The paper has 1.0.
 
     References:
-        Kumar, Owen, Chowdhury and Gura (2025), *ZClip: Adaptive Spike Mitigation for LLM
+        Kumar, Owen, Roy Chowdhury and Güra (2025), *ZClip: Adaptive Spike Mitigation for LLM
         Pre-Training*.
     """
 
