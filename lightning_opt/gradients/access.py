@@ -70,6 +70,10 @@ class GradientAccess:
             parameter: name.replace("_fsdp_wrapped_module.", "")
             for name, parameter in pl_module.named_parameters()
         }
+        for index, optimizer in enumerate(trainer.optimizers):
+            for place, parameter in enumerate(parameters_of(optimizer)):
+                # An optimizer may hold parameters that are not the module's.
+                self.names.setdefault(parameter, f"optimizer_{index}.{place}")
         self._flat = flat_parameter_groups(pl_module)
         norm_cache.clear()
 
