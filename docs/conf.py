@@ -1,8 +1,9 @@
 """How the documentation is built: `make docs`, with warnings as errors."""
 
 import shutil
-from importlib.metadata import version as version_of
 from pathlib import Path
+
+import lightning_opt
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -11,7 +12,7 @@ GENERATED = DOCS / "_generated"
 project = "lightning_opt"
 author = "The lightning_opt developers"
 project_copyright = author
-version = release = version_of("lightning-opt")
+version = release = lightning_opt.__version__
 
 extensions = [
     "myst_nb",
