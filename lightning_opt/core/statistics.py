@@ -23,6 +23,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
+from lightning_opt.core.arguments import at_least, fraction
 from lightning_opt.core.scalars import (
     Condition,
     Scalar,
@@ -51,9 +52,7 @@ class ExponentialMoments:
     """
 
     def __init__(self, decay: float) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
-        self.decay = decay
+        self.decay = fraction("decay", decay)
 
     def init(self) -> State:
         """Return the state before any value: ``count``, ``mean`` and ``var`` are zero."""
@@ -81,9 +80,7 @@ class Window:
     """
 
     def __init__(self, size: int | None) -> None:
-        if size is not None and (not isinstance(size, int) or size < 2):
-            raise ValueError(f"window must be a whole number of at least 2, or None; got {size!r}.")
-        self.size = size
+        self.size = None if size is None else at_least("window", size, 2)
 
     def init(self) -> State:
         """Return the state before any value."""
@@ -131,7 +128,7 @@ class Window:
         return mean, sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
 
     def quantile(self, state: State, q: float) -> Scalar:
-        """Return the ``q``-quantile (0 to 1, linear between neighbours); infinity if none is held."""
+        """Return the ``q``-quantile (0 to 1), linear between neighbours; infinity if none is held."""
         values = state["values"]
         if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
             held = self._held(state)

@@ -15,6 +15,7 @@ from typing import Any, ClassVar, Literal, TypeAlias
 
 from torch import Tensor, nn
 
+from lightning_opt.core.arguments import at_least, between, fraction, positive
 from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import (
     Scalar,
@@ -160,11 +161,11 @@ class MeanStd(NormRule):
         warmup: int = 10,
     ) -> None:
         self.k = positive("k", k)
-        self._norms = Window(window)
+        self._norms = Window(at_least("window", window, 2))
         if history not in ("raw", "clipped"):
             raise ValueError(f"history must be 'raw' or 'clipped', got {history!r}.")
-        if not 2 <= warmup <= window:
-            raise ValueError(f"warmup must be from 2 to window ({window}), got {warmup!r}.")
+        if at_least("warmup", warmup, 2) > window:
+            raise ValueError(f"warmup must be at most window ({window}), got {warmup!r}.")
         self.window, self.history, self.warmup = window, history, warmup
 
     def init(self) -> State:
@@ -198,10 +199,8 @@ class Percentile(NormRule):
     """
 
     def __init__(self, percentile: float = 10.0, window: int | None = None) -> None:
-        if not 0.0 <= percentile <= 100.0:
-            raise ValueError(f"percentile must be from 0 to 100, got {percentile!r}.")
-        self._norms = Window(window)
-        self.percentile, self.window = percentile, window
+        self.percentile = between("percentile", percentile, 0, 100)
+        self._norms, self.window = Window(window), window
 
     def init(self) -> State:
         """Return an empty history."""
@@ -240,9 +239,8 @@ class ZClip(NormRule):
         warmup: int = 25,
         max_norm: float | None = None,
     ) -> None:
-        if not 0.0 <= alpha < 1.0:
-            raise ValueError(f"alpha must be at least 0 and below 1, got {alpha!r}.")
-        self.alpha, self.z, self.warmup = alpha, positive("z", z), at_least("warmup", warmup, 2)
+        self.alpha, self.z = fraction("alpha", alpha), positive("z", z)
+        self.warmup = at_least("warmup", warmup, 2)
         self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
 
     def init(self) -> State:
@@ -344,17 +342,3 @@ class Robust(NormRule):
             state["streak"] = where(moved, 0, state["streak"])
             state["streak_sum"] = where(moved, 0.0, state["streak_sum"])
         return threshold
-
-
-def positive(name: str, value: float) -> float:
-    """Return ``value`` if it is a finite number above 0, else raise an error that names it."""
-    if not (isinstance(value, (int, float)) and math.isfinite(value) and value > 0):
-        raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
-    return value
-
-
-def at_least(name: str, value: int, lowest: int) -> int:
-    """Return ``value`` if it is a whole number of at least ``lowest``, else raise an error."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
-        raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}.")
-    return value

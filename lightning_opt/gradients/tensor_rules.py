@@ -11,17 +11,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
+from lightning_opt.core.arguments import at_least, fraction, positive
 from lightning_opt.core.norms import HALVES, GradientStep
 from lightning_opt.core.scalars import isfinite, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
-from lightning_opt.gradients.rules import (
-    NORM_EPSILON,
-    Clip,
-    ClippingRule,
-    State,
-    at_least,
-    positive,
-)
+from lightning_opt.gradients.rules import NORM_EPSILON, Clip, ClippingRule, State
 
 
 class FixedValue(ClippingRule):
@@ -96,9 +90,7 @@ class PerParameter(ClippingRule):
         warmup: int = 100,
         warmup_norm: float = 1.0,
     ) -> None:
-        if not 0.0 <= decay < 1.0:
-            raise ValueError(f"decay must be at least 0 and below 1, got {decay!r}.")
-        self.factor, self.decay = positive("factor", factor), decay
+        self.factor, self.decay = positive("factor", factor), fraction("decay", decay)
         self.warmup = at_least("warmup", warmup, 1)
         self.warmup_norm = positive("warmup_norm", warmup_norm)
 
@@ -189,10 +181,11 @@ class UnitWise(ClippingRule):
     ) -> None:
         self.clip_factor = positive("clip_factor", clip_factor)
         self.eps = positive("eps", eps)
-        if isinstance(exclude, str) and exclude != "final_linear":
+        patterns = isinstance(exclude, list) and all(isinstance(name, str) for name in exclude)
+        if exclude is not None and exclude != "final_linear" and not patterns:
             raise ValueError(
                 f"exclude must be 'final_linear', a list of patterns of parameter names or None; "
-                f"got {exclude!r}. For one pattern write [{exclude!r}]."
+                f"got {exclude!r}. For one pattern write ['head.*']."
             )
         self.exclude = exclude
         self.detach()

@@ -1,0 +1,54 @@
+"""Checks of arguments, whose errors say what was given and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+
+def positive(name: str, value: float) -> float:
+    """Return ``value`` if it is a finite number above 0.
+
+    Raises:
+        ValueError: For everything else.
+    """
+    if not (_is_number(value) and math.isfinite(value) and value > 0):
+        raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
+    return value
+
+
+def fraction(name: str, value: float) -> float:
+    """Return ``value`` if it is a number of at least 0 and below 1.
+
+    Raises:
+        ValueError: For everything else.
+    """
+    if not (_is_number(value) and 0 <= value < 1):
+        raise ValueError(f"{name} must be a number of at least 0 and below 1, got {value!r}.")
+    return value
+
+
+def between(name: str, value: float, low: float, high: float) -> float:
+    """Return ``value`` if it is a number from ``low`` to ``high``.
+
+    Raises:
+        ValueError: For everything else.
+    """
+    if not (_is_number(value) and low <= value <= high):
+        raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}.")
+    return value
+
+
+def at_least(name: str, value: int, lowest: int) -> int:
+    """Return ``value`` if it is a whole number of at least ``lowest``.
+
+    Raises:
+        ValueError: For everything else.
+    """
+    if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
+        raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}.")
+    return value
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
