@@ -7,7 +7,7 @@ norm of a shard is not the norm of the gradient. This module is the one place th
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -89,6 +89,24 @@ def sum_over(values: Tensor, groups: Groups) -> Tensor:
     for group in groups:
         dist.all_reduce(values, group=group)
     return values
+
+
+def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
+    """Combine figures of shards into those of whole tensors: one all-reduce a set of groups.
+
+    Args:
+        values: Shape ``(rows, tensors)``, this rank's figures; not changed.
+        groups: For each tensor, the groups over which it is sharded.
+        op: A ``torch.distributed.ReduceOp``; None for the sum.
+    """
+    combined = values.clone()
+    for members in dict.fromkeys(groups):
+        places = [place for place, own in enumerate(groups) if own == members]
+        part = values[:, places].contiguous()
+        for group in members:
+            dist.all_reduce(part, op=dist.ReduceOp.SUM if op is None else op, group=group)
+        combined[:, places] = part
+    return combined
 
 
 def wants_host(device: torch.device) -> bool:

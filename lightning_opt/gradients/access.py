@@ -122,3 +122,11 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
         return 1.0
     scale = scaler._scale  # `get_scale()` would wait for the device
     return 1.0 if scale is None else scale
+
+
+def loss_scale(trainer: pl.Trainer) -> Scalar | None:
+    """Return the loss scale in use, unread; None where no loss scaler is at work."""
+    scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled() or scaler._scale is None:
+        return None
+    return scaler._scale
