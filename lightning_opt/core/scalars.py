@@ -76,6 +76,13 @@ def where(condition: Condition, a: Scalar, b: Scalar) -> Scalar:
     return torch.where(condition, a, b)
 
 
+def as_kind_of(like: Scalar, value: Scalar) -> Scalar:
+    """Return ``value`` as a tensor if ``like`` is one: a resumed state is numbers at first."""
+    if isinstance(like, Tensor) and not isinstance(value, Tensor):
+        return fill_like(like, value)
+    return value
+
+
 def fill_like(like: Tensor, value: float) -> Tensor:
     """Return a 0-dimensional tensor of ``value`` on the device of ``like``, made on that device."""
     return torch.full((), value, dtype=wide_dtype(like.device), device=like.device)

@@ -30,7 +30,6 @@ from lightning_opt.core.scalars import (
     isfinite,
     logical_and,
     maximum,
-    sqrt,
     where,
     wide_dtype,
 )
@@ -104,14 +103,21 @@ class Window:
         # The host does not know how many values were finite, only how many were offered, which is
         # enough to know that the buffer has room.
         state["pushed"] += 1
-        needed = self.size or max(64, 1 << (state["pushed"] - 1).bit_length())
-        values = _on_device(state, value, needed)
-        count = state["count"]
+        self.place(state, value)
+        values, count = state["values"], state["count"]
         slot = count % self.size if self.size is not None else count
         at_slot = torch.arange(len(values), device=value.device) == slot
         taken = torch.isfinite(value)
         state["values"] = torch.where(at_slot & taken, value, values)
         state["count"] = count + where(taken, 1, 0)
+
+    def place(self, state: State, like: Scalar) -> None:
+        """Move a resumed state to the device of ``like``, if that is a tensor.
+
+        An update does this by itself; a statistic asked for before it does not know the device.
+        """
+        if isinstance(like, Tensor):
+            _on_device(state, like, self.size or max(64, 1 << (state["pushed"] - 1).bit_length()))
 
     def mean_std(self, state: State) -> tuple[Scalar, Scalar]:
         """Return mean and population standard deviation of the values held; zeros if none."""
@@ -125,10 +131,11 @@ class Window:
         if not values:
             return 0.0, 0.0
         mean = math.fsum(values) / len(values)
-        return mean, sqrt(math.fsum((x - mean) ** 2 for x in values) / len(values))
+        # `hypot` does not overflow where squares would.
+        return mean, math.hypot(*[x - mean for x in values]) / math.sqrt(len(values))
 
     def quantile(self, state: State, q: float) -> Scalar:
-        """Return the ``q``-quantile (0 to 1), linear between neighbours; infinity if none is held."""
+        """Return the ``q``-quantile (0 to 1, linear in between); infinity if none is held."""
         values = state["values"]
         if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
             held = self._held(state)
@@ -161,8 +168,8 @@ def _on_host(state: State) -> list[float]:
     return values  # type: ignore[no-any-return]
 
 
-def _on_device(state: State, like: Tensor, length: int) -> Tensor:
-    """Return the values as a buffer of ``length`` on the device of ``like``."""
+def _on_device(state: State, like: Tensor, length: int) -> None:
+    """Make the values a buffer of at least ``length`` on the device of ``like``."""
     values = state["values"]
     if not isinstance(values, Tensor) or values.device != like.device:
         # A new or a resumed run: the only copy from the host.
@@ -171,4 +178,4 @@ def _on_device(state: State, like: Tensor, length: int) -> Tensor:
         values = torch.cat([values, values.new_zeros(length - len(values))])
     if not isinstance(state["count"], Tensor):
         state["count"] = torch.full((), state["count"], dtype=values.dtype, device=like.device)
-    return values
+    state["values"] = values

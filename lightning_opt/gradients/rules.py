@@ -19,6 +19,7 @@ from lightning_opt.core.arguments import at_least, between, fraction, positive
 from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import (
     Scalar,
+    as_kind_of,
     exp,
     isfinite,
     log,
@@ -174,6 +175,7 @@ class MeanStd(NormRule):
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Return the threshold from the history, then let the norm into it."""
+        self._norms.place(state, norm)
         mean, std = self._norms.mean_std(state)
         threshold = where(state["count"] >= self.warmup, mean + self.k * std, math.inf)
         passed = minimum(threshold, norm) if self.history == "clipped" else norm
@@ -250,7 +252,7 @@ class ZClip(NormRule):
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Return the threshold for this norm, then average the norm that passes."""
         count, mean, var = state["count"], state["mean"], state["var"]
-        finite, warm = isfinite(norm), count < self.warmup
+        warm = count < self.warmup
         std = sqrt(var)
         score = (norm - mean) / (std + 1e-6)
         over = logical_and(score > self.z, count >= self.warmup)
@@ -260,8 +262,9 @@ class ZClip(NormRule):
         # The plain mean and population variance of the warm-up, then exponential averages.
         weight = where(warm, 1.0 / (count + 1), 1.0 - self.alpha)
         new_mean = mean + weight * (passed - mean)
-        deviation = where(warm, (passed - mean) * (passed - new_mean), (passed - new_mean) ** 2)
+        deviation = (passed - new_mean) * where(warm, passed - mean, passed - new_mean)
         new_var = (1.0 - weight) * var + weight * deviation
+        finite = logical_and(isfinite(norm), isfinite(new_var))  # squares of 1e154 overflow
         state["mean"] = where(finite, new_mean, mean)
         state["var"] = where(finite, new_var, var)
         state["count"] = count + where(finite, 1, 0)
@@ -316,7 +319,8 @@ class Robust(NormRule):
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Return the threshold for this norm, then move the band."""
         moments = state["log_norm"]
-        count, mean = moments["count"], moments["mean"]
+        # A device's `exp` differs from Python's in the last digit, also in the step after a resume.
+        count, mean = moments["count"], as_kind_of(norm, moments["mean"])
         x = log(norm)  # minus infinity for a norm of 0, which then does not enter
         std = maximum(sqrt(moments["var"]), self.min_std)
         threshold = where(count >= self.warmup, exp(mean + self.k * std), math.inf)
