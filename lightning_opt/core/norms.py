@@ -20,7 +20,6 @@ from torch.optim import Optimizer
 
 from lightning_opt.core.scalars import Scalar, wide_dtype
 from lightning_opt.core.sharding import (
-    COMPLETE,
     Groups,
     is_dtensor,
     local_part,
@@ -29,10 +28,10 @@ from lightning_opt.core.sharding import (
     wants_host,
 )
 
-
 HALVES = frozenset({torch.float16, torch.bfloat16})
 PLAIN = frozenset({Tensor, nn.Parameter})
 DENSE = frozenset({torch.strided})
+COMPLEX = frozenset({torch.complex64, torch.complex128})
 
 # This runs at every step of every run, on hundreds of tensors: `map` over these takes half the time
 # of a comprehension.
@@ -123,7 +122,8 @@ def collect_gradients(
             :func:`~lightning_opt.core.sharding.flat_parameter_groups`.
     """
     parameters = list(parameters)
-    if flat or not PLAIN.issuperset(map(type, parameters)) and any(map(is_dtensor, parameters)):
+    plain = PLAIN.issuperset(map(type, parameters))
+    if flat or (not plain and any(map(is_dtensor, parameters))):
         return _collect_sharded(parameters, flat)
     tensors = [gradient for gradient in map(_grad, parameters) if gradient is not None]
     if len(tensors) < len(parameters):
@@ -217,10 +217,13 @@ def _sum_squares(squares: Tensor, groups: list[Groups]) -> Tensor:
 
 def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[float]:
     """Return one norm a tensor; reading it is free on a CPU, where these tensors are."""
-    if dtype is None:
+    dtypes = set(map(_dtype, tensors))
+    if not dtypes.isdisjoint(COMPLEX):
+        # Same norm, and unlike a complex tensor it may be accumulated in a wider real dtype.
+        tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
         dtypes = set(map(_dtype, tensors))
-        if not dtypes.isdisjoint(HALVES):
-            dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    if dtype is None and not dtypes.isdisjoint(HALVES):
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     return list(map(Tensor.item, torch._foreach_norm(tensors, 2, dtype)))
 
 
