@@ -19,20 +19,20 @@ class Report:
         notes: Sentences below the table: units, machine, caveats.
 
     Example:
-        >>> report = Report("Norms", [{"layer": "head", "norm": 0.25}, {"layer": "body", "norm": 3}])
+        >>> report = Report("Norms", [{"layer": "in", "norm": 0.25}, {"layer": "out", "norm": 3}])
         >>> print(report)
         Norms
         layer  norm
         -----  ----
-        head   0.25
-        body      3
+        in     0.25
+        out       3
         >>> print(report.to_markdown())
         **Norms**
         <BLANKLINE>
         | layer | norm |
         |---|---|
-        | head | 0.25 |
-        | body | 3 |
+        | in | 0.25 |
+        | out | 3 |
     """
 
     def __init__(
@@ -59,11 +59,8 @@ class Report:
         """Return the report as a markdown table."""
         lines = [f"**{self.title}**"]
         if self.rows:
-            lines += ["", _row(self.columns), "|" + "---|" * len(self.columns)]
-            lines += [
-                _row([_cell(row.get(name)).replace("|", "\\|") for name in self.columns])
-                for row in self.rows
-            ]
+            cells = [[_cell(row.get(name)) for name in self.columns] for row in self.rows]
+            lines += ["", _row(self.columns), "|" + "---|" * len(self.columns), *map(_row, cells)]
         for note in self.notes:
             lines += ["", note]
         return "\n".join(lines)
@@ -122,11 +119,11 @@ def _is_number(value: Any) -> bool:
 def _cell(value: Any) -> str:
     if value is None:
         return ""
-    return f"{value:.4g}" if isinstance(value, float) else str(value)
+    return f"{value:.4g}" if isinstance(value, float) else str(value).replace("\n", " ")
 
 
 def _row(cells: Sequence[str]) -> str:
-    return "| " + " | ".join(cells) + " |"
+    return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
 def _finite(value: Any) -> Any:
