@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from lightning_opt.core.arguments import at_least, fraction, positive
-from lightning_opt.core.norms import HALVES, GradientStep
+from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import isfinite, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
-from lightning_opt.gradients.rules import NORM_EPSILON, Clip, ClippingRule, State
+from lightning_opt.gradients.rules import Clip, ClippingRule, State
 
 
 class FixedValue(ClippingRule):
@@ -95,8 +95,12 @@ class PerParameter(ClippingRule):
         self.warmup_norm = positive("warmup_norm", warmup_norm)
 
     def init(self) -> State:
-        """Return the state before any step; ``averages`` belong to ``names``, one by one."""
-        return {"count": 0, "names": [], "averages": []}
+        """Return the state before any step.
+
+        ``averages`` belong to ``names``, one by one, the tensors of the last step; ``absent`` are
+        those of tensors that had a gradient before it.
+        """
+        return {"count": 0, "names": [], "averages": [], "absent": {}}
 
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Scale each gradient in place by its own coefficient."""
@@ -115,7 +119,7 @@ class PerParameter(ClippingRule):
         # Averages start at infinity: nothing is clipped against an average of nothing.
         limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
         over = (norms > limit) & finite
-        coefficient = torch.where(over, limit / (norms + NORM_EPSILON), 1.0)
+        coefficient = torch.where(over, limit / norms, 1.0)
         passed = norms * coefficient
         following = self.decay * average + (1.0 - self.decay) * passed
         starting = warm | torch.isinf(average)
@@ -142,10 +146,10 @@ class PerParameter(ClippingRule):
             return averages.to(norms.device)
         # The first step, a resumed run, or a change of what is trained; the only copy to the host.
         known = dict(zip(state["names"], torch.as_tensor(averages).tolist(), strict=True))  # rare
-        state["names"] = names
-        return torch.tensor(
-            [known.get(name, math.inf) for name in names], dtype=norms.dtype, device=norms.device
-        )
+        known = {**state["absent"], **known}
+        current = [known.pop(name, math.inf) for name in names]
+        state["names"], state["absent"] = names, known
+        return torch.tensor(current, dtype=norms.dtype, device=norms.device)
 
 
 class UnitWise(ClippingRule):
@@ -234,8 +238,12 @@ class UnitWise(ClippingRule):
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Scale each unit's gradient in place by its own coefficient."""
         finite = isfinite(step.norms.total)
-        if not isinstance(finite, Tensor) and not finite:
-            return Clip(0.0)
+        accumulated = torch.float32
+        if not isinstance(finite, Tensor):
+            if not finite:
+                return Clip(0.0)
+            if step.norms.total * step.grad_scale > 1e18:  # on a CPU, where float64 measured it
+                accumulated = torch.float64
         excluded = self._excluded(step)
         pairs = [
             (parameter, gradient)
@@ -248,11 +256,10 @@ class UnitWise(ClippingRule):
         if not pairs:
             return Clip(0.0)
         units = [self._unit(parameter) for parameter, _ in pairs]
-        weights = [
-            _unit_norms(local_part(p), dims) for (p, _), (dims, _) in zip(pairs, units, strict=True)
-        ]
-        owns = [_unit_norms(g, dims) for (_, g), (dims, _) in zip(pairs, units, strict=True)]
+        dims = [extended for extended, _ in units]
         groups = [members for _, members in units]
+        weights = [_unit_norms(local_part(p), d) for (p, _), d in zip(pairs, dims, strict=True)]
+        owns = [_unit_norms(g, d, accumulated) for (_, g), d in zip(pairs, dims, strict=True)]
         if any(members != COMPLETE for members in groups):
             weights, owns = _whole_norms(weights, groups), _whole_norms(owns, groups)
 
@@ -268,7 +275,7 @@ class UnitWise(ClippingRule):
             over &= finite
         elif not over.any():  # on a CPU
             return Clip(0.0, coefficient=1.0)
-        coefficient = torch.where(over, limit / own.clamp(min=NORM_EPSILON), 1.0)
+        coefficient = torch.where(over, limit / own, 1.0)
         for (_, gradient), part, shape in zip(
             pairs, coefficient.split([norm.numel() for norm in owns]), owns, strict=True
         ):
@@ -309,9 +316,11 @@ class UnitWise(ClippingRule):
         )
 
 
-def _unit_norms(values: Tensor, dims: tuple[int, ...]) -> Tensor:
+def _unit_norms(
+    values: Tensor, dims: tuple[int, ...], accumulated: torch.dtype = torch.float32
+) -> Tensor:
     """Return the L2 norm of each unit, with the unit's dimensions kept at size 1."""
-    dtype = torch.float32 if values.dtype in HALVES else None
+    dtype = torch.promote_types(values.dtype, accumulated)
     return torch.linalg.vector_norm(values, 2, dims, keepdim=True, dtype=dtype)
 
 
