@@ -15,11 +15,11 @@ from collections.abc import Callable
 
 import lightning as L
 import torch
-from harness import median_ratio, parse_arguments, publish, time_interleaved
-from models import Regression, forty_tensor_mlp, ten_million_transformer
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from harness import median_ratio, parse_arguments, publish, time_interleaved
+from models import Regression, forty_tensor_mlp, ten_million_transformer
 
 GPU = True
 

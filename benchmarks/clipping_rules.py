@@ -18,9 +18,9 @@ import statistics
 from collections.abc import Callable
 
 import numpy as np
-from harness import parse_arguments, publish
 
 import lightning_opt as lo
+from harness import parse_arguments, publish
 
 RULES: dict[str, Callable[[], lo.NormRule]] = {
     "Robust()": lo.Robust,

@@ -103,7 +103,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def publish(name: str, report: Report, arguments: argparse.Namespace, **details: Any) -> None:
-    """Print the report, and write it as ``<name>.json`` and ``<name>.md``; CUDA results beside it."""
+    """Print the report and write it as ``<name>.json`` and ``<name>.md``, with the device if not CPU."""
     machine = describe_machine(arguments.device)
     report.notes.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
     report.print()

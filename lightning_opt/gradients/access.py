@@ -37,7 +37,9 @@ class GradientAccess:
 
     def __init__(self, owner: str) -> None:
         self._owner = owner
-        self.stop()
+        self.names: dict[Tensor, str] = {}
+        self._flat: dict[Tensor, Groups] = {}
+        self._rounds: dict[int, int] = {}
 
     def check_trainer(self, trainer: pl.Trainer) -> None:
         """Refuse strategies under which gradients cannot be reached. Call it in ``setup``.
@@ -66,22 +68,18 @@ class GradientAccess:
                     "gradient several times within one step and needs it unchanged. Use a "
                     "first-order optimizer such as AdamW or SGD."
                 )
-        self.names = {
-            parameter: name.replace("_fsdp_wrapped_module.", "")
-            for name, parameter in pl_module.named_parameters()
-        }
+        self.stop()
+        for name, parameter in pl_module.named_parameters():
+            self.names[parameter] = name.replace("_fsdp_wrapped_module.", "")
         for index, optimizer in enumerate(trainer.optimizers):
             for place, parameter in enumerate(parameters_of(optimizer)):
                 # An optimizer may hold parameters that are not the module's.
                 self.names.setdefault(parameter, f"optimizer_{index}.{place}")
         self._flat = flat_parameter_groups(pl_module)
-        norm_cache.clear()
 
     def stop(self) -> None:
         """Let go of the model."""
-        self.names: dict[Tensor, str] = {}
-        self._flat: dict[Tensor, Groups] = {}
-        self._rounds: dict[int, int] = {}
+        self.names, self._flat, self._rounds = {}, {}, {}
         norm_cache.clear()
 
     def collect(
@@ -112,21 +110,20 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
     Lightning has the loss scaler unscale the gradients before ``on_before_optimizer_step``, except
     for optimizers that do it within their own step (the fused ones).
     """
-    scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled():
-        return 1.0
     if not getattr(optimizer, "_step_supports_amp_scaling", False):
         return 1.0
-    # `get` adds nothing to this defaultdict; user code may have unscaled by hand.
-    if scaler._per_optimizer_states.get(id(optimizer), {}).get("stage") is OptState.UNSCALED:
+    scale = loss_scale(trainer)
+    if scale is None:
         return 1.0
-    scale = scaler._scale  # `get_scale()` would wait for the device
-    return 1.0 if scale is None else scale
+    scaler: torch.amp.GradScaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+    # `get` adds nothing to this defaultdict; user code may have unscaled by hand.
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    return 1.0 if state.get("stage") is OptState.UNSCALED else scale
 
 
-def loss_scale(trainer: pl.Trainer) -> Scalar | None:
+def loss_scale(trainer: pl.Trainer) -> Tensor | None:
     """Return the loss scale in use, unread; None where no loss scaler is at work."""
     scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled() or scaler._scale is None:
+    if scaler is None or not scaler.is_enabled():
         return None
-    return scaler._scale
+    return scaler._scale  # None until the first loss; `get_scale()` would wait for the device

@@ -71,7 +71,7 @@ class AdaptiveClipping(Callback):
 
     @property
     def state_key(self) -> str:
-        """Differs between rules and settings, so that one rule never resumes from another's state."""
+        """Differs between rules and settings: none resumes from another's state."""
         return self._generate_state_key(rule=repr(self.rule))
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
