@@ -2,7 +2,7 @@
 
 A benchmark is a script of its own. It says in its docstring which claim it supports, times the
 candidates round by round (each once a round, so that a slow minute of a shared machine hits all of
-them), compares medians as ratios, prints a table and writes ``<name>.json`` and ``<name>.md`` with
+them), compares medians as ratios, prints a table and writes ``.json`` and ``<name>.md`` with
 the machine named. ``GPU = True`` at module level says that ``--device cuda`` means something.
 """
 
@@ -103,7 +103,7 @@ def describe_machine(device: str) -> dict[str, Any]:
 
 
 def publish(name: str, report: Report, arguments: argparse.Namespace, **details: Any) -> None:
-    """Print the report and write it as ``<name>.json`` and ``<name>.md``, with the device if not CPU."""
+    """Print the report, and write it as ``<name>`` or ``<name>_cuda``, ``.json`` and ``.md``."""
     machine = describe_machine(arguments.device)
     report.notes.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
     report.print()

@@ -6,6 +6,7 @@ asks which of them it runs under.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -21,7 +22,7 @@ from lightning_opt.core.norms import (
     norm_cache,
     parameters_of,
 )
-from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.scalars import Scalar, wide_dtype
 from lightning_opt.core.sharding import Groups, flat_parameter_groups
 
 if TYPE_CHECKING:
@@ -72,9 +73,9 @@ class GradientAccess:
         for name, parameter in pl_module.named_parameters():
             self.names[parameter] = name.replace("_fsdp_wrapped_module.", "")
         for index, optimizer in enumerate(trainer.optimizers):
-            for place, parameter in enumerate(parameters_of(optimizer)):
+            for place, held in enumerate(parameters_of(optimizer)):
                 # An optimizer may hold parameters that are not the module's.
-                self.names.setdefault(parameter, f"optimizer_{index}.{place}")
+                self.names.setdefault(held, f"optimizer_{index}.{place}")
         self._flat = flat_parameter_groups(pl_module)
 
     def stop(self) -> None:
@@ -127,3 +128,38 @@ def loss_scale(trainer: pl.Trainer) -> Tensor | None:
     if scaler is None or not scaler.is_enabled():
         return None
     return scaler._scale  # None until the first loss; `get_scale()` would wait for the device
+
+
+def loss_scale_of(trainer: pl.Trainer, *, read: bool) -> Scalar | None:
+    """Return the scale of the loss scaler, None without one; as a float if it is to be ``read``."""
+    scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled() or scaler._scale is None:
+        return None
+    return scaler._scale.item() if read else scaler._scale
+
+
+def loss_of_step(
+    trainer: pl.Trainer, losses: Sequence[Tensor], loss_scale: Scalar | None, *, read: bool
+) -> Scalar:
+    """Return the mean loss of an accumulation window, without the loss scale; 0 if there is none.
+
+    Args:
+        trainer: Whose step it is.
+        losses: What ``on_before_backward`` was given since the last step, 0-dimensional: scaled by
+            the loss scaler, and divided by ``accumulate_grad_batches``.
+        loss_scale: From :func:`loss_scale_of`.
+        read: Whether to return a float, which waits for a device.
+    """
+    if not losses:
+        return 0.0
+    values: list[Scalar] = (
+        [loss.item() for loss in losses]
+        if read
+        else [loss.to(wide_dtype(loss.device)) for loss in losses]
+    )
+    total = sum(values[1:], values[0])
+    if loss_scale is not None:
+        total = total / loss_scale
+    window = trainer.accumulate_grad_batches
+    # A short last window was divided by the length of a full one too.
+    return total if window == 1 else total * (window / len(losses))
