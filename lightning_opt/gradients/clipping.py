@@ -139,6 +139,10 @@ class AdaptiveClipping(Callback):
         """Return the rule's state and counts for each optimizer, as plain types."""
         return {index: tally.state_dict() for index, tally in self._tallies.items()}  # type: ignore[misc]
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model, so that the callback can be sent to another process."""
+        return {**self.__dict__, "_module": None}
+
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._tallies = {}
