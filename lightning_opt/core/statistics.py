@@ -90,7 +90,7 @@ class Window:
         if isinstance(value, Tensor):
             self._update_on_device(state, value)
         elif math.isfinite(value):
-            values, count = _on_host(state), int(state["count"])
+            values, count = self._on_host(state), int(state["count"])
             if self.size is None:
                 bisect.insort(values, value)  # arrival order is not needed, so keep them sorted
             elif len(values) < self.size:
@@ -127,12 +127,12 @@ class Window:
             n = held.sum().clamp(min=1)
             mean = torch.where(held, values, 0.0).sum() / n
             return mean, (torch.where(held, values - mean, 0.0).square().sum() / n).sqrt()
-        values = _on_host(state)
-        if not values:
+        listed = self._on_host(state)
+        if not listed:
             return 0.0, 0.0
-        mean = math.fsum(values) / len(values)
+        center = math.fsum(listed) / len(listed)
         # `hypot` does not overflow where squares would.
-        return mean, math.hypot(*[x - mean for x in values]) / math.sqrt(len(values))
+        return center, math.hypot(*[x - center for x in listed]) / math.sqrt(len(listed))
 
     def quantile(self, state: State, q: float) -> Scalar:
         """Return the ``q``-quantile (0 to 1, linear in between); infinity if none is held."""
@@ -140,12 +140,13 @@ class Window:
         if isinstance(values, Tensor) and isinstance(state["count"], Tensor):
             held = self._held(state)
             ordered = torch.where(held, values, math.inf).sort().values
-            place = (held.sum() - 1).clamp(min=0) * q
+            # In float64: an integer tensor times a float would be float32.
+            place = (held.sum() - 1).clamp(min=0).to(values.dtype) * q
             low = place.floor()
             pair = ordered[torch.stack([low, place.ceil()]).long()]
             # At a whole position both neighbours are one value, also where that is infinity.
             return torch.where(low == place, pair[0], torch.lerp(pair[0], pair[1], place - low))
-        ordered_list = _on_host(state) if self.size is None else sorted(_on_host(state))
+        ordered_list = self._on_host(state) if self.size is None else sorted(self._on_host(state))
         if not ordered_list:
             return math.inf
         position = q * (len(ordered_list) - 1)
@@ -153,19 +154,17 @@ class Window:
         above = ordered_list[min(below + 1, len(ordered_list) - 1)]
         return float(ordered_list[below] + (above - ordered_list[below]) * (position - below))
 
+    def _on_host(self, state: State) -> list[float]:
+        """Return the values as a list, in order of size where all are kept."""
+        if isinstance(state["values"], Tensor):  # once, after a run that kept them on a device
+            values = state["values"][: int(state["count"])].tolist()
+            state["values"] = sorted(values) if self.size is None else values
+        return state["values"]  # type: ignore[no-any-return]
+
     @staticmethod
     def _held(state: State) -> Tensor:
-        values = state["values"]
-        return torch.arange(len(values), device=values.device) < state["count"]
-
-
-def _on_host(state: State) -> list[float]:
-    """Return the values as a list, also after a run that kept them on a device."""
-    values = state["values"]
-    if isinstance(values, Tensor):
-        values = values[: int(state["count"])].tolist()  # once, when a resumed run changes device
-        state["values"] = values
-    return values  # type: ignore[no-any-return]
+        values, count = state["values"], state["count"]
+        return torch.arange(len(values), device=values.device).lt(count)
 
 
 def _on_device(state: State, like: Tensor, length: int) -> None:

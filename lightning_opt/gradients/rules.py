@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lightning_opt.core.arguments import at_least, between, fraction, positive
 from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import (
+    Condition,
     Scalar,
     as_kind_of,
     exp,
@@ -85,6 +86,14 @@ class ClippingRule(ABC):
         return f"{type(self).__name__}({settings})"
 
 
+def tells(norm: Scalar) -> Condition:
+    """Return whether ``norm`` tells anything of how large norms are; NaN, infinity and 0 do not.
+
+    A statistic of zeros alone would be a threshold of 0, which nothing passes ever after.
+    """
+    return logical_and(norm > 0.0, norm < math.inf)
+
+
 class NormRule(ClippingRule):
     """A rule with a threshold on the total norm of all gradients of an optimizer."""
 
@@ -93,8 +102,8 @@ class NormRule(ClippingRule):
         """Return the threshold for a step of total norm ``norm`` and take the norm into ``state``.
 
         Args:
-            norm: The total norm, a float or a 0-dimensional tensor. It may be NaN or infinite: such
-                a norm must leave ``state`` as it was.
+            norm: The total norm, a float or a 0-dimensional tensor. It may be NaN, infinite or 0:
+                such a norm must leave ``state`` as it was (see :func:`tells`).
             state: The rule's state, updated in place.
 
         Returns:
@@ -179,8 +188,7 @@ class MeanStd(NormRule):
         mean, std = self._norms.mean_std(state)
         threshold = where(state["count"] >= self.warmup, mean + self.k * std, math.inf)
         passed = minimum(threshold, norm) if self.history == "clipped" else norm
-        # `minimum` would turn NaN into the threshold, which must not enter either.
-        self._norms.update(state, where(isfinite(norm), passed, math.nan))
+        self._norms.update(state, where(tells(norm), passed, math.nan))
         return threshold
 
 
@@ -210,7 +218,7 @@ class Percentile(NormRule):
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Let the norm into the history and return its percentile."""
-        self._norms.update(state, norm)
+        self._norms.update(state, where(tells(norm), norm, math.nan))
         return self._norms.quantile(state, self.percentile / 100.0)
 
 
@@ -219,8 +227,8 @@ class ZClip(NormRule):
 
     The threshold of a norm with z-score s > z is ``mean + z * std * (z / s)``, with mean and
     variance averaged exponentially over the norms that were passed on. Thresholds are those of the
-    published package (zclip 1.0, adaptive scaling). It differs in that a NaN or infinite norm
-    changes nothing, during warm-up too.
+    published package (zclip 1.0, adaptive scaling). It differs in that a norm that is NaN, infinite
+    or 0 changes nothing, during warm-up too.
 
     Args:
         alpha: Share of the old mean and variance that is kept at each step, in [0, 1).
@@ -264,10 +272,10 @@ class ZClip(NormRule):
         new_mean = mean + weight * (passed - mean)
         deviation = (passed - new_mean) * where(warm, passed - mean, passed - new_mean)
         new_var = (1.0 - weight) * var + weight * deviation
-        finite = logical_and(isfinite(norm), isfinite(new_var))  # squares of 1e154 overflow
-        state["mean"] = where(finite, new_mean, mean)
-        state["var"] = where(finite, new_var, var)
-        state["count"] = count + where(finite, 1, 0)
+        taken = logical_and(tells(norm), isfinite(new_var))  # the square of 1e155 overflows
+        state["mean"] = where(taken, new_mean, mean)
+        state["var"] = where(taken, new_var, var)
+        state["count"] = count + where(taken, 1, 0)
         return adaptive if self.max_norm is None else minimum(adaptive, self.max_norm)
 
 

@@ -177,6 +177,10 @@ class UnitWise(ClippingRule):
 
     needs_whole_tensors: ClassVar[bool] = True
 
+    _hooks: dict[nn.Module, Any]
+    _linears: list[nn.Linear]
+    _transposed: set[Tensor]
+
     def __init__(
         self,
         clip_factor: float = 0.01,
@@ -215,12 +219,12 @@ class UnitWise(ClippingRule):
         elif self.exclude == "final_linear":
             linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
             if any(hasattr(child, "_orig_mod") for child in module.modules()):
-                self._linears = linears  # a hook would force a compiled model to compile again
+                self._linears += linears  # a hook would force a compiled model to compile again
             else:
                 for linear in linears:
                     self._hooks[linear] = linear.register_forward_hook(self._note)
 
-    def _note(self, module: nn.Module, args: Any, output: Any) -> None:
+    def _note(self, module: nn.Linear, args: Any, output: Any) -> None:
         # First runs only: recomputation under activation checkpointing runs layers again, in
         # another order.
         self._linears.append(module)
@@ -230,9 +234,7 @@ class UnitWise(ClippingRule):
         """Remove the hooks of :meth:`attach`."""
         for hook in getattr(self, "_hooks", {}).values():
             hook.remove()
-        self._hooks: dict[nn.Module, Any] = {}
-        self._linears: list[nn.Module] = []
-        self._transposed: set[Tensor] = set()
+        self._hooks, self._linears, self._transposed = {}, [], set()
 
     @torch.no_grad()
     def clip(self, step: GradientStep, state: State) -> Clip:
@@ -321,7 +323,8 @@ def _unit_norms(
 ) -> Tensor:
     """Return the L2 norm of each unit, with the unit's dimensions kept at size 1."""
     dtype = torch.promote_types(values.dtype, accumulated)
-    return torch.linalg.vector_norm(values, 2, dims, keepdim=True, dtype=dtype)
+    norms: Tensor = torch.linalg.vector_norm(values, 2, dims, keepdim=True, dtype=dtype)
+    return norms
 
 
 def _whole_norms(norms: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
