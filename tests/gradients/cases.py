@@ -1,0 +1,131 @@
+"""What the tests of clipping rules have in common: one of each rule, and ways to put it to work."""
+
+import io
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import settings
+from torch import Tensor, nn
+
+from lightning_opt.core.norms import GradientNorms, Gradients, GradientStep
+from lightning_opt.core.scalars import to_plain
+from lightning_opt.gradients.rules import (
+    Clip,
+    ClippingRule,
+    FixedNorm,
+    MeanStd,
+    NormRule,
+    Percentile,
+    Robust,
+    ZClip,
+)
+from lightning_opt.gradients.tensor_rules import FixedValue, PerParameter, UnitWise
+
+# Warm-ups and windows short enough that a run of 60 steps sees what lies beyond them.
+NORM_RULES: dict[str, Callable[[], NormRule]] = {
+    "fixed_norm": lambda: FixedNorm(0.8),
+    "mean_std-raw": lambda: MeanStd(k=1.0, window=16, warmup=5),
+    "mean_std-clipped": lambda: MeanStd(k=1.0, window=16, history="clipped", warmup=5),
+    "percentile-all": lambda: Percentile(30.0),
+    "percentile-window": lambda: Percentile(30.0, window=16),
+    "zclip": lambda: ZClip(z=1.0, warmup=10),
+    "zclip-max_norm": lambda: ZClip(z=1.0, warmup=10, max_norm=1.5),
+    "robust": lambda: Robust(k=1.0, decay=0.9, warmup=10, patience=3),
+    "robust-no_patience": lambda: Robust(k=1.0, decay=0.9, warmup=10, patience=None),
+}
+TENSOR_RULES: dict[str, Callable[[], ClippingRule]] = {
+    "fixed_value": lambda: FixedValue(0.3),
+    "per_parameter": lambda: PerParameter(factor=1.0, warmup=10),
+    "unit_wise": lambda: UnitWise(clip_factor=0.3, exclude=None),
+}
+ALL_RULES: dict[str, Callable[[], ClippingRule]] = {**NORM_RULES, **TENSOR_RULES}
+
+# The same examples in every run, and no time limit: the machines that run this are shared.
+search = settings(max_examples=20, deadline=None, derandomize=True, database=None)
+
+every_norm_rule = pytest.mark.parametrize("make", NORM_RULES.values(), ids=list(NORM_RULES))
+every_rule = pytest.mark.parametrize("make", ALL_RULES.values(), ids=list(ALL_RULES))
+both_paths = pytest.mark.parametrize("path", ["host", "device"])
+
+
+def as_scalar(norm: float, path: str) -> float | Tensor:
+    return torch.tensor(norm, dtype=torch.float64) if path == "device" else norm
+
+
+def thresholds_of(
+    rule: NormRule, norms: Iterable[float], path: str = "host", state: dict[str, Any] | None = None
+) -> list[float]:
+    """Return the threshold of each step, read after the last of them."""
+    state = rule.init() if state is None else state
+    limits = [rule.limit(as_scalar(norm, path), state) for norm in norms]
+    return [float(limit) for limit in limits]
+
+
+def statistics_of(state: dict[str, Any]) -> dict[str, Any]:
+    """Return what a rule has learnt, without what depends on how it is kept.
+
+    A window's buffer on a device has room for norms that were not finite, and counts them.
+    """
+    plain: dict[str, Any] = to_plain(state)
+    if "values" in plain:
+        count = int(plain["count"])
+        values = plain["values"]
+        held = values.tolist() if isinstance(values, Tensor) else list(values)
+        return {"count": count, "values": held[:count]}
+    if "averages" in plain:
+        averages = torch.as_tensor(plain["averages"]).tolist()
+        known = dict(zip(plain["names"], averages, strict=True))
+        finite = {name: value for name, value in known.items() if math.isfinite(value)}
+        return {"count": int(plain["count"]), **finite}
+    return plain
+
+
+def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    """Return ``state`` as a checkpoint gives it back."""
+    buffer = io.BytesIO()
+    torch.save(state, buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+def apply_norms(rule: ClippingRule, norms: list[float], path: str, state: dict[str, Any]) -> Clip:
+    """Have ``rule`` clip a step of tensors with just these norms, whatever their elements."""
+    parameters = [nn.Parameter(torch.zeros(1)) for _ in norms]
+    tensors = [torch.tensor([norm]) for norm in norms]
+    wide = torch.tensor(norms, dtype=torch.float64)
+    total = math.hypot(*norms)
+    step = GradientStep(
+        Gradients(parameters, tensors, []),
+        GradientNorms(wide, wide.norm()) if path == "device" else GradientNorms(norms, total),
+        1.0,
+        {parameter: f"p{index}" for index, parameter in enumerate(parameters)},
+    )
+    return rule.clip(step, state)
+
+
+class Net(nn.Module):
+    """Five parameters of different shapes, in float64 so that only the rule makes a difference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(2, 3, 2, dtype=torch.float64)
+        self.body = nn.Linear(4, 3, dtype=torch.float64)
+        self.gain = nn.Parameter(torch.ones((), dtype=torch.float64))
+
+
+def set_gradients(module: nn.Module, norm: float, seed: int) -> None:
+    """Give ``module`` gradients of total norm ``norm``; NaN or infinity in one element."""
+    generator = torch.Generator().manual_seed(seed)
+    parameters = list(module.parameters())
+    fresh = [torch.randn(p.shape, generator=generator, dtype=torch.float64) for p in parameters]
+    if not math.isfinite(norm):
+        fresh[seed % len(fresh)].view(-1)[0] = norm
+    else:
+        length = torch.linalg.vector_norm(torch.cat([g.flatten() for g in fresh]))
+        fresh = [g * (norm / length) for g in fresh]
+    for parameter, gradient in zip(parameters, fresh, strict=True):
+        parameter.grad = gradient.to(parameter.dtype)

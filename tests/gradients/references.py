@@ -1,0 +1,133 @@
+"""Clipping rules written down a second time, from papers and docstrings, in float64 and numpy.
+
+They favour the obvious over the fast: whole histories instead of recursions where that is possible.
+"""
+
+import math
+from collections.abc import Iterable
+
+import numpy as np
+
+
+def lognormal_norms(steps: int, seed: int = 0, sigma: float = 0.5) -> list[float]:
+    """Return norms as a training run has them: around 1, spread over factors, with rare spikes."""
+    rng = np.random.default_rng(seed)
+    spikes = np.where(rng.random(steps) < 0.01, 30.0, 1.0)
+    return [float(norm) for norm in np.exp(sigma * rng.standard_normal(steps)) * spikes]
+
+
+def mean_std(
+    norms: Iterable[float], k: float, window: int, history: str, warmup: int
+) -> list[float]:
+    passed: list[float] = []
+    thresholds = []
+    for norm in norms:
+        recent = np.array(passed[-window:])
+        threshold = math.inf if len(passed) < warmup else float(recent.mean() + k * recent.std())
+        thresholds.append(threshold)
+        passed.append(min(norm, threshold) if history == "clipped" else norm)
+    return thresholds
+
+
+def percentile(norms: Iterable[float], percentile: float, window: int | None) -> list[float]:
+    seen = np.array(list(norms))
+    starts = [0 if window is None else max(0, n + 1 - window) for n in range(len(seen))]
+    return [float(np.percentile(seen[start : n + 1], percentile)) for n, start in enumerate(starts)]
+
+
+def robust(
+    norms: Iterable[float],
+    k: float = 3.0,
+    decay: float = 0.99,
+    winsor: float = 2.0,
+    warmup: int = 20,
+    patience: int | None = 25,
+    min_std: float = 0.1,
+) -> list[float]:
+    """Keep first and second moments of the logarithm, where the package keeps mean and variance."""
+    mean, square = 0.0, 0.0
+    streak: list[float] = []
+    thresholds = []
+    for seen, norm in enumerate(norms, 1):
+        std = max(math.sqrt(max(square - mean**2, 0.0)), min_std)
+        warm = seen <= warmup
+        threshold = math.inf if warm else math.exp(mean + k * std)
+        thresholds.append(threshold)
+
+        share = 1 - decay if seen > 1 / (1 - decay) else 1 / seen
+        reach = winsor * (max(std, 0.5) if warm else std) if seen > 2 else math.inf
+        x = min(max(math.log(norm), mean - reach), mean + reach)
+        if norm > threshold:
+            variance = square - mean**2
+            mean += share * (x - mean)
+            square = variance + mean**2
+            streak.append(math.log(norm))
+        else:
+            mean += share * (x - mean)
+            square += share * (x**2 - square)
+            streak = []
+        if patience is not None and len(streak) == patience:
+            variance = square - mean**2
+            mean = float(np.mean(streak))
+            square = variance + mean**2
+            streak = []
+    return thresholds
+
+
+class AdaGC:
+    """Algorithm 1 of Wang et al. (2025), with the two departures that ``PerParameter`` names."""
+
+    def __init__(self, factor: float, decay: float, warmup: int, warmup_norm: float) -> None:
+        self.factor, self.decay = factor, decay
+        self.warmup, self.warmup_norm = warmup, warmup_norm
+        self.steps = 0
+        self.averages: dict[str, float] = {}
+
+    def clip(self, gradients: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Return the clipped gradients of one step."""
+        norms = {name: float(np.linalg.norm(g)) for name, g in gradients.items()}
+        total = math.hypot(*norms.values())
+        if not math.isfinite(total):
+            return gradients
+        self.steps += 1
+        clipped = {}
+        for name, gradient in gradients.items():
+            norm, average = norms[name], self.averages.get(name)
+            if norm == 0:
+                clipped[name] = gradient
+                continue
+            if self.steps <= self.warmup:
+                scale = min(self.warmup_norm / total, 1.0)
+                self.averages[name] = min(norm * scale, math.inf if average is None else average)
+            elif average is None:
+                scale, self.averages[name] = 1.0, norm
+            else:
+                scale = min(self.factor * average / norm, 1.0)
+                self.averages[name] = self.decay * average + (1 - self.decay) * norm * scale
+            clipped[name] = gradient * scale
+        return clipped
+
+
+def unit_wise(
+    weight: np.ndarray, gradient: np.ndarray, axis: int | None, clip_factor: float, eps: float
+) -> np.ndarray:
+    """Return the gradient clipped as in Brock et al. (2021).
+
+    Args:
+        weight: The parameter.
+        gradient: Its gradient.
+        axis: The dimension that counts units; None where the whole tensor is one.
+        clip_factor: The paper's lambda.
+        eps: The paper's epsilon.
+    """
+    clipped = gradient.astype(np.float64)
+    for unit in (
+        [...]
+        if axis is None
+        else [(slice(None),) * axis + (index,) for index in range(weight.shape[axis])]
+    ):
+        norm = np.linalg.norm(np.ravel(clipped[unit]))
+        allowed = clip_factor * max(np.linalg.norm(np.ravel(weight[unit]).astype(np.float64)), eps)
+        if norm > allowed:
+            clipped[unit] *= allowed / norm
+    return clipped
