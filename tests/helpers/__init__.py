@@ -1,0 +1,1 @@
+"""What the tests share: quiet Trainers, small models, footprints, syncs and real processes."""

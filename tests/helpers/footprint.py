@@ -1,0 +1,147 @@
+"""What a run leaves behind in the model, the Trainer and the process.
+
+A footprint holds no identities, so that those of two models built alike can be compared: a run with
+a callback must leave the same one as a run without it.
+"""
+
+import gc
+import logging
+import os
+import signal
+import sys
+import threading
+import warnings
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, Trainer
+from torch import nn
+from torch.nn.modules import module as module_globals
+
+
+def model_footprint(model: nn.Module) -> dict[str, Any]:
+    """Return names, kinds, hooks, replaced methods, memory layouts and flags of a model."""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    return {
+        "state_dict": list(model.state_dict()),
+        "tensors": {
+            name: {
+                "kind": (type(tensor).__name__, tensor.dtype, tensor.device, tuple(tensor.shape)),
+                "strides": tensor.stride(),
+                "requires_grad": tensor.requires_grad,
+                "hooks": len(tensor._backward_hooks or ())
+                + len(getattr(tensor, "_post_accumulate_grad_hooks", None) or ()),
+                "attributes": sorted(vars(tensor)),
+            }
+            for name, tensor in tensors
+        },
+        "modules": {
+            name: {
+                "class": type(module).__qualname__,
+                "training": module.training,
+                "attributes": _attributes(module),
+                "hooks": {
+                    key: len(value)
+                    for key, value in vars(module).items()
+                    if key.endswith("hooks") and value is not None
+                },
+            }
+            for name, module in model.named_modules()
+        },
+    }
+
+
+def trainer_footprint(trainer: Trainer) -> dict[str, Any]:
+    """Return what the Trainer and its parts are made of, and what was put onto them."""
+    loop = trainer.fit_loop
+    parts = {
+        "trainer": trainer,
+        "strategy": trainer.strategy,
+        "accelerator": trainer.accelerator,
+        "precision": trainer.precision_plugin,
+        "fit_loop": loop,
+        "epoch_loop": loop.epoch_loop,
+        "automatic_optimization": loop.epoch_loop.automatic_optimization,
+        "manual_optimization": loop.epoch_loop.manual_optimization,
+        "validation": loop.epoch_loop.val_loop,
+        "data": trainer._data_connector,
+        "logging": trainer._logger_connector,
+        "checkpoints": trainer._checkpoint_connector,
+        "signals": trainer._signal_connector,
+    }
+    made_of = {
+        name: {"class": type(part).__qualname__, "attributes": _attributes(part)}
+        for name, part in parts.items()
+    }
+    return {
+        **made_of,
+        "optimizers": [
+            {
+                "class": type(optimizer).__qualname__,
+                "attributes": _attributes(optimizer),
+                "groups": [
+                    {key: value for key, value in group.items() if key != "params"}
+                    for group in optimizer.param_groups
+                ],
+                "hooks": {
+                    key: len(value) for key, value in vars(optimizer).items() if "hooks" in key
+                },
+            }
+            for optimizer in trainer.optimizers
+        ],
+    }
+
+
+def process_footprint() -> dict[str, Any]:
+    """Return the global settings that a callback may be tempted to change."""
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return {
+        "dtype": torch.get_default_dtype(),
+        "device": torch.get_default_device(),
+        "threads": (torch.get_num_threads(), torch.get_num_interop_threads()),
+        "deterministic": (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+        ),
+        "matmul_precision": torch.get_float32_matmul_precision(),
+        "cudnn": (cudnn.enabled, cudnn.benchmark, cudnn.deterministic, cudnn.allow_tf32),
+        "mkldnn": torch.backends.mkldnn.enabled,
+        "matmul": (
+            cuda.matmul.allow_tf32,
+            cuda.matmul.allow_fp16_reduced_precision_reduction,
+            cuda.matmul.allow_bf16_reduced_precision_reduction,
+        ),
+        "attention": (
+            cuda.flash_sdp_enabled(),
+            cuda.mem_efficient_sdp_enabled(),
+            cuda.math_sdp_enabled(),
+            cuda.cudnn_sdp_enabled(),
+        ),
+        "autograd": (
+            torch.is_grad_enabled(),
+            torch.is_inference_mode_enabled(),
+            torch.is_anomaly_enabled(),
+            torch.is_autocast_enabled("cpu"),
+        ),
+        "module_hooks": {
+            name: len(value)
+            for name, value in vars(module_globals).items()
+            if name.startswith("_global_") and hasattr(value, "__len__")
+        },
+        "gc": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)),
+        "warnings": list(warnings.filters),
+        "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
+        "environment": dict(os.environ),
+        "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
+        "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook),
+        "threads_alive": {thread.name for thread in threading.enumerate()},
+    }
+
+
+def _attributes(thing: Any) -> dict[str, str]:
+    """Return the instance's own attributes: what kind each is, and for functions which one."""
+    return {
+        key: getattr(value, "__qualname__", type(value).__qualname__)
+        for key, value in vars(thing).items()
+        if not isinstance(value, Callback)
+    }

@@ -1,0 +1,196 @@
+"""Small modules and data whose gradients are worth clipping."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.demos.boring_classes import BoringModel
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._pytree import tree_flatten
+from torch.utils.data import DataLoader, TensorDataset
+
+FEATURES = 6
+
+
+def batches_of(steps: int, batch_size: int = 4, seed: int = 0) -> TensorDataset:
+    """Return inputs of shape ``(steps * batch_size, 6)`` and targets of shape ``(..., 1)``.
+
+    Each batch has a scale of its own, lognormal with a sigma of 1, so that norms spread and some
+    are spikes.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    scale = torch.randn(steps, 1, 1, generator=generator).exp()
+    inputs = scale * torch.randn(steps, batch_size, FEATURES, generator=generator)
+    targets = scale * torch.randn(steps, batch_size, 1, generator=generator)
+    return TensorDataset(inputs.flatten(0, 1), targets.flatten(0, 1))
+
+
+def loader_of(steps: int, batch_size: int = 4, seed: int = 0) -> "ResumableLoader":
+    """Return a loader of :func:`batches_of` in order."""
+    return ResumableLoader(batches_of(steps, batch_size, seed), batch_size=batch_size)
+
+
+class ResumableLoader(DataLoader[Any]):
+    """A loader that a checkpoint stops in mid-epoch and goes on from there.
+
+    Lightning starts a plain DataLoader anew, with a warning, and then a resumed run sees other data
+    than one that was not interrupted.
+    """
+
+    served = 0
+    skip = 0
+
+    def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
+        skip, self.skip = self.skip, 0
+        for index, batch in enumerate(super().__iter__()):
+            if index >= skip:
+                self.served = (index + 1) % len(self)
+                yield batch
+
+    def state_dict(self) -> dict[str, int]:
+        return {"served": self.served}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.skip = state["served"]
+
+
+class SmallNet(BoringModel):
+    """A BoringModel with layers between, for :func:`batches_of`, and an optimizer of one's choice.
+
+    Under several processes each takes its share of the rows of a batch, so that all of them
+    together see what a single process sees.
+
+    Args:
+        optimizer: The name of a class in :mod:`torch.optim`.
+        lr: Its learning rate.
+        fused: Whether it is the fused implementation.
+        widths: Units of the hidden layers.
+        fail_at: Raise an error in this training step.
+    """
+
+    def __init__(
+        self,
+        optimizer: str = "SGD",
+        lr: float = 0.02,
+        fused: bool = False,
+        widths: tuple[int, ...] = (5,),
+        fail_at: int | None = None,
+    ) -> None:
+        super().__init__()
+        self.optimizer, self.lr, self.fused, self.fail_at = optimizer, lr, fused, fail_at
+        generator_state = torch.get_rng_state()
+        torch.manual_seed(1)
+        layers: list[nn.Module] = []
+        for fan_in, fan_out in zip((FEATURES, *widths), (*widths, 1), strict=True):
+            layers += [nn.Linear(fan_in, fan_out), nn.Tanh()]
+        self.layer = nn.Sequential(*layers[:-1])  # type: ignore[assignment]
+        torch.set_rng_state(generator_state)
+
+    def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
+        assert labels is not None
+        return nn.functional.mse_loss(preds, labels)
+
+    def step(self, batch: Any) -> Tensor:
+        inputs, targets = (rows[self.global_rank :: self.trainer.world_size] for rows in batch)
+        return self.loss(self(inputs), targets)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if self.global_step == self.fail_at:
+            raise ArithmeticError("planted")
+        return super().training_step(batch, batch_idx)
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])  # type: ignore[no-any-return]
+
+    def configure_optimizers(self) -> Optimizer:  # type: ignore[override]
+        optimizer: type[Optimizer] = getattr(torch.optim, self.optimizer)
+        return optimizer(self.parameters(), lr=self.lr, **({"fused": True} if self.fused else {}))  # type: ignore[call-arg]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader_of(12)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader_of(2, seed=1)
+
+    test_dataloader = predict_dataloader = val_dataloader
+
+
+class AdversarialNet(LightningModule):
+    """Two networks with an optimizer each, stepped by hand in turn, as a GAN is.
+
+    Args:
+        generator_every: The generator is stepped at every so many batches, the discriminator at
+            each.
+    """
+
+    def __init__(self, generator_every: int = 1) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+        self.generator_every = generator_every
+        generator_state = torch.get_rng_state()
+        torch.manual_seed(2)
+        self.generator = nn.Sequential(nn.Linear(FEATURES, 5), nn.Tanh(), nn.Linear(5, FEATURES))
+        self.discriminator = nn.Sequential(nn.Linear(FEATURES, 4), nn.Tanh(), nn.Linear(4, 1))
+        torch.set_rng_state(generator_state)
+
+    def generator_loss(self, batch: Any) -> Tensor:
+        return 10 * nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean()
+
+    def discriminator_loss(self, batch: Any) -> Tensor:
+        fake = self.generator(batch[0]).detach()
+        real = nn.functional.softplus(-self.discriminator(batch[0])).mean()
+        return real + nn.functional.softplus(self.discriminator(fake)).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, discriminator = self.optimizers()  # type: ignore[attr-defined]
+        discriminator.zero_grad()
+        self.manual_backward(self.discriminator_loss(batch))
+        discriminator.step()
+        if batch_idx % self.generator_every == 0:
+            generator.zero_grad()
+            self.manual_backward(self.generator_loss(batch))
+            generator.step()
+
+    def configure_optimizers(self) -> list[Optimizer]:  # type: ignore[override]
+        return [
+            torch.optim.SGD(self.generator.parameters(), lr=0.1),
+            torch.optim.SGD(self.discriminator.parameters(), lr=0.1),
+        ]
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader_of(12)
+
+
+def weights_of(module: nn.Module) -> dict[str, Tensor]:
+    """Return a copy of the module's state."""
+    return {name: value.detach().clone() for name, value in module.state_dict().items()}
+
+
+def assert_same_weights(
+    actual: nn.Module | dict[str, Tensor],
+    expected: nn.Module | dict[str, Tensor],
+    *,
+    rtol: float = 0.0,
+    atol: float = 0.0,
+) -> None:
+    """Compare two states, bit by bit unless tolerances are given; NaN equals nothing."""
+    torch.testing.assert_close(
+        actual.state_dict() if isinstance(actual, nn.Module) else actual,
+        expected.state_dict() if isinstance(expected, nn.Module) else expected,
+        rtol=rtol,
+        atol=atol,
+    )
+
+
+def assert_same_state(actual: Any, expected: Any) -> None:
+    """Compare what callbacks put into a checkpoint: structure, types and values, bit by bit."""
+    (leaves, spec), (expected_leaves, expected_spec) = tree_flatten(actual), tree_flatten(expected)
+    assert spec == expected_spec
+    for leaf, other in zip(leaves, expected_leaves, strict=True):
+        assert type(leaf) is type(other)
+        if isinstance(leaf, Tensor):
+            torch.testing.assert_close(leaf, other, rtol=0.0, atol=0.0)
+        else:
+            assert leaf == other

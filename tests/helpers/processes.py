@@ -1,0 +1,149 @@
+"""Runs a function in several processes that talk over gloo, within a time limit.
+
+Each process is what a cluster or ``torchrun`` would start: Lightning finds ``LOCAL_RANK`` in the
+environment, starts nothing itself, and any strategy works, FSDP2 included (its own launcher runs
+the main script again, which under pytest is pytest). They are forked from a fork server that has
+imported torch and Lightning once, so that a process costs tenths of a second, and inherits neither
+threads nor CUDA from pytest. They meet at a store that the test holds, so no port can be taken by
+another in between.
+"""
+
+import contextlib
+import faulthandler
+import multiprocessing
+import os
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import warnings
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+GRACE = 5.0
+"""Seconds for the other processes to report their own error after the first one."""
+
+
+def launch(
+    function: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 120.0
+) -> list[Any]:
+    """Return what ``function(*args)`` returned in each process, by rank.
+
+    Args:
+        function: A function at the top level of a test module. It makes its own Trainer with
+            ``devices=processes``, or calls :func:`torch.distributed.init_process_group`.
+        args: What pickle can carry.
+        processes: How many processes.
+        timeout: Seconds until all of them are killed.
+
+    Raises:
+        AssertionError: If one raises, dies, or has not ended in time; with its traceback and the
+            end of its output. No process outlives the call.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "pytest"])
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    with tempfile.TemporaryDirectory() as folder:
+        environment = {
+            "LOCAL_WORLD_SIZE": str(processes),
+            "NODE_RANK": "0",
+            "MASTER_ADDR": "127.0.0.1",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",  # all ranks are clients of this store
+            "TORCHELASTIC_RESTART_COUNT": "0",
+        }
+        children = [
+            context.Process(
+                target=_run,
+                args=(function, args, rank, Path(folder), environment, timeout, warnings.filters),
+                daemon=True,
+            )
+            for rank in range(processes)
+        ]
+        try:
+            for child in children:
+                child.start()
+            _wait(children, timeout)
+            failed = [rank for rank, child in enumerate(children) if child.exitcode != 0]
+            assert not failed, _describe(children, Path(folder), timeout)
+            results = [_result(Path(folder), rank) for rank in range(processes)]
+            return [torch.load(file, weights_only=False) for file in results]
+        finally:
+            for child in children:
+                _end(child)
+
+
+def _wait(children: Sequence[Any], timeout: float) -> None:
+    """Wait until all have ended, or one has failed and the others had time to say so too."""
+    deadline = time.monotonic() + timeout
+    running = {child.sentinel: child for child in children}
+    while running and (left := deadline - time.monotonic()) > 0:
+        for sentinel in wait(list(running), timeout=left):
+            if running.pop(sentinel).exitcode != 0:
+                deadline = min(deadline, time.monotonic() + GRACE)
+
+
+def _end(child: Any) -> None:
+    """Kill the process with all that it has started."""
+    if child.pid is None:
+        return
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)  # it leads a group of its own once it runs
+    child.kill()
+    child.join()
+    child.close()
+
+
+def _describe(children: Sequence[Any], folder: Path, timeout: float) -> str:
+    parts = []
+    for rank, child in enumerate(children):
+        code = child.exitcode
+        state = f"did not end within {timeout:g} s" if code is None else f"ended with {code}"
+        log = _log(folder, rank)
+        output = log.read_text(errors="replace")[-6000:] if log.exists() else ""
+        parts.append(f"rank {rank} {state}:\n{output}")
+    return "\n".join(parts)
+
+
+def _log(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.log"
+
+
+def _result(folder: Path, rank: int) -> Path:
+    return folder / f"{rank}.pt"
+
+
+def _run(
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    rank: int,
+    folder: Path,
+    environment: dict[str, str],
+    timeout: float,
+    filters: list[Any],
+) -> None:
+    os.setsid()
+    log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    faulthandler.dump_traceback_later(0.9 * timeout, exit=False, file=log)  # where a hang hangs
+    os.environ.update(environment, LOCAL_RANK=str(rank), RANK=str(rank))
+    torch.set_num_threads(1)
+    warnings.filters[:] = filters  # type: ignore[index]  # those of pytest
+    warnings.filterwarnings("default", append=True)  # makes Python notice
+    try:
+        result = function(*args)
+        torch.save(result, _result(folder, rank))
+        if dist.is_initialized():
+            dist.barrier()  # gloo reports a peer that has left as an error
+            dist.destroy_process_group()
+    except BaseException:  # noqa: BLE001 - whatever it is, the test has to hear of it
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # threads of gloo may wait for the other ranks

@@ -1,0 +1,130 @@
+"""Counts how often the host waits for a tensor, and where.
+
+An operation that hands a tensor's value to Python stops the host until the device has caught up. On
+a CPU nothing waits, but the same operations run, so they can be counted without a GPU.
+"""
+
+import sys
+import traceback
+from collections import Counter
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+aten = torch.ops.aten
+
+READS = {
+    aten._local_scalar_dense,  # item(), float(), int(), bool()
+    aten.equal,
+    aten.is_nonzero,
+}
+"""Operations that return a Python value."""
+
+DATA_DEPENDENT = {aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
+"""Operations whose output has a shape that only the device knows."""
+
+COPIES = {aten._to_copy, aten.copy_}
+HANDED_OVER = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu}
+"""What reads a tensor of a CPU without any operation that a dispatcher sees."""
+
+TORCH = str(Path(torch.__file__).parent)
+
+
+class SyncCounter:
+    """Counts the operations within its ``with`` block that would stop the host.
+
+    Attributes:
+        where: How often each one happened: ``"operation file:line"`` of the innermost frame outside
+            torch.
+
+    Example:
+        >>> with SyncCounter() as syncs:
+        ...     _ = float(torch.ones(()).add(1))
+        >>> syncs.total
+        1
+    """
+
+    def __init__(self) -> None:
+        self.where: Counter[str] = Counter()
+        self._modes = ExitStack()
+
+    @property
+    def total(self) -> int:
+        return self.where.total()
+
+    def clear(self) -> None:
+        """Forget what was counted so far."""
+        self.where.clear()
+
+    def note(self, operation: str) -> None:
+        frame = next(
+            (
+                frame
+                for frame in reversed(traceback.extract_stack(sys._getframe(1)))
+                if not frame.filename.startswith(TORCH) and frame.filename != __file__
+            ),
+            None,
+        )
+        place = f"{frame.filename}:{frame.lineno}" if frame else "?"
+        self.where[f"{operation} {place}"] += 1
+
+    def __enter__(self) -> "SyncCounter":
+        self._modes.enter_context(_Functions(self))
+        self._modes.enter_context(_Operations(self))
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._modes.__exit__(*exception)
+
+
+class _Operations(TorchDispatchMode):
+    def __init__(self, counter: SyncCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        operation = func.overloadpacket
+        if (
+            operation in READS
+            or operation in DATA_DEPENDENT
+            or (operation in COPIES and _copies_to_host(operation, args, result))
+            or (operation is aten.index and _has_mask(args[1]))
+        ):
+            self._counter.note(str(operation))
+        return result
+
+
+class _Functions(TorchFunctionMode):
+    def __init__(self, counter: SyncCounter) -> None:
+        super().__init__()
+        self._counter = counter
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        # A copy to the host from a device is an operation as well, and counted there.
+        if func in HANDED_OVER and args[0].device.type == "cpu":
+            self._counter.note(func.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+def _copies_to_host(operation: Any, args: Any, result: Tensor) -> bool:
+    source = args[1] if operation is aten.copy_ else args[0]
+    return result.device.type == "cpu" and source.device.type != "cpu"
+
+
+def _has_mask(indices: Any) -> bool:
+    return any(index is not None and index.dtype in (torch.bool, torch.uint8) for index in indices)
+
+
+def take_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make ``lightning_opt`` treat tensors of a CPU as if they were on an accelerator."""
+    for name, module in list(sys.modules.items()):
+        if name.startswith("lightning_opt.") and hasattr(module, "wants_host"):
+            monkeypatch.setattr(module, "wants_host", lambda device: False)

@@ -1,0 +1,86 @@
+"""Trainers that say nothing, and a logger that remembers."""
+
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.loggers.logger import Logger
+from torch.optim import Optimizer
+
+
+def quiet_trainer(**settings: Any) -> Trainer:
+    """Return a Trainer on one CPU process for one epoch, without output, logger or checkpoints.
+
+    Args:
+        settings: Of the Trainer; they replace those.
+    """
+    return Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            "num_sanity_val_steps": 0,
+            "log_every_n_steps": 1,
+            "use_distributed_sampler": False,
+            **settings,
+        }
+    )
+
+
+class MemoryLogger(Logger):
+    """Keeps what is logged.
+
+    Attributes:
+        records: Step and metrics of each call.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[tuple[int | None, dict[str, float]]] = []
+
+    @property
+    def name(self) -> str:
+        return "memory"
+
+    @property
+    def version(self) -> int:
+        return 0
+
+    def log_hyperparams(self, *args: Any, **kwargs: Any) -> None:
+        pass
+
+    def log_metrics(self, metrics: dict[str, float], step: int | None = None) -> None:
+        self.records.append((step, dict(metrics)))
+
+    def series(self, key: str) -> list[float]:
+        """Return the values logged under ``key``, in order."""
+        return [metrics[key] for _, metrics in self.records if key in metrics]
+
+
+class GradientSpy(Callback):
+    """Records, in float64, the total norm of each optimizer's ``Parameter.grad`` as they are.
+
+    In front of another callback it sees what that one is given, behind it what that one leaves.
+
+    Attributes:
+        norms: By the optimizer's index, one norm a step.
+    """
+
+    def __init__(self) -> None:
+        self.norms: dict[int, list[float]] = {}
+
+    def on_before_optimizer_step(
+        self, trainer: Trainer, pl_module: LightningModule, optimizer: Optimizer
+    ) -> None:
+        index = [id(own) for own in trainer.optimizers].index(id(optimizer))
+        gradients = [
+            parameter.grad.detach().double().flatten()
+            for group in optimizer.param_groups
+            for parameter in group["params"]
+            if parameter.grad is not None
+        ]
+        self.norms.setdefault(index, []).append(torch.cat(gradients).norm().item())
