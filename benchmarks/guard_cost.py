@@ -1,0 +1,145 @@
+"""What NonFiniteGuard costs a training step, alone and together with AdaptiveClipping.
+
+Supports: guard and clipping share one measurement of the gradient, so that both together cost
+little more than one of them. A step here is what the Trainer does: the hooks of the callbacks are
+called where it calls them, forward, backward and update included. Steps with and without callbacks
+take turns. Nothing goes wrong in them, which is the usual case.
+"""
+
+from __future__ import annotations
+
+import statistics
+import warnings
+from collections.abc import Callable
+
+import lightning as L
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from harness import median_ratio, parse_arguments, publish, time_interleaved
+from models import Regression, forty_tensor_mlp, ten_million_transformer
+
+GPU = True
+
+
+def prepare(module: Regression, device: str) -> L.Trainer:
+    """Train for two steps, so that gradients and optimizer state are there."""
+    trainer = L.Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batch = module.batch.cpu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(torch.cat([batch, batch]), batch_size=len(batch)))
+    module.to(device)
+    module.batch = module.batch.to(device)
+    return trainer
+
+
+def stepper(module: Regression, trainer: L.Trainer, *callbacks: L.Callback) -> Callable[[], None]:
+    """Return a function that makes one training step with these callbacks."""
+    (optimizer,) = trainer.optimizers
+    started = False
+
+    def start() -> None:
+        for callback in callbacks:
+            callback.on_fit_start(trainer, module)
+            callback.on_train_start(trainer, module)
+
+    def closure() -> torch.Tensor:
+        for callback in callbacks:
+            callback.on_train_batch_start(trainer, module, module.batch, 0)
+        loss = module.training_step(module.batch, 0)
+        optimizer.zero_grad()
+        for callback in callbacks:
+            callback.on_before_backward(trainer, module, loss)
+        loss.backward()
+        for callback in callbacks:
+            callback.on_before_optimizer_step(trainer, module, optimizer)
+        return loss
+
+    def step() -> None:
+        nonlocal started
+        if not started:
+            start()
+            started = True
+        optimizer.step(closure)
+        for callback in callbacks:
+            callback.on_train_batch_end(trainer, module, None, module.batch, 0)
+
+    return step
+
+
+def measure(
+    name: str, make: Callable[[], Regression], device: str, rounds: int, calls: int
+) -> list[dict[str, object]]:
+    """Time the step with each set of callbacks, every one on a model of its own."""
+    often = 10**9
+    clipping = "AdaptiveClipping"
+    sets: dict[str, list[L.Callback]] = {
+        "bare step": [],
+        "bare step again": [],
+        clipping: [lo.AdaptiveClipping(every_n_steps=often)],
+        "NonFiniteGuard": [lo.NonFiniteGuard(every_n_steps=often)],
+        "NonFiniteGuard(spike=6)": [lo.NonFiniteGuard(spike=6.0, every_n_steps=often)],
+        "NonFiniteGuard, AdaptiveClipping": [
+            lo.NonFiniteGuard(every_n_steps=often),
+            lo.AdaptiveClipping(every_n_steps=often),
+        ],
+        "NonFiniteGuard('rollback'), AdaptiveClipping": [
+            lo.NonFiniteGuard("rollback", every_n_steps=often),
+            lo.AdaptiveClipping(every_n_steps=often),
+        ],
+    }
+    steps = {}
+    for label, callbacks in sets.items():
+        torch.manual_seed(0)
+        module = make()
+        steps[label] = stepper(module, prepare(module, device), *callbacks)
+    seconds = time_interleaved(steps, rounds=rounds, calls=calls, device=device)
+    bare = seconds["bare step"]
+    return [
+        {
+            "model": name,
+            "callbacks": label,
+            "ms a step": round(1e3 * statistics.median(values), 3),
+            "of the bare step": round(median_ratio(values, bare), 3),
+        }
+        for label, values in seconds.items()
+    ]
+
+
+def main() -> None:
+    """Measure both models and publish the table."""
+    arguments = parse_arguments(__doc__)
+    device = arguments.device
+    fused = device == "cuda" or None
+
+    def with_fused(make: Callable[[str], Regression]) -> Callable[[], Regression]:
+        def build() -> Regression:
+            module = make(device)
+            module.fused = fused
+            return module
+
+        return build
+
+    rounds = 4 if arguments.quick else 80
+    rows = measure("40-tensor MLP", with_fused(forty_tensor_mlp), device, rounds, 20)
+    rounds = 3 if arguments.quick else 25
+    rows += measure("9.5 M transformer", with_fused(ten_million_transformer), device, rounds, 2)
+    notes = [
+        "ms a step: median. of the bare step: median of the ratios within a round; that of the "
+        "second bare step is the noise. 'rollback' takes a snapshot every 100 steps."
+    ]
+    publish("guard_cost", lo.Report("Cost of the guard", rows, notes), arguments)
+
+
+if __name__ == "__main__":
+    main()

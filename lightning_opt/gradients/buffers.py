@@ -1,0 +1,91 @@
+"""Buffers as they were before a step that is left out: a NaN in a forward pass gets there first."""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_opt.core.scalars import Condition
+from lightning_opt.core.sharding import local_part
+
+LARGEST = 2**16
+"""Elements of a buffer that is copied at every step: any BatchNorm's statistics, not a table."""
+
+_shape, _dtype, _device = map(attrgetter, ("shape", "dtype", "device"))
+
+
+class BufferKeeper:
+    """Keeps the small buffers of a model as they were after the last good step.
+
+    A forward pass writes running statistics (BatchNorm, spectral norm) before anybody can tell that
+    its batch is bad, and one NaN in them makes every evaluation NaN from then on. Buffers of more
+    than :data:`LARGEST` elements (attention masks, queues) and boolean ones are left alone.
+
+    Args:
+        module: The model; its buffers are copied now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self.keep()
+
+    @torch.no_grad()
+    def keep(self) -> None:
+        """Copy the buffers as they are, and find out anew which there are."""
+        # A buffer may be assigned anew at every step, so its place is what is remembered.
+        self._places: list[tuple[dict[str, Any], str]] = []
+        seen: set[int] = set()
+        for module in self._module.modules():
+            for name, buffer in module._buffers.items():
+                if buffer is None or id(buffer) in seen or buffer.dtype is torch.bool:
+                    continue
+                if 0 < buffer.numel() <= LARGEST:
+                    seen.add(id(buffer))
+                    self._places.append((module._buffers, name))
+        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+        live = self._live()
+        for place, buffer in enumerate(live):
+            kinds.setdefault((buffer.device, buffer.dtype), []).append(place)
+        self._form = self._form_of(live)
+        # The copies of one kind lie in one piece of memory, so that they are chosen in one kernel.
+        self._kinds = []
+        self._kept = list(live)
+        for places in kinds.values():
+            whole = _join(live, places)
+            self._kinds.append((places, whole))
+            parts = whole.split([live[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                self._kept[place] = part.view(live[place].shape)
+
+    @torch.no_grad()
+    def settle(self, skip: Condition) -> None:
+        """Put the buffers back if ``skip`` holds, else keep them as they are now."""
+        if not self._places:
+            return
+        live = self._live()
+        if self._form_of(live) != self._form:
+            # The model has other buffers than before; there is nothing to put back into them.
+            self.keep()
+        elif isinstance(skip, Tensor):
+            for places, whole in self._kinds:
+                torch.where(skip, whole, _join(live, places), out=whole)
+            torch._foreach_copy_(live, self._kept)
+        elif skip:
+            torch._foreach_copy_(live, self._kept)
+        else:
+            torch._foreach_copy_(self._kept, live)
+
+    def _live(self) -> list[Tensor]:
+        found = [buffers.get(name) for buffers, name in self._places]
+        return [local_part(buffer.detach()) for buffer in found if buffer is not None]
+
+    @staticmethod
+    def _form_of(buffers: list[Tensor]) -> list[Any]:
+        return [*map(_shape, buffers), *map(_dtype, buffers), *map(_device, buffers)]
+
+
+def _join(tensors: list[Tensor], places: list[int]) -> Tensor:
+    return torch.cat([tensors[place].reshape(-1) for place in places])
