@@ -59,6 +59,11 @@ def maximum(a: Scalar, b: Scalar) -> Scalar:
     return where(a > b, a, b)
 
 
+def clamp(x: Scalar, bound: Scalar) -> Scalar:
+    """Return ``x`` brought into ``[-bound, bound]``."""
+    return maximum(minimum(x, bound), -bound)
+
+
 def logical_and(a: Condition, b: Condition) -> Condition:
     """Return ``a and b`` without reading either of them."""
     if isinstance(a, Tensor) or isinstance(b, Tensor):

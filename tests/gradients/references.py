@@ -45,27 +45,33 @@ def robust(
     min_std: float = 0.1,
 ) -> list[float]:
     """Keep first and second moments of the logarithm, where the package keeps mean and variance."""
+    logs: list[float] = []
     mean, square = 0.0, 0.0
+    half_squares: list[float] = []  # of the differences between neighbours, in the warm-up
     streak: list[float] = []
     thresholds = []
-    for seen, norm in enumerate(norms, 1):
-        std = max(math.sqrt(max(square - mean**2, 0.0)), min_std)
-        warm = seen <= warmup
-        threshold = math.inf if warm else math.exp(mean + k * std)
+    for norm in norms:
+        x, seen = math.log(norm), len(logs)
+        variance = float(np.mean(half_squares or [0.0])) if seen <= warmup else square - mean**2
+        if seen == warmup:
+            square = variance + mean**2
+        std = max(math.sqrt(max(variance, 0.0)), min_std)
+        threshold = math.inf if seen < warmup else math.exp(mean + k * std)
         thresholds.append(threshold)
 
-        share = 1 - decay if seen > 1 / (1 - decay) else 1 / seen
-        reach = winsor * (max(std, 0.5) if warm else std) if seen > 2 else math.inf
-        x = min(max(math.log(norm), mean - reach), mean + reach)
-        if norm > threshold:
-            variance = square - mean**2
-            mean += share * (x - mean)
-            square = variance + mean**2
-            streak.append(math.log(norm))
+        reach = winsor * (max(std, 0.5) if seen < warmup else std)
+        share = max(1 - decay, 3 / (seen + 3))
+        near = min(max(x, mean - reach), mean + reach) if seen else x
+        if 0 < seen < warmup:
+            half_squares.append(min(abs(x - logs[-1]), reach) ** 2 / 2)
+        if seen >= warmup and norm <= threshold:
+            square += share * (near**2 - square)
+            mean += share * (near - mean)
         else:
-            mean += share * (x - mean)
-            square += share * (x**2 - square)
-            streak = []
+            mean += share * (near - mean)
+            square = variance + mean**2
+        logs.append(x)
+        streak = [*streak, x] if norm > threshold else []
         if patience is not None and len(streak) == patience:
             variance = square - mean**2
             mean = float(np.mean(streak))
