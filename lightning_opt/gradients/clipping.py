@@ -105,6 +105,8 @@ class AdaptiveClipping(Callback):
     ) -> None:
         """Clip the gradients of one optimizer."""
         index, step = self._access.measure(trainer, pl_module, optimizer)
+        if not step.gradients.tensors:
+            return  # `training_step` returned None: nothing happens, so nothing is reported
         tally = self._tallies.get(index)
         if tally is None:
             tally = self._tallies[index] = ClipTally(self.rule)
