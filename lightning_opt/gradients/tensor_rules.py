@@ -13,7 +13,7 @@ from torch.nn.modules.conv import _ConvTransposeNd
 
 from lightning_opt.core.arguments import at_least, fraction, positive
 from lightning_opt.core.norms import GradientStep
-from lightning_opt.core.scalars import isfinite, wide_dtype
+from lightning_opt.core.scalars import isfinite, where, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
 from lightning_opt.gradients.rules import Clip, ClippingRule, State
 
@@ -50,7 +50,7 @@ class FixedValue(ClippingRule):
             torch._foreach_clamp_min_(over, -bound)
             torch._foreach_clamp_max_(over, bound)
             return Clip(len(over) / len(tensors))
-        limit = torch.where(finite, bound, math.inf)
+        limit = torch.as_tensor(where(finite, bound, math.inf))
         for tensor in tensors:
             high = limit.to(device=tensor.device, dtype=tensor.dtype)
             tensor.clamp_(min=-high, max=high)

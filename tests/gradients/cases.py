@@ -49,6 +49,7 @@ search = settings(max_examples=20, deadline=None, derandomize=True, database=Non
 every_norm_rule = pytest.mark.parametrize("make", NORM_RULES.values(), ids=list(NORM_RULES))
 every_rule = pytest.mark.parametrize("make", ALL_RULES.values(), ids=list(ALL_RULES))
 both_paths = pytest.mark.parametrize("path", ["host", "device"])
+both_taken = pytest.mark.parametrize("path", ["host", "device"], indirect=True)
 
 
 def as_scalar(norm: float, path: str) -> float | Tensor:
