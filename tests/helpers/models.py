@@ -120,6 +120,8 @@ class SmallNet(BoringModel):
 class AdversarialNet(LightningModule):
     """Two networks with an optimizer each, stepped by hand in turn, as a GAN is.
 
+    The discriminator's loss also leaves gradients in the generator, as in many a GAN.
+
     Args:
         generator_every: The generator is stepped at every so many batches, the discriminator at
             each.
@@ -136,12 +138,12 @@ class AdversarialNet(LightningModule):
         torch.set_rng_state(generator_state)
 
     def generator_loss(self, batch: Any) -> Tensor:
-        return 10 * nn.functional.softplus(-self.discriminator(self.generator(batch[0]))).mean()
+        scores = self.discriminator(self.generator(batch[0]))
+        return 10 * batch[0].std() * nn.functional.softplus(-scores).mean()
 
     def discriminator_loss(self, batch: Any) -> Tensor:
-        fake = self.generator(batch[0]).detach()
-        real = nn.functional.softplus(-self.discriminator(batch[0])).mean()
-        return real + nn.functional.softplus(self.discriminator(fake)).mean()
+        real, fake = self.discriminator(batch[0]), self.discriminator(self.generator(batch[0]))
+        return nn.functional.softplus(torch.cat([-real, fake])).mul(10).mean()
 
     def training_step(self, batch: Any, batch_idx: int) -> None:
         generator, discriminator = self.optimizers()  # type: ignore[attr-defined]
