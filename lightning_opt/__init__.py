@@ -4,6 +4,7 @@ from lightning_opt.core.report import Report
 from lightning_opt.gradients.clipper import GradientClipper
 from lightning_opt.gradients.clipping import AdaptiveClipping
 from lightning_opt.gradients.guard import NonFiniteGuard
+from lightning_opt.gradients.health import GradientHealth
 from lightning_opt.gradients.rules import (
     ClippingRule,
     FixedNorm,
@@ -23,6 +24,7 @@ __all__ = [
     "FixedNorm",
     "FixedValue",
     "GradientClipper",
+    "GradientHealth",
     "MeanStd",
     "NonFiniteGuard",
     "NormRule",

@@ -40,6 +40,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": "percentile"},
         {"rule": "unit_wise"},
     ],
+    "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
 }
 """Settings to try beside the defaults, so that within a few steps each does something."""
 

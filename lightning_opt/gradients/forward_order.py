@@ -1,0 +1,74 @@
+"""In which order the modules of a model run, seen once and then left alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.hooks import RemovableHandle
+
+
+class ForwardOrder:
+    """Notes the order in which the modules that hold parameters first run.
+
+    Each of its hooks goes when its module runs. A model that is compiled, in whole or in part,
+    gets none, since a hook would change what is compiled; its order is that of registration.
+    """
+
+    def __init__(self) -> None:
+        self._handles: dict[str, RemovableHandle] = {}
+        self._names: list[str] = []
+        self._ran: list[str] = []
+
+    def watch(self, model: nn.Module) -> None:
+        """Put the hooks on."""
+        self.stop()
+        self._ran = []
+        holders = {
+            name: module
+            for name, module in model.named_modules()
+            if next(module.parameters(recurse=False), None) is not None
+        }
+        self._names = list(holders)
+        if any(map(is_compiled, model.modules())):
+            return
+        for name, module in holders.items():
+            if not isinstance(module, torch.jit.ScriptModule):
+                self._handles[name] = module.register_forward_pre_hook(self._note(name))
+
+    def _note(self, name: str) -> Any:
+        def note(module: nn.Module, inputs: Any) -> None:
+            handle = self._handles.pop(name, None)
+            if handle is not None:  # else it runs again, in a thread, before the hook has gone
+                handle.remove()
+                self._ran.append(name)
+
+        return note
+
+    def stop(self) -> None:
+        """Take off the hooks of modules that have not run."""
+        for handle in self._handles.values():
+            handle.remove()
+        self._handles = {}
+
+    def places(self) -> dict[str, int]:
+        """Return the place of each module by name.
+
+        One that did not run by itself (its weights are used by another, as in
+        ``nn.MultiheadAttention``) comes after the one registered before it.
+        """
+        last: tuple[int, ...] = (-1,)
+        keys: dict[str, tuple[int, ...]] = {}
+        ran = {name: place for place, name in enumerate(self._ran)}
+        for registered, name in enumerate(self._names):
+            last = (ran[name],) if name in ran else (last[0], registered + 1)
+            keys[name] = last
+        return {name: place for place, name in enumerate(sorted(keys, key=keys.__getitem__))}
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether ``module`` itself is run by ``torch.compile``."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return hasattr(module, "_orig_mod")  # OptimizedModule, without importing the compiler

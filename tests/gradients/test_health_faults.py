@@ -1,0 +1,356 @@
+"""Faults planted in real trainings: each is found, at the right place, with its own name."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.plugins.precision import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_opt import AdaptiveClipping, GradientHealth
+from tests.helpers.trainers import quiet_trainer
+
+FEATURES, CLASSES, WIDTH = 8, 4, 16
+
+
+class Classifier(LightningModule):
+    """A classifier of points, around the network given."""
+
+    def __init__(self, net: nn.Module, lr: float = 1e-3, optimizer: str = "AdamW") -> None:
+        super().__init__()
+        self.net, self.lr, self.optimizer = net, lr, optimizer
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+
+    def configure_optimizers(self) -> Any:
+        return getattr(torch.optim, self.optimizer)(self.parameters(), lr=self.lr)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(0)
+        inputs = torch.randn(960, FEATURES, generator=generator)
+        targets = (inputs @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
+        return DataLoader(TensorDataset(inputs, targets), batch_size=16)
+
+
+def mlp(depth: int, activation: type[nn.Module] = nn.ReLU, width: int = WIDTH) -> nn.Sequential:
+    """Return a network whose linear layers are ``0``, ``2``, ... and the last ``2 * depth``."""
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for fan_in in (FEATURES, *[width] * (depth - 1)):
+        layers += [nn.Linear(fan_in, width), activation()]
+    return nn.Sequential(*layers, nn.Linear(width, CLASSES))
+
+
+def train(
+    model: LightningModule, steps: int = 60, every: int = 10, plugins: Any = None, **settings: Any
+) -> GradientHealth:
+    health = GradientHealth(every_n_steps=every, figure=None, **settings)
+    trainer = quiet_trainer(
+        callbacks=[health, AdaptiveClipping()], max_steps=steps, max_epochs=-1, plugins=plugins
+    )
+    trainer.fit(model)
+    return health
+
+
+def issue_of(health: GradientHealth, kind: str) -> Any:
+    found = [issue for issue in health.issues if issue.type == kind]
+    assert len(found) == 1, f"{kind} is not among {[str(issue) for issue in health.issues]}"
+    return found[0]
+
+
+class Log(nn.Module):
+    """A layer that takes the logarithm of its input plus ``margin``, in one batch without it."""
+
+    def __init__(self, bad_call: int) -> None:
+        super().__init__()
+        self.calls, self.bad_call = -1, bad_call
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        return x + (x - 1e3 if self.calls == self.bad_call else x.abs() + 1).log()
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_nan_of_a_logarithm_is_named_with_module_and_batch(path):
+    net = mlp(3)
+    net.insert(4, Log(bad_call=23))
+    health = train(Classifier(net), steps=40, activations=True)
+    issue = issue_of(health, "nan")
+    assert (issue.severity, issue.place) == ("critical", "net.4")
+    assert "epoch 0, batch 23" in issue.detail
+    record = health._records[0]
+    assert record.first_nonfinite == 24  # the step of batch 23, counted from 1
+    assert health.summary().status == "critical"
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_nan_between_modules_is_laid_at_no_modules_door(path):
+    class Inside(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.head = mlp(2), nn.Linear(CLASSES, CLASSES)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.head((self.body(x) - 1e3).log())
+
+    issue = issue_of(train(Classifier(Inside()), steps=20, activations=True), "nan")
+    assert issue.place == "net.head"
+    assert "as its input" in issue.detail
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_nan_made_in_the_backward_pass_is_placed_where_it_was_met_first(path):
+    class Root(nn.Module):
+        """Finite outputs, but the gradient of a root at zero times zero is NaN."""
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + (0 * x).sqrt()
+
+    net = mlp(4)
+    net.insert(5, Root())  # linear layers: 0, 2, 4, then 7 and 9
+    issue = issue_of(train(Classifier(net), steps=5, every=5), "nan")
+    assert issue.place == "net.4"
+    assert "3 of 5 layers" in issue.detail
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_nonfinite_step_between_reports_is_not_lost(path):
+    class Once(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss * math.nan if batch_idx == 6 else loss
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.parameters():  # what a guard would do
+                parameter.grad.nan_to_num_(0, 0, 0)
+
+    health = train(Once(mlp(2)), steps=10, every=10)
+    assert health._records[0].nonfinite == 1
+    assert health._records[0].first_nonfinite == 7
+    assert "at step 7" in issue_of(health, "nan").detail
+    health = train(Once(mlp(2)), steps=60, every=10)
+    assert not [issue for issue in health.issues if issue.severity == "critical"]
+    assert any("first of them 7" in note for note in health.report().notes)
+
+
+def test_dead_relu_layer():
+    net = mlp(5)
+    with torch.no_grad():
+        net[4].bias.fill_(-1e4)
+    health = train(Classifier(net))
+    issue = issue_of(health, "dead")
+    assert (issue.severity, issue.place) == ("critical", "net.4")
+    assert issue.others == ("net.0", "net.2")
+    assert "vanishing" not in {found.type for found in health.issues}
+
+
+def test_residual_branches_that_can_never_wake_up():
+    """A zero-initialised gain in front of a ReLU stays zero: neither passes a gradient."""
+
+    class Branch(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH)
+            nn.init.zeros_(self.norm.weight)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + torch.relu(self.norm(self.linear(x)))
+
+    net = nn.Sequential(nn.Linear(FEATURES, WIDTH), Branch(), Branch(), nn.Linear(WIDTH, CLASSES))
+    issue = issue_of(train(Classifier(net)), "dead")
+    assert issue.place == "net.2.norm"
+    assert issue.others == ("net.1.linear", "net.1.norm", "net.2.linear")
+
+
+def test_vanishing_in_a_deep_sigmoid_network():
+    health = train(Classifier(mlp(30, nn.Sigmoid, 32)))
+    issue = issue_of(health, "vanishing")
+    assert issue.severity == "critical"
+    affected = {issue.place, *issue.others}
+    assert {"net.0", "net.2", "net.20"} <= affected
+    assert not {"net.56", "net.58", "net.60"} & affected
+    assert "dead" not in {found.type for found in health.issues}
+
+
+def test_vanishing_where_squares_underflow():
+    """Norms of gradients below 1e-23 are zero in float32, though the gradients are not."""
+    net = mlp(4)
+    net.insert(4, Scale(1e-30))
+    issue = issue_of(train(Classifier(net)), "vanishing")
+    assert {issue.place, *issue.others} == {"net.0", "net.2", "net.5"}
+
+
+class Scale(nn.Module):
+    """Multiplies by a constant: outputs, and on the way back gradients."""
+
+    def __init__(self, factor: float) -> None:
+        super().__init__()
+        self.factor = factor
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.factor * x
+
+
+def test_exploding_by_depth():
+    net = mlp(20)
+    with torch.no_grad():
+        for layer in net[2:-1:2]:
+            layer.weight.mul_(8)
+    health = train(Classifier(net), steps=20)
+    issue = issue_of(health, "exploding")
+    assert issue.severity == "critical"
+    assert issue.place in {"net.0", "net.2", "net.4"}
+
+
+def test_exploding_in_time():
+    class Grows(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * 1.3**batch_idx
+
+    assert not train(Grows(mlp(3)), steps=10).issues
+    assert issue_of(train(Grows(mlp(3)), steps=40), "exploding").severity == "critical"
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_a_spike_is_a_warning_with_its_step(path):
+    class Spikes(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * (1000 if batch_idx == 33 else 1)
+
+    issue = issue_of(train(Spikes(mlp(3)), steps=40), "exploding")
+    assert issue.severity == "warning"
+    assert "a spike at step 34" in issue.detail
+
+
+class Resist(torch.autograd.Function):
+    """Passes values through and a ten-thousandth of the gradient, as a saturated layer does."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return 1e-4 * gradient
+
+
+class Resistance(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return Resist.apply(x)
+
+
+@pytest.mark.parametrize(("layer", "place"), [(Resistance(), "net.6"), (Scale(1e-4), "net.9")])
+def test_bottleneck(layer, place):
+    """A small input makes the gradient of the layer behind it small too."""
+    net = mlp(8)
+    net.insert(8, layer)  # behind the linear layer 6, in front of what is now 9
+    assert issue_of(train(Classifier(net)), "bottleneck").place == place
+
+
+def test_imbalance_of_learning_rates():
+    class Uneven(Classifier):
+        def configure_optimizers(self) -> Any:
+            own = set(self.net[2].parameters())
+            rest = [p for p in self.parameters() if p not in own]
+            groups = [{"params": [*own], "lr": 1.0}, {"params": rest}]
+            return torch.optim.SGD(groups, lr=1e-5)
+
+    assert issue_of(train(Uneven(mlp(4))), "imbalance").place == "net.2"
+
+
+def test_imbalance_of_gradients():
+    class Louder(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            loss = super().training_step(batch, batch_idx)
+            return loss + 50 * self.net[4].weight.sum()
+
+    assert issue_of(train(Louder(mlp(4), lr=1e-5)), "imbalance").place == "net.4"
+
+
+def test_unused_and_frozen_parameters_are_named_so():
+    class Partly(Classifier):
+        def __init__(self) -> None:
+            super().__init__(mlp(3))
+            self.unused = nn.Linear(3, 3)
+            self.net[0].requires_grad_(False)
+            self.outside = nn.Parameter(torch.zeros(3))
+
+        def configure_optimizers(self) -> Any:
+            held = [p for name, p in self.named_parameters() if name != "outside"]
+            return torch.optim.AdamW(held, lr=1e-3)
+
+    health = train(Partly())
+    assert issue_of(health, "stale").place == "unused"
+    assert "at any step" in issue_of(health, "stale").detail
+    states = {row["layer"]: row["state"] for row in health.report(top=None).rows}
+    assert states["net.0"] == "frozen"
+    assert states["unused"] == "stale"
+    assert states["(root)"] == "in no optimizer"
+    assert "dead" not in {issue.type for issue in health.issues}
+    assert health.summary().status == "warning"
+
+
+def test_a_parameter_that_loses_its_gradient():
+    class Branch(Classifier):
+        def __init__(self) -> None:
+            super().__init__(mlp(2))
+            self.extra = nn.Linear(FEATURES, CLASSES)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            logits = self.net(batch[0])
+            if self.global_step < 15:
+                logits = logits + self.extra(batch[0])
+            return nn.functional.cross_entropy(logits, batch[1])
+
+    issue = issue_of(train(Branch()), "stale")
+    assert issue.place == "extra"
+    assert "since the last report" in issue.detail
+
+
+def scaled(scale: float) -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=scale, growth_interval=10_000)
+    return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
+
+
+@pytest.mark.parametrize(("factor", "lost"), [(1e-4, True), (1.0, False)])
+def test_fp16_underflow(factor, lost):
+    class Faint(Classifier):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return super().training_step(batch, batch_idx) * factor
+
+    health = train(Faint(mlp(4)), plugins=scaled(0.125 if lost else 1024.0))
+    if lost:
+        assert issue_of(health, "fp16_underflow").place.startswith("net.")
+    else:
+        assert not health.issues
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_overflows_of_the_loss_scaler_are_counted_and_no_fault(fused):
+    class Scaled(Classifier):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
+
+    health = train(Scaled(mlp(3)), plugins=scaled(2.0**24))
+    assert health._records[0].overflows > 3
+    assert health._records[0].nonfinite == 0
+    assert not [issue for issue in health.issues if issue.severity == "critical"]
+
+
+def test_a_nan_that_no_loss_scale_ends_is_a_fault():
+    net = mlp(2)
+    with torch.no_grad():
+        net[2].weight[0, 0] = math.nan
+    health = train(Classifier(net), steps=40, plugins=scaled(2.0**16))
+    assert issue_of(health, "nan").severity == "critical"
+
+
+def test_saturated_activations():
+    net = mlp(3, nn.Tanh)
+    with torch.no_grad():
+        net[2].weight.mul_(1000)
+    assert issue_of(train(Classifier(net), activations=True), "saturated").place == "net.3"
