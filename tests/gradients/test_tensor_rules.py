@@ -72,6 +72,8 @@ LAYERS: dict[str, tuple[nn.Module, dict[str, int | None]]] = {
 @pytest.mark.parametrize("layer", LAYERS)
 def test_unit_wise_is_the_papers(layer: str, norm: float, path: str) -> None:
     module, axes = LAYERS[layer]
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
     set_gradients(module, norm, seed=1)
     weights = {name: p.detach().numpy() for name, p in module.named_parameters()}
     expected = {

@@ -1,0 +1,153 @@
+"""Running statistics against numpy, on the host and with tensors."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_opt.core.scalars import to_plain
+from lightning_opt.core.statistics import ExponentialMoments, Window
+
+search = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+both_kinds = pytest.mark.parametrize("kind", ["float", "tensor"])
+values = st.lists(
+    st.floats(-1e6, 1e6, allow_subnormal=False) | st.sampled_from([math.nan, math.inf, -math.inf]),
+    max_size=150,
+)
+
+
+def feed(statistic: Any, numbers: list[float], kind: str) -> dict[str, Any]:
+    state: dict[str, Any] = statistic.init()
+    for number in numbers:
+        value = torch.tensor(number, dtype=torch.float64) if kind == "tensor" else number
+        statistic.update(state, value)
+    return state
+
+
+def close(ours: Any, expected: Any, scale: float = 1.0) -> bool:
+    """Compare to 1e-9 of the numbers that went in; a deviation near 0 is a difference of them."""
+    return bool(float(ours) == pytest.approx(float(expected), rel=1e-9, abs=1e-9 * scale))
+
+
+def finite(numbers: list[float]) -> np.ndarray:
+    return np.array([number for number in numbers if math.isfinite(number)])
+
+
+@both_kinds
+@pytest.mark.parametrize("size", [2, 7, 64, None])
+@search
+@given(numbers=values, q=st.floats(0.0, 1.0))
+def test_window_is_numpys(size: int | None, kind: str, numbers: list[float], q: float) -> None:
+    window = Window(size)
+    state = feed(window, numbers, kind)
+    held = finite(numbers)[-size:] if size else finite(numbers)
+    mean, std = window.mean_std(state)
+    quantile = window.quantile(state, q)
+    assert int(state["count"]) == len(finite(numbers))
+    if len(held) == 0:
+        assert (float(mean), float(std), float(quantile)) == (0.0, 0.0, math.inf)
+        return
+    scale = float(np.abs(held).max())
+    assert close(mean, held.mean(), scale)
+    assert close(std, held.std(), scale)
+    assert close(quantile, np.quantile(held, q), scale)
+
+
+@both_kinds
+@pytest.mark.parametrize("q", [0.0, 0.05, 0.5, 0.999, 1.0])
+def test_a_long_history_keeps_its_digits(kind: str, q: float) -> None:
+    """The place of a quantile in float32 would be off by whole values."""
+    rng = np.random.default_rng(0)
+    held = rng.lognormal(size=3_001)
+    state: dict[str, Any] = {"count": 3_001, "pushed": 3_001, "values": sorted(held.tolist())}
+    window = Window(None)
+    if kind == "tensor":
+        window.place(state, torch.zeros((), dtype=torch.float64))
+    assert float(window.quantile(state, q)) == pytest.approx(np.quantile(held, q), rel=1e-14)
+
+
+def population(numbers: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
+    mean = float(np.average(numbers, weights=weights))
+    return mean, float(np.average((numbers - mean) ** 2, weights=weights))
+
+
+@both_kinds
+@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.99])
+@search
+@given(numbers=values)
+def test_exponential_moments_are_weighted_ones(
+    kind: str, decay: float, numbers: list[float]
+) -> None:
+    """Equal weights until ``1 / (1 - decay)`` values; from then on each fades by ``decay``."""
+    state = feed(ExponentialMoments(decay), numbers, kind)
+    seen = finite(numbers)
+    assert int(state["count"]) == len(seen)
+    if len(seen) == 0:
+        assert (float(state["mean"]), float(state["var"])) == (0.0, 0.0)
+        return
+    weights = np.zeros(len(seen))
+    for index in range(len(seen)):
+        weight = max(1.0 - decay, 1.0 / (index + 1))
+        weights *= 1.0 - weight
+        weights[index] = weight
+    mean, var = population(seen, weights)
+    scale = float(np.abs(seen).max())
+    assert close(state["mean"], mean, scale)
+    assert close(state["var"], var, scale**2)
+
+
+@both_kinds
+def test_the_first_moments_are_the_plain_ones(kind: str) -> None:
+    numbers = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
+    state = feed(ExponentialMoments(0.9), numbers, kind)
+    assert float(state["mean"]) == pytest.approx(np.mean(numbers))
+    assert float(state["var"]) == pytest.approx(np.var(numbers))
+
+
+@both_kinds
+def test_moments_only_when(kind: str) -> None:
+    moments, state = ExponentialMoments(0.5), {"count": 1, "mean": 1.0, "var": 0.0}
+    value = torch.tensor(9.0, dtype=torch.float64) if kind == "tensor" else 9.0
+    moments.update(state, value, when=torch.tensor(False) if kind == "tensor" else False)
+    assert to_plain(state) == {"count": 1, "mean": 1.0, "var": 0.0}
+    moments.update(state, value, when=torch.tensor(True) if kind == "tensor" else True)
+    assert float(state["mean"]) == 5.0
+
+
+@pytest.mark.parametrize("size", [4, None])
+@pytest.mark.parametrize("kinds", [("float", "tensor"), ("tensor", "float")])
+def test_a_window_moves_between_host_and_device(size: int | None, kinds: tuple[str, str]) -> None:
+    rng = np.random.default_rng(1)
+    numbers = rng.standard_normal(30)
+    window, state = Window(size), {}
+    state = window.init()
+    for kind, part in zip(kinds, np.split(numbers, [17]), strict=True):
+        state = to_plain(state)
+        for number in part:
+            value = torch.tensor(number, dtype=torch.float64)
+            window.update(state, value if kind == "tensor" else float(number))
+    held = numbers[-size:] if size else numbers
+    assert close(window.mean_std(state)[0], held.mean())
+    assert close(window.mean_std(state)[1], held.std())
+    assert close(window.quantile(state, 0.3), np.quantile(held, 0.3))
+
+
+def test_deviations_beyond_the_square_root_of_the_largest_float() -> None:
+    state = feed(Window(4), [1e200, 3e200], "float")
+    assert Window(4).mean_std(state) == pytest.approx((2e200, 1e200))
+
+
+@pytest.mark.parametrize("wrong", [1, 0, -3, 2.0, math.nan, True, "3"])
+def test_window_sizes(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="window must be a whole number of at least 2"):
+        Window(wrong)
+
+
+@pytest.mark.parametrize("wrong", [1.0, -0.1, math.nan, math.inf, True, "0.5", None])
+def test_decays(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="decay must be a number of at least 0 and below 1"):
+        ExponentialMoments(wrong)
