@@ -76,7 +76,8 @@ class GradientAccess:
             for place, held in enumerate(parameters_of(optimizer)):
                 # An optimizer may hold parameters that are not the module's.
                 self.names.setdefault(held, f"optimizer_{index}.{place}")
-        self._flat = flat_parameter_groups(pl_module)
+        # FSDP1's outermost unit wraps the module, and holds what no unit within takes.
+        self._flat = flat_parameter_groups(trainer.model or pl_module)
 
     def stop(self) -> None:
         """Let go of the model."""
