@@ -154,7 +154,7 @@ class NonFiniteGuard(Callback):
         self._losses: list[Tensor] = []
         self._batches: list[tuple[int, Any]] = []
         self._faults: list[Fault] = []
-        self._stepped = False
+        self._stepped = self._log_due = False
         self._snapshot = Snapshot()
         self._buffers: BufferKeeper | None = None
         self._delayed.clear()
@@ -263,6 +263,7 @@ class NonFiniteGuard(Callback):
         )
         self._steps += 1
         self._stepped = True
+        self._log_due = self._log_due or self._schedule.is_due(self._steps)
 
     def on_train_batch_end(
         self,
@@ -276,6 +277,7 @@ class NonFiniteGuard(Callback):
         if not self._stepped:
             return
         self._stepped = False
+        log_due, self._log_due = self._log_due, False
         self._batches = []
         for control in self._controls:
             control.forget()
@@ -286,10 +288,11 @@ class NonFiniteGuard(Callback):
         if self.ladder.policy == "rollback" and (self._good_batches >= self.snapshot_every_n_steps):
             self._catch_up()
             if self._faults:
+                self._good_batches -= len(self._faults)  # they were not, as it turns out
                 self._respond(trainer, pl_module)
             else:
                 self._take_snapshot(trainer, pl_module)
-        if self._schedule.is_due(self._steps):
+        if log_due:
             log_scalars(trainer, self._judge.scalars())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

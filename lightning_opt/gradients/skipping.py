@@ -47,7 +47,7 @@ class UpdateControl:
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
-        self._updating = False
+        self._depth = 0
         self._skip: Condition = False
         self._lr_scale = 1.0
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []
@@ -67,7 +67,7 @@ class UpdateControl:
     def forget(self) -> None:
         """Undo what was applied, and forget what was to be."""
         self._put_back()
-        self._skip, self._lr_scale, self._updating = False, 1.0, False
+        self._skip, self._lr_scale, self._depth = False, 1.0, 0
 
     def hold(self, skip: Condition, lr_scale: float, *, scaler_looks: bool) -> None:
         """Prepare the coming update. Call it in ``on_before_optimizer_step``.
@@ -84,15 +84,19 @@ class UpdateControl:
             self._drop_gradients()  # now, so that no callback after this one sees them
         # Without a loss scaler Lightning runs forward, backward and this hook within the
         # optimizer's `step`, so that `_before_update` has gone by; with one, before it.
-        if self._updating:
+        if self._depth:
             self._apply()
 
     def _before_update(self, *_: Any) -> None:
-        self._updating = True
-        self._apply()
+        # A subclass that calls `super().step()` may run the hooks of both.
+        self._depth += 1
+        if self._depth == 1:
+            self._apply()
 
     def _after_update(self, *_: Any) -> None:
-        self.forget()
+        self._depth -= 1
+        if self._depth <= 0:
+            self.forget()
 
     def _apply(self) -> None:
         if isinstance(self._skip, Tensor):

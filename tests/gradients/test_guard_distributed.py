@@ -1,0 +1,176 @@
+"""A fault of one rank is a fault of all: real processes over gloo."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+
+import lightning_opt as lo
+from tests.gradients.faulty import FaultyNet
+from tests.helpers.models import assert_same_weights
+from tests.helpers.processes import launch
+from tests.helpers.syncs import take_device_path
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = pytest.mark.distributed
+
+Result = tuple[dict[str, Tensor], list[dict[str, Any]], dict[str, float]]
+
+
+class ShardedNet(FaultyNet):
+    """Fully sharded in the manner of FSDP2."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.norm = torch.nn.Identity()  # type: ignore[assignment]
+
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        if self.device_mesh is not None and not hasattr(self.head, "set_reshard_after_backward"):
+            for part in (self.encoder, self.head):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+
+
+def whole_weights(model: torch.nn.Module) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+def train(
+    strategy: str,
+    faults: dict[int, str],
+    rank: int | None,
+    guard_settings: dict[str, Any] | None,
+    leave_out: Any = (),
+    device_path: bool = False,
+    **settings: Any,
+) -> Result:
+    optimizer = {"lr": 0.01, "fused": True} if device_path else {"lr": 0.01}
+    kinds: dict[str, Any] = {
+        "ddp": lambda: DDPStrategy(),
+        "ddp_view": lambda: DDPStrategy(gradient_as_bucket_view=True),
+        "fsdp1": lambda: FSDPStrategy(use_orig_params=True),
+        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
+    }
+    net = FaultyNet if strategy.startswith("ddp") else ShardedNet
+    model = net(faults, torch.optim.AdamW, optimizer, rank=rank, batches=24, leave_out=leave_out)
+    guard = None if guard_settings is None else lo.NonFiniteGuard(**guard_settings)
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=kinds[strategy](),
+        callbacks=[] if guard is None else [guard],
+        **settings,
+    )
+    if device_path:
+        with pytest.MonkeyPatch.context() as patch:
+            take_device_path(patch)
+            trainer.fit(model)
+    else:
+        trainer.fit(model)
+    if guard is None:
+        return whole_weights(model), [], {}
+    return whole_weights(model), guard.events, guard._judge.scalars()
+
+
+FAULTS = {0: "nan", 5: "log", 6: "inf", 12: "root"}
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "ddp_view", "fsdp2"])
+def test_fault_of_one_rank_is_left_out_by_all(strategy: str, device_path: bool) -> None:
+    results = launch(train, strategy, FAULTS, 1, {}, (), device_path)
+    clean = launch(train, strategy, {}, None, None, tuple(FAULTS), device_path)
+    for weights, events, _ in results:
+        assert_same_weights(weights, clean[0][0])
+        assert [event["batch_idx"] for event in events] == sorted(FAULTS)
+        assert [event["ranks"] for event in events] == [[1], [1], [1], []]
+    assert repr(results[0][1]) == repr(results[1][1])
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_without_the_guard_it_ends_in_nan(strategy: str) -> None:
+    for weights, *_ in launch(train, strategy, {5: "nan"}, 1, None):
+        assert not all(bool(torch.isfinite(value).all()) for value in weights.values())
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_rollback_is_taken_by_all(strategy: str, device_path: bool) -> None:
+    settings = {"policy": "rollback", "snapshot_every_n_steps": 5, "lr_backoff": 1.0}
+    faults = dict.fromkeys(range(10, 16), "nan")
+    results = launch(train, strategy, faults, 0, settings, (), device_path)
+    last = 17 if device_path else 15
+    clean = launch(train, strategy, {}, None, None, tuple(range(10, last + 1)), device_path)
+    for weights, _, scalars in results:
+        assert_same_weights(weights, clean[0][0])
+        assert scalars["guard/rollbacks"] == 1
+
+
+def test_damaged_weight_of_one_replica() -> None:
+    settings = {"policy": "rollback", "snapshot_every_n_steps": 4, "lr_backoff": 1.0}
+    results = launch(train, "ddp", {10: "weight"}, 1, settings)
+    clean = launch(train, "ddp", {}, None, None, (8, 9, 10))
+    for weights, events, _ in results:
+        assert_same_weights(weights, clean[0][0])
+        assert events[-1]["kind"] == "nonfinite_weight"
+        assert events[-1]["parameters"] == ["head.weight"]
+
+
+def stop(strategy: str) -> str:
+    try:
+        train(strategy, dict.fromkeys(range(4, 24), "nan"), 1, {"max_consecutive": 3})
+    except FloatingPointError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_all_ranks_stop_with_the_same_error(strategy: str) -> None:
+    first, second = launch(stop, strategy)
+    assert first == second
+    assert "batch 6, rank 1" in first
+
+
+def spikes(device_path: bool) -> Result:
+    return train("ddp", {21: "spike"}, 1, {"spike": 5.0}, (), device_path)
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_spike_of_one_rank(device_path: bool) -> None:
+    results = launch(spikes, device_path)
+    clean = launch(train, "ddp", {}, None, None, (21,), device_path)
+    for weights, events, _ in results:
+        assert [event["batch_idx"] for event in events] == [21]
+        assert_same_weights(weights, clean[0][0])
+
+
+def test_accumulation_counts_every_micro_batch_of_every_rank() -> None:
+    results = launch(accumulate, {10: "nan"}, 1, ())
+    clean = launch(accumulate, {}, None, (9, 10, 11))
+    for weights, events, _ in results:
+        assert_same_weights(weights, clean[0][0])
+        assert [event["batch_idx"] for event in events] == [10]
+
+
+def accumulate(faults: dict[int, str], rank: int | None, leave_out: Any) -> Result:
+    return train("ddp", faults, rank, {}, leave_out, accumulate_grad_batches=3)
+
+
+def record(folder: Path) -> list[str]:
+    settings = {"events_file": folder / "events.jsonl", "save_batch": True}
+    train("ddp", {5: "nan"}, 1, settings, default_root_dir=folder)
+    return sorted(path.name for path in folder.rglob("*") if path.is_file())
+
+
+def test_one_file_of_events_and_the_batch_of_the_rank_concerned(tmp_path: Path) -> None:
+    launch(record, tmp_path)
+    files = sorted(path.name for path in tmp_path.rglob("*") if path.is_file())
+    assert files == ["events.jsonl", "step5_rank1.pt"]
+    assert len((tmp_path / "events.jsonl").read_text().splitlines()) == 1
