@@ -15,23 +15,35 @@ from lightning_opt.gradients.rules import (
     ZClip,
 )
 from lightning_opt.gradients.tensor_rules import FixedValue, PerParameter, UnitWise
+from lightning_opt.strategies.baselines import HookedDDPStrategy
+from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
+from lightning_opt.strategies.ddp import CompressedDDPStrategy
+from lightning_opt.strategies.registry import register_strategies
 
 __version__ = "0.1.0"
 
 __all__ = [
     "AdaptiveClipping",
     "ClippingRule",
+    "CompressedDDPStrategy",
+    "Compressor",
     "FixedNorm",
     "FixedValue",
     "GradientClipper",
     "GradientHealth",
+    "HookedDDPStrategy",
     "MeanStd",
     "NonFiniteGuard",
     "NormRule",
     "PerParameter",
     "Percentile",
+    "Quantize",
     "Report",
     "Robust",
+    "Threshold",
+    "TopK",
     "UnitWise",
     "ZClip",
 ]
+
+register_strategies()

@@ -1,0 +1,279 @@
+"""The communication hook: what happens to each bucket at each step."""
+
+# No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
+# themselves, and strings would not do.
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch._C._distributed_c10d import GradBucket
+from torch.futures import Future
+from torch.utils.hooks import RemovableHandle
+
+from lightning_opt.strategies.chunks import is_finite
+from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
+from lightning_opt.strategies.feedback import Residuals
+from lightning_opt.strategies.transport import (
+    Channel,
+    GatherChannel,
+    all_reduce_mean,
+    dense_bytes,
+)
+
+MODES: dict[type, float] = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0}
+"""What ``comm/mode`` logs, since loggers take numbers."""
+
+
+@dataclass
+class Traffic:
+    """What this rank sent since the last reset. Counting costs no look at any device.
+
+    Attributes:
+        sent_bytes: Bytes handed to the network by this rank.
+        dense_bytes: What an all-reduce of the same gradients would have sent.
+        seconds: Time during which at least one bucket was on its way.
+        steps: Reduced backward passes.
+    """
+
+    sent_bytes: int = 0
+    dense_bytes: int = 0
+    seconds: float = 0.0
+    steps: int = 0
+    _open: int = field(default=0, repr=False)
+    _since: float = field(default=0.0, repr=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def opened(self, sent: int, dense: int) -> None:
+        """Count a bucket that is launched."""
+        with self._lock:
+            self.sent_bytes += sent
+            self.dense_bytes += dense
+            if self._open == 0:
+                self._since = time.perf_counter()
+            self._open += 1
+
+    def closed(self, _: object = None) -> None:
+        """Count a bucket that has arrived."""
+        with self._lock:
+            self._open -= 1
+            if self._open == 0:
+                self.seconds += time.perf_counter() - self._since
+
+    def reset(self) -> None:
+        """Start counting anew."""
+        with self._lock:
+            self.sent_bytes = self.dense_bytes = self.steps = 0
+            self.seconds = 0.0
+
+
+@dataclass
+class Bucket:
+    """One bucket of the present layout.
+
+    Attributes:
+        residual: Its flat residual.
+        owes: Whether the residual may hold anything.
+        channel: How it travels; None before it is first compressed.
+        compressor: What the channel was made for.
+    """
+
+    residual: Tensor
+    owes: bool = False
+    channel: Channel | None = None
+    compressor: Compressor | None = None
+
+
+class CompressedReduction:
+    """A DDP communication hook that compresses with error feedback.
+
+    Args:
+        names: The name of each parameter of the wrapped module.
+        compressor_at: Says for a step (the first is 0) how to compress it; None for dense. It must
+            say the same on every rank.
+        error_feedback: Add what was not sent to the next step's gradient.
+        loss_scale: Says what the gradients are multiplied with at this moment.
+        may_skip: Whether a step may leave parameters without a gradient
+            (``find_unused_parameters``).
+        group: The ranks; None for all.
+    """
+
+    def __init__(
+        self,
+        names: Mapping[Tensor, str],
+        compressor_at: Callable[[int], Compressor | None],
+        *,
+        error_feedback: bool = True,
+        loss_scale: Callable[[], float],
+        may_skip: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.residuals = Residuals()
+        self.traffic = Traffic()
+        self.step = -1
+        self._names = names
+        self._compressor_at = compressor_at
+        self._error_feedback = error_feedback
+        self._loss_scale = loss_scale
+        self._may_skip = may_skip
+        self._group = group
+        self._world = dist.get_world_size(group)
+        self._buckets: dict[tuple[int, ...], Bucket] = {}
+        self._compressor: Compressor | None = None
+        self._scale = 1.0
+        self._launched: list[Channel] = []
+        self._touched: set[Tensor] = set()
+        self._handles: list[RemovableHandle] = []
+        if may_skip:
+            # Fires before DDP hears of the gradient, so a bucket knows which of its parameters the
+            # backward passes since the last exchange have reached.
+            self._handles = [
+                parameter.register_post_accumulate_grad_hook(self._touched.add)
+                for parameter in names
+                if parameter.requires_grad
+            ]
+
+    def reduce(self, bucket: GradBucket) -> Future[Tensor]:
+        """Average one bucket over the ranks; see :func:`reduce_bucket`."""
+        if bucket.index() == 0:
+            self._begin_step()
+        gradient = bucket.buffer()
+        compressor = self._compressor
+        if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
+            return all_reduce_mean(gradient, self._group)
+        dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
+        if compressor is None and not len(self.residuals):
+            self.traffic.opened(dense, dense)
+            future = all_reduce_mean(gradient, self._group)
+            self._touched.clear()
+        else:
+            state = self._bucket(bucket)
+            held = self._hold_unused(bucket, state) if self._may_skip else []
+            if compressor is None:
+                self.traffic.opened(dense, dense)
+                future = self._flush(state, gradient)
+            else:
+                channel = self._channel(state, compressor)
+                self._launched.append(channel)
+                self.traffic.opened(channel.sent_bytes, dense)
+                future = channel.start(gradient, self._scale)
+            if held:
+                future = future.then(partial(_give_back, held))
+        future.add_done_callback(self.traffic.closed)
+        return future
+
+    def _begin_step(self) -> None:
+        self.step += 1
+        self.traffic.steps += 1
+        if self._error_feedback and any(channel.flagged for channel in self._launched):
+            # The last step will not have been applied, to no parameter.
+            for channel in self._launched:
+                if not channel.flagged:
+                    channel.take_back()
+        self._launched = []
+        self._compressor = self._compressor_at(self.step)
+        self._scale = self._loss_scale()
+
+    def _bucket(self, bucket: GradBucket) -> Bucket:
+        """Return the state of a bucket, made anew when DDP has arranged the buckets anew."""
+        parameters = bucket.parameters()
+        key = tuple(map(id, parameters))
+        state = self._buckets.get(key)
+        if state is None:
+            for other in [other for other in self._buckets if not set(other).isdisjoint(key)]:
+                del self._buckets[other]
+            names = [self._names[parameter] for parameter in parameters]
+            known = any(name in self.residuals for name in names)
+            numels = [parameter.numel() for parameter in parameters]
+            state = Bucket(self.residuals.bind(names, numels, bucket.buffer()), owes=known)
+            self._buckets[key] = state
+        return state
+
+    def _channel(self, state: Bucket, compressor: Compressor) -> Channel:
+        if state.channel is None or state.compressor is not compressor:
+            codec = compressor.codec(state.residual.numel(), state.residual.device)
+            state.channel = GatherChannel(codec, state.residual, self._group)
+            state.compressor = compressor
+        if not self._error_feedback:
+            state.residual.zero_()
+        state.owes = self._error_feedback
+        return state.channel
+
+    def _flush(self, state: Bucket, gradient: Tensor) -> Future[Tensor]:
+        """Send a step uncompressed, with everything that is left of earlier ones."""
+        if not state.owes:
+            return all_reduce_mean(gradient, self._group)
+        gradient.add_(state.residual, alpha=self._scale)
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            mean = future.value()
+            if is_finite(mean):  # the same on all ranks; else the step will not be applied
+                state.residual.zero_()
+                state.owes = False
+            return mean
+
+        return all_reduce_mean(gradient, self._group).then(finish)
+
+    def _hold_unused(self, bucket: GradBucket, state: Bucket) -> list[tuple[Tensor, Tensor]]:
+        """Set aside the residual of parameters that took no part in this step.
+
+        DDP gives a parameter that no rank used no gradient, so what would be sent for it was lost;
+        and what it finds in their ``.grad`` is an earlier step's.
+        """
+        held = []
+        parameters = bucket.parameters()
+        parts = state.residual.split([parameter.numel() for parameter in parameters])
+        for parameter, part in zip(parameters, parts, strict=True):
+            if parameter in self._touched:
+                self._touched.remove(parameter)
+            else:
+                held.append((part, part.clone()))
+                part.zero_()
+        return held
+
+    def close(self) -> None:
+        """Take back what was registered with the model's parameters."""
+        for handle in self._handles:
+            handle.remove()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the mean of the ranks' residuals and the step. All ranks must call it."""
+        return {"step": self.step, "residuals": self.residuals.averaged(self._group)}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, at any number of ranks."""
+        self.step = state_dict["step"]
+        self.residuals.load(state_dict["residuals"])
+
+    def read(self) -> dict[str, float]:
+        """Return what the strategy logs, per step since the last call. Reads from the device."""
+        traffic, channels = self.traffic, self._launched
+        steps = max(traffic.steps, 1)
+        sizes = sum(channel.residual.numel() for channel in channels)
+        values = {
+            "bytes": traffic.sent_bytes / steps,
+            "ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
+            "selected": sum(c.selected for c in channels) / sizes if sizes else 1.0,
+            "residual_norm": self.residuals.norm(),
+            "seconds": traffic.seconds / steps,
+            "mode": MODES[type(self._compressor)],
+        }
+        traffic.reset()
+        return values
+
+
+def reduce_bucket(state: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
+    """Average one bucket over the ranks. The hook that is registered with DDP."""
+    return state.reduce(bucket)
+
+
+def _give_back(held: list[tuple[Tensor, Tensor]], future: Future[Tensor]) -> Tensor:
+    for part, residual in held:
+        part.copy_(residual)
+    return future.value()

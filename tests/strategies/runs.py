@@ -1,0 +1,130 @@
+"""What the tests of compressed DDP train, in each process of ``tests.helpers.processes.launch``."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_opt.strategies.ddp import CompressedDDPStrategy
+from tests.helpers.trainers import quiet_trainer
+
+SIZES = (40, 700, 3, 1500, 260)
+"""Elements of the parameters: several buckets at the bucket size below, none a round number."""
+
+SMALL_BUCKETS = 0.004  # MiB
+
+
+def gradient(step: int, rank: int, numel: int) -> Tensor:
+    """The gradient of one rank at one step, of unequal sizes among elements."""
+    generator = torch.Generator().manual_seed(1000 * step + 17 * rank + numel)
+    return torch.randn(numel, generator=generator) * torch.linspace(0.1, 2.0, numel)
+
+
+class Ledger(LightningModule):
+    """A loss whose gradient is known beforehand, whatever the weights are.
+
+    With SGD at a learning rate of 1, the weights are the account: minus the mean over ranks of all
+    gradients that were applied.
+
+    Args:
+        skip: Says of a step, a rank and a parameter's index whether it is left out of the loss.
+        bad: Step, rank and parameter's index at which the gradient is infinite.
+        die_at: Step at which rank 1 dies.
+        window: Backward passes an optimizer step.
+    """
+
+    def __init__(
+        self,
+        skip: Callable[[int, int, int], bool] | None = None,
+        bad: tuple[int, int, int] | None = None,
+        die_at: int | None = None,
+        window: int = 1,
+    ) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList([torch.zeros(numel) for numel in SIZES])
+        self.skip, self.bad, self.die_at, self.window = skip, bad, die_at, window
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        step, rank = int(batch), self.global_rank
+        if step == self.die_at and rank == 1:
+            import os
+
+            os._exit(3)
+        loss = torch.zeros(())
+        for index, weight in enumerate(self.weights):
+            if self.skip is not None and self.skip(step, rank, index):
+                continue
+            factor = gradient(step, rank, weight.numel()).to(weight.dtype)
+            if self.bad == (step, rank, index):
+                factor[0] = torch.inf
+            loss = loss + self.window * (weight * factor).sum()
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def expected(steps: range, world: int, model: Ledger) -> list[Tensor]:
+    """The account that an exact reduction would leave, in float64."""
+    accounts = []
+    for index, numel in enumerate(SIZES):
+        account = torch.zeros(numel, dtype=torch.float64)
+        for step in steps:
+            for rank in range(world):
+                if model.skip is None or not model.skip(step, rank, index):
+                    account -= gradient(step, rank, numel).double() / world
+        accounts.append(account)
+    return accounts
+
+
+def fit(
+    model: LightningModule,
+    strategy: Any,
+    batches: Any = None,
+    *,
+    ckpt_path: Any = None,
+    save_to: Any = None,
+    scaler: torch.amp.GradScaler | None = None,
+    **settings: Any,
+) -> Trainer:
+    """Train on this process's share; ``batches`` is a range of step numbers or a loader."""
+    loader = DataLoader(list(batches), batch_size=None) if isinstance(batches, range) else batches
+    if scaler is not None:
+        settings["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
+    settings = {"limit_val_batches": 0, **settings}
+    trainer = quiet_trainer(strategy=strategy, devices=dist_world(), **settings)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "lr_scheduler.step")
+        trainer.fit(model, loader, ckpt_path=ckpt_path)
+    if save_to is not None:
+        trainer.save_checkpoint(save_to)
+    return trainer
+
+
+def dist_world() -> int:
+    import os
+
+    return int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+class KeptResiduals(CompressedDDPStrategy):
+    """Keeps its residuals for a look after the fit."""
+
+    def teardown(self) -> None:
+        if self._reduction is not None:
+            self.kept = self._reduction.residuals.averaged()
+        super().teardown()
+
+
+def same_on_all_ranks(module: nn.Module) -> bool:
+    """Whether all ranks hold the same bits."""
+    flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+    everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, flat)
+    return all(torch.equal(flat.view(torch.uint8), other.view(torch.uint8)) for other in everywhere)
