@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -106,74 +106,68 @@ def test_a_norm_rule_leaves_a_gradient_of_its_threshold() -> None:
 faults = st.lists(st.tuples(st.integers(0, 30), st.sampled_from([NAN, INF, -INF])), max_size=6)
 
 
-def check_faults(make: Any, faults: list[tuple[int, float]]) -> None:
-    clean = NORMS[:30]
-    expected, state = run(make, clean)
-    steps: list[tuple[int, float]] = []
-    for index, step in enumerate([*clean, None]):
-        steps += [(100 + index, fault) for position, fault in faults if position == index]
-        steps += [] if step is None else [step]
-    gradients, after = run(make, steps)
-
-    assert statistics_of(after["rule"]) == statistics_of(state["rule"])
-    assert after["nonfinite"] == len(faults)
-    assert after["clipped"] == state["clipped"]
-    remaining = iter(expected)
-    for (seed, norm), gradient in zip(steps, gradients, strict=True):
-        if math.isfinite(norm):
-            assert torch.equal(gradient, next(remaining))
-        else:
-            net = fresh()
-            set_gradients(net, norm, seed)
-            assert torch.equal(gradient.nan_to_num(), flat_gradient(net).nan_to_num())
-            assert not gradient.isfinite().all()
-
-
 @both_taken
 @every_rule
 def test_a_fault_passes_untouched_and_changes_nothing(make: Any, path: str) -> None:
-    @search
+    clean = NORMS[:30]
+    expected, state = run(make, clean)
+
+    @settings(search, max_examples=8)
     @given(faults=faults)
     def check(faults: list[tuple[int, float]]) -> None:
-        check_faults(make, faults)
+        steps: list[tuple[int, float]] = []
+        for index, step in enumerate([*clean, None]):
+            steps += [(100 + index, fault) for position, fault in faults if position == index]
+            steps += [] if step is None else [step]
+        gradients, after = run(make, steps)
+
+        assert statistics_of(after["rule"]) == statistics_of(state["rule"])
+        assert (after["nonfinite"], after["clipped"]) == (len(faults), state["clipped"])
+        remaining = iter(expected)
+        for (seed, norm), gradient in zip(steps, gradients, strict=True):
+            if math.isfinite(norm):
+                assert torch.equal(gradient, next(remaining))
+            else:
+                net = fresh()
+                set_gradients(net, norm, seed)
+                assert torch.equal(gradient.nan_to_num(), flat_gradient(net).nan_to_num())
+                assert not gradient.isfinite().all()
 
     check()
 
 
 @both_taken
 @every_rule
-@pytest.mark.parametrize("cut", [0, 2, 7, 12, 33])
-def test_a_resumed_run_is_bit_exact(make: Any, cut: int, path: str) -> None:
+def test_a_resumed_run_is_bit_exact(make: Any, path: str) -> None:
     steps = [*NORMS[:20], (99, NAN), *NORMS[20:]]
     expected, final = run(make, steps)
-    first, state = run(make, steps[:cut])
-    second, resumed = run(make, steps[cut:], through_a_file(state))
-    for ours, theirs in zip(first + second, expected, strict=True):
-        assert ours.numpy().tobytes() == theirs.numpy().tobytes()
-    assert statistics_of(resumed["rule"]) == statistics_of(final["rule"])
-    assert {k: resumed[k] for k in ("steps", "nonfinite", "clipped")} == {
-        k: final[k] for k in ("steps", "nonfinite", "clipped")
-    }
+    counts = ("steps", "nonfinite", "clipped")
+    for cut in (0, 2, 7, 12, 33):
+        first, state = run(make, steps[:cut])
+        second, resumed = run(make, steps[cut:], through_a_file(state))
+        for ours, theirs in zip(first + second, expected, strict=True):
+            assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+        assert statistics_of(resumed["rule"]) == statistics_of(final["rule"])
+        assert [resumed[key] for key in counts] == [final[key] for key in counts]
 
 
 @every_rule
-@pytest.mark.parametrize("cut", [2, 12, 33])
-@pytest.mark.parametrize("first", ["host", "device"])
 def test_a_run_resumes_on_another_kind_of_device(
-    make: Any, cut: int, first: str, monkeypatch: pytest.MonkeyPatch
+    make: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     expected, _ = run(make, NORMS)
-    state = None
-    parts = []
-    for place, steps in ((first, NORMS[:cut]), ("", NORMS[cut:])):
-        with monkeypatch.context() as patch:
-            if place == "device" or (not place and first == "host"):
-                take_device_path(patch)
-            gradients, state = run(make, steps, state)
-            state = through_a_file(state)
-            parts += gradients
-    for ours, theirs in zip(parts, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
+    for cut in (2, 12, 33):
+        for kinds in (("host", "device"), ("device", "host")):
+            state, parts = None, []
+            for kind, steps in zip(kinds, (NORMS[:cut], NORMS[cut:]), strict=True):
+                with monkeypatch.context() as patch:
+                    if kind == "device":
+                        take_device_path(patch)
+                    gradients, state = run(make, steps, state)
+                state = through_a_file(state)
+                parts += gradients
+            for ours, theirs in zip(parts, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
 
 
 @both_taken
