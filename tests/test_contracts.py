@@ -5,12 +5,14 @@ Each is tried with its defaults and with the further settings of ``SETTINGS``, w
 LightningCLI configuration, because everything must be possible there.
 """
 
+import gc
 import importlib
 import inspect
 import io
 import json
 import pickle
 import re
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -275,6 +277,18 @@ def test_runs_again_after_an_exception(name, settings):
     with pytest.raises(ArithmeticError, match="planted"):
         fit(callback, model=SmallNet(fail_at=3))
     assert_same_weights(fit(callback), fit(build(name, settings)))
+
+
+@each_case
+@pytest.mark.parametrize("fail_at", [None, 0, 3])
+def test_lets_go_of_the_model(name, settings, fail_at):
+    """A callback that is kept for its report keeps no model, optimizer or gradient in memory."""
+    callback, model = build(name, settings), SmallNet(fail_at=fail_at)
+    leave_behind(model, callback)
+    parts = [weakref.ref(part) for part in (*model.modules(), *model.parameters())]
+    del model, callback.log, callback.log_dict  # Lightning lends the model's to every callback
+    gc.collect()
+    assert not [part for part in parts if part() is not None]
 
 
 # --- cost ---------------------------------------------------------------------------------------

@@ -132,6 +132,7 @@ def _run(
     log = os.open(_log(folder, rank), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     os.dup2(log, 1)
     os.dup2(log, 2)
+    faulthandler.enable(file=log)
     faulthandler.dump_traceback_later(0.9 * timeout, exit=False, file=log)  # where a hang hangs
     os.environ.update(environment, LOCAL_RANK=str(rank), RANK=str(rank))
     torch.set_num_threads(1)

@@ -1,0 +1,347 @@
+"""AdaptiveClipping in real Trainers on two processes: the same numbers as on one.
+
+Every rank takes its half of the rows of each batch, so that both together see what a single process
+sees. Each strategy is launched once for all rules, and the tests look at what came back.
+"""
+
+import math
+import os
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy, Strategy
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import lightning_opt as lo
+from lightning_opt.core.norms import collect_gradients, measure_norms, parameters_of
+from lightning_opt.core.sharding import flat_parameter_groups
+from tests.helpers.models import SmallNet, assert_same_weights, loader_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+STEPS = 8
+RULES: dict[str, Callable[[], lo.ClippingRule]] = {
+    "fixed_norm": lambda: lo.FixedNorm(1.5),
+    "mean_std": lambda: lo.MeanStd(k=0.1, window=100, warmup=2),
+    "fixed_value": lambda: lo.FixedValue(0.3),
+    "per_parameter": lambda: lo.PerParameter(warmup=2),
+    "unit_wise": lambda: lo.UnitWise(clip_factor=0.1),
+}
+
+Run: TypeAlias = dict[str, Any]
+"""What a run leaves: ``logged`` (key to values), ``weights`` and the ``state`` of the callback."""
+
+
+class ShardedNet(SmallNet):
+    """Rows of 4, 3 and 1 over two ranks: even and uneven shards, and empty ones on the second rank.
+
+    Args:
+        shard: Which of the layers ``fully_shard`` takes, and whether the module as a whole.
+    """
+
+    def __init__(self, shard: str = "", **settings: Any) -> None:
+        super().__init__(widths=(4, 3), lr=0.05, **settings)
+        self.shard = shard
+
+    def configure_model(self) -> None:
+        if not self.shard or isinstance(self.layer[0].weight, DTensor):
+            return
+        if self.shard == "tensor":
+            plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+            parallelize_module(self.layer, self.device_mesh["tensor_parallel"], plan)
+            return
+        mesh = self.device_mesh["data_parallel"]
+        if self.shard == "part":
+            fully_shard(self.layer[0], mesh=mesh)
+            return
+        for child in self.layer:
+            if isinstance(child, nn.Linear):
+                fully_shard(child, mesh=mesh)
+        fully_shard(self.layer, mesh=mesh)
+
+    def step(self, batch: Any) -> Tensor:
+        if self.shard in ("part", "tensor"):
+            # Parameters that every rank has whole get no reduction, so all must see the same data.
+            return self.loss(self(batch[0]), batch[1])
+        return super().step(batch)
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Lightning's FSDP1, which asks for an accelerator and then would not need it."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=self.sharding_strategy,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
+
+
+class Whole(Callback):
+    """Puts gradients and weights together again, the slow way; ``norms`` are after clipping."""
+
+    def __init__(self) -> None:
+        self.norms: list[float] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        gradients = (p.grad for p in parameters_of(optimizer) if p.grad is not None)
+        flat = [whole(gradient).double().flatten() for gradient in gradients]
+        self.norms.append(torch.cat(flat).norm().item())
+
+    def on_train_end(self, trainer, pl_module):
+        with FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False):
+            self.weights = {
+                name.replace("_fsdp_wrapped_module.", ""): whole(parameter.detach()).clone()
+                for name, parameter in pl_module.named_parameters()
+            }
+
+
+def whole(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def train(model: SmallNet, rule: lo.ClippingRule, strategy: str | Strategy = "auto") -> Run:
+    logger, clipping, left = MemoryLogger(), lo.AdaptiveClipping(rule, every_n_steps=1), Whole()
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=1 if strategy == "auto" else 2,
+        logger=logger,
+        callbacks=[clipping, left],
+        limit_val_batches=0,
+    )
+    trainer.fit(model, loader_of(STEPS))
+    return {
+        "logged": {
+            key: torch.tensor(logger.series(key), dtype=torch.float64)
+            for key in dict.fromkeys(key for _, metrics in logger.records for key in metrics)
+            if key.startswith("clip/")
+        },
+        "weights": left.weights,
+        "state": clipping.state_dict(),
+        "left": left.norms,
+    }
+
+
+def check(ranks: list[Run], expected: Run, *, local: tuple[str, ...] = ()) -> None:
+    """Compare with a single process, and the ranks with each other.
+
+    Args:
+        local: Logged keys that speak of this rank's shards only.
+    """
+    first, second = ranks
+    for key, values in expected["logged"].items():
+        if key in local:
+            continue
+        torch.testing.assert_close(first["logged"][key], values, rtol=1e-5, atol=1e-6)
+        assert torch.equal(first["logged"][key], second["logged"][key]), key
+    assert first["logged"].keys() == expected["logged"].keys()
+    for run in ranks:
+        assert_same_weights(run["weights"], expected["weights"], rtol=1e-4, atol=1e-6)
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, Run]:
+    """The same runs on one process, which the tests on one process compare with plain loops."""
+    return {name: train(ShardedNet(), rule()) for name, rule in RULES.items()}
+
+
+def test_single_runs_clip(single):
+    """What the tests below stand on: each rule clips something, and none clips everything."""
+    for run in single.values():
+        assert 0 < run["logged"]["clip/fraction"][-1] < 1
+
+
+# --- DDP ----------------------------------------------------------------------------------------
+
+
+def run_ddp() -> dict[str, Run]:
+    return {name: train(ShardedNet(), rule(), "ddp") for name, rule in RULES.items()}
+
+
+@pytest.fixture(scope="module")
+def ddp() -> list[dict[str, Run]]:
+    return launch(run_ddp)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_ddp(rule, ddp, single):
+    check([runs[rule] for runs in ddp], single[rule])
+    assert str(ddp[0][rule]["state"]) == str(ddp[1][rule]["state"])
+
+
+# --- FSDP2 --------------------------------------------------------------------------------------
+
+
+def data_parallel() -> ModelParallelStrategy:
+    return ModelParallelStrategy(
+        data_parallel_size=2, tensor_parallel_size=1, save_distributed_checkpoint=True
+    )
+
+
+def run_fsdp2() -> dict[str, Run]:
+    return {name: train(ShardedNet("all"), rule(), data_parallel()) for name, rule in RULES.items()}
+
+
+@pytest.fixture(scope="module")
+def fsdp2() -> list[dict[str, Run]]:
+    return launch(run_fsdp2)
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fsdp2(rule, fsdp2, single):
+    # Shares of elements and of units are of this rank's shards.
+    local = ("clip/fraction", "clip/coefficient") if rule in ("fixed_value", "unit_wise") else ()
+    check([runs[rule] for runs in fsdp2], single[rule], local=local)
+    for runs in fsdp2:
+        assert runs[rule]["left"] == pytest.approx(single[rule]["left"], rel=1e-5)
+
+
+def run_mixed() -> dict[str, Run]:
+    part = {
+        name: train(ShardedNet("part"), rule(), data_parallel()) for name, rule in RULES.items()
+    }
+    tensor = {
+        name: train(ShardedNet("tensor"), rule(), ModelParallelStrategy(1, 2))
+        for name, rule in RULES.items()
+    }
+    return {"part": part, "tensor": tensor}
+
+
+@pytest.fixture(scope="module")
+def mixed() -> list[dict[str, dict[str, Run]]]:
+    return launch(run_mixed)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("shard", ["part", "tensor"])
+def test_plain_and_sharded_parameters_in_one_optimizer(shard, rule, mixed, single):
+    local = ("clip/fraction", "clip/coefficient") if rule in ("fixed_value", "unit_wise") else ()
+    check([runs[shard][rule] for runs in mixed], single[rule], local=local)
+
+
+def measure_meshes() -> tuple[list[float], float]:
+    """Parameters on three meshes: one of two ranks, one more of them, one of two dimensions."""
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
+    meshes = init_device_mesh("cpu", (2,)), init_device_mesh("cpu", (2,))
+    square = init_device_mesh("cpu", (2, 1), mesh_dim_names=("replicate", "shard"))
+    placed = [
+        (meshes[0], [Shard(0)]),
+        (meshes[1], [Shard(1)]),
+        (meshes[0], [Replicate()]),
+        (square, [Replicate(), Shard(0)]),
+        (square, [Shard(0), Shard(0)]),
+    ]
+    parameters = []
+    for seed, (mesh, placements) in enumerate(placed):
+        whole = torch.full((3, 2), 1.0 + seed)
+        parameter = nn.Parameter(distribute_tensor(whole, mesh, placements))
+        parameter.grad = distribute_tensor(whole, mesh, placements)
+        parameters.append(parameter)
+    plain = nn.Parameter(torch.ones(2))
+    plain.grad = torch.full((2,), 10.0)
+    norms = measure_norms(collect_gradients([*parameters, plain]))
+    pending = nn.Parameter(distribute_tensor(torch.ones(2), meshes[0], [Replicate()]))
+    pending.grad = DTensor.from_local(torch.ones(2), meshes[0], [Partial()])
+    with pytest.raises(RuntimeError, match="its sum over ranks is pending"):
+        collect_gradients([pending])
+    return norms.per_tensor, norms.total
+
+
+def test_parameters_on_several_meshes():
+    expected = [math.sqrt(6) * value for value in (1.0, 2.0, 3.0, 4.0, 5.0)] + [math.sqrt(200)]
+    for per_tensor, total in launch(measure_meshes):
+        assert per_tensor == pytest.approx(expected, rel=1e-6)
+        assert total == pytest.approx(math.hypot(*expected), rel=1e-6)
+
+
+# --- FSDP1 --------------------------------------------------------------------------------------
+
+FLAT_RULES = [rule for rule in RULES if rule != "unit_wise"]
+
+
+def run_fsdp1() -> dict[str, Run]:
+    return {
+        f"{name}-{use_orig_params}-{units}": train(
+            ShardedNet(),
+            RULES[name](),
+            FSDPOnCPU(
+                use_orig_params=use_orig_params,
+                auto_wrap_policy={nn.Linear} if units == "units" else None,
+            ),
+        )
+        for name in FLAT_RULES
+        for use_orig_params in (True, False)
+        for units in ("units", "root")
+    }
+
+
+@pytest.fixture(scope="module")
+def fsdp1() -> list[dict[str, Run]]:
+    return launch(run_fsdp1)
+
+
+@pytest.mark.parametrize("units", ["units", "root"])
+@pytest.mark.parametrize("use_orig_params", [True, False])
+@pytest.mark.parametrize("rule", FLAT_RULES)
+def test_fsdp1(rule, use_orig_params, units, fsdp1, single):
+    key = f"{rule}-{use_orig_params}-{units}"
+    runs = [runs[key] for runs in fsdp1]
+    if rule == "per_parameter" and not use_orig_params:
+        # A flat parameter is several tensors in one; up to the third step only the total counts.
+        for run in runs:
+            expected = single[rule]["logged"]["clip/norm"][:3]
+            torch.testing.assert_close(run["logged"]["clip/norm"][:3], expected, rtol=1e-5, atol=0)
+        assert str(runs[0]["logged"]) == str(runs[1]["logged"])
+        return
+    check(runs, single[rule], local=("clip/fraction",) if rule == "fixed_value" else ())
+
+
+def run_refused() -> str:
+    with pytest.raises(ValueError, match="UnitWise needs each gradient in its own shape") as error:
+        train(ShardedNet(), lo.UnitWise(), FSDPOnCPU())
+    return str(error.value)
+
+
+def test_unit_wise_is_refused_under_fsdp1():
+    assert all("FSDP2" in message for message in launch(run_refused))
+
+
+def measure_no_shard() -> tuple[float, list[float], int]:
+    """One unit that is sharded and one that is not, by hand, since Lightning has one setting."""
+    torch.distributed.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
+    model = SmallNet(widths=(3,)).layer
+    strategies = torch.distributed.fsdp.ShardingStrategy
+    for index, strategy in ((0, strategies.NO_SHARD), (2, strategies.FULL_SHARD)):
+        model[index] = FullyShardedDataParallel(
+            model[index], sharding_strategy=strategy, device_id=torch.device("cpu")
+        )
+    inputs, targets = next(iter(loader_of(1)))
+    nn.functional.mse_loss(model(inputs), targets).backward()
+    flat = flat_parameter_groups(model)
+    norms = measure_norms(collect_gradients(model.parameters(), flat))
+    return norms.total, norms.per_tensor, len(flat)
+
+
+@pytest.mark.filterwarnings("ignore:The `NO_SHARD` sharding strategy is deprecated")
+def test_unsharded_units_of_fsdp1_are_not_summed():
+    plain = SmallNet(widths=(3,)).layer
+    inputs, targets = next(iter(loader_of(1)))
+    nn.functional.mse_loss(plain(inputs), targets).backward()
+    squares = [
+        sum(p.grad.double().square().sum().item() for p in plain[index].parameters())
+        for index in (0, 2)
+    ]
+    for total, per_tensor, sharded in launch(measure_no_shard):
+        assert per_tensor == pytest.approx([math.sqrt(square) for square in squares], rel=1e-5)
+        assert total == pytest.approx(math.sqrt(sum(squares)), rel=1e-5)
+        assert sharded > 0
