@@ -178,7 +178,8 @@ class ActivationWatch:
 def _largest(tensor: Tensor) -> Tensor:
     if not tensor.numel():
         return torch.zeros((), device=tensor.device)
-    return torch.linalg.vector_norm(tensor.detach(), math.inf).float()
+    largest: Tensor = torch.linalg.vector_norm(tensor.detach(), math.inf)
+    return largest.float()
 
 
 def _floats(values: Any) -> Iterator[Tensor]:

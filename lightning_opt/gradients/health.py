@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 from lightning.pytorch import Callback
-from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -22,7 +21,7 @@ from lightning_opt.gradients.access import GradientAccess, loss_scale
 from lightning_opt.gradients.activations import ActivationWatch
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.health_findings import CRITICAL, Finding, Issue, Limits
-from lightning_opt.gradients.health_plot import draw_health
+from lightning_opt.gradients.health_plot import draw_health, save_figure
 from lightning_opt.gradients.health_record import OptimizerHealth
 from lightning_opt.gradients.health_report import (
     HealthReport,
@@ -33,6 +32,7 @@ from lightning_opt.gradients.health_report import (
 from lightning_opt.gradients.health_vitals import (
     ROOT,
     LayerVitals,
+    ParameterVitals,
     group_layers,
     plain_name,
     unheld_vitals,
@@ -43,6 +43,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 log = logging.getLogger(__name__)
+
+FIGURE = "gradient_health.png"
 
 
 class GradientHealth(Callback):
@@ -149,6 +151,7 @@ class GradientHealth(Callback):
         self._handles: list[RemovableHandle] = []
         self._records: dict[int, OptimizerHealth] = {}
         self._outside: list[LayerVitals] = []
+        self._reported = False  # in this fit: a run without a report gets no figure
         self._module: ref[nn.Module] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -170,6 +173,7 @@ class GradientHealth(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put on the hooks; the sanity check of validation, which is over, must not be seen."""
         self._remove_hooks()
+        self._reported = False
         self._order.watch(pl_module)
         for index, optimizer in enumerate(trainer.optimizers):
             if isinstance(optimizer, Optimizer):
@@ -233,17 +237,26 @@ class GradientHealth(Callback):
             self._activations.end_batch()
         due = [index for index, record in self._records.items() if record.is_measured]
         if due:
+            self._reported = True
             scaled = loss_scale(trainer) is not None
             self._order.stop()
-            self._outside = self._unheld(trainer, pl_module)
             extra = self._activations.take(scaled=scaled) if self._activations is not None else ()
             for index in due:
-                self._complete(trainer, index, scaled, extra)
-                log_scalars(trainer, self._scalars(trainer, index))
+                self._complete(trainer, pl_module, index, scaled, extra)
+                prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
+                scalars = self._records[index].scalars()
+                log_scalars(trainer, {prefix + key: value for key, value in scalars.items()})
 
     def _complete(
-        self, trainer: pl.Trainer, index: int, scaled: bool, extra: tuple[Finding, ...] = ()
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        index: int,
+        scaled: bool,
+        extra: tuple[Finding, ...] = (),
     ) -> None:
+        held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
+        self._outside = group_layers(unheld_vitals(pl_module, held), self._places())
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
         parameters = {
@@ -260,14 +273,6 @@ class GradientHealth(Callback):
     def _places(self) -> dict[str, int]:
         return {plain_name(name) or ROOT: place for name, place in self._order.places().items()}
 
-    def _unheld(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[LayerVitals]:
-        held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
-        return group_layers(unheld_vitals(pl_module, held), self._places())
-
-    def _scalars(self, trainer: pl.Trainer, index: int) -> dict[str, float]:
-        prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
-        return {prefix + key: value for key, value in self._records[index].scalars().items()}
-
     def summary(self) -> HealthSummary:
         """Return one word (healthy, warning or critical) and a sentence, as of the last report."""
         steps = max((record.steps for record in self._records.values()), default=0)
@@ -283,13 +288,13 @@ class GradientHealth(Callback):
     @property
     def layers(self) -> list[LayerVitals]:
         """What was measured of each layer at the last report, in forward order."""
-        merged: dict[str, LayerVitals] = {}
-        parts = [record.layers for record in self._records.values()]
-        for layer in (layer for layers in (*parts, self._outside) for layer in layers):
-            own = merged.setdefault(layer.name, LayerVitals(layer.name))
-            own.parameters.extend(layer.parameters)
+        parts = [*(record.layers for record in self._records.values()), self._outside]
+        merged: dict[str, list[ParameterVitals]] = {}
+        for layer in (layer for layers in parts for layer in layers):
+            merged.setdefault(layer.name, []).extend(layer.parameters)
         places = self._places()
-        return sorted(merged.values(), key=lambda layer: places.get(layer.name, len(places)))
+        names = sorted(merged, key=lambda name: places.get(name, len(places)))
+        return [LayerVitals(name, merged[name]) for name in names]
 
     def report(self, top: int | None = 10, by: str = "layer") -> HealthReport:
         """Return what was found, with a table of the worst layers, as of the last report.
@@ -333,37 +338,21 @@ class GradientHealth(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the steps since the last report, and save the figure."""
-        reported = any(record.timeline for record in self._records.values())
         self._finish(trainer, pl_module)
-        folder = trainer.log_dir  # on all ranks: this asks rank zero
-        if (
-            self._figure
-            and reported
-            and trainer.is_global_zero
-            and not getattr(trainer, "fast_dev_run", False)
-        ):
-            self._save_figure(trainer, Path(folder or trainer.default_root_dir))
+        folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: this asks rank zero
+        if self._figure and self._reported and trainer.is_global_zero:
+            path = Path(folder) / FIGURE if self._figure is True else Path(str(self._figure))
+            step = trainer.fit_loop.epoch_loop._batches_that_stepped
+            try:
+                save_figure(self.figure(), path, trainer.loggers, step)
+            except ImportError as error:
+                log.warning("No figure was saved. %s", error)
 
     def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaled = loss_scale(trainer) is not None
         for index, record in self._records.items():
             if record.pending_nonfinite() or (record.steps and not record.reported_step):
-                self._outside = self._unheld(trainer, pl_module)
-                self._complete(trainer, index, scaled)
-
-    def _save_figure(self, trainer: pl.Trainer, folder: Path) -> None:
-        try:
-            figure = self.figure()
-        except ImportError as error:
-            log.warning("No figure was saved. %s", error)
-            return
-        path = folder / "gradient_health.png" if self._figure is True else Path(str(self._figure))
-        path.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(path)
-        step = trainer.fit_loop.epoch_loop._batches_that_stepped
-        for logger in trainer.loggers:
-            if isinstance(logger, TensorBoardLogger):
-                logger.experiment.add_figure("health", figure, global_step=step, close=False)
+                self._complete(trainer, pl_module, index, scaled)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

@@ -10,6 +10,7 @@ import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from lightning_opt.gradients.health_vitals import LayerVitals
@@ -60,7 +61,7 @@ class Limits:
     dead_after: int = 3
 
 
-@dataclass(slots=True)
+@dataclass
 class Snapshot:
     """What one report knows of one optimizer.
 
@@ -81,6 +82,16 @@ class Snapshot:
     typical: float | None = None
     before: Mapping[str, float] = field(default_factory=dict)
     loss_scale: float | None = None
+
+    @cached_property
+    def flows(self) -> dict[str, float]:
+        """RMS by layer, in forward order: of layers with a weight matrix if there are three.
+
+        Gains and biases of normalisation layers are on another scale than weights.
+        """
+        live = [layer for layer in self.layers if layer.trained and layer.flow]
+        weights = [layer for layer in live if layer.has_matrix]
+        return {layer.name: layer.flow for layer in (weights if len(weights) >= 3 else live)}
 
     def median(self) -> float | None:
         """Return the median of the finite totals."""

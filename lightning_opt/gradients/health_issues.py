@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable
 
 from lightning_opt.gradients.health_findings import (
     CRITICAL,
@@ -72,8 +71,8 @@ def find_exploding(snapshot: Snapshot, limit: float) -> list[Finding]:
     if not layers:
         return []
     worst = max(layers, key=lambda layer: layer.norm)
-    flows = _flows(layers)
-    amplified = max(flows.values()) / list(flows.values())[-1] if flows else 1.0
+    flows = list(snapshot.flows.values())
+    amplified = max(flows) / flows[-1] if flows else 1.0
     if median > limit or growth > limit:
         detail = f"total norm {median:.3g}"
         if growth >= 2:
@@ -101,7 +100,7 @@ def find_exploding(snapshot: Snapshot, limit: float) -> list[Finding]:
 
 def find_vanishing(snapshot: Snapshot, limit: float) -> list[Finding]:
     """Find layers whose gradient's RMS is below the limit while other layers have a gradient."""
-    flows = _flows(snapshot.layers)
+    flows = snapshot.flows
     if not flows:
         return []
     largest = max(flows.values())
@@ -171,7 +170,7 @@ def find_bottleneck(snapshot: Snapshot, factor: float) -> list[Finding]:
 
     The three layers on either side have to differ too, or one odd layer would be called one.
     """
-    flows = list(_flows(snapshot.layers).items())
+    flows = list(snapshot.flows.items())
     found = []
     for i in range(1, len(flows)):
         drop = flows[i][1] / flows[i - 1][1]
@@ -185,7 +184,7 @@ def find_bottleneck(snapshot: Snapshot, factor: float) -> list[Finding]:
 
 def find_imbalance(snapshot: Snapshot, factor: float) -> list[Finding]:
     """Find layers that learn, or weigh in the total norm, out of proportion to all others."""
-    layers = [layer for layer in snapshot.layers if layer.name in _flows(snapshot.layers)]
+    layers = [layer for layer in snapshot.layers if layer.name in snapshot.flows]
     if len(layers) < 3:
         return []
     found = []
@@ -236,13 +235,3 @@ def find_underflow(snapshot: Snapshot) -> list[Finding]:
         severity = CRITICAL if 2 * len(lost) >= len(layers) else WARNING
         found.append(Finding("fp16_underflow", severity, layer.name, detail, layer.zeros or 0.0))
     return found
-
-
-def _flows(layers: Iterable[LayerVitals]) -> dict[str, float]:
-    """Return RMS by layer, in forward order: of layers with a weight matrix if there are three.
-
-    Gains and biases of normalisation layers are on another scale than weights.
-    """
-    live = [layer for layer in layers if layer.trained and layer.flow]
-    weights = [layer for layer in live if layer.has_matrix]
-    return {layer.name: layer.flow for layer in (weights if len(weights) >= 3 else live)}

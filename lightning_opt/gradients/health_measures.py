@@ -20,7 +20,7 @@ from lightning_opt.core.scalars import wide_dtype
 from lightning_opt.core.sharding import Groups, combine_shards, local_part, wants_host
 
 SAMPLE = 8192
-"""Weights a tensor that an update is measured on: two figures of its size, at 32 KB a tensor."""
+"""Weights a tensor, at least, that an update is measured on where there are more."""
 
 BLOCK = 256
 """Steps after which a window's norms are summed up, so that no schedule makes it large."""
@@ -185,7 +185,7 @@ def measure_gradients(step: GradientStep) -> GradientTable:
     counts = None
     if gradients.groups:
         present = [float(parameter.grad is not None) for parameter in gradients.parameters]
-        numels = [float(tensor.numel()) for tensor in tensors]
+        numels = [float(local_part(p.detach()).numel()) for p in gradients.parameters]
         counts = torch.tensor([numels, present], dtype=wide, device=device)
         whole = combine_shards(torch.cat([sums, counts]), gradients.groups)
         sums, counts = whole[:3], whole[3:]
@@ -226,8 +226,8 @@ class UpdateProbe:
     """Compares the weights before and after one update, on a sample of each tensor.
 
     A copy of all weights for the sake of one ratio might be what a run has no memory for. The
-    sample is every k-th weight of what this rank holds, with k odd so that it does not stay within
-    a few columns; a tensor of up to 8,192 weights is compared in full.
+    sample is every k-th weight of what this rank holds; a tensor of fewer than 16,384 weights is
+    compared in full.
 
     Args:
         names: What the parameters are called.
@@ -257,7 +257,10 @@ class UpdateProbe:
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = local_part(parameter.detach()).reshape(-1)
-    return flat[:: (flat.numel() // SAMPLE) | 1]
+    stride = max(flat.numel() // SAMPLE, 1)
+    while math.gcd(stride, flat.numel()) > 1:  # else it would stay within some of the columns
+        stride += 1
+    return flat[::stride]
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[list[float]]:

@@ -191,7 +191,8 @@ class OptimizerHealth:
             flat = read.pop(0)
             names = self._table.names
             for name, change, weight in zip(names, flat, flat[len(names) :], strict=False):
-                if name in vitals and weight > 0 and math.isfinite(change + weight):
+                learns = name in vitals and vitals[name].count > 0
+                if learns and weight > 0 and math.isfinite(change + weight):
                     vitals[name].update = math.sqrt(change / weight)
                     vitals[name].weight = math.sqrt(weight)
         scale = read.pop(0)[0] if self._scale is not None else None
@@ -201,7 +202,9 @@ class OptimizerHealth:
         return vitals, totals, scale
 
     def _status(self, vitals: ParameterVitals, parameter: Tensor) -> str:
-        if vitals.count or vitals.nan or vitals.inf:
+        # Of a shard without a gradient only reports know that there was none: its norm is zero.
+        known = self._table is not None or vitals.name in self._seen
+        if vitals.nan or vitals.inf or (vitals.count and (vitals.mean or known)):
             self._seen.add(vitals.name)
             return TRAINED
         if not parameter.requires_grad:
@@ -325,16 +328,17 @@ class OptimizerHealth:
 
 def _enter(vitals: ParameterVitals, row: Mapping[str, float]) -> None:
     """Enter what the reported step was measured to be."""
+    vitals.numel = int(row["numel"])  # a shard knows only its own part
     if not row["present"]:
         # A shard whose parameter has no gradient on any rank was measured as zeros.
         vitals.count, vitals.nan, vitals.inf, vitals.first = 0, 0, 0, 0
         return
-    vitals.numel = int(row["numel"])
     vitals.norm, vitals.max = row["norm"], row["max"]
     vitals.zeros = 1.0 - row["nonzero"] / row["numel"] if row["numel"] else None
     if not vitals.mean and row["max"]:
         vitals.mean = row["max"]  # its squares underflowed in float32, its elements did not
     if math.isinf(row["norm"]) and not row["inf"] and not row["nan"]:
         vitals.inf -= 1  # its squares overflowed, its elements did not
+        vitals.count, vitals.mean = max(vitals.count, 1), max(vitals.mean, row["max"])
         if not vitals.inf and not vitals.nan:
             vitals.first = 0

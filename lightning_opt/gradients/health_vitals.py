@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from torch import Tensor, nn
 
@@ -92,9 +93,11 @@ class ParameterVitals:
         return self.numel * (1.0 - (self.zeros or 0.0)) or float(self.numel)
 
 
-@dataclass(slots=True)
+@dataclass
 class LayerVitals:
     """One module with the parameters that it holds itself, since the last report.
+
+    What is asked for often is computed once: the parameters are complete by then.
 
     Attributes:
         name: The module's name; ``"(root)"`` for the model's own parameters.
@@ -104,7 +107,7 @@ class LayerVitals:
     name: str
     parameters: list[ParameterVitals] = field(default_factory=list)
 
-    @property
+    @cached_property
     def trained(self) -> list[ParameterVitals]:
         """The parameters that have gradients."""
         return [p for p in self.parameters if p.status == TRAINED]
@@ -115,12 +118,12 @@ class LayerVitals:
         kinds = {p.status for p in self.parameters}
         return TRAINED if TRAINED in kinds or not kinds else min(kinds)
 
-    @property
+    @cached_property
     def has_matrix(self) -> bool:
         """Whether a weight of two dimensions or more has gradients here."""
         return any(p.matrix for p in self.trained)
 
-    @property
+    @cached_property
     def flow(self) -> float:
         """RMS over steps and non-zero elements of the weights' gradients; of all if none is 2-d.
 
@@ -131,7 +134,7 @@ class LayerVitals:
         elements = sum(p.active for p in matrices)
         return math.sqrt(sum(p.square for p in matrices) / elements) if elements else 0.0
 
-    @property
+    @cached_property
     def norm(self) -> float:
         """L2 norm of all its gradients, RMS over steps."""
         return math.sqrt(sum(p.square for p in self.trained))

@@ -8,9 +8,10 @@ import torch
 from lightning.pytorch import LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import TensorDataset
 
 from lightning_opt import AdaptiveClipping, GradientHealth
+from tests.helpers.models import ResumableLoader
 from tests.helpers.trainers import quiet_trainer
 
 FEATURES, CLASSES, WIDTH = 8, 4, 16
@@ -33,7 +34,7 @@ class Classifier(LightningModule):
         generator = torch.Generator().manual_seed(0)
         inputs = torch.randn(960, FEATURES, generator=generator)
         targets = (inputs @ torch.randn(FEATURES, CLASSES, generator=generator)).argmax(1)
-        return DataLoader(TensorDataset(inputs, targets), batch_size=16)
+        return ResumableLoader(TensorDataset(inputs, targets), batch_size=16)
 
 
 def mlp(depth: int, activation: type[nn.Module] = nn.ReLU, width: int = WIDTH) -> nn.Sequential:
