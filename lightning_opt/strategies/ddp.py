@@ -15,6 +15,7 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
+from lightning_opt.strategies.ramp import default_steps, stage_at, stages_to
 from lightning_opt.strategies.reduction import CompressedReduction, reduce_bucket
 
 CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
@@ -59,6 +60,9 @@ class CompressedDDPStrategy(DDPStrategy):
             is what this switch is there to show.
         warmup_steps: First backward passes that are not compressed: at least 2, or 3 with
             ``static_graph``, until DDP has settled how it arranges the gradients.
+        ramp_steps: Steps after these in which Top-K goes from a quarter of the elements to
+            ``ratio``, each stage sending a quarter of the one before; None for 500 when the ratio
+            is below 1%, else 0. Early gradients change fast, and a late one does harm.
         every_n_steps: Optimizer steps from one report to the next.
         process_group_backend: ``"gloo"``, ``"nccl"``, or None for what fits the device.
         **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` and
@@ -82,6 +86,7 @@ class CompressedDDPStrategy(DDPStrategy):
         ratio: float = 0.01,
         error_feedback: bool = True,
         warmup_steps: int = 10,
+        ramp_steps: int | None = None,
         every_n_steps: int = 50,
         process_group_backend: str | None = None,
         **kwargs: Any,
@@ -97,6 +102,10 @@ class CompressedDDPStrategy(DDPStrategy):
         self.error_feedback = error_feedback
         layout_steps = 3 if kwargs.get("static_graph") else 2
         self.warmup_steps = at_least("warmup_steps", warmup_steps, layout_steps)
+        self.ramp_steps = at_least(
+            "ramp_steps", default_steps(self.compressor) if ramp_steps is None else ramp_steps, 0
+        )
+        self._stages = stages_to(self.compressor)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
         self._reduction: CompressedReduction | None = None
@@ -104,7 +113,10 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def compressor_at(self, step: int) -> Compressor | None:
         """Return how backward pass number ``step`` (the first is 0) is compressed."""
-        return None if step < self.warmup_steps else self.compressor
+        step -= self.warmup_steps
+        if step < 0:
+            return None
+        return stage_at(step, self._stages, self.compressor, self.ramp_steps)
 
     def setup_environment(self) -> None:
         """Check the backend, then connect the processes."""

@@ -6,6 +6,7 @@
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,6 +27,7 @@ from lightning_opt.strategies.transport import (
     all_reduce_mean,
     dense_bytes,
 )
+from lightning_opt.strategies.two_stage import TwoStageChannel
 
 MODES: dict[type, float] = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0}
 """What ``comm/mode`` logs, since loggers take numbers."""
@@ -89,6 +91,11 @@ class Bucket:
     channel: Channel | None = None
     compressor: Compressor | None = None
 
+    def fold(self) -> None:
+        """Gather in the residual all that this rank owes."""
+        if self.channel is not None:
+            self.channel.fold()
+
 
 class CompressedReduction:
     """A DDP communication hook that compresses with error feedback.
@@ -101,7 +108,6 @@ class CompressedReduction:
         loss_scale: Says what the gradients are multiplied with at this moment.
         may_skip: Whether a step may leave parameters without a gradient
             (``find_unused_parameters``).
-        group: The ranks; None for all.
     """
 
     def __init__(
@@ -112,7 +118,6 @@ class CompressedReduction:
         error_feedback: bool = True,
         loss_scale: Callable[[], float],
         may_skip: bool = False,
-        group: dist.ProcessGroup | None = None,
     ) -> None:
         self.residuals = Residuals()
         self.traffic = Traffic()
@@ -122,12 +127,12 @@ class CompressedReduction:
         self._error_feedback = error_feedback
         self._loss_scale = loss_scale
         self._may_skip = may_skip
-        self._group = group
-        self._world = dist.get_world_size(group)
+        self._world = dist.get_world_size()
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._compressor: Compressor | None = None
         self._scale = 1.0
         self._launched: list[Channel] = []
+        self._worker: ThreadPoolExecutor | None = None
         self._touched: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
         if may_skip:
@@ -146,11 +151,11 @@ class CompressedReduction:
         gradient = bucket.buffer()
         compressor = self._compressor
         if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
-            return all_reduce_mean(gradient, self._group)
+            return all_reduce_mean(gradient)
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
         if compressor is None and not len(self.residuals):
             self.traffic.opened(dense, dense)
-            future = all_reduce_mean(gradient, self._group)
+            future = all_reduce_mean(gradient)
             self._touched.clear()
         else:
             state = self._bucket(bucket)
@@ -187,7 +192,7 @@ class CompressedReduction:
         state = self._buckets.get(key)
         if state is None:
             for other in [other for other in self._buckets if not set(other).isdisjoint(key)]:
-                del self._buckets[other]
+                self._buckets.pop(other).fold()
             names = [self._names[parameter] for parameter in parameters]
             known = any(name in self.residuals for name in names)
             numels = [parameter.numel() for parameter in parameters]
@@ -197,18 +202,31 @@ class CompressedReduction:
 
     def _channel(self, state: Bucket, compressor: Compressor) -> Channel:
         if state.channel is None or state.compressor is not compressor:
-            codec = compressor.codec(state.residual.numel(), state.residual.device)
-            state.channel = GatherChannel(codec, state.residual, self._group)
+            state.fold()
+            state.channel = self._make_channel(compressor, state.residual)
             state.compressor = compressor
         if not self._error_feedback:
+            state.fold()
             state.residual.zero_()
         state.owes = self._error_feedback
         return state.channel
 
+    def _make_channel(self, compressor: Compressor, residual: Tensor) -> Channel:
+        # What a parameter is owed as a mean cannot be set aside while it is unused.
+        if isinstance(compressor, Quantize) and self._world > 2 and not self._may_skip:
+            if self._worker is None:
+                # All ranks come here at the same bucket of the same step.
+                self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
+                self._own_group = dist.new_group()
+            return TwoStageChannel(compressor, residual, self._own_group, self._worker)
+        codec = compressor.codec(residual.numel(), residual.device)
+        return GatherChannel(codec, residual)
+
     def _flush(self, state: Bucket, gradient: Tensor) -> Future[Tensor]:
         """Send a step uncompressed, with everything that is left of earlier ones."""
         if not state.owes:
-            return all_reduce_mean(gradient, self._group)
+            return all_reduce_mean(gradient)
+        state.fold()
         gradient.add_(state.residual, alpha=self._scale)
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -218,7 +236,7 @@ class CompressedReduction:
                 state.owes = False
             return mean
 
-        return all_reduce_mean(gradient, self._group).then(finish)
+        return all_reduce_mean(gradient).then(finish)
 
     def _hold_unused(self, bucket: GradBucket, state: Bucket) -> list[tuple[Tensor, Tensor]]:
         """Set aside the residual of parameters that took no part in this step.
@@ -241,10 +259,14 @@ class CompressedReduction:
         """Take back what was registered with the model's parameters."""
         for handle in self._handles:
             handle.remove()
+        if self._worker is not None:
+            self._worker.shutdown(wait=False)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean of the ranks' residuals and the step. All ranks must call it."""
-        return {"step": self.step, "residuals": self.residuals.averaged(self._group)}
+        for state in self._buckets.values():
+            state.fold()
+        return {"step": self.step, "residuals": self.residuals.averaged()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, at any number of ranks."""

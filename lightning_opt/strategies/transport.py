@@ -18,7 +18,7 @@ from lightning_opt.strategies.compressors import Codec
 from lightning_opt.strategies.packing import NON_FINITE, read_header
 
 # The name from torch 2.13 on, which warns about the older one.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 def all_reduce_mean(gradient: Tensor, group: dist.ProcessGroup | None = None) -> Future[Tensor]:
@@ -78,6 +78,9 @@ class Channel(ABC):
     def take_back(self) -> None:
         """Put back into the residual what the latest step sent, since it will not be applied."""
 
+    def fold(self) -> None:
+        """Move into the residual what the channel keeps elsewhere. Nothing, usually."""
+
     @property
     @abstractmethod
     def selected(self) -> int:
@@ -109,7 +112,7 @@ class GatherChannel(Channel):
     def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step; see :meth:`Channel.start`."""
         self._finite = self._codec.compress(self.residual, gradient, 1.0 / scale)
-        work = _all_gather(self._gathered, self._codec.message, group=self._group, async_op=True)
+        work = all_gather(self._gathered, self._codec.message, group=self._group, async_op=True)
 
         def finish(future: Future[list[Tensor]]) -> Tensor:
             future.value()  # raises what went wrong, such as a lost rank

@@ -118,7 +118,7 @@ class KeptResiduals(CompressedDDPStrategy):
 
     def teardown(self) -> None:
         if self._reduction is not None:
-            self.kept = self._reduction.residuals.averaged()
+            self.kept = self._reduction.state_dict()["residuals"]
         super().teardown()
 
 

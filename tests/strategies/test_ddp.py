@@ -55,6 +55,7 @@ def _balance(steps: int) -> None:
     world = dist_world()
     runs: list[tuple[KeptResiduals, Ledger, dict[str, Any]]] = [
         *((compressed(compressor), Ledger(), {}) for compressor in COMPRESSORS),
+        (compressed(TopK(0.01), ramp_steps=15), Ledger(), {}),
         (compressed(gradient_as_bucket_view=True), Ledger(), {}),
         (compressed(static_graph=True), Ledger(), {}),
         (compressed(bucket_cap_mb=25), Ledger(), {}),
@@ -96,20 +97,21 @@ def test_what_an_unused_parameter_is_owed_waits_for_it():
     launch(_leave_out)
 
 
-def _planted_infinity(bucket_cap_mb: float) -> None:
+def _planted_infinity(bucket_cap_mb: float, compressor: Any) -> None:
+    world = dist_world()
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
-    strategy = compressed(bucket_cap_mb=bucket_cap_mb)
+    strategy = compressed(compressor, bucket_cap_mb=bucket_cap_mb)
     model = Ledger(bad=(12, 1, 3))
     fit(model, strategy, range(30), scaler=scaler)
     steps = [step for step in range(30) if step != 12]
-    without = expected(steps, 2, model)
+    without = expected(steps, world, model)
     # The loss scale grew with the residual in between, and the scaler skipped the bad step.
     assert scaler.get_scale() == 1024.0 * 2**3 / 2
     if bucket_cap_mb > 1:
         assert_nothing_is_lost(model, strategy, without)
     else:
         # Buckets that were sound keep the step's gradient for later; the flagged one nothing.
-        whole = expected(range(30), 2, model)
+        whole = expected(range(30), world, model)
         kept = [strategy.kept[f"weights.{index}"] for index in range(len(whole))]
         told = []
         for weight, rest, with_it, without_it in zip(
@@ -126,8 +128,11 @@ def _planted_infinity(bucket_cap_mb: float) -> None:
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, SMALL_BUCKETS])
-def test_an_overflow_under_fp16_skips_the_step_everywhere_and_spoils_no_residual(bucket_cap_mb):
-    launch(_planted_infinity, bucket_cap_mb)
+@pytest.mark.parametrize(("compressor", "processes"), [(TopK(0.05), 2), (Quantize(4), 3)])
+def test_an_overflow_skips_the_step_everywhere_and_spoils_no_residual(
+    bucket_cap_mb, compressor, processes
+):
+    launch(_planted_infinity, bucket_cap_mb, compressor, processes=processes)
 
 
 class GradientsAt(Callback):
@@ -158,8 +163,8 @@ def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
 # --- resume -------------------------------------------------------------------------------------
 
 
-def _first_half(path: str) -> None:
-    strategy, model = compressed(), Ledger()
+def _first_half(path: str, bits: int | None) -> None:
+    strategy, model = compressed(bits and Quantize(bits)), Ledger()
     trainer = fit(model, strategy, range(20), callbacks=[SaveAtEnd(path)])
     assert trainer.global_step == 20
 
@@ -173,23 +178,26 @@ class SaveAtEnd(Callback):
         trainer.save_checkpoint(self.path + ".weights", weights_only=True)
 
 
-def _second_half(path: str, warmup_steps: int) -> None:
-    strategy, model = compressed(warmup_steps=warmup_steps), Ledger()
+def _second_half(path: str, bits: int | None) -> None:
+    strategy, model = compressed(bits and Quantize(bits)), Ledger()
     # The second epoch's batches are numbered on from the first's.
     fit(model, strategy, range(20, 40), ckpt_path=path, max_epochs=2)
-    first, second = expected(range(20), 2, model), expected(range(20, 40), dist_world(), model)
+    before = 2 if bits is None else 3
+    first, second = expected(range(20), before, model), expected(range(20, 40), dist_world(), model)
     accounts = [one + other for one, other in zip(first, second, strict=True)]
     assert_nothing_is_lost(model, strategy, accounts)
 
 
-@pytest.mark.parametrize("processes", [2, 3])
-def test_a_resumed_run_owes_what_the_interrupted_one_did(tmp_path, processes):
+@pytest.mark.parametrize(
+    ("bits", "before", "after"), [(None, 2, 2), (None, 2, 3), (4, 3, 3), (4, 3, 2)]
+)
+def test_a_resumed_run_owes_what_the_interrupted_one_did(tmp_path, bits, before, after):
     path = str(tmp_path / "half.ckpt")
-    launch(_first_half, path)
+    launch(_first_half, path, bits, processes=before)
     content = torch.load(path, weights_only=True)
     assert content[CHECKPOINT_KEY]["step"] == 19
     assert CHECKPOINT_KEY not in torch.load(path + ".weights", weights_only=True)
-    launch(_second_half, path, 3, processes=processes)
+    launch(_second_half, path, bits, processes=after)
 
 
 def _dense_half(path: str) -> None:
@@ -351,11 +359,11 @@ def _lose_a_rank(compressor: str) -> None:
     fit(Ledger(die_at=12), compressed(compressor), range(1000))
 
 
-@pytest.mark.parametrize("compressor", ["topk", "int8"])
-def test_a_lost_rank_ends_the_others(compressor):
+@pytest.mark.parametrize(("compressor", "processes"), [("topk", 2), ("int8", 3)])
+def test_a_lost_rank_ends_the_others(compressor, processes):
     start = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
-        launch(_lose_a_rank, compressor, timeout=60)
+        launch(_lose_a_rank, compressor, timeout=60, processes=processes)
     assert time.monotonic() - start < 55  # a hang would have used up the time
 
 

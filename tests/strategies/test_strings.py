@@ -104,6 +104,7 @@ def test_a_configuration_file_can_write_it(compressor, monkeypatch):
         ({"ratio": 1.5}, "ratio must"),
         ({"warmup_steps": 1}, "warmup_steps .* at least 2"),
         ({"warmup_steps": 2, "static_graph": True}, "warmup_steps .* at least 3"),
+        ({"ramp_steps": -1}, "ramp_steps"),
         ({"every_n_steps": 0}, "every_n_steps"),
         ({"ddp_comm_hook": print}, "ddp_comm_hook"),
     ],
@@ -111,6 +112,31 @@ def test_a_configuration_file_can_write_it(compressor, monkeypatch):
 def test_bad_arguments_are_named_at_once(settings, words):
     with pytest.raises(ValueError, match=words):
         CompressedDDPStrategy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratios"),
+    [
+        ({"ratio": 0.01}, {0: None, 9: None, 10: 0.01, 10**6: 0.01}),
+        ({"ratio": 0.001}, {9: None, 10: 0.25, 134: 0.25, 135: 0.0625, 509: 0.25**4, 510: 0.001}),
+        (
+            {"ratio": 0.1, "ramp_steps": 10, "warmup_steps": 2},
+            {1: None, 2: 0.25, 11: 0.25, 12: 0.1},
+        ),
+        ({"ratio": 0.001, "ramp_steps": 0}, {9: None, 10: 0.001}),
+    ],
+)
+def test_less_than_one_percent_is_approached_in_stages(settings, ratios):
+    strategy = CompressedDDPStrategy(**settings)
+    found = {step: strategy.compressor_at(step) for step in ratios}
+    assert {step: c and c.ratio for step, c in found.items()} == ratios
+    # One object a stage: a new one costs new buffers.
+    assert strategy.compressor_at(10) is strategy.compressor_at(10)
+
+
+def test_only_top_k_has_a_ramp():
+    for compressor in ("int8", "threshold", TopK(k=3)):
+        assert CompressedDDPStrategy(compressor, ratio=0.001).ramp_steps == 0
 
 
 def test_cpus_need_gloo():
