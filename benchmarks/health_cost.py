@@ -195,9 +195,9 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     torch.manual_seed(0)
     device, quick = arguments.device, arguments.quick
-    rows = measure("40-tensor MLP", forty_tensor_mlp(), device, 3 if quick else 41, 50)
+    rows = measure("40-tensor MLP", forty_tensor_mlp(), device, 3 if quick else 21, 50)
     # Shorter blocks for the slow model: a report every 10 steps costs more than one every 50.
-    rounds, every = (1, 5) if quick else (9, 10)
+    rounds, every = (1, 5) if quick else (5, 10)
     rows += measure("9.5 M transformer", ten_million_transformer(), device, rounds, every)
     notes = [
         "us a step: median microseconds of one step, the report's share included. of bare: median "

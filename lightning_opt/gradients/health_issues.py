@@ -122,12 +122,12 @@ def find_vanishing(snapshot: Snapshot, limit: float) -> list[Finding]:
     }
     strongest = max(flows, key=flows.__getitem__)
     seen = {
-        name: f"gradient RMS {flow:.2g}, {flow / largest:.2g} of that at {strongest}"
+        name: f"gradient RMS {flow:.2g}, {flow / largest:.2g} times that at {strongest}"
         for name, flow in small.items()
     }
     seen |= {
         layer.name: f"the gradient has underflowed to zero; at {after.name} it is still "
-        f"{after.flow:.2g}, {after.flow / largest:.2g} of that at {strongest}"
+        f"{after.flow:.2g}, {after.flow / largest:.2g} times that at {strongest}"
         for layer, after in _dead_layers(snapshot)
         if after is not None and after.name in small
     }

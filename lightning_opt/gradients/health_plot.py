@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch.loggers import TensorBoardLogger
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 COLOURS = {"healthy": "#1a7f37", "warning": "#b26a00", "critical": "#c62828"}
 LINE, SOFT, GREY = "#1f4e79", "#9dc3e6", "#8a8a8a"
+WIDTH = 165  # characters of a line of the verdict
 NAMED = 40
 """Layers that can be named on one axis; of more, every n-th is."""
 
@@ -49,14 +51,14 @@ def draw_health(
             "The figure of GradientHealth needs matplotlib: pip install 'lightning-opt[plots]'."
         ) from error
     trained = [layer for layer in layers if layer.trained]
-    figure = Figure(figsize=(13, 9.5), dpi=110)
+    figure = Figure(figsize=(13, 8.6), dpi=110)
     grid = figure.add_gridspec(
-        3, 2, height_ratios=[0.9, 3, 3], hspace=0.62, wspace=0.17,
-        left=0.07, right=0.97, top=0.98, bottom=0.15,
+        3, 1, height_ratios=[1.0, 3, 2.6], hspace=0.45,
+        left=0.065, right=0.975, top=0.975, bottom=0.06,
     )  # fmt: skip
-    _draw_verdict(figure.add_subplot(grid[0, :]), summary, issues)
-    _draw_flow(figure.add_subplot(grid[1, :]), trained, issues, timelines, limits)
-    below = grid[2, :].subgridspec(1, 3, wspace=0.33)
+    _draw_verdict(figure.add_subplot(grid[0]), summary, issues)
+    _draw_flow(figure.add_subplot(grid[1]), trained, issues, timelines, limits)
+    below = grid[2].subgridspec(1, 3, wspace=0.33)
     _draw_norm(figure.add_subplot(below[0]), timelines, limits)
     _draw_history(figure, figure.add_subplot(below[1]), trained, timelines)
     _draw_updates(figure.add_subplot(below[2]), trained)
@@ -76,12 +78,11 @@ def _draw_verdict(axes: Axes, summary: HealthSummary, issues: Sequence[Issue]) -
     axes.axis("off")
     axes.text(0.0, 1.0, summary.status.upper(), fontsize=20, weight="bold", va="top",
               color=COLOURS[summary.status])  # fmt: skip
-    lines = [_wrap(str(issue), 150) for issue in issues[:3]] or [_wrap(summary.sentence, 150)]
-    if len(issues) > 3:
-        lines.append(f"and {len(issues) - 3} more: see the report")
-    if issues:
-        lines.insert(1, _wrap(f"What to do: {issues[0].advice}", 150))
-    axes.text(0.0, 0.62, "\n".join(lines), fontsize=9.5, va="top", linespacing=1.35)
+    lines = [shorten(str(issue), WIDTH) for issue in issues[:2]] or [summary.sentence]
+    if len(issues) > 2:
+        lines[-1] += f" And {len(issues) - 2} more: see the report."
+    lines += wrap(f"What to do: {issues[0].advice}", WIDTH) if issues else []
+    axes.text(0.0, 0.55, "\n".join(lines), fontsize=9.5, va="top", linespacing=1.4)
 
 
 def _draw_flow(
@@ -100,7 +101,11 @@ def _draw_flow(
     axes.fill_between(places, low, high, color=SOFT, alpha=0.5, lw=0, label="range over the run")
     axes.plot(places, flows, color=LINE, lw=1.2, zorder=2)
     axes.scatter(places, flows, s=26, color=LINE, zorder=3, label="at the last report")
-    axes.set_yscale("log")
+    known = [value for pair in (low, high, flows) for value in pair if value > 0]  # NaN is not
+    if known:
+        axes.set_yscale("log")
+    else:
+        axes.text(0.5, 0.5, "no finite gradient was seen", ha="center", transform=axes.transAxes)
     for severity, label in ((CRITICAL, "critical"), ("warning", "warning")):
         hit = {p for i in issues if i.severity == severity for p in (i.place, *i.others)}
         marked = [(x, layer) for x, layer in enumerate(layers) if layer.name in hit]
@@ -109,11 +114,13 @@ def _draw_flow(
         axes.scatter([x for x, _ in marked], ys, s=70, color=COLOURS[severity], zorder=4 if
                      severity == CRITICAL else 3.5, label=label if marked else None,
                      edgecolor="white", clip_on=False)  # fmt: skip
-    known = [value for pair in (low, high) for value in pair if value and value == value]
     if known and min(known) < 100 * limits.vanishing:
-        axes.axhline(limits.vanishing, color=COLOURS["critical"], ls="--", lw=1)
-        axes.text(0.995, limits.vanishing, f"vanishing below {limits.vanishing:.0e} ",
-                  color=COLOURS["critical"], fontsize=8, ha="right", va="bottom",
+        bottom, red = axes.get_ylim()[0], COLOURS["critical"]
+        axes.axhspan(bottom, limits.vanishing, color=red, alpha=0.07, lw=0)
+        axes.axhline(limits.vanishing, color=red, ls="--", lw=1)
+        axes.set_ylim(bottom=bottom)
+        axes.text(0.995, limits.vanishing, f"vanishing: below {limits.vanishing:.0e} ",
+                  color=red, fontsize=8.5, ha="right", va="top",
                   transform=axes.get_yaxis_transform())  # fmt: skip
     title = "Gradient flow: RMS of each layer's gradient, from the inputs (left) to the loss"
     axes.set_title(title, loc="left", fontsize=11)
@@ -145,7 +152,8 @@ def _draw_norm(
     axes.set_title("Total norm over time", loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
     axes.grid(alpha=0.25)
-    axes.legend(fontsize=8)
+    if timelines:
+        axes.legend(fontsize=8)
 
 
 def _draw_history(
@@ -204,7 +212,3 @@ def _name_layers(axes: Axes, layers: Sequence[LayerVitals]) -> None:
     short = [name if len(name) <= 22 else "…" + name[-21:] for name in names]
     axes.set_xticks(ticks, short, rotation=55, ha="right", rotation_mode="anchor", fontsize=7.5)
     axes.margins(x=0.015)
-
-
-def _wrap(text: str, width: int) -> str:
-    return text if len(text) <= width else text[: width - 1].rstrip() + "…"
