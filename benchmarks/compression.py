@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import itertools
 import json
 import os
 import shutil
@@ -21,7 +22,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from harness import parse_arguments, publish
+from harness import median_ratio, parse_arguments, publish, time_interleaved
 
 NETWORKS: dict[str, tuple[str, str] | None] = {
     "1 Gbit/s": ("1gbit", "256kb"),
@@ -184,43 +185,130 @@ def why_not() -> str | None:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
-def measure(ranks: int, network: str, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return for each candidate the seconds of a step, one number a round."""
-    with namespaces(ranks, NETWORKS[network]) as names, tempfile.TemporaryDirectory() as folder:
-        result = Path(folder) / "seconds.json"
+def start_ranks(
+    script: str,
+    ranks: int,
+    options: Sequence[object],
+    *,
+    namespaces: Sequence[str] = (),
+    address: str = "127.0.0.1",
+    port: int = 29500,
+    interface: str = "lo",
+) -> Any:
+    """Run a script once a rank, and return what its rank 0 writes as JSON to ``--result``.
+
+    Args:
+        script: The benchmark; with ``--result`` it is one rank, for which Lightning finds the
+            others in the environment.
+        ranks: How many.
+        options: What else each is given.
+        namespaces: The network namespace of each rank; empty for the machine's own.
+        address: Where rank 0 can be reached.
+        port: The port there.
+        interface: What gloo sends through.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-W", "ignore", script, "--result", str(result)]
+        command += map(str, options)
         processes = []
         try:
-            for rank, name in enumerate(names):
+            for rank in range(ranks):
                 environment = {
                     **os.environ,
-                    "MASTER_ADDR": "10.99.0.1",
-                    "MASTER_PORT": "29500",
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
                     "WORLD_SIZE": str(ranks),
-                    "RANK": str(rank),
                     "NODE_RANK": "0",
+                    "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
-                    "GLOO_SOCKET_IFNAME": "eth0",
+                    "GLOO_SOCKET_IFNAME": interface,
                     "OMP_NUM_THREADS": "1",
                 }
-                command = [sys.executable, "-W", "ignore", __file__, "--result", str(result)]
-                command += ["--steps", str(steps), "--rounds", str(rounds)]
+                inside = ["ip", "netns", "exec", namespaces[rank]] if namespaces else []
                 with (Path(folder) / f"{rank}.log").open("w") as log:
                     processes.append(
-                        subprocess.Popen(
-                            ["ip", "netns", "exec", name, *command],
-                            env=environment,
-                            stdout=log,
-                            stderr=log,
-                        )
+                        subprocess.Popen(inside + command, env=environment, stdout=log, stderr=log)
                     )
             for process in processes:
-                process.wait(timeout=1800)
+                process.wait(timeout=3600)
         finally:
             for process in processes:
                 process.kill()
         if not result.exists():
             raise RuntimeError((Path(folder) / "0.log").read_text()[-3000:])
-        return json.loads(result.read_text())  # type: ignore[no-any-return]
+        return json.loads(result.read_text())
+
+
+def measure(ranks: int, network: str, steps: int, rounds: int) -> dict[str, list[float]]:
+    """Return for each candidate the seconds of a step, one number a round."""
+    with namespaces(ranks, NETWORKS[network]) as names:
+        seconds: dict[str, list[float]] = start_ranks(
+            __file__,
+            ranks,
+            ["--steps", steps, "--rounds", rounds],
+            namespaces=names,
+            address="10.99.0.1",
+            interface="eth0",
+        )
+        return seconds
+
+
+# --- the processor's part -----------------------------------------------------------------------
+
+
+def cost_of_compression(rounds: int) -> lo.Report:
+    """Time compressing and decompressing one bucket of 26 MB, as a ratio to copying it."""
+    numel = 6_553_600
+    device = torch.device("cpu")
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(numel, generator=generator) for _ in range(3)]
+    copy, mean = torch.empty(numel), torch.zeros(numel)
+    turn = itertools.count()
+    timed: dict[str, Callable[[], object]] = {
+        "memory copy": lambda: copy.copy_(gradients[next(turn) % 3]),
+        "torch.topk of 1%": lambda: torch.topk(
+            gradients[next(turn) % 3].abs(), numel // 100, sorted=False
+        ),
+    }
+    for name, compressor in {
+        "TopK(0.01)": lo.TopK(0.01),
+        "TopK(0.001)": lo.TopK(0.001),
+        "Quantize(8)": lo.Quantize(8),
+        "Quantize(4)": lo.Quantize(4),
+    }.items():
+        codec, residual = compressor.codec(numel, device), torch.zeros(numel)
+
+        def compress(codec: Any = codec, residual: Tensor = residual) -> None:
+            codec.compress(residual, gradients[next(turn) % 3])
+
+        def settle(codec: Any = codec, residual: Tensor = residual) -> None:
+            codec.decompress_add(codec.message, residual, -1.0)
+
+        def decompress(codec: Any = codec) -> None:
+            codec.decompress_add(codec.message, mean, 0.5)
+
+        another = compressor.codec(numel, device)
+
+        def compress_only(codec: Any = another) -> None:
+            codec.compress(gradients[next(turn) % 3])
+
+        timed[f"{name}: compress"] = compress_only
+        timed[f"{name}: compress, with gradient added and checked"] = compress
+        timed[f"{name}: keep the rest"] = settle
+        timed[f"{name}: add one message"] = decompress
+    seconds = time_interleaved(timed, rounds=rounds, warmup=10)
+    return lo.Report(
+        "The processor's part: one bucket of 6.5 million elements, one thread",
+        [
+            {
+                "what": name,
+                "ms": round(1000 * statistics.median(own), 2),
+                "memory copies": round(median_ratio(own, seconds["memory copy"]), 2),
+            }
+            for name, own in seconds.items()
+        ],
+    )
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -238,6 +326,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_rank(own)
         return
     arguments = parse_arguments(__doc__ or "", rest)
+    publish("compression_cost", cost_of_compression(5 if arguments.quick else 30), arguments)
     reason = why_not()
     if reason is not None:
         print(f"This machine does not allow the benchmark's own networks: {reason}")

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
@@ -46,7 +47,7 @@ class CompressedDDPStrategy(DDPStrategy):
     ``comm/selected``       share of elements in the latest messages
     ``comm/residual_norm``  L2 norm of what this rank still has to send
     ``comm/seconds``        time of a step during which a bucket was on its way, decoding included
-    ``comm/mode``           0 uncompressed, 1 quantised, 2 threshold, 3 Top-K
+    ``comm/mode``           0 uncompressed, 1 quantised, 2 threshold, 3 Top-K, 4 other
     ======================= ====================================================================
 
     A checkpoint keeps the mean of the ranks' residuals, as many numbers as there are parameters;
@@ -204,7 +205,9 @@ class CompressedDDPStrategy(DDPStrategy):
         """Load a checkpoint, and keep the residuals for when the model is wrapped."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         self._resumed = checkpoint.get(CHECKPOINT_KEY)
-        if self._resumed is None and checkpoint.get("optimizer_states"):
+        module = self.lightning_module
+        fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        if fitting and self._resumed is None:
             rank_zero_warn(
                 "This checkpoint was written without compressed DDP, so there is nothing to resume "
                 f"that was not yet sent. Compression begins after {self.warmup_steps} steps."

@@ -284,7 +284,7 @@ class CompressedReduction:
             "selected": sum(c.selected for c in channels) / sizes if sizes else 1.0,
             "residual_norm": self.residuals.norm(),
             "seconds": traffic.seconds / steps,
-            "mode": MODES[type(self._compressor)],
+            "mode": MODES.get(type(self._compressor), 4.0),
         }
         traffic.reset()
         return values
