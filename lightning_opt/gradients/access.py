@@ -112,7 +112,7 @@ def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
     Lightning has the loss scaler unscale the gradients before ``on_before_optimizer_step``, except
     for optimizers that do it within their own step (the fused ones).
     """
-    if not getattr(optimizer, "_step_supports_amp_scaling", False):
+    if not unscales_itself(optimizer):
         return 1.0
     scale = loss_scale(trainer)
     if scale is None:
@@ -129,6 +129,11 @@ def loss_scale(trainer: pl.Trainer) -> Tensor | None:
     if scaler is None or not scaler.is_enabled():
         return None
     return scaler._scale  # None until the first loss; `get_scale()` would wait for the device
+
+
+def unscales_itself(optimizer: Optimizer) -> bool:
+    """Return whether a loss scaler leaves it to the optimizer's kernel to unscale the gradients."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False))
 
 
 def loss_scale_of(trainer: pl.Trainer, *, read: bool) -> Scalar | None:

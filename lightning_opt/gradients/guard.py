@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from weakref import ref
@@ -17,7 +18,12 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
-from lightning_opt.gradients.access import GradientAccess, loss_of_step, loss_scale_of
+from lightning_opt.gradients.access import (
+    GradientAccess,
+    loss_of_step,
+    loss_scale_of,
+    unscales_itself,
+)
 from lightning_opt.gradients.buffers import BufferKeeper
 from lightning_opt.gradients.clipping import AdaptiveClipping
 from lightning_opt.gradients.events import Event, EventLog
@@ -111,10 +117,6 @@ class NonFiniteGuard(Callback):
         >>> import lightning_opt as lo
         >>> guard = lo.NonFiniteGuard(policy="rollback", spike=6.0)
         >>> trainer = L.Trainer(callbacks=[guard, lo.AdaptiveClipping()], logger=False)
-
-    References:
-        Chowdhery et al. (2022), *PaLM: Scaling Language Modeling with Pathways*, section 5.1:
-        restarting from a checkpoint and leaving out the batches around a spike mitigates it.
     """
 
     def __init__(
@@ -139,7 +141,7 @@ class NonFiniteGuard(Callback):
         self._schedule = Schedule(every_n_steps)
         self._log = EventLog(events_file, save_batch)
         self._access = GradientAccess("NonFiniteGuard")
-        self._delayed: DelayedReads[Sighting] = DelayedReads()
+        self._delayed: DelayedReads[tuple[int, Sighting | None]] = DelayedReads()
         self._controls: list[UpdateControl] = []
         self._module: ref[nn.Module] | None = None
         self._reset()
@@ -165,8 +167,8 @@ class NonFiniteGuard(Callback):
 
         ``step`` is ``trainer.global_step`` before the update that was left out; ``batch_idx`` that
         of the batch with the bad loss, else of the step's last; ``ranks`` those whose own loss is
-        not finite; ``parameters`` names those whose gradients are (for a spike, the largest ones;
-        for ``nonfinite_weight``, the weights), ten at most of ``parameters_total``.
+        not finite; ``parameters`` those whose gradients are not (ten of ``parameters_total``; for a
+        spike the largest), or for ``nonfinite_weight`` those that are not finite themselves.
         """
         return self._log.events
 
@@ -236,30 +238,26 @@ class NonFiniteGuard(Callback):
             loss_scale=loss_scale,
             reduce_on=trainer.strategy.root_device if distributed else None,
         )
-        sighting = Sighting(
-            index,
-            trainer.global_step,
-            trainer.current_epoch,
-            losses,
-            batches,
-            step.gradients.parameters,
-            step.norms,
-        )
-        if on_host or not skips_on_device(optimizer):
+        deferred = not on_host and skips_on_device(optimizer)
+        if not deferred:
             symptoms = symptoms.read()
-            self._note(symptoms, sighting)
-        else:
-            self._delayed.push(symptoms.stack(), sighting)
-            for values, earlier in self._delayed.due():
-                self._note(Symptoms(*values), earlier)
         skip = symptoms.skip
+        sighting = None
+        if deferred or skip:
+            step_number, epoch = trainer.global_step, trainer.current_epoch
+            parameters = step.gradients.parameters
+            sighting = Sighting(step_number, epoch, losses, batches, parameters, step.norms)
+        if deferred:
+            self._delayed.push(symptoms.stack(), (index, sighting))
+            self._hear(self._delayed.due())
+        else:
+            self._note(index, symptoms, sighting)
         if self._buffers is not None:
             self._buffers.settle(symptoms.fault)
         self._controls[index].hold(
             skip,
             standing["ladder"]["lr_scale"],
-            scaler_looks=loss_scale is not None
-            and getattr(optimizer, "_step_supports_amp_scaling", False),
+            scaler_looks=loss_scale is not None and unscales_itself(optimizer),
         )
         self._steps += 1
         self._stepped = True
@@ -286,7 +284,7 @@ class NonFiniteGuard(Callback):
             return
         self._good_batches += 1
         if self.ladder.policy == "rollback" and (self._good_batches >= self.snapshot_every_n_steps):
-            self._catch_up()
+            self._hear(self._delayed.flush())
             if self._faults:
                 self._good_batches -= len(self._faults)  # they were not, as it turns out
                 self._respond(trainer, pl_module)
@@ -297,21 +295,21 @@ class NonFiniteGuard(Callback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Answer what the device has not told yet."""
-        self._catch_up()
+        self._hear(self._delayed.flush())
         if self._faults:
             self._respond(trainer, pl_module)
 
-    def _note(self, symptoms: Symptoms, sighting: Sighting) -> None:
+    def _note(self, index: int, symptoms: Symptoms, sighting: Sighting | None) -> None:
         """Take note of a step whose symptoms are known."""
-        verdict = self._judge.judge(sighting.index, symptoms)
+        verdict = self._judge.judge(index, symptoms)
         if verdict is not None:
             loss, norm = float(symptoms.loss), float(symptoms.norm)
-            self._faults.append(Fault(*verdict, loss, norm, sighting))
+            self._faults.append(Fault(*verdict, index, loss, norm, sighting))
 
-    def _catch_up(self) -> None:
-        """Judge the steps that the host has not heard of yet. Waits for the device."""
-        for values, sighting in self._delayed.flush():
-            self._note(Symptoms(*values), sighting)
+    def _hear(self, reads: Iterator[tuple[list[float], tuple[int, Sighting | None]]]) -> None:
+        """Take note of earlier steps, whose symptoms come from the device only now."""
+        for values, (index, sighting) in reads:
+            self._note(index, Symptoms(*values), sighting)
 
     def _respond(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Do what the gravest of the faults demands. All ranks come here at the same step."""
@@ -319,7 +317,7 @@ class NonFiniteGuard(Callback):
         weights = self._bad_weights(pl_module)
         if weights:
             # No skip cures that. It may have come from a fault of the model or from anywhere else.
-            cause = faults[-1] if faults else Fault("nonfinite_weight", "skip", 0.0, 0.0, None)
+            cause = faults[-1] if faults else Fault("nonfinite_weight", "skip")
             cause.kind, cause.action = "nonfinite_weight", "rollback"
             faults = [*faults[:-1], cause]
         gravest = max(faults, key=lambda fault: ACTIONS.index(fault.action))
@@ -394,7 +392,7 @@ class NonFiniteGuard(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts, back-off, history of losses and norms, and events, as plain types."""
-        self._catch_up()
+        self._hear(self._delayed.flush())
         return {
             "judge": self._judge.state_dict(),
             "steps": self._steps,

@@ -40,7 +40,6 @@ class Sighting:
     It holds no gradient, so that none lives longer than it would without the guard.
 
     Attributes:
-        index: Of the optimizer.
         step: ``trainer.global_step`` before the update.
         epoch: ``trainer.current_epoch``.
         losses: One a backward pass, on their device.
@@ -49,7 +48,6 @@ class Sighting:
         norms: Of their gradients.
     """
 
-    index: int
     step: int
     epoch: int
     losses: list[Tensor]
@@ -89,6 +87,7 @@ class Fault:
     Attributes:
         kind: What was wrong.
         action: What is done about it.
+        optimizer: Its index.
         loss: Loss of the step, the mean over ranks.
         norm: Total norm of its gradient.
         sighting: The step; None where weights were found bad apart from any step.
@@ -96,9 +95,10 @@ class Fault:
 
     kind: Kind
     action: Action
-    loss: float
-    norm: float
-    sighting: Sighting | None
+    optimizer: int | None = None
+    loss: float | None = None
+    norm: float | None = None
+    sighting: Sighting | None = None
 
     def event(self, step: int, epoch: int, names: Mapping[Tensor, str]) -> Event:
         """Return the fault as plain types, as this rank sees it.
@@ -115,7 +115,7 @@ class Fault:
             "step": seen.step if seen else step,
             "epoch": seen.epoch if seen else epoch,
             "batch_idx": seen.batch_at(place)[0] if seen else None,
-            "optimizer": seen.index if seen else None,
+            "optimizer": self.optimizer,
             "kind": self.kind,
             "action": self.action,
             "loss": self.loss,
@@ -177,12 +177,12 @@ def gather(value: Any) -> list[Any]:
 def describe(event: Event) -> str:
     """Return one sentence about an event."""
     what = {
-        "nonfinite_loss": f"the loss is {event['loss']}",
-        "nonfinite_gradient": f"the gradient norm is {event['norm']:.4g}",
-        "loss_spike": f"the loss of {event['loss']:.4g} is a spike",
-        "gradient_spike": f"the gradient norm of {event['norm']:.4g} is a spike",
+        "nonfinite_loss": "the loss is {loss}",
+        "nonfinite_gradient": "the gradient norm is {norm:.4g}",
+        "loss_spike": "the loss of {loss:.4g} is a spike",
+        "gradient_spike": "the gradient norm of {norm:.4g} is a spike",
         "nonfinite_weight": "weights or buffers are NaN or infinite",
-    }[event["kind"]]
+    }[event["kind"]].format(**event)
     where = f"at step {event['step']} (epoch {event['epoch']}, batch {event['batch_idx']}"
     where += f", rank {', '.join(map(str, event['ranks']))})" if event["ranks"] else ")"
     names = shorten(event["parameters"], 3)

@@ -40,8 +40,9 @@ class FaultyNet(LightningModule):
     Args:
         faults: From the number of a batch to what happens at it: ``"nan"`` (a corrupt batch),
             ``"log"`` (the logarithm of a negative number in a layer), ``"inf"`` (an overflowing
-            exponential), ``"root"`` (a finite loss whose gradient is NaN), ``"spike"`` (targets a
-            thousand times too large), ``"weight"`` (a weight is NaN from then on).
+            exponential), ``"constant"`` (an infinite loss with a finite gradient), ``"root"`` (a
+            finite loss whose gradient is NaN), ``"spike"`` (targets a thousand times too large),
+            ``"weight"`` (a weight is NaN from then on).
         optimizer: Class of the optimizer.
         settings: Its arguments.
         rank: The only rank on which faults happen; None for all.
@@ -89,6 +90,8 @@ class FaultyNet(LightningModule):
         if fault == "inf":
             hidden = hidden + (1e4 * (1 + hidden)).exp()
         loss = nn.functional.mse_loss(self.head(hidden), targets)
+        if fault == "constant":
+            loss = loss + float("inf")
         if fault == "root":
             loss = loss + (0 * self.head.bias).sqrt().sum()
         return loss

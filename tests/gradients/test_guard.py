@@ -41,7 +41,7 @@ FUSED = {
     for name, (kind, settings) in OPTIMIZERS.items()
     if name in ("sgd", "momentum", "adam", "adamw", "adagrad")
 }
-BAD = {0: "nan", 3: "log", 4: "inf", 8: "root"}
+BAD = {0: "nan", 3: "log", 4: "inf", 7: "constant", 8: "root"}
 
 
 def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
@@ -218,9 +218,23 @@ class TestScaler:
         assert_same_weights(guarded, clean)
 
     def test_loss_is_reported_without_the_scale(self) -> None:
+        losses: list[float] = []
+
+        class Recorder(FaultyNet):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                losses.append(loss.item())
+                return loss
+
         guard = lo.NonFiniteGuard(spike=6.0)
-        fit(FaultyNet({30: "spike"}, batches=40), guard, plugins=self.precision(8.0))
-        assert 1e5 < guard.events[0]["loss"] < 1e8
+        fit(Recorder({30: "spike"}, batches=40), guard, plugins=self.precision(8.0))
+        assert guard.events[0]["loss"] == pytest.approx(losses[30])
+
+    def test_callbacks_behind_see_no_gradients_of_a_left_out_step(self) -> None:
+        clipping = lo.AdaptiveClipping(lo.FixedNorm(1e9))
+        guard = lo.NonFiniteGuard(spike=6.0)
+        fit(FaultyNet({30: "spike"}, batches=40), guard, clipping, plugins=self.precision(8.0))
+        assert clipping.report().rows[0]["steps"] == 39
 
 
 class TestSpikes:
@@ -392,8 +406,8 @@ class TestOrder:
         behind = Tolerant()
         fit(FaultyNet(BAD), spy, lo.NonFiniteGuard(), behind, clipping)
         assert len(spy.norms[0]) == 12
-        assert len(behind.norms[0]) == 8
-        assert clipping.report().rows[0]["steps"] == 8
+        assert len(behind.norms[0]) == 12 - len(BAD)
+        assert clipping.report().rows[0]["steps"] == 12 - len(BAD)
 
     def test_behind_clipping_it_is_refused(self) -> None:
         with pytest.raises(ValueError, match="before AdaptiveClipping"):

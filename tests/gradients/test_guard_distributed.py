@@ -79,7 +79,7 @@ def train(
     return whole_weights(model), guard.events, guard._judge.scalars()
 
 
-FAULTS = {0: "nan", 5: "log", 6: "inf", 12: "root"}
+FAULTS = {0: "nan", 5: "log", 6: "inf", 12: "root", 15: "constant"}
 
 
 @pytest.mark.parametrize("device_path", [False, True])
@@ -90,7 +90,7 @@ def test_fault_of_one_rank_is_left_out_by_all(strategy: str, device_path: bool) 
     for weights, events, _ in results:
         assert_same_weights(weights, clean[0][0])
         assert [event["batch_idx"] for event in events] == sorted(FAULTS)
-        assert [event["ranks"] for event in events] == [[1], [1], [1], []]
+        assert [event["ranks"] for event in events] == [[1], [1], [1], [], [1]]
     assert repr(results[0][1]) == repr(results[1][1])
 
 

@@ -138,9 +138,8 @@ class TestBackOff:
 
     def test_a_rate_set_by_the_user_in_mid_step_stays(self) -> None:
         class Net(FaultyNet):
-            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-                self.trainer.optimizers[0].param_groups[0]["lr"] = 0.001 * (batch_idx + 1)
-                return super().training_step(batch, batch_idx)
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                optimizer.param_groups[0]["lr"] = 0.001 * (self.trainer.global_step + 1)
 
         model = fit(Net(row(2, 5)), lo.NonFiniteGuard())
         assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.012)
