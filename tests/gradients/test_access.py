@@ -43,7 +43,9 @@ def test_scale_of_a_fused_optimizer(optimizer_name):
 
 
 def test_scale_where_lightning_unscales():
-    optimizer, trainer, _, _ = scaled("SGD", fused=False)
+    optimizer, trainer, scaler, layer = scaled("SGD", fused=False)
+    scaler.unscale_(optimizer)  # as MixedPrecision does before the hook
+    assert layer.bias.grad == 1.0
     assert grad_scale(trainer, optimizer) == 1.0
 
 
