@@ -65,13 +65,13 @@ def test_measures_what_float64_measures(path):
 
 
 def test_update_ratio_of_a_large_tensor_is_sampled():
-    """Within the error of a sample of 8,192, and without a copy of the weights."""
-    model = SmallNet("Adam", widths=(20_000,), lr=1e-3)
+    """The sample must not stay within a column: 150,000 weights of 6 columns, every 18th or so."""
+    model = SmallNet("Adam", widths=(25_000,), lr=1e-3)
     health, reference = lo.GradientHealth(every_n_steps=12, figure=None), Reference()
     fit(health, reference, model=model)
     found = next(p for p in health.layers[0].parameters if p.name == "layer.0.weight")
     before, after = reference.before[-1][found.name], reference.after[-1][found.name]
-    assert found.numel == 120_000
+    assert found.numel == 150_000
     assert found.update == FINE(float((after - before).norm() / before.norm()), rel=0.1)
 
 
