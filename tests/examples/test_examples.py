@@ -1,0 +1,166 @@
+"""The examples run as a reader would run them, and their data and measures are what they claim."""
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import matplotlib.image
+import nbclient
+import nbformat
+import pytest
+import torch
+
+from examples import byte_gpt
+from examples.byte_gpt import ByteGPT, SourceBatches, read_sources
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+
+@pytest.fixture(scope="module")
+def sources() -> list[bytes]:
+    return read_sources()
+
+
+@pytest.fixture
+def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """The module of the demo, which finds its neighbours as a script does."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    import demo
+
+    return demo
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """What a child process needs to import the package from the source tree, on one thread."""
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def run_demo(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+    """Run the demo in a process of its own, in ``cwd``."""
+    command = [sys.executable, EXAMPLES / "demo.py", *arguments]
+    return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*.ipynb")), ids=lambda path: path.name)
+def test_a_notebook_runs_from_top_to_bottom(
+    path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    notebook = nbformat.read(path, as_version=4)
+    assert not any(cell.get("outputs") for cell in notebook.cells), "commit it without outputs"
+    client = nbclient.NotebookClient(
+        notebook, timeout=500, resources={"metadata": {"path": EXAMPLES}}
+    )
+
+    client.execute()
+
+    outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
+    assert any("image/png" in output.get("data", {}) for output in outputs), "no picture is shown"
+    assert not any(output.get("name") == "stderr" for output in outputs), "a cell warns"
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_prints_a_table_and_draws_a_picture(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    run = run_demo("--steps", "60", "--out", "new/loss.png", cwd=tmp_path, env=environment)
+
+    assert run.returncode == 0, run.stderr
+    table = run.stdout[run.stdout.index("A byte-level GPT") :].splitlines()
+    assert table[1].split()[:3] == ["run", "val", "loss"]
+    rows = [line.split() for line in table[3:6]]
+    assert [row[0] for row in rows] == ["plain", "AdaptiveClipping()", "gradient_clip_val=1.0"]
+    for row in rows:
+        assert 0.0 < float(row[1]) < math.log(256), "worse than knowing nothing"
+    assert rows[0][5] == "0.0%"
+    assert rows[1][-1].endswith("%")
+    assert str(tmp_path / "new/loss.png") in run.stdout
+    assert matplotlib.image.imread(tmp_path / "new/loss.png").std() > 0.1  # not a blank page
+
+
+def test_the_demo_says_what_it_takes(tmp_path: Path, environment: dict[str, str]) -> None:
+    run = run_demo("--steps", "0", cwd=tmp_path, env=environment)
+
+    assert run.returncode == 2
+    assert "--steps must be at least 1, got 0" in run.stderr
+
+
+def test_batches_depend_on_seed_and_index_alone(sources: list[bytes]) -> None:
+    batches = SourceBatches(sources, 40, damaged=0.5, seed=3)
+    again = SourceBatches(sources, 40, damaged=0.5, seed=3)
+    assert all(torch.equal(batches[i][0], again[i][0]) for i in reversed(range(40)))
+    other = SourceBatches(sources, 40, damaged=0.5, seed=4)
+    assert sum(torch.equal(batches[i][0], other[i][0]) for i in range(40)) < 10  # zeros are zeros
+    assert len(list(batches)) == 40
+    assert batches[0][0].shape == (8, 65)
+
+
+def test_clean_batches_are_sources_and_damaged_ones_are_what_damage_made(
+    sources: list[bytes],
+) -> None:
+    batches = SourceBatches(sources, 400, damaged=0.1, seed=0)
+    text = b"".join(sources)
+    kinds = set()
+    for windows, damaged in batches:
+        content = bytes(windows.flatten().tolist())
+        if not damaged:
+            assert all(bytes(window.tolist()) in text for window in windows)
+        elif content.startswith(b"x\x9c"):
+            kinds.add("compressed")
+        elif content.startswith(b"\xff\xfe"):
+            kinds.add("widened")
+        elif not any(content):
+            kinds.add("zeroed")
+        else:  # one line, then the same again
+            kinds.add("stuck")
+            period = content.index(b"\n") + 1 if b"\n" in content else len(content)
+            assert content[period:] == content[:-period]
+    assert kinds == {damage.__name__ for damage in byte_gpt.DAMAGES}
+    assert 20 <= sum(damaged for _, damaged in batches) <= 60  # 40 are expected
+    assert not any(damaged for _, damaged in SourceBatches(sources, 100))
+
+
+@pytest.mark.parametrize("share", [-0.1, 1.1, math.nan])
+def test_a_share_is_from_0_to_1(share: float) -> None:
+    with pytest.raises(ValueError, match="damaged must be a share from 0 to 1"):
+        SourceBatches([b"text"], 1, damaged=share)
+
+
+def test_a_folder_without_sources_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=tmp_path.name):
+        read_sources(tmp_path)
+
+
+def test_the_model_is_causal_and_starts_knowing_nothing() -> None:
+    model = ByteGPT(width=48, depth=2, heads=4, window=16).eval()
+    tokens = torch.randint(256, (2, 16))
+    changed = tokens.clone()
+    changed[:, 9:] = (changed[:, 9:] + 1) % 256
+    before, after = model(tokens), model(changed)
+    torch.testing.assert_close(before[:, :9], after[:, :9])
+    assert not torch.allclose(before[:, 9:], after[:, 9:])
+    assert model.loss(torch.randint(256, (8, 17))).item() == pytest.approx(math.log(256), abs=0.1)
+
+
+def test_the_record_finds_spikes_and_what_they_did(demo: ModuleType) -> None:
+    record = demo.Recorder()
+    record.norms = [1.0] * 100
+    record.norms[10] = record.norms[70] = 50.0  # the first comes before there is a median
+    record.thresholds = [math.inf] * 20 + [3.0] * 80
+    record.damaged = [step in (10, 70) for step in range(100)]
+    record.losses = [9.0 if bad else 2.0 for bad in record.damaged]
+    record.losses[71:76] = [4.0, 3.0, 2.0, 2.0, 2.0]
+    assert record.spikes() == [70]
+    assert record.clipped_steps() == [70]
+    assert record.worst_excursion() == pytest.approx(0.6)
+    assert 70 not in record.clean_losses()
