@@ -15,6 +15,8 @@ from lightning_opt.gradients.rules import (
     ZClip,
 )
 from lightning_opt.gradients.tensor_rules import FixedValue, PerParameter, UnitWise
+from lightning_opt.memory.budgeting import BudgetError
+from lightning_opt.memory.checkpointing import ActivationCheckpointing
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
@@ -23,7 +25,9 @@ from lightning_opt.strategies.registry import register_strategies
 __version__ = "0.1.0"
 
 __all__ = [
+    "ActivationCheckpointing",
     "AdaptiveClipping",
+    "BudgetError",
     "ClippingRule",
     "CompressedDDPStrategy",
     "Compressor",

@@ -1,0 +1,174 @@
+"""The repeated blocks of a model, found by structure and parameter shapes, never by name.
+
+What repeats is what pays to treat as a unit: to recompute, to compile once for all, to shard. A
+block is either one module (a transformer layer, a residual block) or a stretch of plain layers that
+repeats within an ``nn.Sequential`` (linear, norm, activation; linear, norm, activation; ...).
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from torch import nn
+
+MIN_LAYER_REPEATS = 4
+"""From this many repetitions on, plain layers of a Sequential are a stack of blocks."""
+
+Signature: TypeAlias = tuple[Any, ...]
+"""Equal for modules of the same classes, structure and parameter shapes."""
+
+
+@dataclass(frozen=True)
+class Block:
+    """One repetition.
+
+    Attributes:
+        name: Its qualified name in the model; ``net.3-5`` for several layers of a Sequential.
+        modules: The module, or the layers in the order in which the Sequential runs them.
+    """
+
+    name: str
+    modules: tuple[nn.Module, ...]
+
+
+def find_blocks(model: nn.Module) -> list[Block]:
+    """Return the repeated blocks of ``model``, in order of registration; none contains another.
+
+    Children of one module that are of one class, and have more inside than a plain layer, are a
+    run. Its members are the blocks, unless they are stacks of smaller blocks themselves: that is
+    assumed where a member holds a longer run than the one it is in (an encoder beside a decoder),
+    or where members hold runs and differ in shape (the stages of a hierarchical vision model).
+    Experts and attention heads are thus left inside of their layer. Where the rule is wrong, the
+    caller names the modules; nothing but the choice of units depends on it.
+    """
+    blocks: list[Block] = []
+    _collect(model, "", blocks, set())
+    return blocks
+
+
+def signature(module: nn.Module) -> Signature:
+    """Return the classes, structure and parameter shapes of ``module`` as a comparable value."""
+    return (
+        type(module),
+        tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)),
+        tuple((name, signature(child)) for name, child in module.named_children()),
+    )
+
+
+def _collect(module: nn.Module, name: str, blocks: list[Block], seen: set[nn.Module]) -> None:
+    runs = {member: run for run in _runs(module) for member in run}
+    layers = {
+        block.modules[0]: block
+        for block in _layer_blocks(module, name)
+        if not seen.intersection(block.modules)
+    }
+    inside = {layer for block in layers.values() for layer in block.modules}
+    for child_name, child in _children(module):
+        if child in seen:
+            continue  # registered under two names, or repeated with shared weights
+        seen.add(child)
+        qualified = f"{name}.{child_name}" if name else child_name
+        if child in layers:
+            blocks.append(layers[child])
+        if child in inside:
+            continue
+        if child in runs and not _is_stack(runs[child]):
+            blocks.append(Block(qualified, (child,)))
+        else:
+            _collect(child, qualified, blocks, seen)
+
+
+def _runs(module: nn.Module) -> Iterator[list[nn.Module]]:
+    """Yield the children of ``module`` that are of one class, where there are two or more."""
+    by_class: dict[type[nn.Module], list[nn.Module]] = {}
+    for _, child in _children(module):
+        if _can_be_block(child):
+            by_class.setdefault(type(child), []).append(child)
+    yield from (members for members in by_class.values() if len(members) > 1)
+
+
+def _is_stack(run: list[nn.Module]) -> bool:
+    inner = max(_longest_run(member) for member in run)
+    if inner == 0:
+        return False
+    most_common = Counter(signature(member) for member in run).most_common(1)[0][1]
+    return inner > len(run) or most_common <= len(run) / 2
+
+
+def _longest_run(module: nn.Module) -> int:
+    """Return the length of the longest run anywhere inside ``module``; 0 if there is none."""
+    lengths = [len(run) for run in _runs(module)]
+    lengths.append(len(_layer_blocks(module, "")))
+    lengths.extend(_longest_run(child) for _, child in _children(module))
+    return max(lengths)
+
+
+def _layer_blocks(module: nn.Module, name: str) -> list[Block]:
+    """Return the repetitions of plain layers in a Sequential, if there are enough of them."""
+    if type(module) is not nn.Sequential:
+        return []  # elsewhere it is not known that the layers run one after the other
+    children = list(_children(module))
+    if len({child for _, child in children}) < len(children):
+        return []
+    signatures = [signature(child) for _, child in children]
+    plain = [not _can_be_block(child) for _, child in children]
+    start, period, repeats = _longest_repetition(signatures, plain)
+    if repeats < MIN_LAYER_REPEATS:
+        return []
+    blocks = []
+    for begin in range(start, start + period * repeats, period):
+        names, modules = zip(*children[begin : begin + period], strict=True)
+        label = f"{names[0]}-{names[-1]}"
+        blocks.append(Block(f"{name}.{label}" if name else label, modules))
+    has_weights = any(True for layer in blocks[0].modules for _ in layer.parameters())
+    return blocks if has_weights else []
+
+
+def _longest_repetition(signatures: list[Signature], allowed: list[bool]) -> tuple[int, int, int]:
+    """Return start, period (2 or more) and count of the repetition that covers most positions."""
+    best = (0, 1, 0)
+    for period in range(2, len(signatures) // MIN_LAYER_REPEATS + 1):
+        start = 0
+        while start + period < len(signatures):
+            end = start
+            while (
+                end < len(signatures)
+                and allowed[end]
+                and (end < start + period or signatures[end] == signatures[end - period])
+            ):
+                end += 1
+            repeats = (end - start) // period
+            if repeats >= 2 and repeats * period > best[1] * best[2]:
+                best = (start, period, repeats)
+            start = max(end - period + 1, start + 1)
+    return best
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Return what FSDP1 or torch.compile have wrapped around; any other module as it is."""
+    while True:
+        inner = module._modules.get("_fsdp_wrapped_module") or module._modules.get("_orig_mod")
+        if inner is None:
+            return module
+        module = inner
+
+
+def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yield all children; unlike ``named_children`` a shared one as often as it is registered."""
+    children = unwrapped(module)._modules.items()
+    return ((name, unwrapped(child)) for name, child in children if child is not None)
+
+
+def _can_be_block(module: nn.Module) -> bool:
+    """Return whether ``module`` can be called, has weights, and more inside than a plain layer."""
+    if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
+        return False
+    if not any(True for _ in module.parameters()):
+        return False
+    if any(True for _ in module.children()):
+        return True
+    # Without children: a linear, a convolution or a norm has one matrix at most, an LSTM has more.
+    return sum(parameter.dim() > 1 for parameter in module.parameters()) > 1

@@ -1,0 +1,113 @@
+"""How much memory a forward and backward pass takes, phase by phase."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, Protocol
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+
+class Meter(Protocol):
+    """Bytes above those that were there when the measurement began."""
+
+    def live(self) -> int:
+        """Return what is held now."""
+        ...
+
+    def mark(self) -> int:
+        """Return the peak since the last mark."""
+        ...
+
+
+class StorageMeter(TorchDispatchMode):
+    """Counts the memory of every tensor that operators make, from the making to the freeing.
+
+    For devices whose allocator keeps no statistics, above all the CPU. What kernels use inside of
+    themselves is not seen.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._sizes: dict[int, int] = {}
+        self._references: dict[int, Any] = {}
+        self._live = self._peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        output = func(*args, **(kwargs or {}))
+        aliases = any(result.alias_info is not None for result in func._schema.returns)
+        if not aliases:
+            inputs = {id(leaf.untyped_storage()) for leaf in _tensors((args, kwargs))}
+            for leaf in _tensors(output):
+                self._count(leaf, inputs)
+        return output
+
+    def _count(self, tensor: Tensor, inputs: set[int]) -> None:
+        storage = tensor.untyped_storage()
+        key = id(storage)  # the same object for all tensors of a storage, as long as that lives
+        if key in self._sizes or key in inputs:
+            return
+        self._sizes[key] = storage.nbytes()
+        self._references[key] = ref(storage, partial(self._forget, key))
+        self._live += self._sizes[key]
+        self._peak = max(self._peak, self._live)
+
+    def _forget(self, key: int, _: Any) -> None:
+        self._live -= self._sizes.pop(key)
+        del self._references[key]
+
+    def live(self) -> int:
+        """Return what is held now."""
+        return self._live
+
+    def mark(self) -> int:
+        """Return the peak since the last mark."""
+        peak, self._peak = self._peak, self._live
+        return peak
+
+
+class CudaMeter:
+    """Reads the CUDA allocator, whose peak statistics it resets."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._start = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+
+    def live(self) -> int:
+        """Return what is held now."""
+        return torch.cuda.memory_allocated(self._device) - self._start
+
+    def mark(self) -> int:
+        """Return the peak since the last mark."""
+        peak = torch.cuda.max_memory_allocated(self._device) - self._start
+        torch.cuda.reset_peak_memory_stats(self._device)
+        return peak
+
+
+@contextmanager
+def measuring(device: torch.device) -> Iterator[Meter]:
+    """Measure what is allocated on ``device`` inside."""
+    if device.type == "cuda":
+        yield CudaMeter(device)
+    else:
+        with StorageMeter() as meter:
+            yield meter
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until an asynchronous device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

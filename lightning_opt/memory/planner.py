@@ -1,0 +1,188 @@
+"""The cheapest way to recompute that stays below a peak: a knapsack over the units of a step.
+
+While a unit runs forward or backward, exactly the units before it hold what they keep. So with
+every phase's peak known for the step in which each unit is recomputed by itself, the peak of any
+plan is the largest, over the phases, of that phase's peak and what the units before it hold in
+addition.
+This is a knapsack in which each prefix has a limit of its own. It is solved by dynamic programming
+over the units, with the held bytes as state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+
+STATES = 400
+"""At most so many different sums of bytes are followed: what is lost is their spacing."""
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to treat a unit.
+
+    Attributes:
+        name: What it is called; ``"keep"``, ``"recompute"`` or a selective level.
+        nbytes: Bytes held from its forward to its backward pass, above those of recomputing it.
+        seconds: Time that a step takes longer than with everything kept.
+    """
+
+    name: str
+    nbytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Item:
+    """A unit to decide on; in order of execution.
+
+    Attributes:
+        options: At least one.
+        recompute: The one of them that may be joined with neighbours into a segment; or ``None``.
+        follows: Whether its input is the output of the item before, so that they can be joined.
+        inputs: Bytes of its input, which a segment drops for all but its first unit.
+        internals: Bytes that its recomputation brings back.
+        forward_peak: Peak of the measured step while it ran.
+        backward_peak: Peak of the measured step from its recomputation to the next one's.
+    """
+
+    options: tuple[Option, ...]
+    recompute: Option | None
+    follows: bool
+    inputs: int
+    internals: int
+    forward_peak: int
+    backward_peak: int
+
+
+@dataclass(frozen=True)
+class Decision:
+    """``option`` for the items from ``start`` up to ``stop``, jointly if they are several."""
+
+    start: int
+    stop: int
+    option: Option
+
+
+@dataclass(frozen=True)
+class Solution:
+    """Decisions for all items, with what they lead to.
+
+    Attributes:
+        decisions: In order.
+        peak: Predicted peak in bytes.
+        seconds: Predicted time above a step that keeps everything.
+    """
+
+    decisions: tuple[Decision, ...]
+    peak: int
+    seconds: float
+
+
+@dataclass
+class _State:
+    held: int = 0
+    seconds: float = 0.0
+    peak: int = 0
+    last: Decision | None = None
+    before: _State | None = field(default=None, repr=False)
+
+    def then(self, decision: Decision, nbytes: int, seconds: float, peak: int) -> _State:
+        return _State(
+            self.held + nbytes, self.seconds + seconds, max(self.peak, peak), decision, self
+        )
+
+    def decisions(self) -> tuple[Decision, ...]:
+        found = []
+        state: _State | None = self
+        while state is not None and state.last is not None:
+            found.append(state.last)
+            state = state.before
+        return tuple(reversed(found))
+
+
+def solve(
+    items: Sequence[Item], head_peak: int, budget: float, longest: int = 1
+) -> Solution | None:
+    """Return the fastest plan with a predicted peak of at most ``budget``, or ``None``.
+
+    Args:
+        items: The units.
+        head_peak: Peak of the measured step between the last unit's forward and backward pass.
+        budget: In bytes, measured like the peaks.
+        longest: How many units a segment may have.
+    """
+    total = sum(max(option.nbytes for option in item.options) for item in items)
+    grain = max(1, total // STATES)
+    reached: list[dict[int, _State]] = [{} for _ in range(len(items) + 1)]
+    reached[0][0] = _State()
+    for start in range(len(items)):
+        for state in _undominated(reached[start].values()):
+            for decision, nbytes, seconds, peak in _steps(items, start, longest):
+                if state.held + peak <= budget:
+                    _offer(
+                        reached[decision.stop],
+                        state.then(decision, nbytes, seconds, state.held + peak),
+                        grain,
+                    )
+    ends = [state for state in reached[-1].values() if state.held + head_peak <= budget]
+    if not ends:
+        return None
+    best = min(ends, key=lambda state: (state.seconds, state.peak))
+    return Solution(best.decisions(), max(best.peak, best.held + head_peak), best.seconds)
+
+
+def smallest_peak(items: Sequence[Item], head_peak: int, longest: int = 1) -> Solution:
+    """Return the plan with the smallest predicted peak."""
+    low, high = 0.0, float(head_peak)
+    for item in items:
+        high = max(high, item.forward_peak, item.backward_peak)
+    best = solve(items, head_peak, high, longest)
+    assert best is not None, "recomputing every unit is the step that was measured"
+    while (high - low) > 0.002 * high:
+        middle = (low + high) / 2
+        solution = solve(items, head_peak, middle, longest)
+        if solution is None:
+            low = middle
+        else:
+            best, high = solution, min(middle, solution.peak)
+    return best
+
+
+def _steps(
+    items: Sequence[Item], start: int, longest: int
+) -> Iterator[tuple[Decision, int, float, int]]:
+    """Yield what can be decided at ``start``: with bytes held, seconds, and the peak it needs."""
+    item = items[start]
+    peak = max(item.forward_peak, item.backward_peak)
+    for option in item.options:
+        yield Decision(start, start + 1, option), option.nbytes, option.seconds, peak
+    held, seconds, brought_back = 0, 0.0, 0
+    for stop in range(start + 1, min(start + longest, len(items)) + 1):
+        last = items[stop - 1]
+        if last.recompute is None or (stop - start > 1 and not last.follows):
+            return
+        # When its backward pass begins, all of the segment is there at once.
+        peak = max(peak, last.forward_peak + held, last.backward_peak + brought_back)
+        brought_back += last.internals
+        seconds += last.recompute.seconds
+        if stop - start > 1:
+            held -= last.inputs
+            yield Decision(start, stop, last.recompute), held, seconds, peak
+
+
+def _offer(states: dict[int, _State], state: _State, grain: int) -> None:
+    """Keep the fastest of the states that hold about the same."""
+    key = state.held // grain
+    known = states.get(key)
+    if known is None or (state.seconds, state.held) < (known.seconds, known.held):
+        states[key] = state
+
+
+def _undominated(states: Iterable[_State]) -> list[_State]:
+    """Return the states that no other beats in both bytes and time."""
+    best: list[_State] = []
+    for state in sorted(states, key=lambda state: (state.held, state.seconds)):
+        if not best or state.seconds < best[-1].seconds:
+            best.append(state)
+    return best

@@ -1,0 +1,356 @@
+"""Small models that each have something a recomputation may get wrong."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.nn.utils.parametrizations import spectral_norm
+from torch.utils.data import DataLoader
+
+WIDTH = 8
+
+
+class Architecture(LightningModule):
+    """A model with a loss that remembers the gradients of every backward pass.
+
+    Attributes:
+        gradients: One list a backward pass, ``None`` for a parameter without.
+        layers: The repeated blocks.
+    """
+
+    blocks = 4
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gradients: list[list[Tensor | None]] = []
+        self.build()
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList(self.block() for _ in range(self.blocks))
+
+    def block(self) -> nn.Module:
+        raise NotImplementedError
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        return self(batch).float().square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self(batch)
+
+    def on_after_backward(self) -> None:
+        self.gradients.append(
+            [None if p.grad is None else _whole(p.grad).clone() for p in self.parameters()]
+        )
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD([p for p in self.parameters() if p.requires_grad], lr=0.1)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(torch.randn(6, 4, WIDTH, generator=generator), batch_size=2)
+
+    val_dataloader = train_dataloader
+
+
+def _whole(gradient: Tensor) -> Tensor:
+    return gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+
+
+class Transformer(Architecture):
+    """Dropout in attention and outside of it, also between blocks."""
+
+    def block(self) -> nn.Module:
+        return nn.TransformerEncoderLayer(WIDTH, 2, 16, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = layer(x)
+            if index == 1:
+                x = F.dropout(x, 0.3)
+        return x
+
+
+class TiedLanguageModel(Transformer):
+    """One matrix as embedding and as output, and inputs of whole numbers."""
+
+    def build(self) -> None:
+        super().build()
+        self.embedding = nn.Embedding(11, WIDTH)
+        self.head = nn.Linear(WIDTH, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        tokens = (batch.abs() * 3).long().clamp(max=10)[..., 0]
+        logits = self.head(self(self.embedding(tokens)))
+        return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
+
+
+class Recurrent(Architecture):
+    """Stacked LSTMs: a tuple in a tuple as output."""
+
+    def block(self) -> nn.Module:
+        return nn.LSTM(WIDTH, WIDTH, num_layers=2, dropout=0.2, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = None
+        for layer in self.layers:
+            x, state = layer(x, state)
+        return x
+
+
+class Adversarial(Architecture):
+    """Two networks stepped by hand; the discriminator runs twice before its backward pass."""
+
+    def build(self) -> None:
+        self.automatic_optimization = False
+        self.generator = nn.Sequential(*(self.block() for _ in range(3)))
+        self.discriminator = nn.Sequential(*(self.block() for _ in range(3)))
+        self.layers = nn.ModuleList([*self.generator, *self.discriminator])
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(4), nn.Tanh(), nn.Linear(WIDTH, WIDTH)
+        )
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:
+        generator, discriminator = self.optimizers()
+        fake = self.generator(torch.randn_like(batch))
+        self.toggle_optimizer(discriminator)
+        loss = F.softplus(-self.discriminator(batch)) + F.softplus(
+            self.discriminator(fake.detach())
+        )
+        discriminator.zero_grad()
+        self.manual_backward(loss.mean())
+        discriminator.step()
+        self.untoggle_optimizer(discriminator)
+        self.toggle_optimizer(generator)
+        generator.zero_grad()
+        self.manual_backward(F.softplus(-self.discriminator(fake)).mean())
+        generator.step()
+        self.untoggle_optimizer(generator)
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.discriminator(batch)
+
+    def configure_optimizers(self) -> Any:
+        return [
+            torch.optim.SGD(net.parameters(), lr=0.1)
+            for net in (self.generator, self.discriminator)
+        ]
+
+
+class Residual(Architecture):
+    """BatchNorm and ReLUs that write in place."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Conv1d(4, 4, 3, padding=1)
+            self.second = nn.Conv1d(4, 4, 3, padding=1)
+            self.norms = nn.ModuleList([nn.BatchNorm1d(4), nn.BatchNorm1d(4, momentum=None)])
+            self.activation = nn.ReLU(inplace=True)
+
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.activation(self.norms[0](self.first(x)))
+            return self.activation(x + self.norms[1](self.second(hidden)))
+
+    def block(self) -> nn.Module:
+        return self.Block()
+
+
+class Keywords(Architecture):
+    """Everything but the first input by keyword, a tensor in a dict and None among it."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(WIDTH, WIDTH)
+
+        def forward(
+            self, x: Tensor, *, mask: Tensor | None = None, options: dict[str, Any]
+        ) -> Tensor:
+            x = F.dropout(torch.tanh(self.linear(x)), options["p"]) * options["scale"]
+            return x if mask is None else x * mask
+
+    def block(self) -> nn.Module:
+        return self.Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        options = {"scale": x.mean().exp(), "p": 0.25}
+        for index, layer in enumerate(self.layers):
+            x = layer(x, mask=(x > -1).float() if index % 2 else None, options=options)
+        return x
+
+
+class SharedBlock(Transformer):
+    """One block for all depths, as in ALBERT."""
+
+    def build(self) -> None:
+        self.layers = nn.ModuleList([self.block()] * self.blocks)
+
+
+class Nested(Architecture):
+    """Blocks that take and give a dict of tuples, of which a part is used elsewhere."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.left, self.right = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+
+        def forward(self, state: dict[str, Any]) -> dict[str, Any]:
+            left, right = state["pair"]
+            left, right = torch.tanh(self.left(right)), torch.sigmoid(self.right(left))
+            return {"pair": (left, right), "count": state["count"] + 1, "extra": [left * right]}
+
+    def block(self) -> nn.Module:
+        return self.Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        state: dict[str, Any] = {"pair": (x, x), "count": 0}
+        extras = []
+        for layer in self.layers:
+            state = layer(state)
+            extras += state["extra"]
+        return torch.stack([*state["pair"], *extras]).sum(0) / state["count"]
+
+
+class Frozen(Transformer):
+    """The first half does not learn; of a later block only the bias does."""
+
+    def build(self) -> None:
+        super().build()
+        for layer in list(self.layers)[: self.blocks // 2]:
+            layer.requires_grad_(False)
+        self.layers[-1].linear1.weight.requires_grad_(False)
+
+
+class Autocast(Transformer):
+    """bf16 inside of the model, whatever the Trainer's precision is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return super().forward(x)
+
+
+class UNet(Architecture):
+    """Long skips from the way down to the way up."""
+
+    class Block(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.norm = nn.Conv1d(4, 4, 3, padding=1), nn.GroupNorm(2, 4)
+
+        def forward(self, x: Tensor, skip: Tensor | None = None) -> Tensor:
+            return torch.relu(self.norm(self.conv(x if skip is None else x + skip)))
+
+    def block(self) -> nn.Module:
+        return self.Block()
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for layer in self.layers[: self.blocks // 2]:
+            skips.append(x)
+            x = layer(x)
+        for layer in self.layers[self.blocks // 2 :]:
+            x = layer(x, skip=skips.pop())
+        return x
+
+
+class EncoderDecoder(Architecture):
+    """Two stacks; every block of the second takes the output of the first."""
+
+    def build(self) -> None:
+        settings = {"dim_feedforward": 16, "dropout": 0.1, "batch_first": True}
+        self.encoder = nn.ModuleList(
+            nn.TransformerEncoderLayer(WIDTH, 2, **settings) for _ in range(3)
+        )
+        self.decoder = nn.ModuleList(
+            nn.TransformerDecoderLayer(WIDTH, 2, **settings) for _ in range(3)
+        )
+        self.layers = nn.ModuleList([*self.encoder, *self.decoder])
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = x
+        for layer in self.encoder:
+            memory = layer(memory)
+        for layer in self.decoder:
+            x = layer(x, memory=memory)
+        return x
+
+
+class SpectralNorm(Architecture):
+    """A buffer that every forward pass reads and writes."""
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(spectral_norm(nn.Linear(WIDTH, WIDTH)), nn.Tanh(), nn.Dropout(0.1))
+
+
+class GradientPenalty(Architecture):
+    """A gradient in the loss, and a backward pass through it."""
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+        batch = batch.requires_grad_()
+        output = self(batch)
+        (gradient,) = torch.autograd.grad(output.sum(), batch, create_graph=True)
+        return output.square().mean() + (gradient.norm(dim=-1) - 1).square().mean()
+
+
+class StochasticDepth(Transformer):
+    """Blocks that are left out by chance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            if torch.rand(()) > 0.3:
+                x = layer(x)
+        return x
+
+
+class PlainLayers(Architecture):
+    """Blocks that are no modules, but layers of one Sequential."""
+
+    blocks = 5
+
+    def build(self) -> None:
+        layers = [
+            layer
+            for _ in range(self.blocks)
+            for layer in (nn.Linear(WIDTH, WIDTH), nn.LayerNorm(WIDTH), nn.Dropout(0.1), nn.GELU())
+        ]
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), *layers, nn.Linear(WIDTH, 1))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+ARCHITECTURES: dict[str, Callable[[], Architecture]] = {
+    kind.__name__: kind
+    for kind in (
+        Transformer,
+        TiedLanguageModel,
+        Recurrent,
+        Adversarial,
+        Residual,
+        Keywords,
+        SharedBlock,
+        Nested,
+        Frozen,
+        Autocast,
+        UNet,
+        EncoderDecoder,
+        SpectralNorm,
+        GradientPenalty,
+        StochasticDepth,
+        PlainLayers,
+    )
+}

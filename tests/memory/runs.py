@@ -1,0 +1,55 @@
+"""Training an architecture with and without checkpointing, and comparing bit by bit."""
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+from tests.helpers.trainers import quiet_trainer
+from tests.memory.architectures import ARCHITECTURES, Architecture
+
+
+def train(name: str, callback: Callback | None, **settings: Any) -> Architecture:
+    """Train for three steps from a fixed seed, and leave a draw of the generator behind."""
+    torch.manual_seed(5)
+    model = ARCHITECTURES[name]()
+    torch.manual_seed(6)
+    quiet_trainer(callbacks=[] if callback is None else [callback], **settings).fit(model)
+    model.drawn = torch.rand(3)
+    return model
+
+
+def evidence(model: Architecture) -> dict[str, Any]:
+    """Return all that must not depend on checkpointing, comparable with ``assert_close``."""
+    state = {name: _local(value).clone() for name, value in model.state_dict().items()}
+    return {"gradients": model.gradients, "state": state, "drawn": model.drawn}
+
+
+def assert_identical(actual: Architecture, expected: Architecture) -> None:
+    """Compare gradients of each backward pass, weights, buffers and random numbers bit by bit."""
+    assert len(actual.gradients) == len(expected.gradients) > 0
+    for mine, theirs in zip(actual.gradients, expected.gradients, strict=True):
+        assert [g is None for g in mine] == [g is None for g in theirs]
+    torch.testing.assert_close(
+        _dense(evidence(actual)), _dense(evidence(expected)), rtol=0.0, atol=0.0
+    )
+
+
+def warnings_of(function: Callable[[], Any]) -> str:
+    """Return the text of all warnings; those of Lightning itself among them do no harm."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        function()
+    return "\n".join(str(warning.message) for warning in caught)
+
+
+def _dense(found: dict[str, Any]) -> dict[str, Any]:
+    gradients = [[g for g in step if g is not None] for step in found["gradients"]]
+    return {**found, "gradients": gradients}
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
