@@ -17,6 +17,7 @@ import itertools
 import json
 import os
 import shutil
+import signal
 import statistics
 import subprocess
 import sys
@@ -326,6 +327,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_rank(own)
         return
     arguments = parse_arguments(__doc__ or "", rest)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
     publish("compression_cost", cost_of_compression(5 if arguments.quick else 30), arguments)
     reason = why_not()
     if reason is not None:

@@ -223,6 +223,13 @@ def draw_norms(axes: Axes, run: Recorder, name: str) -> None:
     axes.legend(ncols=3, loc="upper right")
 
 
+def silence_advice() -> None:
+    """Keep what Lightning has to say about the machine and about toy data out of the output."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    warnings.filterwarnings("ignore", message=".*does not have many workers")
+    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=700, help="of each run (default: %(default)s)")
@@ -237,9 +244,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps must be at least 1, got {args.steps}")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    warnings.filterwarnings("ignore", message=".*does not have many workers")
-    warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)
+    silence_advice()
     settings = {"steps": args.steps, "seed": args.seed, "lr": args.lr, "damaged": args.damaged}
 
     start = time.perf_counter()

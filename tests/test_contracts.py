@@ -13,6 +13,7 @@ import json
 import pickle
 import re
 import weakref
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,14 @@ def fit(*callbacks: Callback, model: SmallNet | None = None, **settings: Any) ->
     model = SmallNet() if model is None else model
     quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
     return model
+
+
+@pytest.fixture(autouse=True)
+def _process_is_left_as_found() -> Iterator[None]:
+    """What one test leaves changed would look natural to the next, so each is watched."""
+    before = process_footprint()
+    yield
+    assert process_footprint() == before
 
 
 def test_every_callback_of_the_table_exists():
@@ -252,13 +261,11 @@ def leave_behind(model: SmallNet, *callbacks: Callback) -> dict[str, Any]:
     """Fit, also where that raises, and return what is found afterwards."""
     trainer = quiet_trainer(callbacks=list(callbacks))
     parameters, forward = [id(p) for p in model.parameters()], model.forward
-    before = process_footprint()
     if model.fail_at is None:
         trainer.fit(model)
     else:
         with pytest.raises(ArithmeticError, match="planted"):
             trainer.fit(model)
-    assert process_footprint() == before
     assert [id(p) for p in model.parameters()] == parameters
     assert model.forward == forward
     return {"model": model_footprint(model), **trainer_footprint(trainer)}

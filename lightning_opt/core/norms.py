@@ -156,7 +156,6 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
     return gradient._values()
 
 
-@torch.no_grad()
 def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> GradientNorms:
     """Measure the L2 norm of each gradient and of all together.
 
@@ -190,6 +189,7 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
     return GradientNorms(norms, math.hypot(*norms))
 
 
+@torch.no_grad()  # the host's floats have no graph, but these tensors stay
 def _measure_on_device(gradients: Gradients, grad_scale: Scalar) -> GradientNorms:
     device = gradients.tensors[0].device
     norms = torch.stack([n.to(device, non_blocking=True) for n in _device_norms(gradients.tensors)])

@@ -157,10 +157,10 @@ def test_the_record_finds_spikes_and_what_they_did(demo: ModuleType) -> None:
     record.norms = [1.0] * 100
     record.norms[10] = record.norms[70] = 50.0  # the first comes before there is a median
     record.thresholds = [math.inf] * 20 + [3.0] * 80
-    record.damaged = [step in (10, 70) for step in range(100)]
-    record.losses = [9.0 if bad else 2.0 for bad in record.damaged]
-    record.losses[71:76] = [4.0, 3.0, 2.0, 2.0, 2.0]
+    record.damaged = [step in (10, 70, 98) for step in range(100)]
+    record.probe_losses = [2.0] * 100
+    record.probe_losses[10] = 7.0
+    record.probe_losses[70:80] = [2.1, 2.4, 2.5, 2.3, 2.2, 2.0, 2.0, 2.0, 2.0, 1.9]
     assert record.spikes() == [70]
     assert record.clipped_steps() == [70]
-    assert record.worst_excursion() == pytest.approx(0.6)
-    assert 70 not in record.clean_losses()
+    assert record.excursions() == pytest.approx([0.5, 0.0])

@@ -130,8 +130,10 @@ def process_footprint() -> dict[str, Any]:
         },
         "gc": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)),
         "warnings": list(warnings.filters),
-        "logging": (logging.getLogger().level, list(logging.getLogger().handlers)),
-        "environment": dict(os.environ),
+        "logging": (logging.getLogger().level, len(logging.getLogger().handlers)),
+        "environment": {
+            key: value for key, value in os.environ.items() if key != "PYTEST_CURRENT_TEST"
+        },
         "signals": {number: signal.getsignal(number) for number in signal.valid_signals()},
         "hooks": (sys.excepthook, sys.unraisablehook, threading.excepthook),
         "threads_alive": {thread.name for thread in threading.enumerate()},
