@@ -61,9 +61,9 @@ class ActivationCheckpointing(Callback):
     input. Where it is not, and under torch.compile or FSDP, they are recomputed by themselves.
 
     Under ``"auto"`` the training step runs twenty to forty times on the first batch before the
-    first optimizer step. Random numbers, gradients, buffers, metrics and attributes of plain types are
-    put back, nothing is logged, and no optimizer steps. When a larger batch comes that would
-    miss the budget, it is planned anew.
+    first optimizer step. Random numbers, gradients, buffers, metrics and attributes of plain
+    types are put back, nothing is logged, and no optimizer steps. When a larger batch comes that
+    would miss the budget, it is planned anew.
 
     Logged once, by ``"auto"``:
 
