@@ -20,7 +20,7 @@ from lightning_opt.memory.checkpointing import ActivationCheckpointing
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
-from lightning_opt.strategies.registry import register_strategies
+from lightning_opt.strategies.registry import register_strategies as _register_strategies
 
 __version__ = "0.1.0"
 
@@ -50,4 +50,4 @@ __all__ = [
     "ZClip",
 ]
 
-register_strategies()
+_register_strategies()

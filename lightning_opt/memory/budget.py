@@ -6,7 +6,6 @@ import copy
 from collections import defaultdict
 from collections.abc import Iterable
 
-import psutil
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -82,4 +81,6 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return free + cached
+    import psutil  # only where there is neither a device nor a budget to ask
+
     return int(psutil.virtual_memory().available)

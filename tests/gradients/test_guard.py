@@ -108,7 +108,11 @@ def test_no_update_waits_for_the_device(device_path: bool, monkeypatch: pytest.M
         def on_train_batch_end(self, *_: Any) -> None:
             self.counter.__exit__(None, None, None)
             # `DelayedReads` looks at copies that reached the host steps ago.
-            ours = [place for place in self.counter.where if "lightning_opt" in place]
+            ours = [
+                place
+                for place in self.counter.where
+                if "/lightning_opt/gradients/" in place or "/lightning_opt/core/" in place
+            ]
             waits.append(len([place for place in ours if "core/delayed.py" not in place]))
 
     fit(model, Watch(), guard)
@@ -521,14 +525,14 @@ def test_another_model_starts_anew() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")  # said once a process
 def test_step_without_a_loss_is_neither_good_nor_bad() -> None:
     class Silent(FaultyNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             return None if batch_idx in (4, 5) else super().training_step(batch, batch_idx)
 
     guard = lo.NonFiniteGuard()
-    with pytest.warns(UserWarning, match="returned `None`"):
-        fit(Silent({3: "nan", 6: "nan"}), guard)
+    fit(Silent({3: "nan", 6: "nan"}), guard)
     assert [event["batch_idx"] for event in guard.events] == [3, 6]
     assert guard._judge.scalars()["guard/consecutive"] == 0
     assert guard._steps == 10
