@@ -10,43 +10,18 @@ from __future__ import annotations
 
 import importlib
 import statistics
-import warnings
 from collections.abc import Callable
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from harness import median_ratio, parse_arguments, publish, time_interleaved
-from models import Regression, forty_tensor_mlp, ten_million_transformer
+from models import Regression, fit_two_steps, forty_tensor_mlp, ten_million_transformer
 
 GPU = True
 
 OURS = "AdaptiveClipping"
-
-
-def prepare(module: Regression, device: str) -> tuple[L.Trainer, torch.optim.Optimizer]:
-    """Train for two steps, so that gradients and optimizer state are there."""
-    trainer = L.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    batch = module.batch.cpu()
-    loader = DataLoader(torch.cat([batch, batch]), batch_size=len(batch))
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, loader)
-    module.to(device)
-    module.batch = module.batch.to(device)
-    optimizer = trainer.optimizers[0]
-    module.training_step(module.batch, 0).backward()
-    return trainer, optimizer
 
 
 def clippers(
@@ -96,7 +71,9 @@ def measure(
     name: str, module: Regression, device: str, rounds: int, calls: int
 ) -> list[dict[str, object]]:
     """Time the bare step and every clipper on one model."""
-    trainer, optimizer = prepare(module, device)
+    trainer = fit_two_steps(module, device)
+    optimizer = trainer.optimizers[0]
+    module.training_step(module.batch, 0).backward()
 
     def step() -> None:
         optimizer.zero_grad()

@@ -13,38 +13,16 @@ from __future__ import annotations
 
 import statistics
 import time
-import warnings
 from collections.abc import Callable
 
 import lightning as L
 import torch
-from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from harness import median_ratio, parse_arguments, publish, time_interleaved
-from models import Regression, forty_tensor_mlp, ten_million_transformer
+from models import Regression, fit_two_steps, forty_tensor_mlp, ten_million_transformer
 
 GPU = True
-
-
-def prepare(module: Regression, device: str) -> L.Trainer:
-    """Train for two steps, so that gradients and optimizer state are there."""
-    trainer = L.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    batch = module.batch.cpu()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(torch.cat([batch, batch]), batch_size=len(batch)))
-    module.to(device)
-    module.batch = module.batch.to(device)
-    return trainer
 
 
 def stepper(
@@ -122,7 +100,7 @@ def measure(
         torch.manual_seed(0)
         module = make()
         steps[label] = stepper(
-            module, prepare(module, device), callbacks, shares.setdefault(label, [])
+            module, fit_two_steps(module, device), callbacks, shares.setdefault(label, [])
         )
     seconds = time_interleaved(steps, rounds=rounds, calls=calls, device=device)
     bare = seconds["bare step"]

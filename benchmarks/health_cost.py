@@ -10,18 +10,16 @@ so many steps, where that is how they are meant to be used.
 from __future__ import annotations
 
 import statistics
-import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import lightning as L
 import torch
 from lightning.pytorch.utilities import grad_norm
-from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from harness import median_ratio, parse_arguments, publish, time_interleaved
-from models import Regression, forty_tensor_mlp, ten_million_transformer
+from models import Regression, fit_two_steps, forty_tensor_mlp, ten_million_transformer
 
 GPU = True
 
@@ -150,31 +148,11 @@ def loops(module: Regression, trainer: L.Trainer, every: int) -> dict[str, Loop]
     }
 
 
-def fitted(module: Regression, device: str) -> L.Trainer:
-    """Return a Trainer that has made two steps."""
-    trainer = L.Trainer(
-        accelerator="gpu" if device == "cuda" else "cpu",
-        devices=1,
-        max_steps=2,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-    )
-    batch = module.batch.cpu()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        trainer.fit(module, DataLoader(torch.cat([batch, batch]), batch_size=len(batch)))
-    module.to(device)
-    module.batch = module.batch.to(device)
-    return trainer
-
-
 def measure(
     name: str, module: Regression, device: str, rounds: int, every: int
 ) -> list[dict[str, object]]:
     """Time a block of ``every`` steps of each candidate, round by round."""
-    candidates = loops(module, fitted(module, device), every)
+    candidates = loops(module, fit_two_steps(module, device), every)
     seconds = time_interleaved(
         {key: (lambda loop=loop: loop.run(every)) for key, loop in candidates.items()},
         rounds=rounds, device=device, warmup=1,

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import warnings
+
 import lightning as L
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 
 class Regression(L.LightningModule):
@@ -34,3 +37,23 @@ def ten_million_transformer(device: str = "cpu") -> Regression:
     )
     encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
     return Regression(encoder, torch.randn(4, 64, 512)).to(device)
+
+
+def fit_two_steps(module: Regression, device: str) -> L.Trainer:
+    """Train for two steps, so that optimizer state is there, and return the Trainer."""
+    trainer = L.Trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        devices=1,
+        max_steps=2,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    batch = module.batch.cpu()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(module, DataLoader(torch.cat([batch, batch]), batch_size=len(batch)))
+    module.to(device)
+    module.batch = module.batch.to(device)
+    return trainer
