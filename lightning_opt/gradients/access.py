@@ -137,11 +137,9 @@ def unscales_itself(optimizer: Optimizer) -> bool:
 
 
 def loss_scale_of(trainer: pl.Trainer, *, read: bool) -> Scalar | None:
-    """Return the scale of the loss scaler, None without one; as a float if it is to be ``read``."""
-    scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
-    if scaler is None or not scaler.is_enabled() or scaler._scale is None:
-        return None
-    return scaler._scale.item() if read else scaler._scale
+    """Return :func:`loss_scale`, as a float if it is to be ``read``, which waits for a device."""
+    scale = loss_scale(trainer)
+    return scale.item() if read and scale is not None else scale  # on a CPU
 
 
 def loss_of_step(
@@ -159,7 +157,7 @@ def loss_of_step(
     if not losses:
         return 0.0
     values: list[Scalar] = (
-        [loss.item() for loss in losses]
+        [loss.item() for loss in losses]  # as its caller asked
         if read
         else [loss.to(wide_dtype(loss.device)) for loss in losses]
     )
