@@ -1,0 +1,123 @@
+"""Limits of control groups, of both versions: what a container may take before it is killed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path, PurePosixPath
+
+NO_LIMIT = 1 << 60
+"""Version 1 says "no limit" as the largest page-aligned number, about 9.2e18."""
+
+
+@dataclass(frozen=True)
+class MemoryGroup:
+    """A control group with a limit of its own.
+
+    Attributes:
+        folder: Where its files are.
+        version: 1 or 2.
+    """
+
+    folder: Path
+    version: int
+
+    def read(self) -> tuple[int, int] | None:
+        """Return bytes used and the limit, or None where there is none (any more).
+
+        Files that are cached but not in active use do not count: the kernel gives them up before it
+        kills.
+        """
+        names = _NAMES[self.version]
+        limit, used = (_number(self.folder / name) for name in names[:2])
+        if limit is None or used is None or limit >= NO_LIMIT:
+            return None
+        return max(0, used - _statistic(self.folder / "memory.stat", names[2])), limit
+
+
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
+
+
+def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
+    """Return the groups that limit this process: its own and, since they count too, its parents.
+
+    Inside a container the path in ``/proc/self/cgroup`` is often that of the host and not there;
+    what is mounted is then the container's own group.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are found.
+    """
+    found = []
+    for version, mount, inside in _mounts(root):
+        own = _own_path(root, version)
+        if own is None:
+            continue
+        folder = mount
+        relative = _relative_to(own, inside)
+        if relative is not None and (mount / relative).is_dir():
+            folder = mount / relative
+        while True:
+            group = MemoryGroup(folder, version)
+            if group.read() is not None:
+                found.append(group)
+            if folder == mount:
+                break
+            folder = folder.parent
+    return found
+
+
+def _mounts(root: Path) -> list[tuple[int, Path, PurePosixPath]]:
+    """Return version, folder and the group that is mounted there, for each hierarchy of memory."""
+    mounts = []
+    for line in _lines(root / "proc/self/mountinfo"):
+        left, _, right = line.partition(" - ")
+        fields, kind = left.split(), right.split()
+        if len(fields) < 5 or not kind:
+            continue
+        folder = root / fields[4].replace("\\040", " ").lstrip("/")
+        inside = PurePosixPath(fields[3])
+        if kind[0] == "cgroup2":
+            mounts.append((2, folder, inside))
+        elif kind[0] == "cgroup" and "memory" in kind[-1].split(","):
+            mounts.append((1, folder, inside))
+    return mounts
+
+
+def _own_path(root: Path, version: int) -> PurePosixPath | None:
+    for line in _lines(root / "proc/self/cgroup"):
+        number, controllers, path = [*line.split(":", 2), "", ""][:3]
+        if (version == 2 and number == "0" and not controllers) or (
+            version == 1 and "memory" in controllers.split(",")
+        ):
+            return PurePosixPath(path)
+    return None
+
+
+def _relative_to(path: PurePosixPath, parent: PurePosixPath) -> PurePosixPath | None:
+    try:
+        relative = path.relative_to(parent)
+    except ValueError:
+        return None
+    return None if ".." in relative.parts else relative
+
+
+def _statistic(file: Path, name: str) -> int:
+    for line in _lines(file):
+        key, _, value = line.partition(" ")
+        if key == name and value.isdigit():
+            return int(value)
+    return 0
+
+
+def _number(file: Path) -> int | None:
+    text = "".join(_lines(file)).strip()
+    return int(text) if text.isdigit() else None  # "max" is no limit
+
+
+def _lines(file: Path) -> list[str]:
+    try:
+        return file.read_text().splitlines()
+    except OSError:
+        return []
