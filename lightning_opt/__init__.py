@@ -17,6 +17,7 @@ from lightning_opt.gradients.rules import (
 from lightning_opt.gradients.tensor_rules import FixedValue, PerParameter, UnitWise
 from lightning_opt.memory.budgeting import BudgetError
 from lightning_opt.memory.checkpointing import ActivationCheckpointing
+from lightning_opt.memory.garbage import GarbageCollection
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
@@ -33,6 +34,7 @@ __all__ = [
     "Compressor",
     "FixedNorm",
     "FixedValue",
+    "GarbageCollection",
     "GradientClipper",
     "GradientHealth",
     "HookedDDPStrategy",

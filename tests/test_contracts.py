@@ -43,6 +43,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": "percentile"},
         {"rule": "unit_wise"},
     ],
+    "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
 }
 """Settings to try beside the defaults, so that within a few steps each does something."""
