@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
+import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -13,16 +15,22 @@ from torch.optim import LBFGS, Optimizer
 
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.strategies.auto import LOOK, AutoChoice
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
+from lightning_opt.strategies.measuring import Scheme
 from lightning_opt.strategies.ramp import default_steps, stage_at, stages_to
 from lightning_opt.strategies.reduction import CompressedReduction, reduce_bucket
+from lightning_opt.strategies.two_stage import is_staged
 
 CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
 """Where a checkpoint keeps what the ranks had not yet sent."""
 
-COMPRESSORS = ("topk", "threshold", "int8", "int4")
+COMPRESSORS = ("auto", "topk", "threshold", "int8", "int4")
+
+FALLBACKS = ("auto", "never", "always")
 
 TOO_SPARSE_FOR_ADAM = 0.002
 
@@ -36,6 +44,12 @@ class CompressedDDPStrategy(DDPStrategy):
     GPUs, accumulation, mixed precision, several optimizers, and whatever comes after the reduction,
     such as clipping.
 
+    Compression costs processor time, which a fast network does not give back. So the warm-up
+    measures the network, the backward pass and the compressors, and gradients are compressed only
+    if that is predicted to save a tenth of a step; after a while the choice is compared with the
+    uncompressed steps, and taken back if it does not pay. What was chosen is logged once, and
+    :meth:`describe` tells more. ``fallback="never"`` compresses whatever the network is.
+
     If some rank's gradient holds a NaN or an infinity, all ranks get NaN for the whole bucket, so
     that a loss scaler or a guard skips the step on all of them, and no residual keeps any of it.
 
@@ -47,16 +61,18 @@ class CompressedDDPStrategy(DDPStrategy):
     ``comm/selected``       share of elements in the latest messages
     ``comm/residual_norm``  L2 norm of what this rank still has to send
     ``comm/seconds``        time of a step during which a bucket was on its way, decoding included
-    ``comm/mode``           0 uncompressed, 1 quantised, 2 threshold, 3 Top-K, 4 other
+    ``comm/mode``           how most elements went: 0 uncompressed, 1 quantised, 2 threshold, 3
+                            Top-K, 4 another compressor, 5 bfloat16
     ======================= ====================================================================
 
     A checkpoint keeps the mean of the ranks' residuals, as many numbers as there are parameters;
     it is taken up again at any number of ranks.
 
     Args:
-        compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, or an object such as
-            ``Quantize(bits=8, block=256)``.
-        ratio: Share of the elements that ``"topk"`` sends; not used by the others.
+        compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, an object such as
+            ``Quantize(bits=8, block=256)``, or ``"auto"`` for what is the fastest of bfloat16, int8
+            and Top-K, bucket by bucket.
+        ratio: Share of the elements that Top-K sends; not used by the others.
         error_feedback: Keep what is not sent for the next step. Without it accuracy suffers; that
             is what this switch is there to show.
         warmup_steps: First backward passes that are not compressed: at least 2, or 3 with
@@ -64,6 +80,12 @@ class CompressedDDPStrategy(DDPStrategy):
         ramp_steps: Steps after these in which Top-K goes from a quarter of the elements to
             ``ratio``, each stage sending a quarter of the one before; None for 500 when the ratio
             is below 1%, else 0. Early gradients change fast, and a late one does harm.
+        fallback: ``"auto"`` sends uncompressed where that is faster, ``"never"`` compresses in any
+            case, ``"always"`` never compresses, to compare with.
+        examine_every_n_steps: Backward passes from one look at the network to the next, unless
+            there is nothing to choose from.
+        sparse_stages_from: Number of ranks from which on Top-K travels in two stages: as many bytes
+            for any number of ranks, but selected a second time.
         every_n_steps: Optimizer steps from one report to the next.
         process_group_backend: ``"gloo"``, ``"nccl"``, or None for what fits the device.
         **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` and
@@ -88,6 +110,9 @@ class CompressedDDPStrategy(DDPStrategy):
         error_feedback: bool = True,
         warmup_steps: int = 10,
         ramp_steps: int | None = None,
+        fallback: Literal["auto", "never", "always"] = "auto",
+        examine_every_n_steps: int = 500,
+        sparse_stages_from: int = 32,
         every_n_steps: int = 50,
         process_group_backend: str | None = None,
         **kwargs: Any,
@@ -106,18 +131,36 @@ class CompressedDDPStrategy(DDPStrategy):
         self.ramp_steps = at_least(
             "ramp_steps", default_steps(self.compressor) if ramp_steps is None else ramp_steps, 0
         )
+        if fallback not in FALLBACKS:
+            raise ValueError(
+                f"fallback must be one of {', '.join(map(repr, FALLBACKS))}, got {fallback!r}."
+            )
+        self.fallback = fallback
+        self.schemes = schemes_of(compressor, self.compressor, fallback)
+        self._first_choice = max(warmup_steps, layout_steps + LOOK)
+        self.examine_every_n_steps = at_least("examine_every_n_steps", examine_every_n_steps, 1)
+        self.sparse_stages_from = at_least("sparse_stages_from", sparse_stages_from, 2)
         self._stages = stages_to(self.compressor)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
         self._reduction: CompressedReduction | None = None
+        self._auto: AutoChoice | None = None
         self._resumed: dict[str, Any] | None = None
 
     def compressor_at(self, step: int) -> Compressor | None:
-        """Return how backward pass number ``step`` (the first is 0) is compressed."""
+        """Return how backward pass number ``step`` (the first is 0) is compressed.
+
+        That is, where there is nothing to choose from.
+        """
         step -= self.warmup_steps
-        if step < 0:
-            return None
+        return None if step < 0 or self.fallback == "always" else self._stage(step)
+
+    def _stage(self, step: int) -> Compressor:
         return stage_at(step, self._stages, self.compressor, self.ramp_steps)
+
+    def describe(self) -> Report | None:
+        """Return what was measured and chosen; None before that, and where there is no choice."""
+        return None if self._auto is None else self._auto.report()
 
     def setup_environment(self) -> None:
         """Check the backend, then connect the processes."""
@@ -148,12 +191,29 @@ class CompressedDDPStrategy(DDPStrategy):
             self.compressor.capacity(sum(parameter.numel() for parameter in module.parameters()))
         if self.world_size == 1:
             return  # there is nobody to send to
+        may_skip = model.find_unused_parameters and not model.static_graph
+        if len(self.schemes) > 1:
+            self._auto = AutoChoice(
+                self.schemes,
+                first=self._first_choice,
+                every=self.examine_every_n_steps,
+                staged=partial(
+                    is_staged,
+                    world=self.world_size,
+                    sparse_from=self.sparse_stages_from,
+                    may_skip=may_skip,
+                ),
+                stage=self._stage,
+                ramp_steps=self.ramp_steps,
+            )
         self._reduction = CompressedReduction(
             {parameter: name for name, parameter in module.named_parameters()},
             self.compressor_at,
             error_feedback=self.error_feedback,
             loss_scale=self._loss_scale,
-            may_skip=model.find_unused_parameters and not model.static_graph,
+            may_skip=may_skip,
+            auto=self._auto,
+            sparse_stages_from=self.sparse_stages_from,
         )
         if self._resumed is not None:
             self._reduction.load_state_dict(self._resumed)
@@ -170,8 +230,10 @@ class CompressedDDPStrategy(DDPStrategy):
                     "gradient several times within one step and needs it exact. Use strategy='ddp'."
                 )
         ratio = self.compressor.ratio if isinstance(self.compressor, TopK) else 1.0
-        if ratio <= TOO_SPARSE_FOR_ADAM and any(
-            "adam" in type(optimizer).__name__.lower() for optimizer in self.optimizers
+        if (
+            self.fallback != "always"
+            and ratio <= TOO_SPARSE_FOR_ADAM
+            and any("adam" in type(optimizer).__name__.lower() for optimizer in self.optimizers)
         ):
             rank_zero_warn(
                 f"Sending {ratio:.2%} of the gradients with an Adam optimizer is known to lose "
@@ -231,7 +293,7 @@ def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor
     named = TopK(ratio)  # checks the ratio, whoever uses it
     if isinstance(compressor, Compressor):
         return compressor
-    if compressor == "topk":
+    if compressor in ("topk", "auto"):
         return named
     if compressor == "threshold":
         return Threshold()
@@ -241,3 +303,18 @@ def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor
         f"compressor must be one of {', '.join(map(repr, COMPRESSORS))} or a Compressor such as "
         f"TopK(ratio=0.01), got {compressor!r}."
     )
+
+
+def schemes_of(name: str | Compressor, compressor: Compressor, fallback: str) -> list[Scheme]:
+    """Return what there is to choose from, the gentlest for the gradients first.
+
+    Args:
+        name: What the user has asked for.
+        compressor: What that stands for; for ``"auto"`` the harshest.
+        fallback: See :class:`CompressedDDPStrategy`.
+    """
+    if fallback == "always":
+        return [None]
+    dense: list[Scheme] = [None] if fallback == "auto" else []
+    between: list[Scheme] = [torch.bfloat16, Quantize(bits=8)] if name == "auto" else []
+    return [*dense, *between, compressor]

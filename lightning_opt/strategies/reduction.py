@@ -5,6 +5,7 @@
 
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -18,19 +19,30 @@ from torch._C._distributed_c10d import GradBucket
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
-from lightning_opt.strategies.chunks import is_finite
+from lightning_opt.strategies.auto import AutoChoice
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.feedback import Residuals
+from lightning_opt.strategies.measuring import Scheme
 from lightning_opt.strategies.transport import (
     Channel,
+    DenseChannel,
     GatherChannel,
     all_reduce_mean,
     dense_bytes,
 )
-from lightning_opt.strategies.two_stage import TwoStageChannel
+from lightning_opt.strategies.two_stage import TwoStageChannel, is_staged
 
-MODES: dict[type, float] = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0}
-"""What ``comm/mode`` logs, since loggers take numbers."""
+MODES: dict[type, float] = {
+    type(None): 0.0,
+    Quantize: 1.0,
+    Threshold: 2.0,
+    TopK: 3.0,
+    torch.dtype: 5.0,
+}
+"""What ``comm/mode`` logs, since loggers take numbers; 4 for a compressor of somebody else's."""
+
+STAGED_FROM = 1024
+"""Elements of a shard below which a sparse message is not worth a second stage."""
 
 
 @dataclass
@@ -42,12 +54,14 @@ class Traffic:
         dense_bytes: What an all-reduce of the same gradients would have sent.
         seconds: Time during which at least one bucket was on its way.
         steps: Reduced backward passes.
+        landed: When the latest bucket arrived, by ``perf_counter``.
     """
 
     sent_bytes: int = 0
     dense_bytes: int = 0
     seconds: float = 0.0
     steps: int = 0
+    landed: float = 0.0
     _open: int = field(default=0, repr=False)
     _since: float = field(default=0.0, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -65,8 +79,9 @@ class Traffic:
         """Count a bucket that has arrived."""
         with self._lock:
             self._open -= 1
+            self.landed = time.perf_counter()
             if self._open == 0:
-                self.seconds += time.perf_counter() - self._since
+                self.seconds += self.landed - self._since
 
     def reset(self) -> None:
         """Start counting anew."""
@@ -81,15 +96,20 @@ class Bucket:
 
     Attributes:
         residual: Its flat residual.
-        owes: Whether the residual may hold anything.
-        channel: How it travels; None before it is first compressed.
-        compressor: What the channel was made for.
+        known: Whether the residual may hold anything from before this layout.
+        channel: How it travels; None before it has its first.
+        scheme: What the channel was made for.
     """
 
     residual: Tensor
-    owes: bool = False
+    known: bool = False
     channel: Channel | None = None
-    compressor: Compressor | None = None
+    scheme: Scheme = None
+
+    @property
+    def owes(self) -> bool:
+        """Whether the residual may hold anything."""
+        return self.known if self.channel is None else self.channel.owes
 
     def fold(self) -> None:
         """Gather in the residual all that this rank owes."""
@@ -108,6 +128,8 @@ class CompressedReduction:
         loss_scale: Says what the gradients are multiplied with at this moment.
         may_skip: Whether a step may leave parameters without a gradient
             (``find_unused_parameters``).
+        auto: Chooses how to send each bucket, instead of ``compressor_at``.
+        sparse_stages_from: Ranks from which on :class:`TopK` travels in two stages.
     """
 
     def __init__(
@@ -118,6 +140,8 @@ class CompressedReduction:
         error_feedback: bool = True,
         loss_scale: Callable[[], float],
         may_skip: bool = False,
+        auto: AutoChoice | None = None,
+        sparse_stages_from: int = 32,
     ) -> None:
         self.residuals = Residuals()
         self.traffic = Traffic()
@@ -127,9 +151,14 @@ class CompressedReduction:
         self._error_feedback = error_feedback
         self._loss_scale = loss_scale
         self._may_skip = may_skip
+        self._auto = auto
         self._world = dist.get_world_size()
+        self._is_staged = partial(
+            is_staged, world=self._world, sparse_from=sparse_stages_from, may_skip=may_skip
+        )
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._compressor: Compressor | None = None
+        self._sent_as: Counter[float] = Counter()
         self._scale = 1.0
         self._launched: list[Channel] = []
         self._worker: ThreadPoolExecutor | None = None
@@ -149,29 +178,33 @@ class CompressedReduction:
         if bucket.index() == 0:
             self._begin_step()
         gradient = bucket.buffer()
-        compressor = self._compressor
         if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
             return all_reduce_mean(gradient)
+        auto = self._auto
+        scheme = self._compressor if auto is None else auto.scheme(bucket.index(), gradient)
+        self._sent_as[MODES.get(type(scheme), 4.0)] += gradient.numel()
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
-        if compressor is None and not len(self.residuals):
+        if scheme is None and not (auto is not None and auto.mixed) and not self._owes(bucket):
             self.traffic.opened(dense, dense)
             future = all_reduce_mean(gradient)
-            self._touched.clear()
+            if self._may_skip:
+                self._touched.difference_update(bucket.parameters())
         else:
             state = self._bucket(bucket)
             held = self._hold_unused(bucket, state) if self._may_skip else []
-            if compressor is None:
-                self.traffic.opened(dense, dense)
-                future = self._flush(state, gradient)
-            else:
-                channel = self._channel(state, compressor)
-                self._launched.append(channel)
-                self.traffic.opened(channel.sent_bytes, dense)
-                future = channel.start(gradient, self._scale)
+            channel = self._channel(state, scheme, gradient)
+            if isinstance(channel, DenseChannel):
+                channel.keeps = bool(held)
+            self._launched.append(channel)
+            self.traffic.opened(channel.sent_bytes, dense)
+            future = channel.start(gradient, self._scale)
             if held:
                 future = future.then(partial(_give_back, held))
         future.add_done_callback(self.traffic.closed)
         return future
+
+    def _owes(self, bucket: GradBucket) -> bool:
+        return len(self.residuals) > 0 and self._bucket(bucket).owes
 
     def _begin_step(self) -> None:
         self.step += 1
@@ -182,7 +215,11 @@ class CompressedReduction:
                 if not channel.flagged:
                     channel.take_back()
         self._launched = []
-        self._compressor = self._compressor_at(self.step)
+        self._sent_as.clear()
+        if self._auto is None:
+            self._compressor = self._compressor_at(self.step)
+        else:
+            self._auto.begin_step(self.traffic.landed)
         self._scale = self._loss_scale()
 
     def _bucket(self, bucket: GradBucket) -> Bucket:
@@ -196,47 +233,32 @@ class CompressedReduction:
             names = [self._names[parameter] for parameter in parameters]
             known = any(name in self.residuals for name in names)
             numels = [parameter.numel() for parameter in parameters]
-            state = Bucket(self.residuals.bind(names, numels, bucket.buffer()), owes=known)
+            state = Bucket(self.residuals.bind(names, numels, bucket.buffer()), known)
             self._buckets[key] = state
         return state
 
-    def _channel(self, state: Bucket, compressor: Compressor) -> Channel:
-        if state.channel is None or state.compressor is not compressor:
+    def _channel(self, state: Bucket, scheme: Scheme, gradient: Tensor) -> Channel:
+        if state.channel is None or state.scheme is not scheme:
             state.fold()
-            state.channel = self._make_channel(compressor, state.residual)
-            state.compressor = compressor
+            state.channel = self._make_channel(state, scheme, gradient)
+            state.scheme = scheme
         if not self._error_feedback:
             state.fold()
             state.residual.zero_()
-        state.owes = self._error_feedback
         return state.channel
 
-    def _make_channel(self, compressor: Compressor, residual: Tensor) -> Channel:
-        # What a parameter is owed as a mean cannot be set aside while it is unused.
-        if isinstance(compressor, Quantize) and self._world > 2 and not self._may_skip:
+    def _make_channel(self, state: Bucket, scheme: Scheme, gradient: Tensor) -> Channel:
+        residual = state.residual
+        if not isinstance(scheme, Compressor):
+            return DenseChannel(residual, state.owes and self._error_feedback, gradient, scheme)
+        staged = self._is_staged(scheme)
+        if staged and (isinstance(scheme, Quantize) or len(residual) >= STAGED_FROM * self._world):
             if self._worker is None:
                 # All ranks come here at the same bucket of the same step.
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
                 self._own_group = dist.new_group()
-            return TwoStageChannel(compressor, residual, self._own_group, self._worker)
-        codec = compressor.codec(residual.numel(), residual.device)
-        return GatherChannel(codec, residual)
-
-    def _flush(self, state: Bucket, gradient: Tensor) -> Future[Tensor]:
-        """Send a step uncompressed, with everything that is left of earlier ones."""
-        if not state.owes:
-            return all_reduce_mean(gradient)
-        state.fold()
-        gradient.add_(state.residual, alpha=self._scale)
-
-        def finish(future: Future[Tensor]) -> Tensor:
-            mean = future.value()
-            if is_finite(mean):  # the same on all ranks; else the step will not be applied
-                state.residual.zero_()
-                state.owes = False
-            return mean
-
-        return all_reduce_mean(gradient).then(finish)
+            return TwoStageChannel(scheme, residual, self._own_group, self._worker)
+        return GatherChannel(scheme.codec(residual.numel(), residual.device), residual)
 
     def _hold_unused(self, bucket: GradBucket, state: Bucket) -> list[tuple[Tensor, Tensor]]:
         """Set aside the residual of parameters that took no part in this step.
@@ -266,25 +288,30 @@ class CompressedReduction:
         """Return the mean of the ranks' residuals and the step. All ranks must call it."""
         for state in self._buckets.values():
             state.fold()
-        return {"step": self.step, "residuals": self.residuals.averaged()}
+        sent = 0 if self._auto is None else self._auto.sent
+        return {"step": self.step, "residuals": self.residuals.averaged(), "sent": sent}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, at any number of ranks."""
         self.step = state_dict["step"]
         self.residuals.load(state_dict["residuals"])
+        if self._auto is not None:
+            self._auto.sent = state_dict.get("sent", 0)
 
     def read(self) -> dict[str, float]:
         """Return what the strategy logs, per step since the last call. Reads from the device."""
         traffic, channels = self.traffic, self._launched
         steps = max(traffic.steps, 1)
-        sizes = sum(channel.residual.numel() for channel in channels)
+        total = self._sent_as.total()
+        compressed = sum(channel.residual.numel() for channel in channels)
+        selected = sum(channel.selected for channel in channels) + total - compressed
         values = {
             "bytes": traffic.sent_bytes / steps,
             "ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
-            "selected": sum(c.selected for c in channels) / sizes if sizes else 1.0,
+            "selected": selected / total if total else 1.0,
             "residual_norm": self.residuals.norm(),
             "seconds": traffic.seconds / steps,
-            "mode": MODES.get(type(self._compressor), 4.0),
+            "mode": max(self._sent_as, key=self._sent_as.__getitem__, default=0.0),
         }
         traffic.reset()
         return values

@@ -16,6 +16,7 @@ STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
     "ddp_threshold": (CompressedDDPStrategy, {"compressor": "threshold"}),
     "ddp_int8": (CompressedDDPStrategy, {"compressor": "int8"}),
     "ddp_int4": (CompressedDDPStrategy, {"compressor": "int4"}),
+    "ddp_compressed": (CompressedDDPStrategy, {"compressor": "auto"}),
     "ddp_fp16": (HookedDDPStrategy, {"hook": "fp16"}),
     "ddp_bf16": (HookedDDPStrategy, {"hook": "bf16"}),
     "ddp_powersgd": (HookedDDPStrategy, {"hook": "powersgd"}),

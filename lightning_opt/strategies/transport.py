@@ -10,10 +10,12 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
+from lightning_opt.strategies.chunks import is_finite
 from lightning_opt.strategies.compressors import Codec
 from lightning_opt.strategies.packing import NON_FINITE, read_header
 
@@ -47,9 +49,11 @@ class Channel(ABC):
 
     Attributes:
         flagged: Whether some rank's gradient was not finite in the latest step.
+        owes: Whether the residual may hold anything.
         sent_bytes: What this rank sends in a step.
     """
 
+    owes = True
     sent_bytes: int
 
     def __init__(self, residual: Tensor, group: dist.ProcessGroup | None = None) -> None:
@@ -137,3 +141,65 @@ class GatherChannel(Channel):
     def selected(self) -> int:
         """How many elements this rank's latest message carries."""
         return read_header(self._codec.message)[0]
+
+
+class DenseChannel(Channel):
+    """Sends every element, with all that the residual holds.
+
+    Args:
+        residual: See :class:`Channel`.
+        owes: Whether the residual may hold anything.
+        gradient: The bucket.
+        dtype: Narrower floats to send; None for the gradient's own.
+        group: See :class:`Channel`.
+
+    Attributes:
+        keeps: Whether the residual gets back a part of what it held, once the step has been sent.
+    """
+
+    def __init__(
+        self,
+        residual: Tensor,
+        owes: bool,
+        gradient: Tensor,
+        dtype: torch.dtype | None = None,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        super().__init__(residual, group)
+        self.owes = owes
+        self.keeps = False
+        self._flushed: Tensor | None = None
+        self._narrow = None if dtype is None else torch.empty_like(gradient, dtype=dtype)
+        itemsize = gradient.element_size() if dtype is None else dtype.itemsize
+        self.sent_bytes = dense_bytes(gradient.numel(), itemsize, self._world)
+
+    def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
+        """Launch the exchange of one step; see :meth:`Channel.start`."""
+        self._flushed = self.residual.clone() if self.owes else None
+        if self.owes:
+            gradient.add_(self.residual, alpha=scale)
+        payload = gradient if self._narrow is None else self._narrow.copy_(gradient)
+
+        def finish(future: Future[Tensor]) -> Tensor:
+            mean = future.value()
+            if mean is not gradient:
+                gradient.copy_(mean)
+            self.flagged = not is_finite(gradient)  # the same bits on all ranks
+            if not self.flagged:
+                if self.owes:
+                    self.residual.zero_()
+                self.owes = self.keeps
+            return gradient
+
+        return all_reduce_mean(payload, self._group).then(finish)
+
+    def take_back(self) -> None:
+        """Put back into the residual what it held before the latest step."""
+        if self._flushed is not None:
+            self.residual.copy_(self._flushed)
+            self.owes = True
+
+    @property
+    def selected(self) -> int:
+        """Every element."""
+        return self.residual.numel()

@@ -1,7 +1,11 @@
-"""Quantised gradients among more than two ranks: scatter, add up, quantise again, gather.
+"""Compressed gradients among many ranks: scatter, add up, compress again, gather.
 
 An all-gather of whole messages grows with the number of ranks; here each rank adds up one shard of
 the bucket for all, so that a rank sends less than twice the message, however many there are.
+
+References:
+    Li, Gong, Wang and Hoefler (2022), *Near-Optimal Sparse Allreduce for Distributed Deep
+    Learning*, for sparse messages.
 """
 
 from __future__ import annotations
@@ -12,19 +16,48 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.strategies.compressors import Quantize
+from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
 from lightning_opt.strategies.packing import NON_FINITE, read_header, write_header
 from lightning_opt.strategies.transport import Channel, all_gather
 
 
-class TwoStageChannel(Channel):
-    """Sends quantised shards to the ranks that add them up, and gathers the quantised means.
-
-    Both stages have error feedback: what quantising a rank's gradient loses stays on that rank,
-    what quantising a shard's mean loses stays on the rank that has added it up.
+def is_staged(scheme: object, *, world: int, sparse_from: int, may_skip: bool) -> bool:
+    """Return whether messages travel in two stages.
 
     Args:
-        compressor: How both stages are quantised.
+        scheme: How buckets are compressed.
+        world: Number of ranks.
+        sparse_from: Ranks from which on sparse messages do.
+        may_skip: Whether a step may leave parameters without a gradient.
+    """
+    if may_skip:
+        return False  # what an unused parameter is owed as a mean cannot be set aside
+    return (isinstance(scheme, Quantize) and world > 2) or (
+        isinstance(scheme, TopK) and world >= sparse_from
+    )
+
+
+def shard_compressor(compressor: Compressor, numel: int) -> tuple[Compressor, int]:
+    """Return what compresses a shard of a bucket, and what the shard's length is a multiple of.
+
+    A shard of a bucket gets its share of the bucket's elements.
+    """
+    if isinstance(compressor, Quantize):
+        return compressor, compressor.block
+    if isinstance(compressor, TopK) and compressor.k is not None:
+        return TopK(compressor.capacity(numel) / numel, values=compressor.values), 1
+    return compressor, 1
+
+
+class TwoStageChannel(Channel):
+    """Sends compressed shards to the ranks that add them up, and gathers the compressed means.
+
+    Both stages have error feedback: what compressing a rank's gradient loses stays on that rank,
+    what compressing a shard's mean loses stays on the rank that has added it up. Of sparse messages
+    each stage selects the largest elements shard by shard.
+
+    Args:
+        compressor: How both stages are compressed.
         residual: See :class:`~lightning_opt.strategies.transport.Channel`.
         group: A process group that nothing else uses, since the two stages of one bucket and the
             next must come in the same order on all ranks.
@@ -33,7 +66,7 @@ class TwoStageChannel(Channel):
 
     def __init__(
         self,
-        compressor: Quantize,
+        compressor: Compressor,
         residual: Tensor,
         group: dist.ProcessGroup,
         worker: ThreadPoolExecutor,
@@ -41,8 +74,9 @@ class TwoStageChannel(Channel):
         super().__init__(residual, group)
         self._worker = worker
         rank = dist.get_rank(group)
+        compressor, block = shard_compressor(compressor, residual.numel())
         # Shards end where a block does; of a small bucket the last ones may be empty.
-        size = -(-residual.numel() // (self._world * compressor.block)) * compressor.block
+        size = -(-residual.numel() // (self._world * block)) * block
         self._cuts = [
             slice(min(start, residual.numel()), min(start + size, residual.numel()))
             for start in range(0, self._world * size, size)
@@ -123,5 +157,5 @@ class TwoStageChannel(Channel):
 
     @property
     def selected(self) -> int:
-        """Every element."""
-        return self.residual.numel()
+        """How many elements this rank's latest messages carry."""
+        return sum(read_header(message)[0] for message in self._sent)

@@ -122,6 +122,11 @@ class KeptResiduals(CompressedDDPStrategy):
         super().teardown()
 
 
+def always_compressed(*arguments: Any, **settings: Any) -> CompressedDDPStrategy:
+    """Compresses whatever the network is."""
+    return CompressedDDPStrategy(*arguments, fallback="never", **settings)
+
+
 def same_on_all_ranks(module: nn.Module) -> bool:
     """Whether all ranks hold the same bits."""
     flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])

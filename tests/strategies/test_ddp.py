@@ -10,9 +10,11 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_opt.strategies import reduction
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
-from lightning_opt.strategies.ddp import CHECKPOINT_KEY, CompressedDDPStrategy
+from lightning_opt.strategies.ddp import CHECKPOINT_KEY
+from lightning_opt.strategies.two_stage import TwoStageChannel
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger
@@ -20,6 +22,7 @@ from tests.strategies.runs import (
     SMALL_BUCKETS,
     KeptResiduals,
     Ledger,
+    always_compressed,
     dist_world,
     expected,
     fit,
@@ -33,7 +36,12 @@ COMPRESSORS = [TopK(0.05), TopK(0.05, values="bf16"), Threshold(3.0), Quantize(8
 
 
 def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
-    settings = {"warmup_steps": 3, "bucket_cap_mb": SMALL_BUCKETS, **settings}
+    settings = {
+        "warmup_steps": 3,
+        "bucket_cap_mb": SMALL_BUCKETS,
+        "fallback": "never",
+        **settings,
+    }
     return KeptResiduals(compressor or TopK(0.05), **settings)
 
 
@@ -68,6 +76,33 @@ def _balance(steps: int) -> None:
 @pytest.mark.parametrize("processes", [2, 3])
 def test_nothing_is_lost(processes):
     launch(_balance, 30, processes=processes)
+
+
+def _balance_in_two_stages(steps: int) -> None:
+    world = dist_world()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "STAGED_FROM", 100)
+        for compressor in (TopK(0.05), TopK(k=40, values="bf16"), TopK(0.01)):
+            strategy, model = compressed(compressor, sparse_stages_from=3, ramp_steps=15), Ledger()
+            fit(model, strategy, range(steps), callbacks=[Stages()])
+            assert_nothing_is_lost(model, strategy, expected(range(steps), world, model))
+
+
+class Stages(Callback):
+    """Checks how the buckets travel."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        channels = trainer.strategy._reduction._launched
+        assert sum(isinstance(channel, TwoStageChannel) for channel in channels) >= 2
+        for channel in channels:
+            # No more than twice the message, whatever the number of ranks.
+            whole = trainer.strategy.compressor.codec(len(channel.residual), torch.device("cpu"))
+            assert channel.sent_bytes < 2 * whole.nbytes + 100 * channel._world
+
+
+@pytest.mark.parametrize("processes", [3, 4])
+def test_nothing_sparse_is_lost_in_two_stages(processes):
+    launch(_balance_in_two_stages, 40, processes=processes)
 
 
 def _accumulate() -> None:
@@ -247,11 +282,11 @@ def _learn() -> dict[str, float]:
     losses = {}
     for name, strategy in {
         "dense": "ddp",
-        "topk": CompressedDDPStrategy("topk", ratio=0.01),
-        "forgetful": CompressedDDPStrategy("topk", ratio=0.01, error_feedback=False),
-        "threshold": CompressedDDPStrategy("threshold"),
-        "int8": CompressedDDPStrategy("int8"),
-        "int4": CompressedDDPStrategy("int4"),
+        "topk": always_compressed("topk", ratio=0.01),
+        "forgetful": always_compressed("topk", ratio=0.01, error_feedback=False),
+        "threshold": always_compressed("threshold"),
+        "int8": always_compressed("int8"),
+        "int4": always_compressed("int4"),
     }.items():
         model = Student()
         fit(model, strategy, max_epochs=-1, max_steps=400)
@@ -310,7 +345,7 @@ def _low_precision() -> None:
     for precision in ("bf16-true", "bf16-mixed", "64-true"):
         model = SmallNet(widths=(50, 50))
         start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
-        fit(model, CompressedDDPStrategy(TopK(0.3), warmup_steps=2), precision=precision)
+        fit(model, always_compressed(TopK(0.3), warmup_steps=2), precision=precision)
         assert same_on_all_ranks(model)
         end = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
         assert end.isfinite().all()
@@ -326,7 +361,7 @@ def _log() -> tuple[Any, ...]:
     model = Ledger()
     trainer = fit(
         model,
-        CompressedDDPStrategy(TopK(0.05), warmup_steps=10, every_n_steps=10),
+        always_compressed(TopK(0.05), warmup_steps=10, every_n_steps=10),
         range(30),
         logger=logger,
     )

@@ -1,0 +1,226 @@
+"""Chooses how to send gradients from what this run's network and processors turn out to take."""
+
+from __future__ import annotations
+
+import time
+from collections import Counter, deque
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from lightning_utilities.core.rank_zero import rank_zero_info
+from torch import Tensor
+
+from lightning_opt.core.report import Report
+from lightning_opt.strategies.choice import Choice, choose
+from lightning_opt.strategies.compressors import Compressor
+from lightning_opt.strategies.measuring import Measured, Scheme, WarmUp
+from lightning_opt.strategies.network import agree, measure_network
+
+LOOK = 5
+"""Backward passes that are watched before the first choice."""
+
+TRIAL = 12
+"""Steps after which a choice to compress is compared with the uncompressed ones before it."""
+
+HASTY = 0.1
+"""Seconds that one probe of the network may take once the run is under way."""
+
+SLOWER = 1.5
+"""How many times slower a network must get until what did not pay is tried again."""
+
+
+class AutoChoice:
+    """Watches the warm-up, chooses, sees whether that pays, and looks again from time to time.
+
+    All ranks choose alike: they agree on the slowest rank's measurements, and rank 0 decides.
+    Measuring takes place at the beginning of a step's reduction, when no bucket is on its way.
+
+    Args:
+        schemes: What to choose from, the gentlest for the gradients first. If that is None, which
+            is uncompressed, a choice that turns out not to pay is taken back.
+        first: Backward pass (the first is 0) that is the first to be sent as chosen.
+        every: Passes from one look at the network to the next.
+        staged: Says of a scheme whether its messages travel in two stages.
+        stage: Says what the last scheme is at its n-th step (the first is 0), for a ramp.
+        ramp_steps: Steps after which the ramp is over.
+
+    Attributes:
+        choice: The latest choice; None during the warm-up.
+        measured: What it was based on; None during the warm-up.
+        sent: Steps that the last scheme has had.
+    """
+
+    def __init__(
+        self,
+        schemes: Sequence[Scheme],
+        *,
+        first: int,
+        every: int,
+        staged: Callable[[Scheme], bool],
+        stage: Callable[[int], Compressor] | None = None,
+        ramp_steps: int = 0,
+    ) -> None:
+        self.choice: Choice | None = None
+        self.measured: Measured | None = None
+        self.sent = 0
+        self._schemes = list(schemes)
+        self._every = every
+        self._staged = staged
+        self._stage = stage
+        self._ramp_steps = ramp_steps
+        self._warm_up: WarmUp | None = WarmUp()
+        self._watch_from = first - LOOK
+        self._due = first
+        self._on_trial = False
+        self._refuted = 0.0
+        self._pass = -1
+        self._began = 0.0
+        self._steps: deque[float] = deque(maxlen=TRIAL)
+
+    # --- what the reduction asks ------------------------------------------------------------------
+
+    def begin_step(self, landed: float) -> None:
+        """Take note of a step's first bucket; every now and then, measure.
+
+        Args:
+            landed: When the last bucket of the step before had arrived, by ``perf_counter``.
+        """
+        now = time.perf_counter()
+        if self._pass >= self._watch_from:
+            self._steps.append(now - self._began)
+            if self._warm_up is not None:
+                self._warm_up.end_step(landed - self._began)
+        self._pass += 1
+        if self._pass == self._due:
+            self._look()
+            self._steps.clear()
+            now = time.perf_counter()
+        self._began = now
+        if self.choice is not None and self.choice.best == len(self._schemes) - 1:
+            self.sent += 1
+
+    def scheme(self, index: int, gradient: Tensor) -> Scheme:
+        """Return how to send a bucket; during the warm-up, take note of it."""
+        if self.choice is None or self.measured is None:
+            if self._warm_up is not None and self._pass >= self._watch_from:
+                ready = time.perf_counter() - self._began
+                self._warm_up.note(index, gradient, ready, sample=self._pass == self._due - 1)
+            return None
+        place = self.measured.places.get(index)
+        option = self.choice.best if place is None else self.choice.plan[place]
+        if self._stage is not None and option == len(self._schemes) - 1:
+            return self._stage(max(self.sent - 1, 0))
+        return self._schemes[option]
+
+    @property
+    def mixed(self) -> bool:
+        """Whether buckets are sent in different ways."""
+        return self.choice is not None and len(set(self.choice.plan)) > 1
+
+    # --- choosing ---------------------------------------------------------------------------------
+
+    def _look(self) -> None:
+        before = 0 if self.choice is None else self.choice.best
+        on_trial, self._on_trial = self._on_trial, False
+        if self._warm_up is not None:
+            self.measured = self._warm_up.measure(self._schemes, self._staged, self._steps)
+            self._warm_up = None
+            self._choose(self.measured)
+        elif on_trial:
+            self._judge()
+        elif self.measured is not None:
+            device, largest = self.measured.device, self.measured.largest
+            step = agree([median(self._steps)], device)[0] if self._is_uncompressed else None
+            self.measured.renew(measure_network(device, largest, HASTY), step)
+            self._choose(self.measured)
+        assert self.choice is not None
+        self._due = self._pass + self._every
+        if self.choice.best not in (before, 0) and self._schemes[0] is None:
+            self._on_trial = True
+            last = self.choice.best == len(self._schemes) - 1
+            ramp = max(self._ramp_steps - self.sent, 0) if last else 0
+            self._due = self._pass + ramp + TRIAL + 1
+
+    @property
+    def _is_uncompressed(self) -> bool:
+        return self.choice is not None and self._schemes[0] is None and not any(self.choice.plan)
+
+    def _choose(self, measured: Measured) -> None:
+        choice = choose(
+            measured.ready,
+            measured.options,
+            measured.link,
+            compute=measured.compute,
+            first_at_most=measured.seen if self._schemes[0] is None else float("inf"),
+            current=None if self.choice is None else self.choice.best,
+        )
+        if measured.link.slope < SLOWER * self._refuted:
+            choice = uncompressed(choice)
+        decided = torch.tensor([choice.best, *choice.plan], device=measured.device)
+        dist.broadcast(decided, 0)
+        best, *plan = decided.tolist()
+        changed = self.choice is None or best != self.choice.best
+        self.choice = Choice(best, plan, choice.seconds, choice.planned)
+        if changed:
+            rank_zero_info(self._summary(measured))
+
+    def _judge(self) -> None:
+        """Go back to uncompressed steps if the compressed ones have taken longer."""
+        assert self.measured is not None
+        assert self.choice is not None
+        taken = agree([median(self._steps)], self.measured.device)[0]
+        if taken > self.measured.step:
+            self._refuted = self.measured.link.slope
+            self.choice = uncompressed(self.choice)
+            rank_zero_info(
+                f"Compressed DDP: compressed steps took {_ms(taken)}, uncompressed ones "
+                f"{_ms(self.measured.step)}, so gradients are sent uncompressed again."
+            )
+
+    # --- telling ----------------------------------------------------------------------------------
+
+    def _summary(self, measured: Measured) -> str:
+        assert self.choice is not None
+        link = measured.link
+        predicted = ", ".join(
+            f"{option.name} {_ms(seconds)}"
+            for option, seconds in zip(measured.options, self.choice.seconds, strict=True)
+        )
+        plan = Counter(measured.options[index].name for index in self.choice.plan)
+        chosen = ", ".join(f"{count} {name}" for name, count in plan.items())
+        return (
+            f"Compressed DDP: a collective takes {_ms(link.fixed)} and {_ms(1e6 * link.slope)} a "
+            f"megabyte that a rank sends; an uncompressed step takes {_ms(measured.step)}. "
+            f"Predicted steps: {predicted}. Chosen for the {len(self.choice.plan)} buckets: "
+            f"{chosen}."
+        )
+
+    def report(self) -> Report | None:
+        """Return what was measured and chosen; None during the warm-up."""
+        if self.choice is None or self.measured is None:
+            return None
+        plan = Counter(self.choice.plan)
+        rows = [
+            {
+                "scheme": option.name,
+                "megabytes a step": sum(option.sent) / 1e6,
+                "processor ms": 1e3 * (sum(option.before) + sum(option.after)),
+                "predicted step ms": 1e3 * seconds,
+                "buckets": plan.get(index, 0),
+            }
+            for index, (option, seconds) in enumerate(
+                zip(self.measured.options, self.choice.seconds, strict=True)
+            )
+        ]
+        return Report("How gradients are sent", rows, [self._summary(self.measured)])
+
+
+def uncompressed(choice: Choice) -> Choice:
+    """Return the same with the first option for all."""
+    return Choice(0, [0] * len(choice.plan), choice.seconds, choice.seconds[0])
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.3g} ms"

@@ -1,0 +1,170 @@
+"""Which way to send gradients over a given network: pure arithmetic on measured numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+MARGIN = 0.1
+"""A harsher way to send must save this share of a step, or the gentler one is kept."""
+
+BAND = 0.05
+"""How far a running choice may be from this margin before it is changed."""
+
+UNNOTICED = 0.005
+"""Share of a step by which a prediction may grow unnoticed."""
+
+
+@dataclass(frozen=True)
+class Line:
+    """Seconds that a thing takes: some always, and some for each byte or element."""
+
+    fixed: float
+    slope: float
+
+    def __call__(self, amount: float) -> float:
+        """Return the seconds that an amount takes."""
+        return self.fixed + self.slope * amount
+
+
+def fit_line(samples: Sequence[tuple[float, float]]) -> Line:
+    """Fit seconds to amounts, with neither part below 0.
+
+    Squared errors count in inverse proportion to the seconds. Equal weights would leave the fixed
+    part to the noise of the largest samples, relative errors the slope to the smallest ones, which
+    a network's burst may have let through at once.
+
+    Args:
+        samples: Pairs of amount and seconds, at least one; of several, not all of one amount.
+    """
+    weights = [1.0 / max(seconds, 1e-9) for _, seconds in samples]
+    total = sum(weights)
+    x = sum(w * amount for w, (amount, _) in zip(weights, samples, strict=True)) / total
+    y = sum(w * seconds for w, (_, seconds) in zip(weights, samples, strict=True)) / total
+    spread = covariance = square = product = 0.0
+    for w, (amount, seconds) in zip(weights, samples, strict=True):
+        spread += w * (amount - x) ** 2
+        covariance += w * (amount - x) * (seconds - y)
+        square += w * amount**2
+        product += w * amount * seconds
+    slope = covariance / spread if spread > 0 else 0.0
+    if slope <= 0:
+        return Line(y, 0.0)
+    if y < slope * x:
+        return Line(0.0, product / square)
+    return Line(y - slope * x, slope)
+
+
+@dataclass(frozen=True)
+class Option:
+    """One way to send the buckets of a model. The sequences have one entry a bucket.
+
+    Args:
+        name: For people.
+        sent: Bytes that a rank sends.
+        before: Seconds of processor time until a bucket can be launched.
+        after: Seconds of processor time when it has arrived.
+        rounds: Collectives that a bucket takes.
+    """
+
+    name: str
+    sent: Sequence[int]
+    before: Sequence[float]
+    after: Sequence[float]
+    rounds: int = 1
+
+
+@dataclass(frozen=True)
+class Choice:
+    """What was chosen, and why.
+
+    Attributes:
+        best: Index of the option for the model as a whole.
+        plan: Index of the option of each bucket: ``best``, or a gentler one where that costs
+            nothing.
+        seconds: Predicted seconds of a step, one number an option.
+        planned: Predicted seconds of a step with the plan.
+    """
+
+    best: int
+    plan: list[int]
+    seconds: list[float]
+    planned: float
+
+
+def exchange_seconds(
+    ready: Sequence[float], plan: Sequence[int], options: Sequence[Option], link: Line
+) -> float:
+    """Return by how much the exchange makes a step longer.
+
+    Buckets queue for the network while the backward pass goes on, so what travels early may cost
+    nothing. The processor's work is never taken to be hidden.
+
+    Args:
+        ready: When each bucket's gradient is there, in seconds; ascending.
+        plan: Index of each bucket's option.
+        options: To choose from.
+        link: Seconds of a collective by the bytes that a rank sends.
+    """
+    hook = work = wire = landed = 0.0
+    for bucket, (at, index) in enumerate(zip(ready, plan, strict=True)):
+        option = options[index]
+        hook += option.before[bucket]
+        travel = option.rounds * link.fixed + link.slope * option.sent[bucket]
+        wire = max(wire, at + hook) + travel
+        landed = max(landed, wire) + option.after[bucket]
+        work += option.before[bucket] + option.after[bucket]
+    return max(landed, ready[-1] + work) - ready[-1]
+
+
+def gentlest_that_pays(seconds: Sequence[float], margin: float) -> int:
+    """Return the first option that no later one beats by more than ``margin`` of its time."""
+    return next(
+        index
+        for index, own in enumerate(seconds)
+        if all(own * (1.0 - margin) <= other for other in seconds[index + 1 :])
+    )
+
+
+def choose(
+    ready: Sequence[float],
+    options: Sequence[Option],
+    link: Line,
+    *,
+    compute: float,
+    first_at_most: float = float("inf"),
+    current: int | None = None,
+) -> Choice:
+    """Choose how to send each bucket.
+
+    Args:
+        ready: See :func:`exchange_seconds`.
+        options: To choose from, the gentlest for the gradients first.
+        link: See :func:`exchange_seconds`.
+        compute: Seconds of a step without an exchange.
+        first_at_most: What the exchange by the first option was seen to take, should that be less
+            than predicted.
+        current: The option in use; it is left only when that clearly pays.
+    """
+    buckets = len(ready)
+    exchanges = [
+        exchange_seconds(ready, [index] * buckets, options, link) for index in range(len(options))
+    ]
+    exchanges[0] = min(exchanges[0], first_at_most)
+    seconds = [compute + exchange for exchange in exchanges]
+    if current is None:
+        best = gentlest_that_pays(seconds, MARGIN)
+    else:
+        gentle, harsh = (gentlest_that_pays(seconds, MARGIN + side) for side in (BAND, -BAND))
+        best = min(max(current, gentle), harsh)
+    plan = [best] * buckets
+    planned = exchanges[best]
+    allowed = planned + UNNOTICED * seconds[best]
+    for bucket in range(buckets):
+        for gentler in range(best):
+            softened = [*plan[:bucket], gentler, *plan[bucket + 1 :]]
+            exchange = exchange_seconds(ready, softened, options, link)
+            if exchange <= allowed:
+                plan, planned = softened, exchange
+                break
+    return Choice(best, plan, seconds, compute + planned)

@@ -1,0 +1,247 @@
+"""What there is to choose by: what a run's steps, network and processors take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import astuple, dataclass
+from statistics import median
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_opt.strategies.choice import Line, Option, exchange_seconds, fit_line
+from lightning_opt.strategies.compressors import Compressor, TopK
+from lightning_opt.strategies.network import agree, best_time, measure_network
+from lightning_opt.strategies.transport import dense_bytes
+
+Scheme = Compressor | torch.dtype | None
+"""How a bucket is sent: compressed, cast to a narrower dtype, or as it is."""
+
+PATIENT = 0.5
+"""Seconds that one probe of the network may take during the warm-up."""
+
+SAMPLE = 2**20
+"""Elements of a gradient on which compressors are timed."""
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of processor time by the elements of a bucket.
+
+    Attributes:
+        compress: Adding the gradient to the residual, and writing the message.
+        settle: Taking the message from the residual.
+        decode: Adding one message up.
+    """
+
+    compress: Line
+    settle: Line
+    decode: Line
+
+    def numbers(self) -> list[float]:
+        """Return everything as one list, for :func:`agree`."""
+        return [number for line in astuple(self) for number in line]
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Costs:
+        """Return what :meth:`numbers` took apart."""
+        return cls(*(Line(*numbers[start : start + 2]) for start in (0, 2, 4)))
+
+
+def measure_costs(scheme: Scheme, sample: Tensor, bucket: int) -> Costs:
+    """Time a scheme on a piece of a real gradient.
+
+    Args:
+        scheme: What to time.
+        sample: Finite values.
+        bucket: Elements of the bucket that the sample is from.
+    """
+    timed: list[list[tuple[float, float]]] = [[], [], []]
+    if isinstance(scheme, TopK) and scheme.k is not None:
+        scheme = TopK(min(scheme.k / bucket, 1.0), values=scheme.values)
+    for numel in sorted({max(len(sample) // 8, 1), len(sample)}):
+        gradient = sample[:numel]
+        residual = torch.zeros_like(gradient)
+        for times, call in zip(timed, _calls(scheme, gradient, residual), strict=True):
+            call()  # allocates, compiles, and finds the first threshold
+            times.append((numel, best_time(call, sample.device)))
+    return Costs(*map(fit_line, timed))
+
+
+def _calls(
+    scheme: Scheme, gradient: Tensor, residual: Tensor
+) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
+    """Return what compresses, settles and decodes."""
+    if scheme is None:
+        return (_nothing, _nothing, _nothing)
+    if isinstance(scheme, torch.dtype):
+        narrow = gradient.to(scheme)
+        return (lambda: narrow.copy_(gradient), _nothing, lambda: residual.copy_(narrow))
+    codec, mean = scheme.codec(gradient.numel(), gradient.device), torch.zeros_like(residual)
+    return (
+        lambda: codec.compress(residual, gradient),
+        lambda: codec.decompress_add(codec.message, residual, -1.0),
+        lambda: codec.decompress_add(codec.message, mean, 0.5),
+    )
+
+
+def _nothing() -> None:
+    """What dense exchanges take of the processor is part of what the network takes."""
+
+
+def option_of(
+    scheme: Scheme,
+    costs: Costs,
+    numels: Sequence[int],
+    itemsizes: Sequence[int],
+    *,
+    staged: bool,
+    device: torch.device,
+) -> Option:
+    """Put together what each bucket would take.
+
+    Args:
+        scheme: How the buckets would be sent.
+        costs: What that was seen to take.
+        numels: Elements of each bucket.
+        itemsizes: Bytes an element of each bucket.
+        staged: Whether messages travel in two stages.
+        device: Where gradients lie.
+    """
+    world = dist.get_world_size()
+    name = "uncompressed" if scheme is None else str(scheme).removeprefix("torch.")
+    if not isinstance(scheme, Compressor):
+        sizes = itemsizes if scheme is None else [scheme.itemsize] * len(numels)
+        return Option(
+            name,
+            [dense_bytes(n, size, world) for n, size in zip(numels, sizes, strict=True)],
+            [0.0 if scheme is None else costs.compress(n) for n in numels],
+            [0.0 if scheme is None else costs.decode(n) for n in numels],
+        )
+    length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
+    before = [costs.compress(n) for n in numels]
+    if not staged:
+        after = [costs.settle(n) + world * costs.decode(n) for n in numels]
+        return Option(name, [(world - 1) * length[n] for n in numels], before, after)
+    shard = [n / world for n in numels]
+    after = [
+        costs.settle(n)
+        + world * costs.decode(part)
+        + costs.compress(part)
+        + costs.settle(part)
+        + costs.decode(n)
+        for n, part in zip(numels, shard, strict=True)
+    ]
+    sent = [2 * (world - 1) * length[n] // world for n in numels]
+    return Option(name, sent, before, after, rounds=2)
+
+
+@dataclass
+class Measured:
+    """What there is to choose by, the same on all ranks.
+
+    Attributes:
+        places: Where the bucket of an index stands in the following.
+        ready: Seconds from the first bucket to each.
+        options: The ways to send them.
+        dense: Sending them uncompressed, whether or not that is among the options.
+        link: Seconds of a collective by the bytes that a rank sends.
+        step: Seconds of an uncompressed step.
+        seen: What its exchange was seen to add to it, on the rank that waits the least.
+        largest: Bytes of the largest bucket.
+        device: Where gradients lie.
+        compute: Seconds of a step without an exchange.
+    """
+
+    places: dict[int, int]
+    ready: list[float]
+    options: list[Option]
+    dense: Option
+    link: Line
+    step: float
+    seen: float
+    largest: int
+    device: torch.device
+    compute: float = 0.0
+
+    def renew(self, link: Line, step: float | None = None) -> None:
+        """Take a new look at the network into account, and at uncompressed steps if there are."""
+        before, now = self._exchange(self.link), self._exchange(link)
+        self.seen *= now / before if before > 0 else 1.0
+        self.link = link
+        if step is not None:
+            self.step = step
+            self.compute = max(step - min(now, self.seen), 0.0)
+
+    def _exchange(self, link: Line) -> float:
+        return exchange_seconds(self.ready, [0] * len(self.ready), [self.dense], link)
+
+
+class WarmUp:
+    """Takes down when buckets become ready, and what uncompressed steps take."""
+
+    def __init__(self) -> None:
+        self._ready: dict[int, list[float]] = {}
+        self._sizes: dict[int, tuple[int, int]] = {}
+        self._exchanges: list[float] = []
+        self._sample = torch.empty(0)
+
+    def note(self, index: int, gradient: Tensor, ready: float, *, sample: bool) -> None:
+        """Take down a bucket.
+
+        Args:
+            index: Which.
+            gradient: Its contents.
+            ready: Seconds since the first bucket of the step.
+            sample: Whether to keep a piece of it to try compressors on.
+        """
+        self._ready.setdefault(index, []).append(ready)
+        self._sizes[index] = (gradient.numel(), gradient.element_size())
+        if sample and len(self._sample) < min(len(gradient), SAMPLE):
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            self._sample = gradient[:SAMPLE].to(dtype, copy=True).nan_to_num_(0.0, 0.0, 0.0)
+
+    def end_step(self, landed: float) -> None:
+        """Take down when the last bucket had arrived, in seconds since the first was ready."""
+        if self._ready:
+            self._exchanges.append(max(landed - self._ready[max(self._ready)][-1], 0.0))
+
+    def measure(
+        self, schemes: Sequence[Scheme], staged: Callable[[Scheme], bool], steps: Iterable[float]
+    ) -> Measured:
+        """Measure the rest, and agree with the other ranks. All of them must call it.
+
+        Args:
+            schemes: The ways to send gradients.
+            staged: Says of each whether its messages travel in two stages.
+            steps: Seconds of uncompressed steps.
+        """
+        indices, device = sorted(self._sizes), self._sample.device
+        numels, itemsizes = zip(*(self._sizes[index] for index in indices), strict=True)
+        largest = max(n * size for n, size in zip(numels, itemsizes, strict=True))
+        link = measure_network(device, largest, PATIENT)
+        # The slowest rank's numbers; of the exchange the least, since the others wait for that one.
+        numbers = [median(steps), -median(self._exchanges)]
+        numbers += [median(self._ready[index]) for index in indices]
+        for scheme in schemes:
+            numbers += measure_costs(scheme, self._sample, max(numels)).numbers()
+        step, seen, *numbers = agree(numbers, device)
+        ready, numbers = sorted(numbers[: len(indices)]), numbers[len(indices) :]
+        options = [
+            option_of(
+                scheme,
+                Costs.of(numbers[6 * place :][:6]),
+                numels,
+                itemsizes,
+                staged=staged(scheme),
+                device=device,
+            )
+            for place, scheme in enumerate(schemes)
+        ]
+        nothing = Costs.of([0.0] * 6)
+        dense = option_of(None, nothing, numels, itemsizes, staged=False, device=device)
+        places = {index: place for place, index in enumerate(indices)}
+        measured = Measured(places, ready, options, dense, link, step, -seen, largest, device)
+        measured.renew(link, step)
+        return measured
