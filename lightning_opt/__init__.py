@@ -17,6 +17,7 @@ from lightning_opt.gradients.rules import (
 from lightning_opt.gradients.tensor_rules import FixedValue, PerParameter, UnitWise
 from lightning_opt.memory.budgeting import BudgetError
 from lightning_opt.memory.checkpointing import ActivationCheckpointing
+from lightning_opt.memory.cleanup import MemoryCleanup
 from lightning_opt.memory.garbage import GarbageCollection
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
@@ -39,6 +40,7 @@ __all__ = [
     "GradientHealth",
     "HookedDDPStrategy",
     "MeanStd",
+    "MemoryCleanup",
     "NonFiniteGuard",
     "NormRule",
     "PerParameter",

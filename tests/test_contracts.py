@@ -45,6 +45,10 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
+    "MemoryCleanup": [
+        {"threshold": 0.001, "release": 0.0, "cooldown_steps": 0, "every_n_steps": 3},
+        {"threshold": 0.01, "release": 0.0, "actions": ["malloc_trim"], "every_n_steps": 1},
+    ],
 }
 """Settings to try beside the defaults, so that within a few steps each does something."""
 
