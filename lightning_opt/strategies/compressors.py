@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_opt.core.arguments import at_least, between, positive
+from lightning_opt.strategies import native
 from lightning_opt.strategies.chunks import CHUNK, NonFiniteGradientError, add_in_chunks
 from lightning_opt.strategies.packing import (
     NON_FINITE,
@@ -43,10 +44,10 @@ class Codec(ABC):
         self.message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
 
     def compress(self, flat: Tensor, increment: Tensor | None = None, alpha: float = 1.0) -> bool:
-        """Add ``alpha * increment`` to ``flat`` in place, and write the sum's message.
+        """Add ``alpha * increment`` to ``flat``, write the sum's message, and leave the rest.
 
-        ``flat`` keeps the whole sum. What the message fails to carry is left in it by
-        ``decompress_add(message, flat, -1)``.
+        ``flat`` ends up holding what the message fails to carry of the sum. With
+        ``decompress_add(message, flat)`` it is the whole sum again.
 
         Args:
             flat: One-dimensional, float32 or float64.
@@ -71,6 +72,25 @@ class Codec(ABC):
     @abstractmethod
     def decompress_add(self, message: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times what a message carries to ``out``, in place."""
+
+    def decompress_sum(self, messages: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Set ``out`` to ``alpha`` times what several messages carry.
+
+        Args:
+            messages: Shape ``(n, nbytes)``; they are added in order, one after the other, so that
+                all who hold them get the same bits.
+            out: Where to put the sum.
+            alpha: What it is multiplied with.
+        """
+        out.zero_()
+        for message in messages:
+            self.decompress_add(message, out, alpha)
+
+    def clear_sent(self, flat: Tensor) -> None:
+        """Set to zero the elements of ``flat`` that the latest message selected.
+
+        Where every element is sent there is no selection, and nothing changes.
+        """
 
 
 class Compressor(ABC):
@@ -197,6 +217,7 @@ class SparseCodec(Codec):
         super().__init__(layout.nbytes, device)
         self.layout = layout
         self._selector = Selector(layout.numel, device)
+        self._kernels = native.kernels(device)
 
     def _select(
         self, flat: Tensor, increment: Tensor | None, alpha: float
@@ -204,12 +225,30 @@ class SparseCodec(Codec):
         return self._selector.top(flat, self.layout.capacity, increment, alpha)
 
     def _compress(self, flat: Tensor, increment: Tensor | None, alpha: float) -> None:
-        self.layout.write(self.message, *self._select(flat, increment, alpha))
+        indices, values = self._select(flat, increment, alpha)
+        if self._kernels is not None and native.fits(flat):
+            self._kernels.sparse_write(self.layout, self.message, indices, values, flat)
+        else:
+            flat[indices] = values - self.layout.write(self.message, indices, values)
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times what a message carries to ``out``, in place."""
-        indices, values = self.layout.read(message)
-        out.index_add_(0, indices, values.to(out.dtype), alpha=alpha)
+        if self._kernels is not None and native.fits(out):
+            self._kernels.sparse_add(self.layout, message.unsqueeze(0), out, alpha, overwrite=False)
+        else:
+            indices, values = self.layout.read(message, alpha)
+            out.index_add_(0, indices, values.to(out.dtype))
+
+    def decompress_sum(self, messages: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Set ``out`` to ``alpha`` times what several messages carry; see :class:`Codec`."""
+        if self._kernels is not None and native.fits(out):
+            self._kernels.sparse_add(self.layout, messages, out, alpha, overwrite=True)
+        else:
+            super().decompress_sum(messages, out, alpha)
+
+    def clear_sent(self, flat: Tensor) -> None:
+        """Set to zero the elements of ``flat`` that the latest message selected."""
+        flat[self.layout.read(self.message)[0]] = 0.0
 
 
 class ThresholdCodec(SparseCodec):
@@ -257,6 +296,7 @@ class QuantizedCodec(Codec):
         super().__init__(layout.nbytes, device)
         self.layout = layout
         self.stochastic = stochastic
+        self._kernels = native.kernels(device)
 
         # Pieces end where a block does.
         self._piece = max(CHUNK // layout.block, 1) * layout.block
@@ -264,38 +304,72 @@ class QuantizedCodec(Codec):
         self._scratch = torch.empty(size, device=device)
 
     def _compress(self, flat: Tensor, increment: Tensor | None, alpha: float) -> None:
+        write_header(self.message, self.layout.numel)
+        done = 0
+        try:
+            if self._kernels is not None and not self.stochastic and native.fits(flat, increment):
+                done = self._kernels.quantize(self.layout, self.message, flat, increment, alpha)
+                if done < 0:
+                    assert increment is not None
+                    done = -1 - done
+                    flat[:done].sub_(increment[:done], alpha=alpha)
+                    raise NonFiniteGradientError
+            else:
+                for start, piece in add_in_chunks(flat, increment, alpha, self._piece):
+                    self._quantize(start, piece)
+                    done = start + piece.numel()
+        except NonFiniteGradientError:
+            self.decompress_add(self.message, flat[:done])
+            raise
+
+    def _quantize(self, start: int, piece: Tensor) -> None:
+        """Write the part of the message for a piece, and take off the piece what it carries."""
         block = self.layout.block
         scales, codes = self.layout.sections(self.message)
-        for start, piece in add_in_chunks(flat, increment, alpha, self._piece):
-            piece = functional.pad(piece.float(), (0, -piece.numel() % block))
-            rows = piece.view(-1, block)
-            uniform = torch.rand_like(rows) if self.stochastic else None
-            room = self._scratch[: piece.numel()].view(-1, block)
-            coded, scale = quantize_rows(rows, self.layout.levels, uniform, out=room)
-            first = start // block
-            scales[first : first + len(rows)].copy_(scale)
-            if self.layout.bits == 4:
-                # 16 * high + low, both moved from [-7, 7] to [1, 15]
-                coded = coded[:, : block // 2].add(coded[:, block // 2 :], alpha=16).add_(136)
-            codes[first : first + len(rows)].copy_(coded)
-        write_header(self.message, self.layout.numel)
+        rows = functional.pad(piece.float(), (0, -piece.numel() % block)).view(-1, block)
+        uniform = torch.rand_like(rows) if self.stochastic else None
+        room = self._scratch[: rows.numel()].view(-1, block)
+        coded, scale = quantize_rows(rows, self.layout.levels, uniform, out=room)
+        part = slice(start // block, start // block + len(rows))
+        scales[part].copy_(scale)
+        if self.layout.bits == 4:
+            # 16 * high + low, both moved from [-7, 7] to [1, 15]
+            low, high = coded[:, : block // 2], coded[:, block // 2 :]
+            codes[part].copy_(low.add(high, alpha=16).add_(136))
+        else:
+            codes[part].copy_(coded)
+        piece.sub_(coded.mul_(scale.unsqueeze(1)).view(-1)[: piece.numel()])
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: float = 1.0) -> None:
-        """Add ``alpha`` times what a message carries to ``out``, in place."""
-        count, _ = read_header(message)
-        if count == 0:
+        """Add ``alpha`` times what a message carries to ``out``, in place.
+
+        ``out`` may be shorter than the message tells of; the rest is then left out.
+        """
+        if self._kernels is not None and native.fits(out):
+            rows = message.unsqueeze(0)
+            self._kernels.quantized_add(self.layout, rows, out, alpha, overwrite=False)
+            return
+        if read_header(message)[0] == 0:
             return
         block = self.layout.block
         scales, codes = self.layout.sections(message)
-        for start in range(0, self.layout.numel, self._piece):
+        for start in range(0, out.numel(), self._piece):
             piece = out[start : start + self._piece]
             first, last = start // block, -(-(start + piece.numel()) // block)
             part = codes[first:last]
             if self.layout.bits == 4:
                 part = torch.cat([part & 15, part >> 4], dim=1).to(torch.int8).sub_(8)
             room = self._scratch[: part.numel()].view(-1, block)
-            room.copy_(part).mul_(scales[first:last].unsqueeze(1))
-            piece.add_(room.view(-1)[: piece.numel()], alpha=alpha)
+            # Not `add_(room, alpha=alpha)`, which may or may not round the product.
+            room.copy_(part).mul_(scales[first:last].mul(alpha).unsqueeze(1))
+            piece.add_(room.view(-1)[: piece.numel()])
+
+    def decompress_sum(self, messages: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+        """Set ``out`` to ``alpha`` times what several messages carry; see :class:`Codec`."""
+        if self._kernels is not None and native.fits(out):
+            self._kernels.quantized_add(self.layout, messages, out, alpha, overwrite=True)
+        else:
+            super().decompress_sum(messages, out, alpha)
 
 
 def _ratio(name: str, value: float) -> float:

@@ -107,6 +107,11 @@ class SparseLayout:
         return parts
 
     @cached_property
+    def starts(self) -> tuple[int, ...]:
+        """First byte of scales, values, counts and offsets."""
+        return tuple(start for _, start, _ in self._parts)
+
+    @cached_property
     def nbytes(self) -> int:
         """Length of a message."""
         return -(-self._parts[-1][2] // 8) * 8
@@ -115,40 +120,46 @@ class SparseLayout:
         """Return scales, values, counts and offsets as typed views of a message."""
         return [message[start:end].view(dtype) for dtype, start, end in self._parts]
 
-    def write(self, message: Tensor, indices: Tensor, values: Tensor) -> None:
+    def write(self, message: Tensor, indices: Tensor, values: Tensor) -> Tensor:
         """Write a message.
 
         Args:
             message: ``uint8`` of length ``nbytes``.
             indices: int64 in ascending order, at most ``capacity`` of them.
             values: The elements at these places.
+
+        Returns:
+            What the message gives for these elements, as float32.
         """
         count = indices.numel()
         scales, codes, counts, offsets = self._sections(message)
         blocks = indices.div(self.block, rounding_mode="floor")
         counts.copy_(torch.bincount(blocks, minlength=self.blocks))
         offsets[:count].copy_(indices - blocks * self.block)
+        write_header(message, count)
         if self.values == "bf16":
             codes[:count].copy_(values)
-        else:
-            groups = -(-count // GROUP)
-            rows = values.new_zeros(groups * GROUP, dtype=torch.float32)
-            rows[:count] = values
-            coded, scale = quantize_rows(rows.view(groups, GROUP), 127)
-            codes[:count].copy_(coded.view(-1)[:count])
-            scales[:groups].copy_(scale)
-        write_header(message, count)
+            return codes[:count].float()
+        groups = -(-count // GROUP)
+        rows = values.new_zeros(groups * GROUP, dtype=torch.float32)
+        rows[:count] = values
+        coded, scale = quantize_rows(rows.view(groups, GROUP), 127)
+        codes[:count].copy_(coded.view(-1)[:count])
+        scales[:groups].copy_(scale)
+        return coded.mul_(scale.unsqueeze(1)).view(-1)[:count]
 
-    def read(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the indices (int64, ascending) and the values (float32) of a message."""
+    def read(self, message: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
+        """Return the indices (int64, ascending) and ``alpha`` times the values (float32)."""
         count, _ = read_header(message)
+        if count == 0:  # the rest is whatever was there before
+            nothing = torch.empty(0, dtype=torch.int64, device=message.device)
+            return nothing, nothing.float()
         scales, codes, counts, offsets = self._sections(message)
         starts = torch.arange(0, self.blocks * self.block, self.block, device=message.device)
         indices = starts.repeat_interleave(counts.to(torch.int64), output_size=count)
         indices += offsets[:count]
         values = codes[:count].float()
-        if self.values == "int8":
-            values *= scales.repeat_interleave(GROUP)[:count]
+        values *= (scales * alpha).repeat_interleave(GROUP)[:count] if len(scales) else alpha
         return indices, values
 
 
@@ -178,13 +189,17 @@ class QuantizedLayout:
 
     @property
     def nbytes(self) -> int:
-        """Length of a message; the last block is sent whole."""
+        """Length of a message; the last block is sent whole, and the next message is aligned."""
+        return -(-self._end // 8) * 8
+
+    @property
+    def _end(self) -> int:
         return HEADER + 4 * self.blocks + self.blocks * self.block * self.bits // 8
 
     def sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
         """Return the scales, and the codes with one row a block: int8, or uint8 with two codes."""
         middle = HEADER + 4 * self.blocks
-        codes = message[middle:].view(self.blocks, self.block * self.bits // 8)
+        codes = message[middle : self._end].view(self.blocks, self.block * self.bits // 8)
         return message[HEADER:middle].view(torch.float32), (
             codes.view(torch.int8) if self.bits == 8 else codes
         )

@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_opt.strategies.chunks import add_in_chunks, chunk_size
+from lightning_opt.strategies import native
+from lightning_opt.strategies.chunks import NonFiniteGradientError, add_in_chunks, chunk_size
 
 SAMPLE = 16_384
 EXPECTED_IN_SAMPLE = 64
@@ -68,9 +69,12 @@ class Selector:
         self.threshold: float | None = None
         self._last = 0.0  # the k-th magnitude of the step before
         self._margin = 0.97
+        self._kernels = native.kernels(device)
         size = chunk_size(numel, device)
         self._magnitude = torch.empty(size, device=device)
         self._mask = torch.empty(size, dtype=torch.bool, device=device)
+        self._indices = torch.empty(0, dtype=torch.int64)  # the native lists, grown when needed
+        self._values = torch.empty(0)
 
     def top(
         self, flat: Tensor, k: int, increment: Tensor | None = None, alpha: float = 1.0
@@ -88,7 +92,7 @@ class Selector:
             alpha: What the increment is multiplied with.
 
         Returns:
-            int64 indices in ascending order, and the values there.
+            int64 indices in ascending order, and the values there, to be used before the next call.
 
         Raises:
             NonFiniteGradientError: If the increment is not finite; ``flat`` is then as before.
@@ -107,13 +111,15 @@ class Selector:
             indices, values = self.at_least(flat, sampled_threshold(flat, k) * self._margin)
             if len(indices) < k // 2:
                 indices, values = self.at_least(flat, TINY)
-        magnitudes = values.abs()
         surplus = len(indices) / k - 1.0
-        if len(indices) > k:
-            places, kth = largest(magnitudes, k)
-            indices, values = indices[places], values[places]
+        if len(indices) <= k:
+            kth = values.abs().min().item() if len(indices) else TINY
+        elif self._kernels is not None and native.fits(values):
+            kth = self._kernels.largest(indices, values, k)
+            indices, values = indices[:k], values[:k]
         else:
-            kth = magnitudes.min().item() if len(indices) else TINY
+            places, kth = largest(values.abs(), k)
+            indices, values = indices[places], values[places]
         self._aim(kth, surplus)
         return indices, values
 
@@ -136,12 +142,14 @@ class Selector:
         """Add ``alpha * increment``, and return what is then at least ``threshold`` in size.
 
         Returns:
-            int64 indices in ascending order, and the values there.
+            int64 indices in ascending order, and the values there, to be used before the next call.
 
         Raises:
             NonFiniteGradientError: If the increment is not finite; ``flat`` is then as before.
         """
         threshold = max(threshold, TINY)
+        if self._kernels is not None and native.fits(flat, increment):
+            return self._at_least_native(self._kernels, flat, threshold, increment, alpha)
         found, values = [], []
         for start, piece in add_in_chunks(flat, increment, alpha):
             magnitude, mask = self._magnitude[: len(piece)], self._mask[: len(piece)]
@@ -156,3 +164,32 @@ class Selector:
         if not found:
             return flat.new_empty(0, dtype=torch.int64), flat.new_empty(0)
         return torch.cat(found), torch.cat(values)
+
+    def _at_least_native(
+        self,
+        kernels: native.Kernels,
+        flat: Tensor,
+        threshold: float,
+        increment: Tensor | None,
+        alpha: float,
+    ) -> tuple[Tensor, Tensor]:
+        place = found = 0
+        while True:
+            place, found = kernels.select(
+                flat, increment, alpha, threshold, place, found, self._indices, self._values
+            )
+            if place < 0:
+                assert increment is not None
+                done = -1 - place
+                flat[:done].sub_(increment[:done], alpha=alpha)
+                raise NonFiniteGradientError
+            if place == flat.numel():
+                return self._indices[:found], self._values[:found]
+            # Twice as many, but no more than there are.
+            room = max(2 * len(self._indices), flat.numel() // 32)
+            room = min(room, flat.numel()) + native.PIECE + 1
+            for name in ("_indices", "_values"):
+                old = getattr(self, name)
+                new = old.new_empty(room)
+                new[:found] = old[:found]
+                setattr(self, name, new)

@@ -92,8 +92,13 @@ class Channel(ABC):
 
     def _reject(self, gradient: Tensor, scale: float) -> Tensor:
         if self._finite:
+            self._recover()
             self.residual.sub_(gradient, alpha=1.0 / scale)
         return gradient.fill_(math.nan)
+
+    def _recover(self) -> None:
+        """Put back into the residual what this rank's latest messages took off it."""
+        raise NotImplementedError
 
 
 class GatherChannel(Channel):
@@ -124,10 +129,7 @@ class GatherChannel(Channel):
             self.flagged = any(read_header(message)[1] == NON_FINITE for message in messages)
             if self.flagged:
                 return self._reject(gradient, scale)
-            self._codec.decompress_add(self._codec.message, self.residual, -1.0)
-            gradient.zero_()
-            for message in messages:
-                self._codec.decompress_add(message, gradient, scale / self._world)
+            self._codec.decompress_sum(messages, gradient, scale / self._world)
             return gradient
 
         future: Future[Tensor] = work.get_future().then(finish)
@@ -135,6 +137,9 @@ class GatherChannel(Channel):
 
     def take_back(self) -> None:
         """Put back into the residual what the latest step sent."""
+        self._recover()
+
+    def _recover(self) -> None:
         self._codec.decompress_add(self._codec.message, self.residual)
 
     @property

@@ -100,14 +100,15 @@ class TwoStageChannel(Channel):
 
     def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step; see :meth:`Channel.start`."""
-        added = []
+        added = 0
         for codec, cut in zip(self._codecs, self._cuts, strict=True):
             if not codec.compress(self.residual[cut], gradient[cut], 1.0 / scale):
                 break
-            added.append(cut)
-        self._finite = len(added) == self._world
+            added += 1
+        self._finite = added == self._world
         if not self._finite:
-            for cut in added:
+            self._recover(added)
+            for cut in self._cuts[:added]:
                 self.residual[cut].sub_(gradient[cut], alpha=1.0 / scale)
             for message in self._sent:
                 write_header(message, 0, NON_FINITE)
@@ -132,19 +133,19 @@ class TwoStageChannel(Channel):
         self.flagged = any(read_header(message)[1] == NON_FINITE for message in self._received)
         if self.flagged:
             return self._reject(gradient, scale)
-        for codec, cut in zip(self._codecs, self._cuts, strict=True):
-            codec.decompress_add(codec.message, self.residual[cut], -1.0)
         for message in self._received:
             part = message[: self._mean_codec.nbytes]
             self._mean_codec.decompress_add(part, self._owed_mean, 1.0 / self._world)
         self._mean_codec.compress(self._owed_mean)
-        self._mean_codec.decompress_add(self._mean_codec.message, self._owed_mean, -1.0)
         all_gather(self._gathered, self._mean_row, group=self._group)
-        gradient.zero_()
-        rows = self._gathered.view(self._world, -1)
+        rows = self._gathered.view(self._world, 1, -1)
         for codec, cut, message in zip(self._codecs, self._cuts, rows, strict=True):
-            codec.decompress_add(message[: codec.nbytes], gradient[cut], scale)
+            codec.decompress_sum(message[:, : codec.nbytes], gradient[cut], scale)
         return gradient
+
+    def _recover(self, shards: int | None = None) -> None:
+        for codec, cut in list(zip(self._codecs, self._cuts, strict=True))[:shards]:
+            codec.decompress_add(codec.message, self.residual[cut])
 
     def take_back(self) -> None:
         """Keep the mean that was sent, since it will not be applied."""

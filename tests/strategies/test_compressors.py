@@ -13,10 +13,17 @@ from torch import Tensor
 from lightning_opt.strategies import chunks, selection
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.packing import GROUP, read_header
+from tests.strategies.paths import tensors, use
 
 CPU = torch.device("cpu")
 
-relaxed = settings(deadline=None, max_examples=60, suppress_health_check=list(HealthCheck))
+relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def _paths(request, monkeypatch):
+    """Everything holds in torch operations and in native code."""
+    use(request.param, monkeypatch)
 
 
 @pytest.fixture(autouse=True)
@@ -24,26 +31,6 @@ def _small_chunks(monkeypatch):
     """Small tensors then take several chunks, as large ones do."""
     monkeypatch.setattr(chunks.add_in_chunks, "__defaults__", (1.0, 100))
     monkeypatch.setattr(chunks.chunk_size, "__defaults__", (100,))
-
-
-@st.composite
-def tensors(draw: st.DrawFn) -> Tensor:
-    """Flat tensors of any size: normal, heavy-tailed, sparse, zero, equal, of few values."""
-    numel = draw(st.integers(1, 3000))
-    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
-    scale = 10.0 ** draw(st.integers(-20, 12))
-    kind = draw(st.sampled_from(["normal", "heavy", "sparse", "zero", "equal", "few", "tiny"]))
-    normal = torch.randn(numel, generator=generator)
-    values = {
-        "normal": normal,
-        "heavy": normal**5,
-        "sparse": normal * (torch.rand(numel, generator=generator) < 0.01),
-        "zero": torch.zeros(numel),
-        "equal": torch.ones(numel),
-        "few": normal.round(),
-        "tiny": torch.full((numel,), 1e-42),
-    }[kind]
-    return values * scale
 
 
 compressors = st.one_of(
@@ -84,7 +71,6 @@ def test_what_is_sent_and_what_is_left_add_up_to_every_gradient(compressor, flat
     for step in range(steps):
         gradient = flat.roll(step) * (1 + step)
         assert codec.compress(residual, gradient)
-        codec.decompress_add(codec.message, residual, -1.0)
         sent += decompressed(codec, codec.message, len(flat))
         owed += gradient
     torch.testing.assert_close(sent + residual, owed, rtol=0, atol=20 * round_off(owed))
@@ -196,7 +182,7 @@ def test_a_gradient_that_is_not_finite_leaves_no_trace(compressor, flat, place, 
         residual,
         before,
         rtol=1e-5,
-        atol=1e-7 * gradient.nan_to_num(0, 0, 0).abs().max().item() + 1e-6,
+        atol=3e-7 * gradient.nan_to_num(0, 0, 0).abs().max().item() + 1e-6,
     )
     assert codec.compress(residual, torch.zeros_like(gradient))
     assert read_header(codec.message)[1] == 0
@@ -214,6 +200,7 @@ def test_gradients_of_other_dtypes_are_added_in_the_residuals_own(dtype):
     residual = torch.full((3000,), 0.25, dtype=torch.promote_types(dtype, torch.float32))
     codec = TopK(0.1).codec(3000, CPU)
     assert codec.compress(residual, gradient, alpha=1 / 1024)
+    codec.decompress_add(codec.message, residual)
     torch.testing.assert_close(residual, 0.25 + gradient.to(residual.dtype) / 1024)
 
 
@@ -259,7 +246,6 @@ def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
     for step in range(60):
         looks.clear()
         codec.compress(residual, torch.randn(200_000, generator=generator))
-        codec.decompress_add(codec.message, residual, -1.0)
         counts.append(read_header(codec.message)[0])
         assert len(looks) == 1, step
         assert len(looks[0][0]) < 2 * 2000 or step < 10

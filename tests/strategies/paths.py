@@ -1,0 +1,42 @@
+"""The two ways to compress on a CPU, and tensors that try them."""
+
+import shutil
+
+import pytest
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_opt.strategies import native
+
+COMPILER = shutil.which("cc")
+
+
+def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let codecs made from now on run in ``"torch"`` operations, or in ``"native"`` code."""
+    if path == "native" and COMPILER is None:
+        pytest.skip("no C compiler")
+    monkeypatch.setenv(native.SWITCH, "1" if path == "native" else "0")
+
+
+@st.composite
+def tensors(draw: st.DrawFn, least: int = 1) -> Tensor:
+    """Flat tensors of any size: normal, heavy-tailed, sparse, zero, equal, of few values, tiny."""
+    numel = draw(st.one_of(st.integers(least, 70), st.integers(least, 3000)))
+    generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    scale = 10.0 ** draw(st.integers(-20, 12))
+    kind = draw(
+        st.sampled_from(["normal", "heavy", "sparse", "zero", "minus", "equal", "few", "tiny"])
+    )
+    normal = torch.randn(numel, generator=generator)
+    values = {
+        "normal": normal,
+        "heavy": normal**5,
+        "sparse": normal * (torch.rand(numel, generator=generator) < 0.01),
+        "zero": torch.zeros(numel),
+        "minus": -torch.zeros(numel),
+        "equal": torch.ones(numel),
+        "few": normal.round(),
+        "tiny": normal * 1e-38,
+    }[kind]
+    return values * scale
