@@ -1,22 +1,30 @@
 """Accuracy of compressed DDP after the same number of steps, as a difference to plain DDP.
 
 Claim: with error feedback, sending 1% of the gradient's elements costs next to no accuracy, and
-without it visibly more, with SGD with momentum and with AdamW.
+without it visibly more, with SGD with momentum and with AdamW; over a slow network the same
+accuracy is reached in a fraction of the time.
 
 Real processes over gloo. Two tasks: a small ConvNet on scikit-learn's digits (test accuracy), and a
 byte-level transformer on the source of Python's standard library (validation loss). All strategies
-of a seed start from the same weights and see the same batches.
+of a seed start from the same weights and see the same batches; learning rates fall to zero
+linearly. The second table times the first seed in network namespaces at 100 Mbit/s, see
+compression.py.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
+import signal
 import socket
 import statistics
+import sys
 import sysconfig
+import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,27 +36,61 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import lightning_opt as lo
-from compression import start_ranks
+from compression import NETWORKS, namespaces, start_ranks, why_not
 from harness import parse_arguments, publish
 
-BATCH = 32
+BATCH = 16
 """Samples a rank."""
+
+LOOKS = 20
+"""How often a run is scored."""
+
+NETWORK = "100 Mbit/s"
+
+REACHED_BY_DENSE = 0.8
+"""The target of the timed runs is the score that plain DDP has after this share of its steps."""
 
 
 def strategies(steps: int) -> dict[str, Callable[[], Any]]:
     """Return the strategies by name; the first is what the others are compared with."""
+    compressed = partial(lo.CompressedDDPStrategy, fallback="never")
     ramp = steps // 3
     return {
         "dense": lambda: "ddp",
-        "topk 1%": lambda: lo.CompressedDDPStrategy("topk", ratio=0.01),
-        "topk 1%, ramp": lambda: lo.CompressedDDPStrategy("topk", ratio=0.01, ramp_steps=ramp),
-        "topk 1%, no error feedback": lambda: lo.CompressedDDPStrategy(
-            "topk", ratio=0.01, error_feedback=False
+        "topk 1%": lambda: compressed("topk", ramp_steps=0),
+        "topk 1%, ramp": lambda: compressed("topk", ramp_steps=ramp),
+        "topk 1%, no error feedback": lambda: compressed(
+            "topk", error_feedback=False, ramp_steps=0
         ),
-        "topk 0.1%, ramp": lambda: lo.CompressedDDPStrategy("topk", ratio=0.001, ramp_steps=ramp),
-        "int8": lambda: lo.CompressedDDPStrategy("int8"),
-        "int4": lambda: lo.CompressedDDPStrategy("int4"),
+        "topk 0.1%, ramp": lambda: compressed("topk", ratio=0.001, ramp_steps=ramp),
+        "int8": lambda: compressed("int8"),
+        "int4": lambda: compressed("int4"),
     }
+
+
+TIMED = ("dense", "topk 1%", "topk 1%, ramp", "int8", "int4")
+
+
+class Scores(L.Callback):
+    """Scores the model from time to time, beside the seconds of training up to then."""
+
+    def __init__(self, steps: int) -> None:
+        self.every = max(steps // LOOKS, 1)
+        self.curve: list[tuple[float, float]] = []
+        self._seconds = 0.0
+        self._since = time.perf_counter()
+
+    def on_train_start(self, *_: Any) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
+        if trainer.global_step % self.every == 0:
+            self._seconds += time.perf_counter() - self._since
+            model.eval()
+            self.curve.append((self._seconds, model.score()))
+            model.train()
+            dist.barrier()
+            self._since = time.perf_counter()
 
 
 class Task(L.LightningModule):
@@ -77,10 +119,18 @@ class Task(L.LightningModule):
         generator = torch.Generator().manual_seed((self.seed * 64 + rank) * 100_000 + number)
         return torch.randint(0, high, (BATCH,), generator=generator)
 
-    def configure_optimizers(self) -> torch.optim.Optimizer:
+    def configure_optimizers(self) -> dict[str, Any]:
+        optimizer: torch.optim.Optimizer
         if self.optimizer == "SGD":
-            return torch.optim.SGD(self.parameters(), lr=self.rates[0], momentum=0.9)
-        return torch.optim.AdamW(self.parameters(), lr=self.rates[1])
+            optimizer = torch.optim.SGD(self.parameters(), lr=self.rates[0], momentum=0.9)
+        else:
+            optimizer = torch.optim.AdamW(self.parameters(), lr=self.rates[1])
+        steps = self.trainer.num_training_batches
+        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
+        return {
+            "optimizer": optimizer,
+            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
+        }
 
     rates: tuple[float, float]
 
@@ -126,12 +176,12 @@ class Digits(Task):
 
 
 class Bytes(Task):
-    """A transformer of two layers of width 96 on Python's standard library; score: loss in nats."""
+    """A transformer of two layers of width 64 on Python's standard library; score: loss in nats."""
 
     name = "byte-level GPT, loss"
     better = -1.0
     rates = (0.1, 1e-3)
-    context = 48
+    context = 32
 
     def __init__(self, optimizer: str, seed: int) -> None:
         super().__init__(optimizer, seed)
@@ -139,11 +189,11 @@ class Bytes(Task):
         text = b"".join(path.read_bytes() for path in paths)[:2_000_000]
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         torch.manual_seed(seed)
-        self.embed = nn.Embedding(256, 96)
-        self.places = nn.Parameter(0.02 * torch.randn(self.context, 96))
-        layer = nn.TransformerEncoderLayer(96, 4, 384, 0.0, batch_first=True, norm_first=True)
+        self.embed = nn.Embedding(256, 64)
+        self.places = nn.Parameter(0.02 * torch.randn(self.context, 64))
+        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True)
         self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(96, 256)
+        self.head = nn.Linear(64, 256)
         mask = nn.Transformer.generate_square_subsequent_mask(self.context)
         self.register_buffer("mask", mask)
 
@@ -166,14 +216,21 @@ class Bytes(Task):
 
 TASKS: dict[str, type[Task]] = {"digits": Digits, "bytes": Bytes}
 
+OPTIMIZERS = ("SGD", "AdamW")
+
+PARTS = ("score", "time")
+
 
 def run_rank(own: argparse.Namespace) -> None:
     """Train every strategy with every seed, and write the scores as JSON."""
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after a fit
-    scores: dict[str, list[float]] = {}
+    curves: dict[str, list[list[tuple[float, float]]]] = {}
     for seed in range(own.seeds):
         for name, strategy in strategies(own.steps).items():
+            if own.only and name not in own.only:
+                continue
+            scores = Scores(own.steps)
             model = TASKS[own.task](own.optimizer, seed)
             trainer = L.Trainer(
                 accelerator="cpu",
@@ -185,13 +242,13 @@ def run_rank(own: argparse.Namespace) -> None:
                 enable_progress_bar=False,
                 enable_model_summary=False,
                 use_distributed_sampler=False,
+                callbacks=[scores],
             )
             trainer.fit(model, range(own.steps))
-            model.eval()
-            scores.setdefault(name, []).append(model.score())
+            curves.setdefault(name, []).append(scores.curve)
             dist.barrier()
     if dist.get_rank() == 0:
-        own.result.write_text(json.dumps(scores))
+        own.result.write_text(json.dumps(curves))
     dist.barrier()
 
 
@@ -208,27 +265,57 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=list(TASKS))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--optimizer")
+    parser.add_argument("--only", nargs="*", help="names of strategies")
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seeds", type=int)
-    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
     own, rest = parser.parse_known_args(argv)
     if own.result is not None:
         run_rank(own)
         return
     arguments = parse_arguments(__doc__ or "", rest)
-    steps = own.steps or (30 if arguments.quick else 300)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
+    steps = own.steps or (40 if arguments.quick else 800)
     seeds = own.seeds or (1 if arguments.quick else 3)
-    rows = []
-    raw = {}
-    for task in own.tasks:
-        for ranks in own.ranks:
-            for optimizer in ("SGD", "AdamW"):
-                options = ["--task", task, "--optimizer", optimizer, "--steps", steps]
-                options += ["--seeds", seeds]
-                scores = start_ranks(__file__, ranks, options, port=free_port())
-                raw[f"{task}, {optimizer}, {ranks} ranks"] = scores
-                rows += rows_of(TASKS[task], optimizer, ranks, scores)
-    report = lo.Report(
+    if "score" in own.parts:
+        rows: list[dict[str, Any]] = []
+        raw = {}
+        for task, ranks, optimizer in itertools.product(own.tasks, own.ranks, OPTIMIZERS):
+            options = ["--task", task, "--optimizer", optimizer, "--steps", steps]
+            curves = start_ranks(__file__, ranks, [*options, "--seeds", seeds], port=free_port())
+            scores = {name: [own[-1][1] for own in runs] for name, runs in curves.items()}
+            raw[f"{task}, {optimizer}, {ranks} ranks"] = scores
+            rows += rows_of(TASKS[task], optimizer, ranks, scores)
+            publish(
+                "compression_accuracy", accuracy_report(rows, steps, seeds), arguments, scores=raw
+            )
+    if "time" in own.parts:
+        reason = why_not()
+        if reason is not None:
+            print(f"This machine does not allow the benchmark's own networks: {reason}")
+            return
+        rows = []
+        raw = {}
+        for task, optimizer in itertools.product(own.tasks, OPTIMIZERS):
+            options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seeds", 1]
+            with namespaces(2, NETWORKS[NETWORK]) as names:
+                curves = start_ranks(
+                    __file__,
+                    2,
+                    [*options, "--only", *TIMED],
+                    namespaces=names,
+                    address="10.99.0.1",
+                    interface="eth0",
+                )
+            raw[f"{task}, {optimizer}"] = {name: runs[0] for name, runs in curves.items()}
+            rows += times_of(TASKS[task], optimizer, raw[f"{task}, {optimizer}"])
+            publish("compression_time_to_accuracy", time_report(rows, steps), arguments, curves=raw)
+
+
+def accuracy_report(rows: list[dict[str, Any]], steps: int, seeds: int) -> lo.Report:
+    """Return the table of final scores."""
+    return lo.Report(
         f"After {steps} steps, compared with plain DDP",
         rows,
         [
@@ -237,7 +324,19 @@ def main(argv: Sequence[str] | None = None) -> None:
             "`spread`: standard deviation of that difference."
         ],
     )
-    publish("compression_accuracy", report, arguments, scores=raw)
+
+
+def time_report(rows: list[dict[str, Any]], steps: int) -> lo.Report:
+    """Return the table of seconds to a score."""
+    return lo.Report(
+        f"Seconds to an accuracy between two ranks at {NETWORK}",
+        rows,
+        [
+            f"`target`: what plain DDP has reached after {REACHED_BY_DENSE:.0%} of {steps} steps. "
+            "`seconds`: training until the target is first reached, looked at "
+            f"{LOOKS} times a run; `of dense`: as a ratio to plain DDP. One seed."
+        ],
+    )
 
 
 def rows_of(
@@ -262,6 +361,31 @@ def rows_of(
             }
         )
     return rows
+
+
+def times_of(
+    task: type[Task], optimizer: str, curves: dict[str, list[tuple[float, float]]]
+) -> list[dict[str, Any]]:
+    """Return one row a strategy: when its score first reached the target."""
+    dense = curves["dense"]
+    target = dense[max(round(REACHED_BY_DENSE * len(dense)) - 1, 0)][1]
+    reached = {
+        name: next(
+            (seconds for seconds, score in curve if task.better * (score - target) >= 0), None
+        )
+        for name, curve in curves.items()
+    }
+    return [
+        {
+            "task": task.name,
+            "optimizer": optimizer,
+            "target": round(target, 3),
+            "strategy": name,
+            "seconds": "not reached" if seconds is None else round(seconds, 1),
+            "of dense": "" if seconds is None else round(seconds / (reached["dense"] or 1.0), 3),
+        }
+        for name, seconds in reached.items()
+    ]
 
 
 if __name__ == "__main__":
