@@ -13,7 +13,7 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import at_least, fraction
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
@@ -21,6 +21,7 @@ from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.strategies.auto import LOOK, AutoChoice
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.measuring import Scheme
+from lightning_opt.strategies.momentum import check_optimizers
 from lightning_opt.strategies.ramp import default_steps, stage_at, stages_to
 from lightning_opt.strategies.reduction import CompressedReduction, reduce_bucket
 from lightning_opt.strategies.two_stage import is_staged
@@ -86,15 +87,19 @@ class CompressedDDPStrategy(DDPStrategy):
             there is nothing to choose from.
         sparse_stages_from: Number of ranks from which on Top-K travels in two stages: as many bytes
             for any number of ranks, but selected a second time.
+        momentum_correction: Momentum to apply before compression instead of in the optimizer, which
+            must then have none. Uncompressed, it is the momentum of :class:`torch.optim.SGD`.
         every_n_steps: Optimizer steps from one report to the next.
         process_group_backend: ``"gloo"``, ``"nccl"``, or None for what fits the device.
         **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` and
             :class:`~torch.nn.parallel.DistributedDataParallel` take.
 
     Raises:
-        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps, or a
-            communication hook besides this one; in ``setup`` for LBFGS, sharded parameters, or a
-            backend that does not fit.
+        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps, a
+            communication hook besides this one, or ``momentum_correction`` outside [0, 1), without
+            error feedback or with ``find_unused_parameters``; in ``setup`` for LBFGS, sharded
+            parameters, a backend that does not fit, or an optimizer with momentum besides
+            ``momentum_correction``.
 
     Example:
         >>> import lightning as L
@@ -113,6 +118,7 @@ class CompressedDDPStrategy(DDPStrategy):
         fallback: Literal["auto", "never", "always"] = "auto",
         examine_every_n_steps: int = 500,
         sparse_stages_from: int = 32,
+        momentum_correction: float | None = None,
         every_n_steps: int = 50,
         process_group_backend: str | None = None,
         **kwargs: Any,
@@ -140,6 +146,10 @@ class CompressedDDPStrategy(DDPStrategy):
         self._first_choice = max(warmup_steps, layout_steps + LOOK)
         self.examine_every_n_steps = at_least("examine_every_n_steps", examine_every_n_steps, 1)
         self.sparse_stages_from = at_least("sparse_stages_from", sparse_stages_from, 2)
+        self.momentum_correction = momentum_correction
+        if momentum_correction is not None:
+            fraction("momentum_correction", momentum_correction)
+            _check_momentum(error_feedback, kwargs)
         self._stages = stages_to(self.compressor)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
@@ -189,10 +199,17 @@ class CompressedDDPStrategy(DDPStrategy):
         if isinstance(self.compressor, TopK):
             # Refuses a k above the model now, one above a bucket at the first compressed step.
             self.compressor.capacity(sum(parameter.numel() for parameter in module.parameters()))
-        if self.world_size == 1:
+        momentum = self.momentum_correction
+        sparse = any(getattr(part, "sparse", False) for part in module.modules())
+        if momentum is not None and sparse:
+            raise ValueError(
+                "momentum_correction does not work with sparse gradients. Use sparse=False in "
+                "embeddings, or leave it out."
+            )
+        if self.world_size == 1 and momentum is None:
             return  # there is nobody to send to
         may_skip = model.find_unused_parameters and not model.static_graph
-        if len(self.schemes) > 1:
+        if len(self.schemes) > 1 and self.world_size > 1:
             self._auto = AutoChoice(
                 self.schemes,
                 first=self._first_choice,
@@ -208,12 +225,13 @@ class CompressedDDPStrategy(DDPStrategy):
             )
         self._reduction = CompressedReduction(
             {parameter: name for name, parameter in module.named_parameters()},
-            self.compressor_at,
+            self.compressor_at if self.world_size > 1 else _uncompressed,
             error_feedback=self.error_feedback,
             loss_scale=self._loss_scale,
             may_skip=may_skip,
             auto=self._auto,
             sparse_stages_from=self.sparse_stages_from,
+            momentum=momentum,
         )
         if self._resumed is not None:
             self._reduction.load_state_dict(self._resumed)
@@ -229,6 +247,8 @@ class CompressedDDPStrategy(DDPStrategy):
                     "Compressed DDP does not work with torch.optim.LBFGS: it evaluates the "
                     "gradient several times within one step and needs it exact. Use strategy='ddp'."
                 )
+        if self.momentum_correction is not None:
+            check_optimizers(self.optimizers)
         ratio = self.compressor.ratio if isinstance(self.compressor, TopK) else 1.0
         if (
             self.fallback != "always"
@@ -269,10 +289,16 @@ class CompressedDDPStrategy(DDPStrategy):
         self._resumed = checkpoint.get(CHECKPOINT_KEY)
         module = self.lightning_module
         fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
+        velocities = (self._resumed or {}).get("velocities")
         if fitting and self._resumed is None:
             rank_zero_warn(
                 "This checkpoint was written without compressed DDP, so there is nothing to resume "
                 f"that was not yet sent. Compression begins after {self.warmup_steps} steps."
+            )
+        elif fitting and self.momentum_correction is not None and not velocities:
+            rank_zero_warn(
+                "This checkpoint was written without momentum_correction, so the momentum begins "
+                "anew. An optimizer's own momentum in the checkpoint is not used."
             )
         return checkpoint
 
@@ -282,6 +308,21 @@ class CompressedDDPStrategy(DDPStrategy):
             self._reduction.close()
             self._reduction = None
         super().teardown()
+
+
+def _uncompressed(step: int) -> None:
+    """Return that a step is not compressed."""
+
+
+def _check_momentum(error_feedback: bool, arguments: dict[str, Any]) -> None:
+    if not error_feedback:
+        raise ValueError("momentum_correction needs error_feedback=True.")
+    if arguments.get("find_unused_parameters") and not arguments.get("static_graph"):
+        raise ValueError(
+            "momentum_correction cannot be used with find_unused_parameters=True: a rank does not "
+            "know whether the others used a parameter, and so whether its velocity goes on. Leave "
+            "one of them out, or use static_graph=True."
+        )
 
 
 def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor:

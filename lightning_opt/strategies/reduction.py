@@ -23,6 +23,7 @@ from lightning_opt.strategies.auto import AutoChoice
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.feedback import Residuals
 from lightning_opt.strategies.measuring import Scheme
+from lightning_opt.strategies.momentum import Velocity
 from lightning_opt.strategies.transport import (
     Channel,
     DenseChannel,
@@ -99,12 +100,14 @@ class Bucket:
         known: Whether the residual may hold anything from before this layout.
         channel: How it travels; None before it has its first.
         scheme: What the channel was made for.
+        velocity: Its momentum, where that is applied before compression.
     """
 
     residual: Tensor
     known: bool = False
     channel: Channel | None = None
     scheme: Scheme = None
+    velocity: Velocity | None = None
 
     @property
     def owes(self) -> bool:
@@ -130,6 +133,8 @@ class CompressedReduction:
             (``find_unused_parameters``).
         auto: Chooses how to send each bucket, instead of ``compressor_at``.
         sparse_stages_from: Ranks from which on :class:`TopK` travels in two stages.
+        momentum: Share of a velocity that is left after a step, to send velocities instead of
+            gradients; needs error feedback, and that no parameter is skipped.
     """
 
     def __init__(
@@ -142,8 +147,10 @@ class CompressedReduction:
         may_skip: bool = False,
         auto: AutoChoice | None = None,
         sparse_stages_from: int = 32,
+        momentum: float | None = None,
     ) -> None:
         self.residuals = Residuals()
+        self.velocities = Residuals()
         self.traffic = Traffic()
         self.step = -1
         self._names = names
@@ -152,6 +159,7 @@ class CompressedReduction:
         self._loss_scale = loss_scale
         self._may_skip = may_skip
         self._auto = auto
+        self._momentum = momentum
         self._world = dist.get_world_size()
         self._is_staged = partial(
             is_staged, world=self._world, sparse_from=sparse_stages_from, may_skip=may_skip
@@ -161,6 +169,7 @@ class CompressedReduction:
         self._sent_as: Counter[float] = Counter()
         self._scale = 1.0
         self._launched: list[Channel] = []
+        self._ended = True
         self._worker: ThreadPoolExecutor | None = None
         self._touched: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
@@ -184,7 +193,9 @@ class CompressedReduction:
         scheme = self._compressor if auto is None else auto.scheme(bucket.index(), gradient)
         self._sent_as[MODES.get(type(scheme), 4.0)] += gradient.numel()
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
-        if scheme is None and not (auto is not None and auto.mixed) and not self._owes(bucket):
+        mixed = auto is not None and auto.mixed
+        plain = scheme is None and self._momentum is None and not mixed
+        if plain and not self._owes(bucket):
             self.traffic.opened(dense, dense)
             future = all_reduce_mean(gradient)
             if self._may_skip:
@@ -197,6 +208,8 @@ class CompressedReduction:
                 channel.keeps = bool(held)
             self._launched.append(channel)
             self.traffic.opened(channel.sent_bytes, dense)
+            if state.velocity is not None:
+                state.velocity.advance(gradient, self._scale, channel)
             future = channel.start(gradient, self._scale)
             if held:
                 future = future.then(partial(_give_back, held))
@@ -209,11 +222,8 @@ class CompressedReduction:
     def _begin_step(self) -> None:
         self.step += 1
         self.traffic.steps += 1
-        if self._error_feedback and any(channel.flagged for channel in self._launched):
-            # The last step will not have been applied, to no parameter.
-            for channel in self._launched:
-                if not channel.flagged:
-                    channel.take_back()
+        self._end_step()
+        self._ended = False
         self._launched = []
         self._sent_as.clear()
         if self._auto is None:
@@ -221,6 +231,21 @@ class CompressedReduction:
         else:
             self._auto.begin_step(self.traffic.landed)
         self._scale = self._loss_scale()
+
+    def _end_step(self) -> None:
+        """Draw the consequences of the last step, once it is known whether it will be applied."""
+        if self._ended:
+            return
+        self._ended = True
+        flagged = any(channel.flagged for channel in self._launched)
+        if self._error_feedback and flagged:
+            # The last step will not have been applied, to no parameter.
+            for channel in self._launched:
+                if not channel.flagged:
+                    channel.take_back()
+        for state in self._buckets.values():
+            if state.velocity is not None:
+                state.velocity.end_step(applied=not flagged)
 
     def _bucket(self, bucket: GradBucket) -> Bucket:
         """Return the state of a bucket, made anew when DDP has arranged the buckets anew."""
@@ -234,6 +259,9 @@ class CompressedReduction:
             known = any(name in self.residuals for name in names)
             numels = [parameter.numel() for parameter in parameters]
             state = Bucket(self.residuals.bind(names, numels, bucket.buffer()), known)
+            if self._momentum is not None:
+                kept = self.velocities.bind(names, numels, bucket.buffer())
+                state.velocity = Velocity(kept, self._momentum)
             self._buckets[key] = state
         return state
 
@@ -286,15 +314,23 @@ class CompressedReduction:
 
     def state_dict(self) -> dict[str, Any]:
         """Return the mean of the ranks' residuals and the step. All ranks must call it."""
+        self._end_step()
         for state in self._buckets.values():
             state.fold()
         sent = 0 if self._auto is None else self._auto.sent
-        return {"step": self.step, "residuals": self.residuals.averaged(), "sent": sent}
+        return {
+            "step": self.step,
+            "residuals": self.residuals.averaged(),
+            "velocities": self.velocities.averaged(),
+            "sent": sent,
+        }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned, at any number of ranks."""
         self.step = state_dict["step"]
         self.residuals.load(state_dict["residuals"])
+        if self._momentum is not None:
+            self.velocities.load(state_dict.get("velocities", {}))
         if self._auto is not None:
             self._auto.sent = state_dict.get("sent", 0)
 

@@ -85,6 +85,9 @@ class Channel(ABC):
     def fold(self) -> None:
         """Move into the residual what the channel keeps elsewhere. Nothing, usually."""
 
+    def clear_sent(self, flat: Tensor) -> None:
+        """Set to zero the elements that the latest step selected. None, where all are sent."""
+
     @property
     @abstractmethod
     def selected(self) -> int:
@@ -141,6 +144,10 @@ class GatherChannel(Channel):
 
     def _recover(self) -> None:
         self._codec.decompress_add(self._codec.message, self.residual)
+
+    def clear_sent(self, flat: Tensor) -> None:
+        """Set to zero the elements that this rank's latest message carries."""
+        self._codec.clear_sent(flat)
 
     @property
     def selected(self) -> int:

@@ -151,6 +151,11 @@ class TwoStageChannel(Channel):
         """Keep the mean that was sent, since it will not be applied."""
         self._mean_codec.decompress_add(self._mean_codec.message, self._owed_mean)
 
+    def clear_sent(self, flat: Tensor) -> None:
+        """Set to zero the elements that this rank's latest messages carry."""
+        for codec, cut in zip(self._codecs, self._cuts, strict=True):
+            codec.clear_sent(flat[cut])
+
     def fold(self) -> None:
         """Move what this rank owes to the mean of its shard into its residual."""
         self.residual[self._own].add_(self._owed_mean, alpha=self._world)

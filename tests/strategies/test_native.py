@@ -260,8 +260,9 @@ def _mixed(compressor: Any) -> None:
     os.environ[native.SWITCH] = "1" if rank == 0 else "0"
     from lightning_opt.strategies.ddp import CompressedDDPStrategy
 
+    settings: Any = {"warmup_steps": 3, "bucket_cap_mb": SMALL_BUCKETS, "fallback": "never"}
     model = Ledger()
-    strategy = CompressedDDPStrategy(compressor, warmup_steps=3, bucket_cap_mb=SMALL_BUCKETS)
+    strategy = CompressedDDPStrategy(compressor, **settings)
     fit(model, strategy, range(20))
     assert same_on_all_ranks(model)
     assert dist_world() == 3
