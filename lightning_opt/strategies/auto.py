@@ -153,7 +153,6 @@ class AutoChoice:
             measured.options,
             measured.link,
             compute=measured.compute,
-            first_at_most=measured.seen if self._schemes[0] is None else float("inf"),
             current=None if self.choice is None else self.choice.best,
         )
         if measured.link.slope < SLOWER * self._refuted:

@@ -14,6 +14,9 @@ BAND = 0.05
 UNNOTICED = 0.005
 """Share of a step by which a prediction may grow unnoticed."""
 
+HIDING = 0.7
+"""Share of the backward pass behind which an exchange is trusted to hide."""
+
 
 @dataclass(frozen=True)
 class Line:
@@ -117,6 +120,33 @@ def exchange_seconds(
     return max(landed, ready[-1] + work) - ready[-1]
 
 
+def slowed(link: Line, factor: float) -> Line:
+    """Return a network that takes ``factor`` times as long."""
+    return Line(link.fixed * factor, link.slope * factor)
+
+
+def calibrate(ready: Sequence[float], dense: Option, link: Line, seen: float) -> float:
+    """Return how much of its predicted time a network has turned out to take, at most 1.
+
+    Args:
+        ready: See :func:`exchange_seconds`.
+        dense: An option that was in use.
+        link: What was measured of the network by itself.
+        seen: By how much the exchange then made a step longer.
+    """
+    low, high = 0.0, 1.0
+    plan = [0] * len(ready)
+    if exchange_seconds(ready, plan, [dense], link) <= seen:
+        return 1.0
+    for _ in range(30):
+        middle = (low + high) / 2
+        if exchange_seconds(ready, plan, [dense], slowed(link, middle)) <= seen:
+            low = middle
+        else:
+            high = middle
+    return high
+
+
 def gentlest_that_pays(seconds: Sequence[float], margin: float) -> int:
     """Return the first option that no later one beats by more than ``margin`` of its time."""
     return next(
@@ -132,7 +162,6 @@ def choose(
     link: Line,
     *,
     compute: float,
-    first_at_most: float = float("inf"),
     current: int | None = None,
 ) -> Choice:
     """Choose how to send each bucket.
@@ -142,29 +171,47 @@ def choose(
         options: To choose from, the gentlest for the gradients first.
         link: See :func:`exchange_seconds`.
         compute: Seconds of a step without an exchange.
-        first_at_most: What the exchange by the first option was seen to take, should that be less
-            than predicted.
         current: The option in use; it is left only when that clearly pays.
     """
     buckets = len(ready)
-    exchanges = [
-        exchange_seconds(ready, [index] * buckets, options, link) for index in range(len(options))
+    seconds = [
+        compute + exchange_seconds(ready, [index] * buckets, options, link)
+        for index in range(len(options))
     ]
-    exchanges[0] = min(exchanges[0], first_at_most)
-    seconds = [compute + exchange for exchange in exchanges]
     if current is None:
         best = gentlest_that_pays(seconds, MARGIN)
     else:
         gentle, harsh = (gentlest_that_pays(seconds, MARGIN + side) for side in (BAND, -BAND))
         best = min(max(current, gentle), harsh)
-    plan = [best] * buckets
-    planned = exchanges[best]
-    allowed = planned + UNNOTICED * seconds[best]
-    for bucket in range(buckets):
+    plan = _soften(ready, best, options, link, UNNOTICED * seconds[best])
+    return Choice(best, plan, seconds, compute + exchange_seconds(ready, plan, options, link))
+
+
+def _soften(
+    ready: Sequence[float], best: int, options: Sequence[Option], link: Line, unnoticed: float
+) -> list[int]:
+    """Send each bucket by the gentlest option that makes a step no longer.
+
+    What a gentler option takes on the network has to be hidden behind the backward pass, not behind
+    the work of compressing, which is known less well.
+    """
+    idle = [0.0] * len(ready)
+    wires = [Option(option.name, option.sent, idle, idle, option.rounds) for option in options]
+    short = [HIDING * at for at in ready]
+    plan = [best] * len(ready)
+
+    def costs(plan: Sequence[int]) -> tuple[float, float]:
+        return (
+            exchange_seconds(ready, plan, options, link),
+            exchange_seconds(short, plan, wires, link),
+        )
+
+    most, most_wired = (cost + unnoticed for cost in costs(plan))
+    for bucket in range(len(ready)):
         for gentler in range(best):
             softened = [*plan[:bucket], gentler, *plan[bucket + 1 :]]
-            exchange = exchange_seconds(ready, softened, options, link)
-            if exchange <= allowed:
-                plan, planned = softened, exchange
+            cost, wired = costs(softened)
+            if cost <= most and wired <= most_wired:
+                plan = softened
                 break
-    return Choice(best, plan, seconds, compute + planned)
+    return plan

@@ -10,9 +10,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.strategies.choice import Line, Option, exchange_seconds, fit_line
-from lightning_opt.strategies.compressors import Compressor, TopK
-from lightning_opt.strategies.network import agree, best_time, measure_network
+from lightning_opt.strategies.choice import (
+    Line,
+    Option,
+    calibrate,
+    exchange_seconds,
+    fit_line,
+    slowed,
+)
+from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
+from lightning_opt.strategies.network import agree, measure_network, time_of
 from lightning_opt.strategies.transport import dense_bytes
 
 Scheme = Compressor | torch.dtype | None
@@ -24,6 +31,9 @@ PATIENT = 0.5
 SAMPLE = 2**20
 """Elements of a gradient on which compressors are timed."""
 
+REPEATS = 3
+"""How often; the best counts."""
+
 
 @dataclass(frozen=True)
 class Costs:
@@ -31,12 +41,12 @@ class Costs:
 
     Attributes:
         compress: Adding the gradient to the residual, and writing the message.
-        settle: Taking the message from the residual.
+        clear: Making room for the sum of the messages.
         decode: Adding one message up.
     """
 
     compress: Line
-    settle: Line
+    clear: Line
     decode: Line
 
     def numbers(self) -> list[float]:
@@ -65,14 +75,15 @@ def measure_costs(scheme: Scheme, sample: Tensor, bucket: int) -> Costs:
         residual = torch.zeros_like(gradient)
         for times, call in zip(timed, _calls(scheme, gradient, residual), strict=True):
             call()  # allocates, compiles, and finds the first threshold
-            times.append((numel, best_time(call, sample.device)))
+            best = min(time_of(call, sample.device) for _ in range(REPEATS))
+            times.append((numel, best))
     return Costs(*map(fit_line, timed))
 
 
 def _calls(
     scheme: Scheme, gradient: Tensor, residual: Tensor
 ) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
-    """Return what compresses, settles and decodes."""
+    """Return what compresses, makes room and decodes."""
     if scheme is None:
         return (_nothing, _nothing, _nothing)
     if isinstance(scheme, torch.dtype):
@@ -81,13 +92,24 @@ def _calls(
     codec, mean = scheme.codec(gradient.numel(), gradient.device), torch.zeros_like(residual)
     return (
         lambda: codec.compress(residual, gradient),
-        lambda: codec.decompress_add(codec.message, residual, -1.0),
+        mean.zero_,
         lambda: codec.decompress_add(codec.message, mean, 0.5),
     )
 
 
 def _nothing() -> None:
     """What dense exchanges take of the processor is part of what the network takes."""
+
+
+def name_of(scheme: Scheme) -> str:
+    """Return what people call a scheme."""
+    if scheme is None:
+        return "uncompressed"
+    if isinstance(scheme, TopK) and scheme.k is None:
+        return f"TopK({scheme.ratio:g})"
+    if isinstance(scheme, Quantize):
+        return f"Quantize({scheme.bits})"
+    return str(scheme).removeprefix("torch.")
 
 
 def option_of(
@@ -110,7 +132,7 @@ def option_of(
         device: Where gradients lie.
     """
     world = dist.get_world_size()
-    name = "uncompressed" if scheme is None else str(scheme).removeprefix("torch.")
+    name = name_of(scheme)
     if not isinstance(scheme, Compressor):
         sizes = itemsizes if scheme is None else [scheme.itemsize] * len(numels)
         return Option(
@@ -122,15 +144,11 @@ def option_of(
     length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
     before = [costs.compress(n) for n in numels]
     if not staged:
-        after = [costs.settle(n) + world * costs.decode(n) for n in numels]
+        after = [costs.clear(n) + world * costs.decode(n) for n in numels]
         return Option(name, [(world - 1) * length[n] for n in numels], before, after)
     shard = [n / world for n in numels]
     after = [
-        costs.settle(n)
-        + world * costs.decode(part)
-        + costs.compress(part)
-        + costs.settle(part)
-        + costs.decode(n)
+        costs.clear(n) + world * costs.decode(part) + costs.compress(part) + costs.decode(n)
         for n, part in zip(numels, shard, strict=True)
     ]
     sent = [2 * (world - 1) * length[n] // world for n in numels]
@@ -148,10 +166,10 @@ class Measured:
         dense: Sending them uncompressed, whether or not that is among the options.
         link: Seconds of a collective by the bytes that a rank sends.
         step: Seconds of an uncompressed step.
-        seen: What its exchange was seen to add to it, on the rank that waits the least.
+        compute: Seconds of a step without an exchange.
+        factor: How much of what it takes by itself the network takes during a step.
         largest: Bytes of the largest bucket.
         device: Where gradients lie.
-        compute: Seconds of a step without an exchange.
     """
 
     places: dict[int, int]
@@ -160,22 +178,22 @@ class Measured:
     dense: Option
     link: Line
     step: float
-    seen: float
+    compute: float
+    factor: float
     largest: int
     device: torch.device
-    compute: float = 0.0
 
     def renew(self, link: Line, step: float | None = None) -> None:
         """Take a new look at the network into account, and at uncompressed steps if there are."""
-        before, now = self._exchange(self.link), self._exchange(link)
-        self.seen *= now / before if before > 0 else 1.0
-        self.link = link
+        self.link = slowed(link, self.factor)
         if step is not None:
             self.step = step
-            self.compute = max(step - min(now, self.seen), 0.0)
+            self.compute = compute_seconds(step, self.ready, self.dense, self.link)
 
-    def _exchange(self, link: Line) -> float:
-        return exchange_seconds(self.ready, [0] * len(self.ready), [self.dense], link)
+
+def compute_seconds(step: float, ready: Sequence[float], dense: Option, link: Line) -> float:
+    """Return what an uncompressed step takes without its exchange."""
+    return max(step - exchange_seconds(ready, [0] * len(ready), [dense], link), 0.0)
 
 
 class WarmUp:
@@ -241,7 +259,17 @@ class WarmUp:
         ]
         nothing = Costs.of([0.0] * 6)
         dense = option_of(None, nothing, numels, itemsizes, staged=False, device=device)
-        places = {index: place for place, index in enumerate(indices)}
-        measured = Measured(places, ready, options, dense, link, step, -seen, largest, device)
-        measured.renew(link, step)
-        return measured
+        factor = calibrate(ready, dense, link, -seen)
+        link = slowed(link, factor)
+        return Measured(
+            {index: place for place, index in enumerate(indices)},
+            ready,
+            options,
+            dense,
+            link,
+            step,
+            compute_seconds(step, ready, dense, link),
+            factor,
+            largest,
+            device,
+        )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ SMALLEST, LARGEST, FACTOR = 4096, 2**24, 8
 """Bytes of the probes, and by how much they grow."""
 
 QUICK = 0.01
-"""Seconds below which a measurement is repeated; the best counts."""
+"""Seconds below which a probe is repeated."""
 
 REPEATS = 3
 
@@ -27,19 +28,13 @@ def agree(values: Sequence[float], device: torch.device) -> list[float]:
     return agreed.tolist()
 
 
-def best_time(call: Callable[[], object], device: torch.device) -> float:
-    """Return the seconds of a call, the best of some if it is quick."""
-    best, spent = float("inf"), 0.0
-    for _ in range(REPEATS):
-        start = time.perf_counter()
-        call()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        best = min(best, time.perf_counter() - start)
-        spent += best
-        if spent > QUICK:
-            break
-    return best
+def time_of(call: Callable[[], object], device: torch.device) -> float:
+    """Return the seconds of a call."""
+    start = time.perf_counter()
+    call()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - start
 
 
 def probe(device: torch.device, largest: int, limit: float) -> list[tuple[float, float]]:
@@ -57,10 +52,13 @@ def probe(device: torch.device, largest: int, limit: float) -> list[tuple[float,
     samples: list[tuple[float, float]] = []
     nbytes, seconds = SMALLEST, 0.0
     agree([0.0], device)  # connects the ranks, and lets them start together
-    while not samples or (nbytes <= min(largest, LARGEST) and seconds * FACTOR <= limit):
-        payload = torch.zeros(nbytes // 4, device=device)
-        own = best_time(lambda payload=payload: dist.all_reduce(payload), device)  # type: ignore[misc]
-        seconds = agree([own], device)[0]
+    # Two sizes at least, or a line through them would not tell latency from bandwidth.
+    while len(samples) < 2 or (nbytes <= min(largest, LARGEST) and seconds * FACTOR <= limit):
+        call = partial(dist.all_reduce, torch.zeros(nbytes // 4, device=device))
+        # What is quick is repeated, and the best counts. All ranks must come to the same decision.
+        seconds = agree([time_of(call, device)], device)[0]
+        for _ in range(REPEATS if seconds < QUICK else 0):
+            seconds = min(seconds, agree([time_of(call, device)], device)[0])
         samples.append((dense_bytes(nbytes // 4, 4, world), seconds))
         nbytes *= FACTOR
     return samples

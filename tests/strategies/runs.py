@@ -1,12 +1,12 @@
 """What the tests of compressed DDP train, in each process of ``tests.helpers.processes.launch``."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
@@ -70,7 +70,31 @@ class Ledger(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=1.0)
 
 
-def expected(steps: range, world: int, model: Ledger) -> list[Tensor]:
+class LedgerByHand(Ledger):
+    """Two optimizers, stepped in turn, with the other's parameters switched off meanwhile."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
+            self.toggle_optimizer(optimizer)
+            optimizer.zero_grad()
+            loss = sum(
+                (weight * gradient(int(batch), self.global_rank, weight.numel())).sum()
+                for weight in list(self.weights)[number::2]
+            )
+            self.manual_backward(loss)
+            optimizer.step()
+            self.untoggle_optimizer(optimizer)
+
+    def configure_optimizers(self) -> Any:
+        weights = list(self.weights)
+        return [torch.optim.SGD(weights[number::2], lr=1.0) for number in (0, 1)]
+
+
+def expected(steps: Sequence[int], world: int, model: Ledger) -> list[Tensor]:
     """The account that an exact reduction would leave, in float64."""
     accounts = []
     for index, numel in enumerate(SIZES):
@@ -119,6 +143,7 @@ class KeptResiduals(CompressedDDPStrategy):
     def teardown(self) -> None:
         if self._reduction is not None:
             self.kept = self._reduction.state_dict()["residuals"]
+            self.told = self.describe()
         super().teardown()
 
 
@@ -133,3 +158,23 @@ def same_on_all_ranks(module: nn.Module) -> bool:
     everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, flat)
     return all(torch.equal(flat.view(torch.uint8), other.view(torch.uint8)) for other in everywhere)
+
+
+class SaveAtEnd(Callback):
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        trainer.save_checkpoint(self.path)
+        trainer.save_checkpoint(self.path + ".weights", weights_only=True)
+
+
+def assert_nothing_is_lost(model: Ledger, strategy: KeptResiduals, accounts: Any) -> None:
+    """What was applied and what is still owed are what an exact reduction would have applied."""
+    owed = 0.0
+    for index, (weight, account) in enumerate(zip(model.weights, accounts, strict=True)):
+        rest = strategy.kept[f"weights.{index}"]
+        torch.testing.assert_close(weight.detach().double() - rest, account, rtol=0, atol=2e-4)
+        owed = max(owed, rest.abs().max().item())
+    assert owed > 1e-3  # or there was nothing to lose
+    assert same_on_all_ranks(model)

@@ -22,11 +22,13 @@ from tests.strategies.runs import (
     SMALL_BUCKETS,
     KeptResiduals,
     Ledger,
+    LedgerByHand,
+    SaveAtEnd,
     always_compressed,
+    assert_nothing_is_lost,
     dist_world,
     expected,
     fit,
-    gradient,
     same_on_all_ranks,
 )
 
@@ -43,17 +45,6 @@ def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
         **settings,
     }
     return KeptResiduals(compressor or TopK(0.05), **settings)
-
-
-def assert_nothing_is_lost(model: Ledger, strategy: KeptResiduals, accounts: Any) -> None:
-    """What was applied and what is still owed are what an exact reduction would have applied."""
-    owed = 0.0
-    for index, (weight, account) in enumerate(zip(model.weights, accounts, strict=True)):
-        rest = strategy.kept[f"weights.{index}"]
-        torch.testing.assert_close(weight.detach().double() - rest, account, rtol=0, atol=2e-4)
-        owed = max(owed, rest.abs().max().item())
-    assert owed > 1e-3  # or there was nothing to lose
-    assert same_on_all_ranks(model)
 
 
 # --- the books balance --------------------------------------------------------------------------
@@ -204,15 +195,6 @@ def _first_half(path: str, bits: int | None) -> None:
     assert trainer.global_step == 20
 
 
-class SaveAtEnd(Callback):
-    def __init__(self, path: str) -> None:
-        self.path = path
-
-    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        trainer.save_checkpoint(self.path)
-        trainer.save_checkpoint(self.path + ".weights", weights_only=True)
-
-
 def _second_half(path: str, bits: int | None) -> None:
     strategy, model = compressed(bits and Quantize(bits)), Ledger()
     # The second epoch's batches are numbered on from the first's.
@@ -305,30 +287,6 @@ def test_400_steps_leave_the_same_bits_everywhere_and_error_feedback_pays():
     assert gap["int8"] < 0.001 * untrained
     assert gap["int4"] < 0.01 * untrained
     assert gap["forgetful"] > 3 * gap["topk"]
-
-
-class LedgerByHand(Ledger):
-    """Two optimizers, stepped in turn, with the other's parameters switched off meanwhile."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        for number, optimizer in enumerate(self.optimizers()):  # type: ignore[arg-type]
-            self.toggle_optimizer(optimizer)
-            optimizer.zero_grad()
-            loss = sum(
-                (weight * gradient(int(batch), self.global_rank, weight.numel())).sum()
-                for weight in list(self.weights)[number::2]
-            )
-            self.manual_backward(loss)
-            optimizer.step()
-            self.untoggle_optimizer(optimizer)
-
-    def configure_optimizers(self) -> Any:
-        weights = list(self.weights)
-        return [torch.optim.SGD(weights[number::2], lr=1.0) for number in (0, 1)]
 
 
 def _by_hand() -> None:
