@@ -1,7 +1,8 @@
 """Step time of compressed DDP over slow networks, as a ratio to plain DDP.
 
 Claim: over 1 Gbit/s and slower, sending 1% of the gradient's elements with error feedback, or all
-of them in 8 or 4 bits, takes a fraction of the time of an uncompressed step.
+of them in 8 or 4 bits, takes a fraction of the time of an uncompressed step; `ddp_compressed` finds
+out by itself, and costs next to nothing where there is nothing to win.
 
 Real processes, one a network namespace, joined by a bridge in a namespace of its own; `tc tbf`
 limits what each may send and receive. Nothing outside these namespaces is touched, and they are
@@ -24,6 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -43,7 +45,18 @@ NETWORKS: dict[str, tuple[str, str] | None] = {
 }
 """Rate and burst for `tc tbf`."""
 
+INTERFACE = "eth0"
+"""What the only interface of a rank is called."""
+
 LEFT_OUT = 5
+LEFT_OUT_OF_AUTO = 22
+"""Steps that do not count; of `ddp_compressed`, until it has chosen and seen whether that pays."""
+
+SECONDS = 100.0
+"""How long to go on with further rounds on one network."""
+
+
+AUTO = "ddp_compressed"
 
 
 class SilentDDP(DDPStrategy):
@@ -61,14 +74,16 @@ def _keep(state, bucket):  # type: ignore[no-untyped-def]
 
 def candidates() -> dict[str, Any]:
     """Return the strategies by name; the first is what the others are compared with."""
+    compressed = partial(lo.CompressedDDPStrategy, warmup_steps=2)
     return {
         "dense": lambda: "ddp",
         "no exchange": SilentDDP,
         "fp16": lambda: lo.HookedDDPStrategy("fp16"),
         "PowerSGD rank 1": lambda: lo.HookedDDPStrategy("powersgd", warmup_steps=2),
-        "ddp_topk 1%": lambda: lo.CompressedDDPStrategy("topk", warmup_steps=2),
-        "ddp_int8": lambda: lo.CompressedDDPStrategy("int8", warmup_steps=2),
-        "ddp_int4": lambda: lo.CompressedDDPStrategy("int4", warmup_steps=2),
+        "ddp_topk 1%": lambda: compressed("topk", fallback="never"),
+        "ddp_int8": lambda: compressed("int8", fallback="never"),
+        "ddp_int4": lambda: compressed("int4", fallback="never"),
+        AUTO: lambda: compressed("auto"),
     }
 
 
@@ -93,41 +108,91 @@ class Network(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Notes when each step ended."""
+    """Notes when each step ended, and what this rank had sent by then."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
+        self.sent: list[int] = []
 
     def on_train_batch_end(self, *args: Any) -> None:
         self.times.append(time.perf_counter())
+        self.sent.append(sent_bytes())
+
+
+def sent_bytes() -> int:
+    """Return the bytes that have left this network namespace, headers and all."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counts.split()[8])
+    return 0
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Time every candidate, round by round, and write the seconds of a step as JSON."""
+    """Time every candidate, round by round, and write what was found as JSON after each round.
+
+    It holds for each candidate the seconds and the bytes of a step, one number a round.
+    """
     torch.set_num_threads(1)
-    world = int(os.environ["WORLD_SIZE"])
-    seconds: dict[str, list[float]] = {}
-    for _ in range(arguments.rounds):
-        for name, strategy in candidates().items():
-            watch = Stopwatch()
-            trainer = L.Trainer(
-                accelerator="cpu",
-                devices=world,
-                strategy=strategy(),
-                max_steps=arguments.steps + LEFT_OUT,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                callbacks=[watch],
-            )
-            trainer.fit(Network(), range(arguments.steps + LEFT_OUT))
-            steps = [b - a for a, b in zip(watch.times, watch.times[1:], strict=False)]
-            seconds.setdefault(name, []).append(statistics.median(steps[LEFT_OUT - 1 :]))
-            dist.barrier()
-    if dist.get_rank() == 0:
-        arguments.result.write_text(json.dumps(seconds))
+    makers = candidates()
+    found: dict[str, Any] = {kind: {name: [] for name in makers} for kind in ("seconds", "bytes")}
+    start, rounds = time.perf_counter(), 0
+    more = True
+    while more:
+        began = time.perf_counter()
+        turn = rounds % len(makers)
+        for name in [*makers, *makers][turn : turn + len(makers)]:
+            seconds, sent, chosen = time_candidate(name, makers[name](), arguments.steps)
+            found["seconds"][name].append(seconds)
+            found["bytes"][name].append(sent)
+            if chosen is not None:
+                found["chosen"] = chosen
+        rounds += 1
+        now = time.perf_counter()
+        # Rank 0 decides whether there is time for another round.
+        goes_on = torch.tensor([now - start + now - began < arguments.seconds])
+        dist.broadcast(goes_on, 0)
+        more = bool(goes_on.item())
+        if dist.get_rank() == 0:
+            unfinished = arguments.result.with_suffix(".part")
+            unfinished.write_text(json.dumps(found))
+            unfinished.replace(arguments.result)
     dist.barrier()
+
+
+def time_candidate(name: str, strategy: Any, steps: int) -> tuple[float, float, str | None]:
+    """Return the seconds and the bytes of a step, and what ``ddp_compressed`` has chosen."""
+    left_out = LEFT_OUT_OF_AUTO if name == AUTO else LEFT_OUT
+    watch = Stopwatch()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=int(os.environ["WORLD_SIZE"]),
+        strategy=strategy,
+        max_steps=left_out + steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch, chosen := Chosen()],
+    )
+    trainer.fit(Network(), range(left_out + steps))
+    dist.barrier()
+    taken = [b - a for a, b in itertools.pairwise(watch.times)][left_out - 1 :]
+    sent = watch.sent[-1] - watch.sent[left_out - 1]
+    return statistics.median(taken), sent / steps, chosen.text
+
+
+class Chosen(L.Callback):
+    """Keeps what a strategy says of its choice."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        describe = getattr(trainer.strategy, "describe", None)
+        report = None if describe is None else describe()
+        if report is not None:
+            self.text = report.notes[0]
 
 
 # --- the network --------------------------------------------------------------------------------
@@ -195,6 +260,7 @@ def start_ranks(
     address: str = "127.0.0.1",
     port: int = 29500,
     interface: str = "lo",
+    timeout: float = 3600.0,
 ) -> Any:
     """Run a script once a rank, and return what its rank 0 writes as JSON to ``--result``.
 
@@ -207,6 +273,7 @@ def start_ranks(
         address: Where rank 0 can be reached.
         port: The port there.
         interface: What gloo sends through.
+        timeout: Seconds for each rank; what rank 0 has written until then counts.
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
@@ -232,7 +299,9 @@ def start_ranks(
                         subprocess.Popen(inside + command, env=environment, stdout=log, stderr=log)
                     )
             for process in processes:
-                process.wait(timeout=3600)
+                process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            print(f"{script}: not done after {timeout:g} seconds")
         finally:
             for process in processes:
                 process.kill()
@@ -241,18 +310,19 @@ def start_ranks(
         return json.loads(result.read_text())
 
 
-def measure(ranks: int, network: str, steps: int, rounds: int) -> dict[str, list[float]]:
-    """Return for each candidate the seconds of a step, one number a round."""
+def measure(ranks: int, network: str, steps: int, seconds: float) -> dict[str, Any]:
+    """Return what :func:`run_rank` finds over one of the networks."""
     with namespaces(ranks, NETWORKS[network]) as names:
-        seconds: dict[str, list[float]] = start_ranks(
+        found: dict[str, Any] = start_ranks(
             __file__,
             ranks,
-            ["--steps", steps, "--rounds", rounds],
+            ["--steps", steps, "--seconds", seconds],
             namespaces=names,
             address="10.99.0.1",
-            interface="eth0",
+            interface=INTERFACE,
+            timeout=10 * SECONDS,
         )
-        return seconds
+        return found
 
 
 # --- the processor's part -----------------------------------------------------------------------
@@ -319,7 +389,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--result", type=Path)
     parser.add_argument("--steps", type=int)
-    parser.add_argument("--rounds", type=int)
+    parser.add_argument("--seconds", type=float, help="time for rounds on each network")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     own, rest = parser.parse_known_args(argv)
@@ -333,48 +403,56 @@ def main(argv: Sequence[str] | None = None) -> None:
     if reason is not None:
         print(f"This machine does not allow the benchmark's own networks: {reason}")
         return
-    steps, rounds = (
-        own.steps or (3 if arguments.quick else 12),
-        own.rounds or (1 if arguments.quick else 3),
-    )
-    rows = []
-    raw = {}
+    steps = own.steps or (2 if arguments.quick else 5)
+    seconds = 0.0 if arguments.quick else SECONDS
+    seconds = seconds if own.seconds is None else own.seconds
+    rows: list[dict[str, Any]] = []
+    raw: dict[str, Any] = {}
+    failed: list[str] = []
     for ranks in own.ranks:
         for network in own.networks:
-            seconds = raw[f"{ranks} ranks, {network}"] = measure(ranks, network, steps, rounds)
-            rows += rows_of(ranks, network, seconds)
-    report = lo.Report(
-        "A step with 33.6 MB of gradients, compared with plain DDP over the same network",
-        rows,
-        [
-            "`step`: time of a step, as a ratio to dense. `exchange`: the same for what is left "
-            "after the time of a step without any exchange. Medians over "
-            f"{rounds} rounds of {steps} steps; the first {LEFT_OUT} of each are left out."
-        ],
-    )
-    publish("compression", report, arguments, seconds=raw)
+            place = f"{ranks} ranks, {network}"
+            try:
+                raw[place] = measure(ranks, network, steps, seconds)
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                # What the other networks show is not to be lost.
+                failed.append(f"Failed: {place}: {str(error)[-300:]}")
+            else:
+                rows += rows_of(ranks, network, raw[place])
+            notes = [
+                "`step`: time of a step, as a ratio to dense. `exchange`: the same for what is "
+                "left after the time of a step without any exchange. `fewer bytes`: what dense "
+                "sends over the interface, headers and all, as a ratio to it. Medians over rounds "
+                f"of the median of {steps} steps, after {LEFT_OUT} that are left out "
+                f"({LEFT_OUT_OF_AUTO} of {AUTO}, which measures and chooses meanwhile).",
+                *failed,
+            ]
+            title = "A step with 33.6 MB of gradients, compared with plain DDP on the same network"
+            publish("compression", lo.Report(title, rows, notes), arguments, found=raw)
 
 
-def rows_of(ranks: int, network: str, seconds: dict[str, list[float]]) -> list[dict[str, Any]]:
+def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row a candidate: median ratios within a round."""
+    seconds, sent = found["seconds"], found["bytes"]
     alone = statistics.median(seconds["no exchange"])
     dense = seconds["dense"]
-    return [
-        {
-            "ranks": ranks,
-            "network": network,
-            "strategy": name,
-            "ms": round(1000 * statistics.median(own), 1),
-            "step": round(statistics.median(a / b for a, b in zip(own, dense, strict=True)), 3),
-            "exchange": round(
-                statistics.median(
-                    (a - alone) / (b - alone) for a, b in zip(own, dense, strict=True)
-                ),
-                3,
-            ),
-        }
-        for name, own in seconds.items()
-    ]
+    rows = []
+    for name, own in seconds.items():
+        exchanges = [(a - alone) / (b - alone) for a, b in zip(own, dense, strict=True)]
+        fewer = [a / b for a, b in zip(sent["dense"], sent[name], strict=True) if b > 0]
+        rows.append(
+            {
+                "ranks": ranks,
+                "network": network,
+                "strategy": name,
+                "rounds": len(own),
+                "ms": round(1000 * statistics.median(own), 1),
+                "step": round(median_ratio(own, dense), 3),
+                "exchange": round(statistics.median(exchanges), 3),
+                "fewer bytes": round(statistics.median(fewer), 1) if fewer else None,
+            }
+        )
+    return rows
 
 
 if __name__ == "__main__":
