@@ -13,10 +13,11 @@
 #include <stdint.h>
 #include <string.h>
 
-#define PIECE 2048
+#define PIECE 1024
 #define GROUP 128 /* values that share a scale in a sparse message; packing.GROUP */
 #define HEADER 16 /* bytes; packing.HEADER */
 #define LANES 8
+#define LINE 16 /* floats that a line of the cache holds */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -50,7 +51,11 @@ static int32_t largest_bits(const float *x, int64_t n) {
     return largest;
 }
 
-static int is_finite(const float *x, int64_t n) { return largest_bits(x, n) < 0x7f800000; }
+/* Whether x holds neither NaN nor infinity. What is needed next, y, is fetched meanwhile. */
+static int is_finite(const float *x, const float *y, int64_t n) {
+    for (int64_t i = 0; i < n; i += LINE) __builtin_prefetch(y + i);
+    return largest_bits(x, n) < 0x7f800000;
+}
 
 /* Add alpha * increment (unless NULL) to x; return the largest of what magnitude_bits then gives. */
 static int32_t add(float *restrict x, const float *restrict increment, int64_t n, float alpha) {
@@ -80,14 +85,14 @@ static inline ints reaches(float *x, const float *increment, floats alpha, float
     return (ints)(values >= threshold);
 }
 
-static inline int64_t take(const float *x, int64_t n, float threshold, int64_t first,
-                           int64_t *indices, float *values, int64_t found) {
-    for (int64_t i = 0; i < n; i++) { /* without a branch that would be guessed wrong */
-        indices[found] = first + i;
-        values[found] = x[i];
-        found += fabsf(x[i]) >= threshold;
+/* Append where the threshold is reached among n elements, the first of which is number `first`. */
+static inline int64_t list(const float *x, int64_t first, int64_t n, float threshold,
+                           uint16_t *places, int64_t count) {
+    for (int64_t i = first; i < first + n; i++) { /* no branch: it would be guessed wrong */
+        places[count] = (uint16_t)i;
+        count += fabsf(x[i]) >= threshold;
     }
-    return found;
+    return count;
 }
 
 /* Add alpha * increment (unless NULL) to flat[start:], and append what then reaches the threshold
@@ -101,24 +106,34 @@ static inline int64_t select_all(float *flat, const float *increment, float alph
                                  int64_t numel, float threshold, int64_t *indices,
                                  float *values, int64_t *found, int64_t room) {
     const floats thresholds = threshold - (floats){0}, alphas = alpha - (floats){0};
+    uint16_t hits[PIECE / (2 * LANES) + 1], places[PIECE + 1]; /* one more is written than kept */
     int64_t count = *found;
     for (; start < numel; start += PIECE) {
         const int64_t n = lesser(numel - start, PIECE), whole = n - n % (2 * LANES);
         float *x = flat + start;
         const float *more = increment == NULL ? NULL : increment + start;
-        if (room - count <= n) break; /* one more: take writes before it knows */
-        if (more != NULL && !is_finite(more, n)) {
+        if (room - count < n) break;
+        if (more != NULL && !is_finite(more, x, n)) {
             *found = count;
             return -1 - start;
         }
+        int64_t groups = 0, listed = 0;
         for (int64_t i = 0; i < whole; i += 2 * LANES) {
             ints a = reaches(x + i, more ? more + i : NULL, alphas, thresholds);
             ints b = reaches(x + i + LANES, more ? more + i + LANES : NULL, alphas, thresholds);
-            if (any(a | b))
-                count = take(x + i, 2 * LANES, threshold, start + i, indices, values, count);
+            if (more) __builtin_prefetch(more + i + PIECE);
+            hits[groups] = (uint16_t)i;
+            groups += any(a | b);
         }
+        for (int64_t g = 0; g < groups; g++)
+            listed = list(x, hits[g], 2 * LANES, threshold, places, listed);
         if (more != NULL) add(x + whole, more + whole, n - whole, alpha);
-        count = take(x + whole, n - whole, threshold, start + whole, indices, values, count);
+        listed = list(x, whole, n - whole, threshold, places, listed);
+        for (int64_t i = 0; i < listed; i++) {
+            indices[count + i] = start + places[i];
+            values[count + i] = x[places[i]];
+        }
+        count += listed;
     }
     *found = count;
     return lesser(start, numel);
@@ -342,7 +357,7 @@ int64_t lo_quantize(float *flat, const float *increment, float alpha, int64_t nu
     for (int64_t first = 0; first < blocks; first += span) {
         int64_t last = lesser(first + span, blocks), start = first * block;
         int64_t length = lesser(last * block, numel) - start;
-        if (increment != NULL && !is_finite(increment + start, length)) return -1 - start;
+        if (increment != NULL && !is_finite(increment + start, flat + start, length)) return -1 - start;
         for (int64_t b = first; b < last; b++) {
             const float *more = increment == NULL ? NULL : increment + b * block;
             int64_t n = lesser(block, numel - b * block);

@@ -39,7 +39,7 @@ FLAGS = (
     *("-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math"),
 )
 
-PIECE = 2048
+PIECE = 1024
 """Elements that ``lo_select`` wants room for before it looks at them."""
 
 _log = logging.getLogger("lightning_opt")

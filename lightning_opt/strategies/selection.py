@@ -41,6 +41,22 @@ def nonzero(mask: Tensor) -> Tensor:
     return mask.nonzero().view(-1)
 
 
+def reaches(piece: Tensor, threshold: float, magnitude: Tensor, mask: Tensor) -> Tensor:
+    """Return where a tensor is at least ``threshold`` in size, in ``mask``.
+
+    Args:
+        piece: One-dimensional, float32 or float64.
+        threshold: Compared as float32.
+        magnitude: Room for the magnitudes, float32.
+        mask: Room for the result.
+    """
+    if piece.dtype is torch.float32 and piece.device.type == "cpu":
+        np.abs(piece.numpy(), out=magnitude.numpy())
+        np.greater_equal(magnitude.numpy(), np.float32(threshold), out=mask.numpy())
+        return mask  # in less than half of the time that torch takes to write bools
+    return torch.ge(magnitude.copy_(piece.abs()), threshold, out=mask)
+
+
 def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
     """Return the places of the ``k`` largest of ``magnitudes`` in ascending order, and the k-th."""
     if magnitudes.device.type == "cpu":
@@ -153,12 +169,7 @@ class Selector:
         found, values = [], []
         for start, piece in add_in_chunks(flat, increment, alpha):
             magnitude, mask = self._magnitude[: len(piece)], self._mask[: len(piece)]
-            if piece.dtype is torch.float32:
-                torch.abs(piece, out=magnitude)
-            else:
-                magnitude.copy_(piece.abs())
-            torch.ge(magnitude, threshold, out=mask)
-            places = nonzero(mask)
+            places = nonzero(reaches(piece, threshold, magnitude, mask))
             values.append(piece[places])
             found.append(places.add_(start))
         if not found:
