@@ -37,6 +37,7 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from harness import median_ratio, parse_arguments, publish, time_interleaved
+from lightning_opt.strategies import native, selection
 
 NETWORKS: dict[str, tuple[str, str] | None] = {
     "1 Gbit/s": ("1gbit", "256kb"),
@@ -134,6 +135,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     It holds for each candidate the seconds and the bytes of a step, one number a round.
     """
     torch.set_num_threads(1)
+    world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after the first fit
     makers = candidates()
     found: dict[str, Any] = {kind: {name: [] for name in makers} for kind in ("seconds", "bytes")}
     start, rounds = time.perf_counter(), 0
@@ -142,7 +144,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
         began = time.perf_counter()
         turn = rounds % len(makers)
         for name in [*makers, *makers][turn : turn + len(makers)]:
-            seconds, sent, chosen = time_candidate(name, makers[name](), arguments.steps)
+            seconds, sent, chosen = time_candidate(name, makers[name](), world, arguments.steps)
             found["seconds"][name].append(seconds)
             found["bytes"][name].append(sent)
             if chosen is not None:
@@ -160,13 +162,15 @@ def run_rank(arguments: argparse.Namespace) -> None:
     dist.barrier()
 
 
-def time_candidate(name: str, strategy: Any, steps: int) -> tuple[float, float, str | None]:
+def time_candidate(
+    name: str, strategy: Any, world: int, steps: int
+) -> tuple[float, float, str | None]:
     """Return the seconds and the bytes of a step, and what ``ddp_compressed`` has chosen."""
     left_out = LEFT_OUT_OF_AUTO if name == AUTO else LEFT_OUT
     watch = Stopwatch()
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=int(os.environ["WORLD_SIZE"]),
+        devices=world,
         strategy=strategy,
         max_steps=left_out + steps,
         logger=False,
@@ -329,57 +333,73 @@ def measure(ranks: int, network: str, steps: int, seconds: float) -> dict[str, A
 
 
 def cost_of_compression(rounds: int) -> lo.Report:
-    """Time compressing and decompressing one bucket of 26 MB, as a ratio to copying it."""
+    """Time what is done to one bucket of 26 MB in a step, as a ratio to copying it."""
     numel = 6_553_600
-    device = torch.device("cpu")
     generator = torch.Generator().manual_seed(0)
     gradients = [torch.randn(numel, generator=generator) for _ in range(3)]
-    copy, mean = torch.empty(numel), torch.zeros(numel)
+    copy = torch.empty(numel)
     turn = itertools.count()
-    timed: dict[str, Callable[[], object]] = {
-        "memory copy": lambda: copy.copy_(gradients[next(turn) % 3]),
-        "torch.topk of 1%": lambda: torch.topk(
+    timed: dict[tuple[str, str], Callable[[], object]] = {
+        ("memory copy", "torch"): lambda: copy.copy_(gradients[next(turn) % 3]),
+        ("torch.topk of 1%", "torch"): lambda: torch.topk(
             gradients[next(turn) % 3].abs(), numel // 100, sorted=False
         ),
     }
-    for name, compressor in {
-        "TopK(0.01)": lo.TopK(0.01),
-        "TopK(0.001)": lo.TopK(0.001),
-        "Quantize(8)": lo.Quantize(8),
-        "Quantize(4)": lo.Quantize(4),
-    }.items():
-        codec, residual = compressor.codec(numel, device), torch.zeros(numel)
+    before = os.environ.get(native.SWITCH)
+    for path, switch in (("native", before or ""), ("torch", "0")):
+        os.environ[native.SWITCH] = switch
+        if path == "native" and native.kernels(torch.device("cpu")) is None:
+            continue
+        selector = selection.Selector(numel, torch.device("cpu"))
+        timed["add the gradient, check it, select 1%", path] = _selecting(selector, gradients)
+        for name, compressor in {
+            "TopK(0.01)": lo.TopK(0.01),
+            "TopK(0.001)": lo.TopK(0.001),
+            "Quantize(8)": lo.Quantize(8),
+            "Quantize(4)": lo.Quantize(4),
+        }.items():
+            codec, residual = compressor.codec(numel, torch.device("cpu")), torch.zeros(numel)
 
-        def compress(codec: Any = codec, residual: Tensor = residual) -> None:
-            codec.compress(residual, gradients[next(turn) % 3])
+            def compress(codec: Any = codec, residual: Tensor = residual) -> None:
+                codec.compress(residual, gradients[next(turn) % 3])
 
-        def settle(codec: Any = codec, residual: Tensor = residual) -> None:
-            codec.decompress_add(codec.message, residual, -1.0)
+            def decode(codec: Any = codec) -> None:
+                # expand: two ranks' messages, though both are this rank's
+                codec.decompress_sum(codec.message.expand(2, -1), copy, 0.5)
 
-        def decompress(codec: Any = codec) -> None:
-            codec.decompress_add(codec.message, mean, 0.5)
-
-        another = compressor.codec(numel, device)
-
-        def compress_only(codec: Any = another) -> None:
-            codec.compress(gradients[next(turn) % 3])
-
-        timed[f"{name}: compress"] = compress_only
-        timed[f"{name}: compress, with gradient added and checked"] = compress
-        timed[f"{name}: keep the rest"] = settle
-        timed[f"{name}: add one message"] = decompress
+            timed[f"{name}: compress, keep the rest", path] = compress
+            timed[f"{name}: add up two messages", path] = decode
+    os.environ.pop(native.SWITCH) if before is None else os.environ.update({native.SWITCH: before})
     seconds = time_interleaved(timed, rounds=rounds, warmup=10)
+    rows: dict[str, dict[str, Any]] = {}
+    for (name, path), own in seconds.items():
+        row = rows.setdefault(name, {"what": name})
+        row[f"{path}: ms"] = round(1000 * statistics.median(own), 2)
+        row[f"{path}: memory copies"] = round(median_ratio(own, seconds["memory copy", "torch"]), 2)
+    columns = [
+        f"{path}: {unit}" for path in ("native", "torch") for unit in ("ms", "memory copies")
+    ]
     return lo.Report(
         "The processor's part: one bucket of 6.5 million elements, one thread",
         [
-            {
-                "what": name,
-                "ms": round(1000 * statistics.median(own), 2),
-                "memory copies": round(median_ratio(own, seconds["memory copy"]), 2),
-            }
-            for name, own in seconds.items()
+            {"what": name, **{key: row.get(key, "") for key in columns}}
+            for name, row in rows.items()
+        ],
+        [
+            "`native`: compiled C; `torch`: torch operations, taken where there is no compiler. "
+            "A step compresses once and adds up the messages of all ranks once."
         ],
     )
+
+
+def _selecting(selector: selection.Selector, gradients: list[Tensor]) -> Callable[[], object]:
+    flat, turn = gradients[0].clone(), itertools.count()
+
+    def select() -> object:
+        step = next(turn)  # there and back, so that the elements stay what they are
+        return selector.at_least(flat, 2.576, gradients[1 + step // 2 % 2], (-1) ** step * 2.0**-10)
+
+    return select
 
 
 # --- the report ---------------------------------------------------------------------------------
