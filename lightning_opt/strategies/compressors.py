@@ -154,7 +154,8 @@ class Threshold(Compressor):
     Args:
         value: The bound on a gradient summed with its residual; ``"auto"`` takes the magnitude that
             1% of the bucket's elements reach at the first compressed step, and keeps it.
-        max_ratio: Share of a bucket's elements that a message can carry.
+        max_ratio: Share of a bucket's elements that a message can carry. Messages have the length
+            for that many, since ranks with shorter ones would first have to tell each other.
         values: As for :class:`TopK`.
 
     Raises:
