@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeAlias
 
 import torch
 
@@ -28,10 +29,13 @@ from lightning_opt.memory.profiling import (
 
 ROUNDS = 3
 """Each way to treat the blocks is timed so often; the fastest of them counts."""
-LEVELS = 5
-"""At most so many selections are tried between keeping nothing and keeping everything."""
+LEVELS = 8
+"""At most so many selections are considered between keeping nothing and keeping everything."""
 DEAR = 0.02
 """An operator is worth a thought from this share of its block's recomputation time on."""
+UNSEEN = 0.02
+"""What kernels need inside of themselves, as a share of the peak, where the meter does not see it:
+convolutions on a CPU took so much."""
 LONGEST = 8
 """Blocks in a planned segment, at most; or twice the square root of their number."""
 
@@ -84,6 +88,12 @@ class StepPlanner:
         segments: Whether neighbours may be recomputed together.
         room: Bytes that activations may take at all; what is predicted above is not tried.
         agreement: Between several processes that each have such a step.
+
+    Attributes:
+        profile: What was measured.
+        unchecked_peak: Peak of the step with everything kept, in bytes.
+        unchecked_measured: Whether it was measured; else it is predicted.
+        unseen: Bytes above every peak here that kernels are allowed for.
     """
 
     def __init__(
@@ -107,6 +117,7 @@ class StepPlanner:
         if self.unchecked_measured:
             self.unchecked_peak = self.measure_peak([])
             self._calibrate()
+        self.unseen = 0 if device.type == "cuda" else round(UNSEEN * self.unchecked_peak)
         self._items = self._time()
 
     # -- measuring ---------------------------------------------------------------------------
@@ -189,28 +200,25 @@ class StepPlanner:
         ]
 
     def _time(self) -> list[Item]:
-        """Time the ways to treat the units, and return the planner's items."""
+        """Time the ways to treat the units, and return the planner's items.
+
+        Of selections only the largest is timed. Between them they differ by the operators that they
+        keep, whose times are known from one and the same run, and therefore less noisy.
+        """
         units = self.profile.units
         blocks = [unit.block for unit in units]
-        most = max((len(levels) for levels in self._levels), default=0)
-        plans: dict[str, list[AppliedPlanMaker]] = {
-            "recompute": [partial(Stretch, (block,)) for block in blocks],
-            **{
-                str(level): [
-                    partial(Stretch, (block,), self._selection(order, level))
-                    for order, block in enumerate(blocks)
-                ]
-                for level in range(most)
-            },
-        }
+        plans: dict[str, Plan] = {"recompute": every_layer(blocks)}
+        if any(self._levels):
+            plans["select"] = [
+                Stretch((block,), self._selection(order, -1)) for order, block in enumerate(blocks)
+            ]
         best: dict[str, dict[Block, float]] = {}
         kept: dict[Block, float] = {}
         for _ in range(ROUNDS):
             if self.unchecked_measured:
                 kept = _smaller(kept, self._stopwatch(every_layer(blocks), keep_all=True))
-            for name, makers in plans.items():
-                seconds = self._stopwatch([make() for make in makers])
-                best[name] = _smaller(best.get(name, {}), seconds)
+            for name, plan in plans.items():
+                best[name] = _smaller(best.get(name, {}), self._stopwatch(plan))
         if not kept:  # recomputing adds little to the forward pass itself
             kept = dict.fromkeys(blocks, 0.0)
         cost = {
@@ -220,19 +228,28 @@ class StepPlanner:
             )
             for name in plans
         }
+        spent = _operator_seconds(units)
         return [
-            self._item(order, {name: cost[name][block] for name in plans})
+            self._item(order, {name: cost[name][block] for name in plans}, spent[block])
             for order, block in enumerate(blocks)
         ]
 
-    def _item(self, order: int, seconds: dict[str, float]) -> Item:
-        unit = self.profile.units[order]
-        recompute = Option("recompute", 0, seconds["recompute"])
+    def _item(self, order: int, cost: dict[str, float], spent: Seconds) -> Item:
+        unit, levels = self.profile.units[order], self._levels[order]
+        again = [op for profile in unit.profiles for op in profile.again()]
+        total = sum(spent[op.place] for op in again) * unit.calls
+        # A recorded operator has taken longer than one that nobody watches.
+        scale = min(1.0, cost["recompute"] / total) * unit.calls if total else 0.0
+        recompute = Option("recompute", 0, cost["recompute"])
         options = [recompute, Option("keep", unit.internals, 0.0)]
-        profile = unit.profiles[0]
-        for level, places in enumerate(self._levels[order]):
-            held = sum(op.nbytes for op in profile.again() if op.place in places) * unit.calls
-            options.append(Option(str(level), held, seconds[str(level)]))
+        saved = [scale * sum(spent[place] for place in places) for places in levels]
+        # What the contexts of a selection cost by themselves.
+        extra = max(0.0, cost["select"] - cost["recompute"] + saved[-1]) if levels else 0.0
+        for level, places in enumerate(levels):
+            held = sum(op.nbytes for op in again if op.place in places) * unit.calls
+            seconds = max(0.05 * cost["recompute"], cost["recompute"] - saved[level] + extra)
+            options.append(Option(str(level), held, seconds))
+        last = unit.profiles[-1]
         return Item(
             options=tuple(options),
             recompute=recompute if unit.calls == 1 else None,
@@ -241,6 +258,7 @@ class StepPlanner:
             internals=unit.internals,
             forward_peak=unit.forward_peak,
             backward_peak=unit.backward_peak,
+            remainder=scale * sum(spent[op.place] for op in last.operators[len(last.again()) :]),
         )
 
     def _stopwatch(self, plan: Plan, keep_all: bool = False) -> dict[Block, float]:
@@ -270,9 +288,10 @@ class StepPlanner:
     def plan(self, budget: float) -> Outcome:
         """Return the fastest plan within ``budget`` bytes, or the one with the smallest peak.
 
-        What is returned has been measured. A plan that misses the budget is made anew once, with
-        the budget lowered by what it missed.
+        Of the budget, ``unseen`` bytes are left to kernels. What is returned has been measured. A
+        plan that misses the budget is made anew once, with the budget lowered by what it missed.
         """
+        budget -= self.unseen
         target = budget
         for _ in range(2):
             found = solve(self._items, self.profile.head_peak, target, self._longest)
@@ -296,10 +315,25 @@ class StepPlanner:
         """Return what recomputing the unit with this place in the order costs."""
         return self._items[order].options[0].seconds
 
+    def recomputed_flops(self, solution: Solution) -> int:
+        """Return the operations that a backward pass takes more under these decisions."""
+        total = 0
+        for decision in solution.decisions:
+            if decision.option.name == "keep":
+                continue
+            kept: frozenset[Place] = frozenset()
+            if decision.option.name != "recompute":
+                kept = self._levels[decision.start][int(decision.option.name)]
+            *joined, last = self.profile.units[decision.start : decision.stop]
+            total += sum(unit.flops for unit in joined)
+            total += last.calls * sum(profile.recomputed_flops(kept) for profile in last.profiles)
+        return total
+
     def rescaled(self, factor: float, budget: float) -> Solution:
         """Return the plan for a batch that takes ``factor`` times the memory, unmeasured."""
         items = [_scaled(item, factor) for item in self._items]
         head = round(factor * self.profile.head_peak)
+        budget -= factor * self.unseen
         return solve(items, head, budget, self._longest) or smallest_peak(
             items, head, self._longest
         )
@@ -325,10 +359,11 @@ class StepPlanner:
 
     def _selection(self, order: int, level: int) -> Callable[[], Selection] | None:
         levels = self._levels[order]
-        return partial(Selection, None, levels[level]) if level < len(levels) else None
+        return partial(Selection, None, levels[level]) if levels else None
 
 
-AppliedPlanMaker = Callable[[], Stretch]
+Seconds: TypeAlias = dict[Place, float]
+"""What each operator of a unit takes."""
 
 
 def _kind(unit: Unit) -> Hashable:
@@ -372,6 +407,22 @@ def _mean_by_kind(units: Sequence[Unit], seconds: dict[Block, float]) -> dict[Bl
         for alike in kinds.values()
         for block in alike
     }
+
+
+def _operator_seconds(units: Sequence[Unit]) -> dict[Block, Seconds]:
+    """Return the operators' times for each unit: the median over its like."""
+    alike: dict[Hashable, list[Unit]] = defaultdict(list)
+    for unit in units:
+        alike[_kind(unit)].append(unit)
+    found: dict[Block, Seconds] = {}
+    for like in alike.values():
+        times: dict[Place, list[float]] = defaultdict(list)
+        for unit in like:
+            for operator in (op for profile in unit.profiles for op in profile.operators):
+                times[operator.place].append(operator.seconds)
+        medians = {place: statistics.median(values) for place, values in times.items()}
+        found.update((unit.block, medians) for unit in like)
+    return found
 
 
 def _smaller(known: dict[Block, float], new: dict[Block, float]) -> dict[Block, float]:

@@ -115,7 +115,6 @@ class Planning:
             "checkpointing/peak_mb": self.outcome.peak / MIB,
             **({} if before is None else {"checkpointing/unchecked_step_ms": 1e3 * before}),
             "checkpointing/step_ms": 1e3 * after,
-            "checkpointing/recomputed": sum(len(stretch.blocks) for stretch in self.plan),
         }
 
     def summary(self) -> str:
@@ -124,7 +123,7 @@ class Planning:
         measured = "" if self.planner.unchecked_measured else " (predicted)"
         before = values.get("checkpointing/unchecked_step_ms")
         return (
-            f"ActivationCheckpointing('auto'): {values['checkpointing/recomputed']} of "
+            f"ActivationCheckpointing('auto'): {sum(len(s.blocks) for s in self.plan)} of "
             f"{len(self.planner.profile.units)} blocks recomputed. Peak of activations "
             f"{values['checkpointing/unchecked_peak_mb']:.1f} MB{measured} -> "
             f"{values['checkpointing/peak_mb']:.1f} MB (predicted "
@@ -167,7 +166,7 @@ def plan_for_batch(
     if known is not None:
         # Attention grows with the square of the length, everything else with the length.
         growth = (size / known.size) ** 2
-        if growth * known.outcome.peak <= known.budget:
+        if growth * (known.outcome.peak + known.planner.unseen) <= known.budget:
             return known
         if trainer.world_size > 1:
             return _stretched(known, growth)
@@ -181,12 +180,12 @@ def plan_for_batch(
     planner = StepPlanner(
         step, blocks, pl_module.device, segments=not sharded, room=room, agreement=agreement
     )
-    limit = budget.activations(planner.unchecked_peak, standing, room)
+    unchecked_peak = planner.unchecked_peak + planner.unseen
+    limit = budget.activations(unchecked_peak, standing, room)
     outcome = planner.plan(limit)
     if not outcome.fits:
-        error = BudgetError(
-            str(budget), (outcome.peak + standing) / MIB, outcome.peak / planner.unchecked_peak
-        )
+        peak = outcome.peak + planner.unseen
+        error = BudgetError(str(budget), (peak + standing) / MIB, peak / unchecked_peak)
         if budget.strict:
             raise error
         warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_info
 from torch import nn
 
@@ -18,6 +18,7 @@ from lightning_opt.core.report import Report
 from lightning_opt.memory.budgeting import Budget, Planning, batch_size, plan_for_batch
 from lightning_opt.memory.forward import is_checkpointed
 from lightning_opt.memory.operators import KeepDear
+from lightning_opt.memory.packing import Packing, refuse_packing
 from lightning_opt.memory.policies import (
     AppliedPlan,
     Plan,
@@ -31,6 +32,7 @@ from lightning_opt.memory.policies import (
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+    from matplotlib.figure import Figure
 
 POLICIES = ("auto", "none", "every_layer", "sqrt", "block", "every_nth", "selective", "custom")
 
@@ -65,15 +67,21 @@ class ActivationCheckpointing(Callback):
     types are put back, nothing is logged, and no optimizer steps. When a larger batch comes that
     would miss the budget, it is planned anew.
 
-    Logged once, by ``"auto"``:
+    Logged once; what is timed or a peak by ``"auto"`` alone, the last three with ``offload`` or
+    ``compress_saved``:
 
     ===================================== ======================================================
+    ``checkpointing/blocks``              blocks that were found
+    ``checkpointing/recomputed``          blocks that are recomputed, in part or whole
     ``checkpointing/unchecked_peak_mb``   peak of the step's activations without recomputation
     ``checkpointing/predicted_peak_mb``   the plan's, as predicted
     ``checkpointing/peak_mb``             the plan's, as measured
     ``checkpointing/unchecked_step_ms``   forward and backward pass without recomputation
     ``checkpointing/step_ms``             the same under the plan
-    ``checkpointing/recomputed``          blocks that are recomputed, in part or whole
+    ``checkpointing/packed_mb``           saved tensors that were packed in the first step
+    ``checkpointing/packed_to_mb``        what the same take on the device then
+    ``checkpointing/gradient_error``      what rounding changes the first batch's gradients by: the
+                                          norm of the difference, as a share of theirs
     ===================================== ======================================================
 
     A megabyte is 2**20 bytes. On CUDA peaks are those of torch's allocator; elsewhere the memory of
@@ -92,12 +100,20 @@ class ActivationCheckpointing(Callback):
             neither, the budget is nine tenths of what the device has free.
         strict: Whether a budget that cannot be met is an error; else the plan with the smallest
             peak is used, with a warning.
+        offload: Keep what is saved for the backward pass, of blocks that are recomputed and of the
+            rest, in pinned memory of the host. On CUDA only; elsewhere training goes on without it,
+            and says so. Not for ``"auto"``, which measures the device, and not under FSDP.
+        compress_saved: ``"bf16"`` rounds saved float32 tensors to half their bytes. Gradients are
+            then no longer exact: how far they are off is measured on the first batch, by two
+            further steps, and logged. Parameters, buffers, the batch and small tensors stay as they
+            are, and so does what ``"selective"`` keeps. Not for ``"auto"`` and not under FSDP.
 
     Raises:
         ValueError: In ``__init__`` for an unknown policy or a setting that it has no use for; in
             ``setup`` under DeepSpeed and beside Lightning's own checkpointing for FSDP; in
             ``on_fit_start`` if there is no such module, if no blocks are found, if parts of the
-            model are checkpointed already, or compiled under ``"auto"`` and ``"selective"``.
+            model are checkpointed already, or compiled under ``"auto"`` and ``"selective"``, with
+            ``offload`` and ``compress_saved``.
         BudgetError: Before the first step, if the budget cannot be met. It is a ``ValueError``.
 
     Example:
@@ -119,6 +135,8 @@ class ActivationCheckpointing(Callback):
         budget_mb: float | None = None,
         budget: float | None = None,
         strict: bool = True,
+        offload: bool = False,
+        compress_saved: str | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}.")
@@ -131,6 +149,12 @@ class ActivationCheckpointing(Callback):
             positive("min_flops", min_flops)
         if policy == "custom" and not modules:
             raise ValueError("policy='custom' needs modules=[...]: names, patterns or classes.")
+        self.packing = Packing(offload, compress_saved)
+        if policy == "auto" and self.packing.wanted:
+            raise ValueError(
+                f"{self.packing.wanted} changes what the plan of policy='auto' would be made from. "
+                "Use it with another policy, such as 'every_layer' or 'none'."
+            )
         self.policy, self.interval, self.min_flops = policy, interval, min_flops
         self.modules = None if modules is None else list(modules)
         self.budget = Budget(budget_mb, budget, strict)
@@ -139,6 +163,7 @@ class ActivationCheckpointing(Callback):
         self.planning: Planning | None = None
         self._applied: AppliedPlan | None = None
         self._planned_size = math.inf
+        self._is_logged = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse strategies that have a checkpointing of their own."""
@@ -157,27 +182,35 @@ class ActivationCheckpointing(Callback):
                 "ActivationCheckpointing and FSDPStrategy(activation_checkpointing_policy=...) "
                 "would recompute twice. Leave one of them out."
             )
+        if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
+            refuse_packing(self.packing)
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the blocks and apply the policy: strategies have wrapped the model by now."""
         self._undo()
         refuse_checkpointed(pl_module)
         if self.policy in ("auto", "selective"):
-            refuse_compiled(pl_module, self.policy)
+            refuse_compiled(pl_module, f"ActivationCheckpointing({self.policy!r})")
+        if self.packing.wanted:
+            refuse_compiled(pl_module, self.packing.wanted)
         self.blocks = self._choose_blocks(pl_module)
+        self._is_logged = False
         if self.policy == "auto":
             self.plan, self.planning, self._planned_size = [], None, 0
         else:
             self._apply(make_plan(self.policy, self.blocks, self.interval, self.min_flops))
+            self.packing.put_on(pl_module)
             rank_zero_info(
                 f"ActivationCheckpointing({self.policy!r}): {len(self.blocks)} blocks found, "
-                f"{sum(len(stretch.blocks) for stretch in self.plan)} of them recomputed."
+                f"{self._recomputed} of them recomputed. {self.packing.sentence}".rstrip()
             )
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Under ``"auto"``, plan for the first batch, and for a larger one that may not fit."""
+        if not self._is_logged:
+            self.packing.measure_error(trainer, pl_module, batch, batch_idx)
         if self.policy != "auto" or not self.blocks:
             return
         size = batch_size(batch)
@@ -193,6 +226,30 @@ class ActivationCheckpointing(Callback):
             rank_zero_info(planning.summary())
             log_scalars(trainer, planning.scalars())
         self.planning = planning
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log once what was done."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        counts = {
+            "checkpointing/blocks": float(len(self.blocks)),
+            "checkpointing/recomputed": float(self._recomputed),
+        }
+        log_scalars(trainer, {**counts, **self.packing.scalars()})
+        if self.packing.scalars():
+            rank_zero_info(self.packing.sentence)
+
+    @property
+    def _recomputed(self) -> int:
+        return sum(len(stretch.blocks) for stretch in self.plan)
 
     def describe(self) -> Report:
         """Return one row a block: its class, its parameters, and what is done with it.
@@ -212,7 +269,18 @@ class ActivationCheckpointing(Callback):
             for block in self.blocks
         ]
         notes = [] if self.planning is None else [self.planning.summary()]
+        notes += [self.packing.sentence] if self.packing.sentence else []
         return Report(f"ActivationCheckpointing({self.policy!r})", rows, notes)
+
+    def plot(self) -> Figure:
+        """Return a figure of what is done with each block; of its bytes and its time, if planned.
+
+        Raises:
+            ImportError: Without matplotlib; the message names the extra.
+        """
+        from lightning_opt.memory.plan_plot import draw_plan
+
+        return draw_plan(self.describe(), self.planning)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -239,11 +307,13 @@ class ActivationCheckpointing(Callback):
         return blocks
 
     def _apply(self, plan: Plan) -> None:
-        self._undo()
+        if self._applied is not None:
+            self._applied.undo()
         self._applied = AppliedPlan(plan)
         self.plan = plan
 
     def _undo(self) -> None:
+        self.packing.take_off()
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
@@ -272,7 +342,7 @@ def _refuse_unused(policy: str, users: Sequence[str], **settings: Any) -> None:
             raise ValueError(f"{name}={value!r} is for policy {allowed}, not for {policy!r}.")
 
 
-def refuse_compiled(model: nn.Module, policy: str) -> None:
+def refuse_compiled(model: nn.Module, who: str) -> None:
     """Raise where a part of ``model`` is compiled: inside of a graph no operator is seen.
 
     Raises:
@@ -281,9 +351,9 @@ def refuse_compiled(model: nn.Module, policy: str) -> None:
     for name, module in model.named_modules():
         if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
             raise ValueError(
-                f"ActivationCheckpointing({policy!r}) looks at single operators, and "
-                f"{name or type(model).__name__} is compiled. Use 'every_layer' or 'custom' with "
-                "torch.compile."
+                f"{who} looks at single operators, and {name or type(model).__name__} is "
+                "compiled. Use policy 'every_layer' or 'custom' with torch.compile, and neither "
+                "offload nor compress_saved."
             )
 
 

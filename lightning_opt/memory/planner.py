@@ -44,6 +44,8 @@ class Item:
         internals: Bytes that its recomputation brings back.
         forward_peak: Peak of the measured step while it ran.
         backward_peak: Peak of the measured step from its recomputation to the next one's.
+        remainder: Time that its recomputation takes longer where another unit of the segment needs
+            its output: by itself it is over with the last tensor that is saved.
     """
 
     options: tuple[Option, ...]
@@ -53,6 +55,7 @@ class Item:
     internals: int
     forward_peak: int
     backward_peak: int
+    remainder: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -168,6 +171,7 @@ def _steps(
         seconds += last.recompute.seconds
         if stop - start > 1:
             held -= last.inputs
+            seconds += items[stop - 2].remainder
             yield Decision(start, stop, last.recompute), held, seconds, peak
 
 

@@ -48,6 +48,11 @@ class Unit:
     profiles: tuple[OperatorProfile, ...] = ()
 
     @property
+    def flops(self) -> int:
+        """Operations of running it once, as a segment does with all but its last."""
+        return sum(op.flops for profile in self.profiles for op in profile.operators)
+
+    @property
     def recomputed_flops(self) -> int:
         """Operations of recomputing it by itself."""
         return sum(profile.recomputed_flops() for profile in self.profiles)

@@ -19,8 +19,14 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_opt.memory.replay import GlobalState
+from lightning_opt.memory.saved import held
 
 Function = Callable[..., Any]
+
+INPUT_CHANGED = (
+    "An input of a checkpointed block was changed in place after the block had run, so the block "
+    "cannot be recomputed. Use an out-of-place operation there, or leave this block out"
+)
 
 
 class _Placeholder:
@@ -46,22 +52,14 @@ class _OutputOf:
 class _Input:
     """A tensor from outside, held without its graph, for the graph leads back to the segment."""
 
-    __slots__ = ("requires_grad", "tensor", "version")
+    __slots__ = ("packed", "requires_grad")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.tensor = tensor.detach()
+        self.packed = held(tensor, INPUT_CHANGED)
         self.requires_grad = tensor.requires_grad
-        self.version = tensor._version
 
     def get(self) -> Tensor:
-        if self.tensor._version != self.version:
-            raise RuntimeError(
-                "An input of a checkpointed block was changed in place after the block had run "
-                f"(shape {tuple(self.tensor.shape)}, version {self.tensor._version}, expected "
-                f"{self.version}), so the block cannot be recomputed. Use an out-of-place "
-                "operation there, or leave this block out."
-            )
-        return self.tensor.detach().requires_grad_(self.requires_grad)
+        return self.packed.get().detach().requires_grad_(self.requires_grad)
 
 
 class _Output:
@@ -87,9 +85,10 @@ class _EnoughError(Exception):
 
 
 class _Call:
-    def __init__(self, function: Function, leaves: list[Any], spec: TreeSpec) -> None:
-        self.function, self.leaves, self.spec = function, leaves, spec
-        self.state = GlobalState(leaf.tensor for leaf in leaves if isinstance(leaf, _Input))
+    def __init__(
+        self, function: Function, leaves: list[Any], spec: TreeSpec, state: GlobalState
+    ) -> None:
+        self.function, self.leaves, self.spec, self.state = function, leaves, spec, state
 
     def repeat(self, outputs: list[list[Any]]) -> Any:
         leaves = [
@@ -139,7 +138,8 @@ class Segment:
         """Call ``function``, and ``repeat`` in its place when it is recomputed."""
         leaves, spec = tree_flatten((args, kwargs))
         kept = [self._keep(leaf) for leaf in leaves]
-        self._calls.append(_Call(repeat or function, kept, spec))
+        state = GlobalState(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self._calls.append(_Call(repeat or function, kept, spec, state))
         with saved_tensors_hooks(self._pack, self._unpack):
             output = function(*args, **kwargs)
         self._outputs.append(

@@ -1,6 +1,7 @@
 """The callback: arguments, what it puts onto the model and takes off again, what it reports."""
 
 import copy
+import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,17 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from lightning_opt.core.blocks import find_blocks
 from lightning_opt.memory.checkpointing import ActivationCheckpointing
 from lightning_opt.memory.forward import InputChangedError, is_checkpointed
+from lightning_opt.memory.planner import Decision, Solution
 from lightning_opt.memory.policies import AppliedPlan, every_layer, segments
 from tests.helpers.footprint import model_footprint, process_footprint
-from tests.helpers.trainers import quiet_trainer
-from tests.memory.architectures import ARCHITECTURES, Keywords, PlainLayers, Transformer
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.memory.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Keywords,
+    PlainLayers,
+    Transformer,
+)
 from tests.memory.runs import assert_identical, train, warnings_of
 
 
@@ -290,6 +298,52 @@ def test_the_backward_pass_takes_exactly_the_planned_operations(name: str) -> No
     assert measured(some) == sum(units[s.blocks[0].name].recomputed_flops for s in some)
 
 
+class EndsWithProduct(Architecture):
+    """Blocks whose last operator need not be run again, unless another block needs its output."""
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    "kind", [EndsWithProduct, *map(ARCHITECTURES.get, ("Residual", "EncoderDecoder", "UNet"))]
+)
+def test_mixed_plans_take_exactly_the_planned_operations(kind: type[Architecture]) -> None:
+    """Parts of blocks, segments, and both beside what is kept."""
+    callback = ActivationCheckpointing("auto", budget=10.0)
+    model = kind()
+    quiet_trainer(callbacks=[callback], max_steps=1).fit(model)
+    assert callback.planning is not None
+    planner = callback.planning.planner
+    batch = torch.randn(2, 4, 8)
+    bare, count = backward_flops(model, batch), len(planner._items)
+
+    def check(*decisions: Decision) -> int:
+        solution = Solution(decisions, 0, 0.0)
+        applied = AppliedPlan(planner.make_plan(solution))
+        try:
+            extra = backward_flops(model, batch) - bare
+        finally:
+            applied.undo()
+        assert extra == planner.recomputed_flops(solution)
+        return extra
+
+    keep = [Decision(i, i + 1, item.options[1]) for i, item in enumerate(planner._items)]
+    alone = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(planner._items)]
+    assert check(*keep) == 0
+    whole = check(*alone)
+    joined = check(Decision(0, 3, planner._items[2].options[0]), *alone[3:])
+    assert (joined > whole) == (kind is EndsWithProduct)
+    check(*keep[:1], Decision(1, 3, planner._items[2].options[0]), *keep[3:])
+    in_part = []
+    for option in planner._items[0].options[2:]:
+        part = Decision(0, 1, option)
+        in_part.append(check(part, *keep[1:]))
+        check(part, *alone[1 : count - 1], *keep[count - 1 :])
+    assert in_part == sorted(in_part, reverse=True)
+    assert in_part[-1] < check(*alone[:1], *keep[1:])
+
+
 def test_selective_operations() -> None:
     callback = ActivationCheckpointing("selective")
     model = Transformer()
@@ -298,14 +352,45 @@ def test_selective_operations() -> None:
     )
     batch = torch.randn(2, 4, 8)
     bare = backward_flops(model, batch)
-    for min_flops, expected in ((None, 0), (10**9, 2)):
+    extra = []
+    for min_flops in (None, 0.2, 0.3, 10**9):
         callback = ActivationCheckpointing("selective", min_flops=min_flops)
         callback.on_fit_start(None, model)  # type: ignore[arg-type]
         backward_flops(model, batch)  # the first step learns
-        again = backward_flops(model, batch) - bare
-        profile = callback._applied.forwards[0].choice.profile
-        assert again == expected * profile.recomputed_flops()
+        extra.append(backward_flops(model, batch) - bare)
+        choice = callback._applied.forwards[0].choice
+        assert extra[-1] == 2 * choice.profile.recomputed_flops(choice.kept)
         callback._undo()
+    assert extra[0] == 0
+    assert extra == sorted(set(extra))
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "panels"), [("every_nth", {}, 1), ("auto", {"budget": 0.7}, 3)]
+)
+def test_it_draws_itself(policy: str, settings: dict[str, Any], panels: int) -> None:
+    callback = ActivationCheckpointing(policy, strict=False, **settings)
+    logger = MemoryLogger()
+    warnings_of(
+        lambda: quiet_trainer(callbacks=[callback], max_steps=2, logger=logger).fit(Transformer())
+    )
+    figure = callback.plot()
+    figure.savefig(io.BytesIO())
+    assert len(figure.axes) == panels
+    bars = figure.axes[0].patches
+    assert sorted(bar.get_x() + bar.get_width() / 2 for bar in bars) == [0, 1, 2, 3]
+    rows = callback.describe().rows
+    heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in bars}
+    for place, row in enumerate(rows):
+        expected = row["parameters"] if panels == 1 else row["keeping MB"]
+        assert heights[place] == pytest.approx(expected)
+    if panels == 3:
+        assert callback.planning is not None
+        drawn = [bar.get_height() for bar in figure.axes[2].patches]
+        assert drawn[2] * 2**20 == pytest.approx(callback.planning.outcome.peak)
+    assert logger.series("checkpointing/blocks") == [4.0]
+    recomputed = sum(row["policy"] != "kept" for row in rows)
+    assert logger.series("checkpointing/recomputed") == [float(recomputed)]
 
 
 def test_it_describes_itself() -> None:

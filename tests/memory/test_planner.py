@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from lightning_opt.memory.planner import Item, Option, smallest_peak, solve
+from lightning_opt.memory.planner import Item, Option, _steps, smallest_peak, solve
 
 
 def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]:
@@ -78,3 +78,21 @@ def test_the_smallest_peak(seed: int) -> None:
     joined = smallest_peak(items, head, longest=3)
     assert joined.peak <= smallest.peak
     assert solve(items, head, joined.peak * 0.99, longest=3) is None
+
+
+def test_a_segment_pays_for_the_rest_of_all_but_its_last() -> None:
+    recompute = Option("recompute", 0, 1.0)
+    items = [
+        Item((recompute,), recompute, order > 0, 10, 20, 30, 30, remainder=0.25)
+        for order in range(3)
+    ]
+    alone = solve(items, 30, 1000.0)
+    assert alone is not None
+    assert alone.seconds == 3.0
+    joined = solve(items, 30, 1000.0, longest=3)
+    assert joined is not None
+    assert [(d.start, d.stop) for d in joined.decisions] == [(0, 1), (1, 2), (2, 3)], (
+        "what costs more is not chosen for nothing"
+    )
+    found = [seconds for _, _, seconds, _ in _steps(items, 0, 3)]
+    assert found == [1.0, 2.25, 3.5]
