@@ -53,7 +53,7 @@ LEFT_OUT = 5
 LEFT_OUT_OF_AUTO = 22
 """Steps that do not count; of `ddp_compressed`, until it has chosen and seen whether that pays."""
 
-SECONDS = 100.0
+SECONDS = 80.0
 """How long to go on with further rounds on one network."""
 
 
