@@ -194,8 +194,9 @@ def test_a_shard_may_be_empty():
 
 
 @relaxed
-@given(flat=tensors(), threshold=st.floats(0, 1e3), room=st.integers(0, 5000))
-def test_a_list_that_is_too_short_grows(flat, threshold, room):
+@given(flat=tensors(), place=st.integers(0, 3000), room=st.integers(0, 5000))
+def test_a_list_that_is_too_short_grows(flat, place, room):
+    threshold = flat[place % len(flat)].abs().item()  # which this element just reaches
     selectors = []
     for path in ("native", "torch"):
         with pytest.MonkeyPatch.context() as patch:
@@ -203,6 +204,10 @@ def test_a_list_that_is_too_short_grows(flat, threshold, room):
             selectors.append(selection.Selector(len(flat), CPU))
     selectors[0]._indices = torch.empty(room, dtype=torch.int64)
     selectors[0]._values = torch.empty(room)
+    assert (
+        threshold < selection.TINY
+        or place % len(flat) in selectors[0].at_least(flat, threshold)[0].tolist()
+    )
     (indices, values), (others, more) = (one.at_least(flat, threshold) for one in selectors)
     assert_same_bits(indices, others)
     assert_same_bits(values, more)
@@ -221,7 +226,7 @@ def test_the_largest_are_those_of_the_torch_path(flat, share):
     assert_same_bits(values[:k], flat[places])
 
 
-@pytest.mark.parametrize("damage", ["count", "offset", "blocks"])
+@pytest.mark.parametrize("damage", ["count", "offset", "blocks", "one more"])
 def test_a_damaged_message_writes_nowhere_else(damage):
     codec, _ = pair(TopK(10 / 300), 300)
     codec.compress(torch.randn(300))
@@ -232,10 +237,20 @@ def test_a_damaged_message_writes_nowhere_else(damage):
         counts.fill_(255)
     elif damage == "offset":
         offsets.fill_(254)
-    else:
+    elif damage == "blocks":
         counts.fill_(200)
+    else:
+        counts[0] += 1
     with pytest.raises(ValueError, match="damaged"):
         codec.decompress_add(message, torch.zeros(300))
+
+
+def test_ties_between_two_bfloat16_go_to_the_even_one():
+    flat = 1 + torch.arange(1, 1000) / 256
+    codecs = pair(TopK(1.0, values="bf16"), len(flat))
+    for codec in codecs:
+        codec.compress(flat.clone())
+    assert_same_bits(codecs[0].message, codecs[1].message)
 
 
 def test_large_blocks_of_indices():
