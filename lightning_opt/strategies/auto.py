@@ -105,8 +105,8 @@ class AutoChoice:
         """Return how to send a bucket; during the warm-up, take note of it."""
         if self.choice is None or self.measured is None:
             if self._warm_up is not None and self._pass >= self._watch_from:
-                ready = time.perf_counter() - self._began
-                self._warm_up.note(index, gradient, ready, sample=self._pass == self._due - 1)
+                last = self._pass == self._due - 1
+                self._warm_up.note(index, gradient, self._began, sample=last)
             return None
         place = self.measured.places.get(index)
         option = self.choice.best if place is None else self.choice.plan[place]
@@ -122,6 +122,8 @@ class AutoChoice:
     # --- choosing ---------------------------------------------------------------------------------
 
     def _look(self) -> None:
+        if self._warm_up is not None and self._warm_up.is_empty:
+            return  # there is nothing to choose for
         before = 0 if self.choice is None else self.choice.best
         on_trial, self._on_trial = self._on_trial, False
         if self._warm_up is not None:
@@ -189,6 +191,8 @@ class AutoChoice:
         )
         plan = Counter(measured.options[index].name for index in self.choice.plan)
         chosen = ", ".join(f"{count} {name}" for name, count in plan.items())
+        if self._is_uncompressed:
+            chosen += "; fallback='never' would compress in any case"
         return (
             f"Compressed DDP: a collective takes {_ms(link.fixed)} and {_ms(1e6 * link.slope)} a "
             f"megabyte that a rank sends; an uncompressed step takes {_ms(measured.step)}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import astuple, dataclass
 from statistics import median
@@ -205,20 +206,27 @@ class WarmUp:
         self._exchanges: list[float] = []
         self._sample = torch.empty(0)
 
-    def note(self, index: int, gradient: Tensor, ready: float, *, sample: bool) -> None:
+    def note(self, index: int, gradient: Tensor, began: float, *, sample: bool) -> None:
         """Take down a bucket.
 
         Args:
             index: Which.
             gradient: Its contents.
-            ready: Seconds since the first bucket of the step.
+            began: When the first bucket of the step was ready, by ``perf_counter``.
             sample: Whether to keep a piece of it to try compressors on.
         """
-        self._ready.setdefault(index, []).append(ready)
+        if gradient.is_cuda:
+            torch.cuda.current_stream(gradient.device).synchronize()  # only then is it ready
+        self._ready.setdefault(index, []).append(time.perf_counter() - began)
         self._sizes[index] = (gradient.numel(), gradient.element_size())
         if sample and len(self._sample) < min(len(gradient), SAMPLE):
             dtype = torch.promote_types(gradient.dtype, torch.float32)
             self._sample = gradient[:SAMPLE].to(dtype, copy=True).nan_to_num_(0.0, 0.0, 0.0)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there was no bucket: sparse gradients are none."""
+        return not self._sizes
 
     def end_step(self, landed: float) -> None:
         """Take down when the last bucket had arrived, in seconds since the first was ready."""
@@ -240,11 +248,13 @@ class WarmUp:
         largest = max(n * size for n, size in zip(numels, itemsizes, strict=True))
         link = measure_network(device, largest, PATIENT)
         # The slowest rank's numbers; of the exchange the least, since the others wait for that one.
-        numbers = [median(steps), -median(self._exchanges)]
+        # On CUDA the host does not know when a bucket has arrived.
+        seen = float("inf") if device.type == "cuda" else median(self._exchanges)
+        numbers = [median(steps), -seen]
         numbers += [median(self._ready[index]) for index in indices]
         for scheme in schemes:
             numbers += measure_costs(scheme, self._sample, max(numels)).numbers()
-        step, seen, *numbers = agree(numbers, device)
+        step, waited, *numbers = agree(numbers, device)
         ready, numbers = sorted(numbers[: len(indices)]), numbers[len(indices) :]
         options = [
             option_of(
@@ -259,7 +269,7 @@ class WarmUp:
         ]
         nothing = Costs.of([0.0] * 6)
         dense = option_of(None, nothing, numels, itemsizes, staged=False, device=device)
-        factor = calibrate(ready, dense, link, -seen)
+        factor = calibrate(ready, dense, link, -waited)
         link = slowed(link, factor)
         return Measured(
             {index: place for place, index in enumerate(indices)},

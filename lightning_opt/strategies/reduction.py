@@ -243,6 +243,8 @@ class CompressedReduction:
             for channel in self._launched:
                 if not channel.flagged:
                     channel.take_back()
+        for channel in self._launched:
+            channel.forget()
         for state in self._buckets.values():
             if state.velocity is not None:
                 state.velocity.end_step(applied=not flagged)

@@ -82,6 +82,9 @@ class Channel(ABC):
     def take_back(self) -> None:
         """Put back into the residual what the latest step sent, since it will not be applied."""
 
+    def forget(self) -> None:
+        """Let go of what only :meth:`take_back` needs. Nothing, usually."""
+
     def fold(self) -> None:
         """Move into the residual what the channel keeps elsewhere. Nothing, usually."""
 
@@ -210,6 +213,10 @@ class DenseChannel(Channel):
         if self._flushed is not None:
             self.residual.copy_(self._flushed)
             self.owes = True
+
+    def forget(self) -> None:
+        """Let go of the copy of what the residual held."""
+        self._flushed = None
 
     @property
     def selected(self) -> int:
