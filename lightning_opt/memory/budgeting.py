@@ -157,16 +157,27 @@ def plan_for_batch(
     """Return a plan for this batch: the known one if that will do, else a new one.
 
     With several processes only the first batch is measured, when all of them do it. A larger batch,
-    which may be one rank's alone, is planned for from that measurement.
+    which may be one rank's alone, is planned for from that measurement; with sharded parameters the
+    plan stays, with a warning.
 
     Raises:
         BudgetError: If none meets the budget and that is strict.
     """
     size = batch_size(batch)
+    sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
     if known is not None:
         # Attention grows with the square of the length, everything else with the length.
         growth = (size / known.size) ** 2
         if growth * (known.outcome.peak + known.planner.unseen) <= known.budget:
+            return known
+        if sharded:
+            warnings.warn(
+                "ActivationCheckpointing('auto'): a larger batch has come, and may miss "
+                f"{budget}. With sharded parameters all processes must recompute alike, and the "
+                "others know nothing of this batch, so the plan stays. Have the largest batch "
+                "first, or lower the budget.",
+                stacklevel=2,
+            )
             return known
         if trainer.world_size > 1:
             return _stretched(known, growth)
@@ -175,7 +186,6 @@ def plan_for_batch(
     pending = standing - present_bytes(pl_module, trainer.optimizers)
     agreement = _agreement(trainer)
     room = -agreement.largest(pending - SHARE_OF_FREE * free_bytes(pl_module.device))
-    sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
     # A recomputed segment of sharded blocks gathers parameters again, and in an order of its own.
     planner = StepPlanner(
         step, blocks, pl_module.device, segments=not sharded, room=room, agreement=agreement

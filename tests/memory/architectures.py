@@ -87,9 +87,9 @@ class TiedLanguageModel(Transformer):
         self.head = nn.Linear(WIDTH, 11, bias=False)
         self.head.weight = self.embedding.weight
 
-    def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+    def forward(self, batch: Tensor) -> Tensor:
         tokens = (batch.abs() * 3).long().clamp(max=10)[..., 0]
-        logits = self.head(self(self.embedding(tokens)))
+        logits = self.head(super().forward(self.embedding(tokens)))
         return F.cross_entropy(logits.flatten(0, 1), tokens.flatten())
 
 
