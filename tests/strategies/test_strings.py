@@ -68,6 +68,7 @@ def test_a_strategy_survives_pickling():
     "compressor",
     [
         "int8",
+        "auto",
         {"class_path": "lightning_opt.Quantize", "init_args": {"bits": 4, "block": 256}},
         {"class_path": "lightning_opt.TopK", "init_args": {"ratio": 0.02}},
     ],
@@ -78,7 +79,7 @@ def test_a_configuration_file_can_write_it(compressor, monkeypatch):
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     strategy = {
         "class_path": "lightning_opt.CompressedDDPStrategy",
-        "init_args": {"compressor": compressor, "warmup_steps": 7},
+        "init_args": {"compressor": compressor, "warmup_steps": 7, "fallback": "never"},
     }
     cli = LightningCLI(
         SmallNet,
@@ -89,9 +90,11 @@ def test_a_configuration_file_can_write_it(compressor, monkeypatch):
     )
     made = cli.trainer.strategy
     assert made.warmup_steps == 7
-    wanted = {"int8": 8}.get(compressor) if isinstance(compressor, str) else None
-    if wanted:
-        assert made.compressor.bits == wanted
+    assert made.fallback == "never"
+    if compressor == "int8":
+        assert made.compressor.bits == 8
+    elif compressor == "auto":
+        assert len(made.schemes) == 3
     else:
         arguments = compressor["init_args"]
         assert {key: getattr(made.compressor, key) for key in arguments} == arguments
