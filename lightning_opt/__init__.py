@@ -19,6 +19,8 @@ from lightning_opt.memory.budgeting import BudgetError
 from lightning_opt.memory.checkpointing import ActivationCheckpointing
 from lightning_opt.memory.cleanup import MemoryCleanup
 from lightning_opt.memory.garbage import GarbageCollection
+from lightning_opt.memory.leaks import LeakDetector
+from lightning_opt.memory.profiler import MemoryProfiler
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
@@ -39,8 +41,10 @@ __all__ = [
     "GradientClipper",
     "GradientHealth",
     "HookedDDPStrategy",
+    "LeakDetector",
     "MeanStd",
     "MemoryCleanup",
+    "MemoryProfiler",
     "NonFiniteGuard",
     "NormRule",
     "PerParameter",

@@ -45,9 +45,13 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
+    "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],
     "MemoryCleanup": [
         {"threshold": 0.001, "release": 0.0, "cooldown_steps": 0, "every_n_steps": 3},
         {"threshold": 0.01, "release": 0.0, "actions": ["malloc_trim"], "every_n_steps": 1},
+    ],
+    "MemoryProfiler": [
+        {"every_n_steps": 5, "modules": True, "figure": None, "file": None},
     ],
 }
 """Settings to try beside the defaults, so that within a few steps each does something."""

@@ -41,7 +41,9 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def malloc_info() -> MallocInfo | None:
-    """Return the heap of this process, or None where that cannot be read. Takes some 5 us.
+    """Return the heap of this process, or None where that cannot be read.
+
+    Takes from 5 us to half a millisecond, with the number of free blocks, which glibc counts.
 
     It can with glibc from 2.33 on, unless another allocator has been put in its place: that is
     found out, once, by allocating a tensor and looking whether it is counted.

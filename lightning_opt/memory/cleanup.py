@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 
 from lightning_opt.core.arguments import at_least, between
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.memory import MB, MemoryLimits, Usage, device_memory, live_bytes
+from lightning_opt.core.memory import MB, GrowthCounter, MemoryLimits, Usage, device_memory
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import wants_host
@@ -23,6 +23,12 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
+
+FAR = 5
+"""Steps between two looks at the counter while less than half of the threshold is used."""
+
+LOG_EVERY = 5
+"""Readings from one logging to the next; each cleanup is logged."""
 
 EVENTS = 1000
 """Cleanups that are remembered."""
@@ -41,12 +47,12 @@ class MemoryCleanup(Callback):
     row there are no more, and what would help instead is said once: a working set that is simply
     large is not garbage. When use falls below ``release``, all is forgotten.
 
-    Use is read every ``every_n_steps`` steps. In between, on a single process, each step looks at
-    the allocator's own counter only (5 us), and use is read early if that has grown by half of what
-    was left to the threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce,
-    and clean all or none.
+    Use is read every ``every_n_steps`` steps. In between, on a single process, each step (while
+    memory is plentiful, each fifth) looks at one cheap counter, and use is read early if that has
+    grown by half of what was left to the threshold. Several ranks agree every ``every_n_steps``
+    steps, in one all-reduce, and clean all or none.
 
-    Logged every ``every_n_steps`` steps, and at each cleanup:
+    Logged at every fifth reading on the schedule, and at each cleanup:
 
     ========================== ================================================================
     ``memory/used_fraction``   share that is used of the limit that is nearest, on any rank
@@ -112,11 +118,16 @@ class MemoryCleanup(Callback):
         self._release()
 
     def _release(self) -> None:
+        counter: GrowthCounter | None = getattr(self, "_counter", None)
+        if counter is not None:
+            counter.close()
+        self._counter: GrowthCounter | None = None
         self._limits: MemoryLimits | None = None
         self._cleaner: Cleaner | None = None
         self._asked: torch.Tensor | None = None
         self._asked_at = 0
-        self._live = 0
+        self._seen: tuple[int, ...] = ()
+        self._far = False
         self._room: float = 0.0
         self._look_at: float = 0.0
 
@@ -144,6 +155,7 @@ class MemoryCleanup(Callback):
         device = trainer.strategy.root_device
         self._limits = MemoryLimits(device, host=self.system, count_cache=self.count_cache)
         self._cleaner = Cleaner(self.actions, device)
+        self._counter = GrowthCounter(device)
 
     def on_train_batch_end(
         self,
@@ -160,7 +172,7 @@ class MemoryCleanup(Callback):
         due = self._schedule.is_due(self._steps)
         if trainer.world_size > 1 and dist.is_initialized():
             self._ask_all(trainer, pl_module, due=due)
-        elif due or self._has_grown():
+        elif due or self._has_grown(self._steps):
             self._look(trainer, pl_module, due=due)
 
     def on_validation_batch_end(
@@ -173,26 +185,30 @@ class MemoryCleanup(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Look, if this is the only process: others may have fewer batches to validate."""
-        if self._limits is not None and trainer.world_size == 1 and self._has_grown():
+        if self._limits is not None and trainer.world_size == 1 and self._has_grown(batch_idx):
             self._look(trainer, pl_module, due=False)
 
-    def _has_grown(self) -> bool:
+    def _has_grown(self, batch: int) -> bool:
         """Return whether half of what was left to the threshold may be gone since the last look.
 
         Or whether a cooldown ends that has been waited for.
         """
         assert self._limits is not None
-        if self._steps == self._look_at:
+        if not self._seen or self._steps == self._look_at:
             return True
-        return live_bytes(self._limits.device) - self._live > self._room
+        if self._far and batch % FAR:
+            return False
+        now = self._counter.read() if self._counter is not None else ()
+        return any(a - b > self._room for a, b in zip(now, self._seen, strict=False))
 
     def _read(self) -> list[Usage]:
         """Read all limits, and find out when they have to be read again."""
         assert self._limits is not None
         usages = self._limits.read()
         device = self._limits.device
-        self._live = live_bytes(device)
+        self._seen = self._counter.read() if self._counter is not None else ()
         self._room = self._look_at = float("inf")
+        self._far = all(usage.fraction < self.threshold / 2 for usage in usages)
         for usage in usages:
             pressure = self._pressure(usage)
             self._look_at = min(self._look_at, pressure.rests_until(usage.fraction))
@@ -221,8 +237,11 @@ class MemoryCleanup(Callback):
         if wanting:
             self._clean(trainer, pl_module, usages, wanting)
             usages = self._read()
-        if due or wanting:
+        if wanting or (due and self._is_log_due()):
             self._log(trainer, max((u.fraction for u in usages), default=0.0))
+
+    def _is_log_due(self) -> bool:
+        return self._steps // self._schedule.every_n_steps % LOG_EVERY == 0
 
     def _ask_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule, due: bool) -> None:
         """Ask all ranks on the schedule, and act on their answer at one and the same step."""
@@ -241,7 +260,8 @@ class MemoryCleanup(Callback):
         if wanted:
             usages = self._read()
             self._clean(trainer, pl_module, usages, self._wanting(usages))
-        self._log(trainer, largest)
+        if wanted or self._is_log_due():
+            self._log(trainer, largest)
 
     def _clean(
         self,

@@ -16,6 +16,7 @@ from lightning_opt.core.cgroups import find_memory_groups
 from lightning_opt.core.malloc import malloc_info, malloc_trim
 from lightning_opt.core.memory import (
     MB,
+    GrowthCounter,
     MemoryLimits,
     Usage,
     address_space,
@@ -50,6 +51,21 @@ def test_peak_outlives_what_made_it():
     del block
     assert after.resident - before.resident >= 60 * MB
     assert process_memory().peak >= after.resident - MB
+
+
+@linux
+def test_growth_counter_sees_what_is_touched_and_what_is_reserved():
+    counter = GrowthCounter(CPU)
+    try:
+        before = counter.read()
+        reserved = torch.empty(64 * MB, dtype=torch.uint8)
+        between = counter.read()
+        reserved.fill_(1)
+        after = counter.read()
+    finally:
+        counter.close()
+    assert [round((b - a) / MB) for a, b in zip(before, between, strict=True)] == [0, 64]
+    assert [round((b - a) / MB) for a, b in zip(between, after, strict=True)] == [64, 0]
 
 
 def test_system_memory():
@@ -94,7 +110,9 @@ def limited_process() -> dict[str, float]:
 @pytest.mark.skipif(malloc_info() is None, reason="needs the statistics of glibc's malloc")
 def test_address_space_is_read_only_where_it_is_limited():
     (found,) = launch(limited_process, processes=1)
-    assert found["grown"] == pytest.approx(256, abs=3)
+    # A heap that the C library begins for another thread meanwhile is 64 MB of address space.
+    assert found["grown"] % 64 < 3
+    assert found["grown"] >= 256
     assert found["freed"] == pytest.approx(76, abs=3)  # still mapped, but the next tensor's
     assert found["seen"]
 

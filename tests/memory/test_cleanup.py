@@ -168,11 +168,11 @@ def test_frees_garbage_and_says_what_it_did(limit):
         assert event["before"] == pytest.approx(0.8, abs=0.02)
         assert event["after"] == pytest.approx(0.0, abs=0.05)
         assert event["freed_mb"]["gc"] == pytest.approx(160, rel=0.02)
-    assert logger.series("memory/cleanups") == [0, 1, 1, 1, 2, 2, 3, 3, 3]
+    assert logger.series("memory/cleanups") == [1, 2, 3, 3]  # and at step 50
     assert logger.series("memory/freed_mb")[-1] == pytest.approx(480, rel=0.02)
     seconds = sum(sum(event["seconds"].values()) for event in cleanup.events)
     assert logger.series("memory/cleanup_seconds")[-1] == pytest.approx(seconds)
-    assert logger.series("memory/used_fraction")[0] == pytest.approx(0.5, abs=0.02)
+    assert logger.series("memory/used_fraction")[-1] == pytest.approx(0.1, abs=0.03)
     assert [row["step"] for row in cleanup.report().rows] == [16, 32, 48]
     assert "3 cleanups in 60 steps freed 480 MB" in str(cleanup.report())
 
@@ -246,10 +246,10 @@ def test_looks_only_on_its_schedule(monkeypatch):
     monkeypatch.setattr(
         MemoryLimits, "read", lambda self: reads.append(1) or [Usage("system", 1, 10**15)]
     )
-    logger = train(lo.MemoryCleanup(every_n_steps=25), batches=60, limit_val_batches=0)
+    logger = train(lo.MemoryCleanup(every_n_steps=10), batches=60, limit_val_batches=0)
     # The very first step does not know yet how much room there is.
-    assert len(reads) == 3
-    assert len(logger.records) == 2
+    assert len(reads) == 7
+    assert len(logger.records) == 1
 
 
 @pytest.mark.parametrize("settings", [

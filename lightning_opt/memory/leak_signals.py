@@ -1,0 +1,113 @@
+"""Cheap figures that a leak must raise, and whether one does: the question before the search."""
+
+from __future__ import annotations
+
+import sys
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from lightning_opt.core.malloc import malloc_info
+from lightning_opt.core.memory import resident_memory
+from lightning_opt.core.trend import Trend, mann_kendall, measure_trend, theil_sen
+
+PYTHON_BLOCK = 96
+"""Bytes of a typical block of Python's own allocator, which counts blocks and not bytes."""
+
+WINDOW = 24
+SAMPLES = 8
+SIGNIFICANT = 0.01
+SURE = 1e-5
+
+
+def read_signals(device: torch.device) -> dict[str, float]:
+    """Return, in bytes, what grows when something leaks; a source that is missing is left out.
+
+    Resident memory also grows by fragmentation, so that alone it is a reason to look, not to warn.
+    """
+    signals: dict[str, float] = {"resident": float(resident_memory())}
+    heap = malloc_info()
+    if heap is not None:
+        signals["heap"] = float(heap.used)
+    if hasattr(sys, "getallocatedblocks"):
+        signals["python"] = float(PYTHON_BLOCK * sys.getallocatedblocks())
+    if device.type == "cuda":
+        signals["device"] = float(torch.cuda.memory_allocated(device))
+    return signals
+
+
+@dataclass(frozen=True)
+class Growth:
+    """A signal that grows.
+
+    Attributes:
+        signal: Its name.
+        trend: Bytes a step, and how surely.
+    """
+
+    signal: str
+    trend: Trend
+
+
+class Signals:
+    """The newest samples of one phase, taken at the same point of a step each time.
+
+    Args:
+        min_rate: Bytes a step below which growth does not matter.
+    """
+
+    def __init__(self, min_rate: float) -> None:
+        self._min_rate = min_rate
+        self._samples: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=WINDOW)
+        self.taken = 0
+
+    def add(self, step: int, values: Mapping[str, float]) -> None:
+        """Add one sample."""
+        self._samples.append((step, values))
+        self.taken += 1
+
+    def is_due(self) -> bool:
+        """Return whether there are enough new samples for a test to be worth its time."""
+        return self.taken >= SAMPLES and self.taken % (SAMPLES // 2) == 0
+
+    def rises(self, name: str) -> bool:
+        """Return whether a signal tends to rise at all."""
+        series = [values[name] for _, values in self._samples if name in values]
+        return mann_kendall(series)[1] < 0.05
+
+    def never_rests(self, name: str) -> float:
+        """Return the slope of a signal that grows alike in each quarter of the samples, else 0.
+
+        A heap that wanders up and down has a trend now and then, but not everywhere the same.
+        """
+        pairs = [(float(step), values[name]) for step, values in self._samples if name in values]
+        steps, series = [step for step, _ in pairs], [value for _, value in pairs]
+        trend = measure_trend(steps, series)
+        part = len(pairs) // 4
+        parts = (
+            [
+                theil_sen(steps[start : start + part], series[start : start + part])
+                for start in range(0, 4 * part, part)
+            ]
+            if part > 1
+            else [0.0]
+        )
+        even = all(trend.slope / 2 < slope < 2 * trend.slope for slope in parts)
+        return trend.slope if even and trend.p < SURE else 0.0
+
+    def growing(self) -> list[Growth]:
+        """Return what grows, steadily and without flattening, the fastest first."""
+        found = []
+        for name in self._samples[0][1] if self._samples else ():
+            steps = [float(step) for step, values in self._samples if name in values]
+            series = [values[name] for _, values in self._samples if name in values]
+            trend = measure_trend(steps, series)
+            if trend.p >= SIGNIFICANT or trend.slope < self._min_rate:
+                continue
+            # A cache or an allocator that fills up grows at first and then no more.
+            half = len(steps) // 2
+            if theil_sen(steps[half:], series[half:]) >= max(trend.slope / 4, self._min_rate / 2):
+                found.append(Growth(name, trend))
+        return sorted(found, key=lambda growth: -growth.trend.slope)

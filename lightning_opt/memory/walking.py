@@ -1,0 +1,279 @@
+"""Walks from object to object: who holds what, under which name."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import itertools
+import sys
+from collections import OrderedDict, defaultdict, deque
+from collections.abc import Iterable, Mapping, Sequence
+from types import (
+    BuiltinFunctionType,
+    CellType,
+    CodeType,
+    FrameType,
+    FunctionType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
+"""Types whose length is known without running anybody's code."""
+
+MAX_OBJECTS = 300_000
+
+_OPAQUE = (type, ModuleType, CodeType, BuiltinFunctionType, str, bytes, int, float)
+
+Root = tuple[str, Any]
+
+
+class Walk:
+    """What can be reached from some roots, each with the object that it was first reached from.
+
+    It holds on to every object that it has found: let go of it soon.
+
+    Args:
+        roots: Names and objects, the most telling first.
+    """
+
+    def __init__(self, roots: Sequence[Root]) -> None:
+        self._names = {id(root): name for name, root in roots}
+        self._skipped = {id(vars(m)) for m in list(sys.modules.values()) if m is not None}
+        self._skipped -= {id(root) for _, root in roots}
+        self.found: dict[int, tuple[Any, int | None]] = {}
+        queue: deque[Any] = deque()
+        for _, root in roots:
+            if id(root) not in self.found:
+                self.found[id(root)] = (root, None)
+                queue.append(root)
+        while queue and len(self.found) < MAX_OBJECTS:
+            thing = queue.popleft()
+            for held in referents(thing):
+                key = id(held)
+                if key not in self.found and key not in self._skipped:
+                    self.found[key] = (held, id(thing))
+                    queue.append(held)
+
+    def path(self, thing: Any) -> list[Any]:
+        """Return the objects from a root to ``thing``, both included; empty if it is not found."""
+        chain = []
+        key: int | None = id(thing)
+        while key is not None and key in self.found:
+            held, key = self.found[key]
+            chain.append(held)
+        return chain[::-1]
+
+    def name(self, root: Any) -> str:
+        """Return the name that a root was given, or what kind of object it is."""
+        return self._names.get(id(root), type(root).__name__)
+
+
+def referents(thing: Any) -> Iterable[Any]:
+    """Yield what an object holds and a leak may hide in, but no classes, modules or globals."""
+    if is_a(thing, FunctionType):
+        held: Iterable[Any] = (*(thing.__closure__ or ()), *(thing.__defaults__ or ()))
+    elif is_a(thing, FrameType):
+        held = list(thing.f_locals.values())
+    elif is_a(thing, Tensor):
+        held = [*(getattr(thing, "_backward_hooks", None) or {}).values(), *vars(thing).values()]
+    else:
+        held = gc.get_referents(thing)
+    return [item for item in held if not is_a(item, _OPAQUE) and item is not None]
+
+
+def backwards(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[Any]:
+    """Return a chain of objects from something with a name to ``thing``.
+
+    For what is in no walk, such as a list in a module of somebody else's. Python looks at every
+    object for each step of the chain, so this takes a tenth of a second.
+    """
+    chain, seen = [thing], {id(item) for item in ignore} | {id(thing)}
+    modules = {id(vars(m)): m for m in list(sys.modules.values()) if m is not None}
+    for _ in range(depth):
+        seen.add(id(chain))
+        holders = [
+            holder
+            for holder in gc.get_referrers(chain[0])
+            if id(holder) not in seen and not is_a(holder, FrameType)
+        ]
+        if not holders:
+            break
+        named = [holder for holder in holders if id(holder) in modules or _has_name(holder)]
+        holder = (named or holders)[0]
+        seen.update((id(holder), id(holders), id(named)))
+        chain.insert(0, modules.get(id(holder), holder))
+        if is_a(chain[0], (ModuleType, type, nn.Module)):
+            break
+    return chain
+
+
+def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
+    """Return whether the class of ``thing`` is one of these, without asking ``thing`` itself.
+
+    A proxy says that it is what it stands for, and a weak one raises if that is gone.
+    """
+    return issubclass(type(thing), kinds)
+
+
+def _has_name(thing: Any) -> bool:
+    return not is_a(thing, (dict, list, tuple, set, CellType))
+
+
+def describe(chain: Sequence[Any], root: str | None = None) -> str:
+    """Return a chain as an expression, such as ``LitModel.layer._forward_hooks``."""
+    if not chain:
+        return "?"
+    text = root if root is not None else _title(chain[0])
+    for place, (holder, held) in enumerate(itertools.pairwise(chain)):
+        before = chain[place - 1] if place else None
+        holder = _module_of(holder)
+        if type(holder) is dict and before is not None and _dict_of(before) is holder:
+            continue  # the step from an object to its attributes has been named already
+        if _dict_of(holder) is held:
+            key = _key(held, chain[place + 2]) if place + 2 < len(chain) else None
+            text += f".{key}" if key is not None else ".__dict__"
+        else:
+            text += _step(holder, held)
+    return _tidy(text)
+
+
+def owners(chain: Sequence[Any]) -> list[tuple[Any, str]]:
+    """Return the objects in a chain that have attributes, each with the one that leads on.
+
+    The last of the chain comes first.
+    """
+    found = []
+    for place in range(len(chain) - 2, -1, -1):
+        holder, at = _module_of(chain[place]), place + 1
+        if is_a(holder, (dict, list, tuple, set, deque, CellType)):
+            continue
+        if _dict_of(holder) is chain[at] and at + 1 < len(chain):
+            at += 1
+        name = _attribute(holder, chain[at])
+        if name in ("_modules", "_parameters", "_buffers") and at + 1 < len(chain):
+            name = _key(chain[at], chain[at + 1])
+        if name is not None:
+            found.append((holder, str(name)))
+    return found
+
+
+def _module_of(thing: Any) -> Any:
+    """Return the module whose globals these are; anything else as it is."""
+    name = thing.get("__name__") if type(thing) is dict else None
+    module = sys.modules.get(name) if isinstance(name, str) else None
+    return module if module is not None and vars(module) is thing else thing
+
+
+def _title(thing: Any) -> str:
+    if is_a(thing, (ModuleType, type, FunctionType)):
+        return str(getattr(thing, "__qualname__", None) or thing.__name__)
+    if is_a(thing, functools._lru_cache_wrapper):
+        return f"the cache of {thing.__wrapped__.__qualname__}"
+    return type(thing).__name__
+
+
+def _step(holder: Any, held: Any) -> str:
+    if is_a(holder, Mapping):
+        key = _key(holder, held)
+        return f"[{key!r}]" if is_a(key, (str, int)) else "[...]"
+    if is_a(holder, (list, tuple, deque)):
+        return next((f"[{i}]" for i, item in enumerate(holder) if item is held), "[...]")
+    if is_a(holder, CellType):
+        return ""
+    if is_a(holder, FunctionType):
+        cells = dict(
+            zip(map(id, holder.__closure__ or ()), holder.__code__.co_freevars, strict=False)
+        )
+        return f" closure {cells.get(id(held), '')}"
+    if is_a(holder, MethodType):
+        return ".__self__"
+    name = _attribute(holder, held)
+    return f".{name}" if name is not None else f" -> {type(held).__name__}"
+
+
+def _attribute(holder: Any, held: Any) -> str | None:
+    attributes = _dict_of(holder)
+    if attributes is None:
+        return None
+    key = _key(attributes, held)
+    return str(key) if key is not None else None
+
+
+def _dict_of(thing: Any) -> Any:
+    try:
+        return vars(thing)
+    except TypeError:
+        return None
+
+
+def _key(mapping: Mapping[Any, Any], value: Any) -> Any:
+    return next((key for key, item in list(mapping.items()) if item is value), None)
+
+
+def _tidy(text: str) -> str:
+    """Write submodules as attributes, as the user does."""
+    for inner in ("_modules", "_parameters", "_buffers"):
+        parts = text.split(f".{inner}['")
+        text = parts[0] + "".join("." + part.replace("']", "", 1) for part in parts[1:])
+    return text
+
+
+def graph_size(tensor: Tensor, limit: int = 20_000) -> int:
+    """Return how many operations the autograd graph behind a tensor remembers, up to a limit."""
+    seen: set[Any] = set()
+    stack = [tensor.grad_fn]
+    while stack and len(seen) < limit:
+        node = stack.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            stack.extend(following for following, _ in node.next_functions)
+    return len(seen)
+
+
+def deep_size(things: Iterable[Any], limit: int = 400) -> int:
+    """Return the bytes behind some objects: Python objects, storages, and autograd's nodes.
+
+    Modules, classes and parameters are nobody's own and do not count. A node of autograd counts as
+    1 KB, which is what it takes with what it typically saves; saved tensors cannot be seen.
+    """
+    total = 0
+    seen: set[Any] = set()
+    queue = deque(things)
+    while queue and len(seen) < limit:
+        thing = queue.popleft()
+        if id(thing) in seen or is_a(thing, (nn.Module, nn.Parameter, *_OPAQUE[:4])):
+            continue
+        seen.add(id(thing))
+        total += sys.getsizeof(thing, 64)
+        if is_a(thing, Tensor):
+            storage = _storage(thing)
+            if storage is not None and storage not in seen:
+                seen.add(storage)
+                total += 500 + thing.untyped_storage().nbytes()
+            if thing.grad_fn is not None:
+                total += 1000 * graph_size(thing, 1000)
+        queue.extend(referents(thing))
+    return total
+
+
+def own_size(things: Iterable[Any]) -> int:
+    """Return the bytes of these objects alone: themselves, and the storages of tensors."""
+    total = 0
+    storages: dict[Any, int] = {}
+    for thing in things:
+        total += sys.getsizeof(thing, 64)
+        storage = _storage(thing) if is_a(thing, Tensor) else None
+        if storage is not None:
+            storages[storage] = 500 + thing.untyped_storage().nbytes()
+    return total + sum(storages.values())
+
+
+def _storage(tensor: Tensor) -> Any:
+    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
+        return None
+    return ("storage", tensor.untyped_storage().data_ptr())

@@ -1,0 +1,368 @@
+"""Ten trainings that leak, as people write them, and thirteen that only look as if they did."""
+
+import mmap
+import queue
+import random
+import threading
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import CSVLogger
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+from torchmetrics import CatMetric
+
+import lightning_opt as lo
+from tests.helpers.models import FEATURES, AdversarialNet, SmallNet, loader_of
+from tests.helpers.trainers import MemoryLogger
+
+BATCHES = 50
+EPOCHS = 6
+
+
+class Net(SmallNet):
+    """Three small layers; what leaks is made in :meth:`leak`, once a step."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(widths=(32, 32), **settings)
+        self.prepare()
+
+    def prepare(self) -> None: ...
+
+    def leak(self, batch: Any, loss: Tensor) -> None: ...
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.step(batch)
+        self.leak(batch, loss)
+        return loss
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader_of(BATCHES)
+
+
+# --- leaks --------------------------------------------------------------------------------------
+
+
+class LossList(Net):
+    """The classic: losses kept for the mean of the epoch, with their graphs, and never cleared."""
+
+    def prepare(self) -> None:
+        self.losses: list[Tensor] = []
+
+    def leak(self, batch, loss):
+        self.losses.append(loss)
+
+
+class RunningLoss(Net):
+    """A sum of losses that remembers how each of them was computed."""
+
+    def prepare(self) -> None:
+        self.running: Any = 0.0
+
+    def leak(self, batch, loss):
+        self.running = self.running + loss
+
+
+class GrowingCache(Net):
+    """A cache with keys that never come again."""
+
+    def prepare(self) -> None:
+        self.cache: dict[int, Tensor] = {}
+        self.seen = 0
+
+    def leak(self, batch, loss):
+        self.seen += 1
+        self.cache[self.seen] = torch.cat([batch[0]] * 10)
+
+
+class HookEachStep(Net):
+    """A hook registered at each step, whose closure holds the batch."""
+
+    def leak(self, batch, loss):
+        inputs = batch[0].repeat(20, 1)
+
+        def remember(module: nn.Module, args: Any, output: Tensor) -> None:
+            self.last = inputs.shape
+
+        self.layer[0].register_forward_hook(remember)
+
+
+class KeptErrors(Net):
+    """Exceptions kept for later; each holds the frames that it went through, with their locals."""
+
+    def prepare(self) -> None:
+        self.errors: list[Exception] = []
+
+    def leak(self, batch, loss):
+        try:
+            self.check(batch)
+        except ValueError as error:
+            self.errors.append(error)
+
+    def check(self, batch):
+        copy = batch[0].repeat(50, 1)
+        raise ValueError(f"bad batch {copy.shape}")
+
+
+class UnresetMetric(Net):
+    """A metric that is updated by hand and never reset."""
+
+    def prepare(self) -> None:
+        self.scores = CatMetric()
+
+    def leak(self, batch, loss):
+        self.scores.update(batch[0].repeat(4, 1).flatten())
+
+
+class HoardingLogger(MemoryLogger):
+    """A logger that keeps what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer: list[dict[str, Any]] = []
+
+    def keep(self, values: list[float]) -> None:
+        self.buffer.append({"values": values})
+
+
+class LoggerBuffer(Net):
+    def leak(self, batch, loss):
+        self.trainer.logger.keep([random.random() for _ in range(60)])
+
+
+class FullQueue(Net):
+    """Jobs for a thread that does not keep up."""
+
+    def prepare(self) -> None:
+        self.jobs: queue.Queue[Any] = queue.Queue()
+        self.stop = threading.Event()
+
+    def on_train_start(self) -> None:
+        self.worker = threading.Thread(target=self.work, args=(self.jobs, self.stop), daemon=True)
+        self.worker.start()
+
+    @staticmethod
+    def work(jobs: Any, stop: threading.Event) -> None:
+        while not stop.wait(0.5):
+            jobs.get()
+
+    def leak(self, batch, loss):
+        self.jobs.put(batch[0].repeat(10, 1))
+
+    def on_train_end(self) -> None:
+        self.stop.set()
+        self.worker.join()
+        del self.worker
+
+
+class Node:
+    """Half of a tree whose children know their parents."""
+
+    def __init__(self, state: Tensor) -> None:
+        self.state, self.child = state, Child(self)
+
+
+class Child:
+    def __init__(self, parent: Node) -> None:
+        self.parent = parent
+
+
+class Cycles(Net):
+    """Trees that are garbage at once, in a run that collects rarely."""
+
+    def leak(self, batch, loss):
+        Node(batch[0].repeat(20, 1))
+
+
+class PinnedPool(Net):
+    """Page-aligned buffers, as a loader pins them, each used once and put back for nobody."""
+
+    def prepare(self) -> None:
+        self.pool: list[Tensor] = []
+
+    def leak(self, batch, loss):
+        buffer = torch.frombuffer(mmap.mmap(-1, 16384), dtype=torch.uint8)
+        self.pool.append(buffer.fill_(1))
+
+
+LEAKS: dict[str, tuple[Callable[[], Net], str, str, str]] = {
+    # what leaks: its model, the kind, who holds it, and the text of the line that fills it
+    "loss list": (LossList, "graph", "LossList.losses", "self.losses.append(loss)"),
+    "graph kept": (RunningLoss, "graph", "RunningLoss.running", "self.running = self.running +"),
+    "cache": (GrowingCache, "tensors", "GrowingCache.cache", "self.cache[self.seen] ="),
+    "hook": (HookEachStep, "hook", "HookEachStep.layer.0._forward_hooks", "def remember"),
+    "traceback": (KeptErrors, "exception", "KeptErrors.errors", "self.errors.append(error)"),
+    "metric": (UnresetMetric, "metric", "UnresetMetric.scores.value", "self.scores.update("),
+    "logger": (LoggerBuffer, "logger", "HoardingLogger.buffer", "self.buffer.append("),
+    "queue": (FullQueue, "queue", "FullQueue.jobs.queue", "self.jobs.put("),
+    "cycle": (Cycles, "cycle", "reference cycles of Node, Child", "class Node"),
+    "pinned buffer": (PinnedPool, "tensors", "PinnedPool.pool", "self.pool.append("),
+}
+
+
+def callbacks_of(model: nn.Module) -> list[Callback]:
+    rarely = lo.GarbageCollection(every_n_steps=100_000, baseline_steps=0)
+    return [rarely] if isinstance(model, Cycles) else []
+
+
+# --- trainings that are sound -------------------------------------------------------------------
+
+
+class Series(Dataset[Any]):
+    """Inputs made when asked for, of a length that a function gives for each index."""
+
+    def __init__(self, length: Callable[[int], int], remember: int = 0) -> None:
+        self.length, self.remember = length, remember
+        self.known: dict[int, Any] = {}
+
+    def __len__(self) -> int:
+        return BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        if index in self.known:
+            return self.known[index]
+        rows = self.length(index)
+        item = torch.randn(rows, FEATURES), torch.randn(rows, 1)
+        if len(self.known) < self.remember:
+            self.known[index] = item
+        return item
+
+
+class OtherData(Net):
+    def __init__(self, length: Callable[[int], int], remember: int = 0, batches: int = 1) -> None:
+        super().__init__()
+        self.length, self.remember = length, remember
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(Series(self.length, self.remember), batch_size=None)
+
+
+class Curriculum(Net):
+    """Batches that grow from step to step throughout the run."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.inputs = batch[0].repeat(4 + self.global_step, 1)
+        return self.layer(self.inputs).square().mean()
+
+
+class KeyValueCache(Net):
+    """A cache that grows with the sequence, and is cleared when that ends."""
+
+    def prepare(self) -> None:
+        self.cache: list[Tensor] = []
+
+    def leak(self, batch, loss):
+        self.cache.append(batch[0].repeat(20, 1))
+        if len(self.cache) == 45:
+            self.cache.clear()
+
+
+class EpochOutputs(Net):
+    """Outputs kept for the end of the epoch."""
+
+    def prepare(self) -> None:
+        self.outputs: list[Tensor] = []
+
+    def leak(self, batch, loss):
+        self.outputs.append(batch[0].repeat(10, 1))
+
+    def on_train_epoch_end(self) -> None:
+        self.outputs.clear()
+
+
+class MetricWithValidation(Net):
+    """A metric that Lightning resets, and another that validation makes grow and reset."""
+
+    def prepare(self) -> None:
+        self.scores, self.valid = CatMetric(), CatMetric()
+
+    def leak(self, batch, loss):
+        self.scores.update(batch[0].flatten())
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.valid.update(batch[0].repeat(100, 1).flatten())
+
+    def on_validation_epoch_end(self) -> None:
+        self.valid.reset()
+
+    def on_train_epoch_end(self) -> None:
+        self.scores.reset()
+
+
+class Replay(Net):
+    """A buffer that fills up, and then forgets the oldest."""
+
+    def prepare(self) -> None:
+        self.memory: deque[Tensor] = deque(maxlen=140)
+
+    def leak(self, batch, loss):
+        self.memory.append(batch[0].repeat(20, 1))
+
+
+class Fragments(Net):
+    """Tensors of random sizes that live for random times."""
+
+    def prepare(self) -> None:
+        self.random, self.alive = random.Random(0), [torch.empty(0)] * 30
+
+    def leak(self, batch, loss):
+        place = self.random.randrange(30)
+        self.alive[place] = torch.ones(self.random.randrange(1000, 60_000))
+
+
+class Compiled(Net):
+    """A compiled network, which compiles anew for a few shapes."""
+
+    def prepare(self) -> None:
+        self.compiled = [torch.compile(self.layer, backend="eager", dynamic=False)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = 1 + self.global_step % 4
+        return nn.functional.mse_loss(self.compiled[0](batch[0][:rows]), batch[1][:rows])
+
+
+class Logging(Net):
+    def leak(self, batch, loss):
+        self.log("loss", loss, on_step=True, on_epoch=True)
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.Adam(self.parameters(), lr=1e-3)
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.99**step)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+class LongAdversarial(AdversarialNet):
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader_of(BATCHES)
+
+
+def lengths(seed: int) -> Callable[[int], int]:
+    return lambda index: 1 + (index * 7919 + seed) % 200
+
+
+CLEAN: dict[str, tuple[Callable[[], Any], dict[str, Any]]] = {
+    "plain": (Net, {}),
+    "variable shapes": (lambda: OtherData(lengths(0)), {}),
+    "growing shapes": (Curriculum, {}),
+    "validation and metrics": (MetricWithValidation, {"limit_val_batches": 2}),
+    "validation in mid-epoch": (MetricWithValidation, {"val_check_interval": 10}),
+    "cache that is cleared": (KeyValueCache, {}),
+    "outputs of an epoch": (EpochOutputs, {}),
+    "loader that warms up": (lambda: OtherData(lambda index: 400, remember=BATCHES), {}),
+    "replay buffer": (Replay, {}),
+    "fragments": (Fragments, {}),
+    "compile": (Compiled, {}),
+    "logging": (Logging, {"log_every_n_steps": 1}),
+    "accumulation": (Net, {"accumulate_grad_batches": 4}),
+    "two optimizers": (LongAdversarial, {}),
+}
+
+
+def logger_for(name: str, folder: Path) -> Any:
+    if name == "logger":
+        return HoardingLogger()
+    return CSVLogger(folder) if name == "logging" else False
