@@ -1,5 +1,7 @@
 """Callbacks, strategies and plugins that make a Lightning Trainer faster, smaller and safer."""
 
+from lightning_opt.batching.micro_batching import MicroBatching
+from lightning_opt.batching.splitting import UnsplittableBatchError, split_batch
 from lightning_opt.core.report import Report
 from lightning_opt.gradients.clipper import GradientClipper
 from lightning_opt.gradients.clipping import AdaptiveClipping
@@ -45,6 +47,7 @@ __all__ = [
     "MeanStd",
     "MemoryCleanup",
     "MemoryProfiler",
+    "MicroBatching",
     "NonFiniteGuard",
     "NormRule",
     "PerParameter",
@@ -55,7 +58,9 @@ __all__ = [
     "Threshold",
     "TopK",
     "UnitWise",
+    "UnsplittableBatchError",
     "ZClip",
+    "split_batch",
 ]
 
 _register_strategies()

@@ -53,6 +53,7 @@ SETTINGS: dict[str, list[Settings]] = {
     "MemoryProfiler": [
         {"every_n_steps": 5, "modules": True, "figure": None, "file": None},
     ],
+    "MicroBatching": [{"size": 3}],
 }
 """Settings to try beside the defaults, so that within a few steps each does something."""
 

@@ -1,0 +1,1 @@
+"""Batches: in parts that fit, and of the size that pays."""

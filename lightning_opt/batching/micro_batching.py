@@ -1,0 +1,399 @@
+"""Trains a batch in parts that fit into memory, with the gradient of the whole batch."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections import OrderedDict
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch import nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.optim import LBFGS, Optimizer
+from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
+
+from lightning_opt.batching.growing import Room
+from lightning_opt.batching.running import MicroBatchClosure, Split, Weigh, Workshop, split_with
+from lightning_opt.batching.sizes import LearnedSizes
+from lightning_opt.batching.splitting import shape_of
+from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.preserve import replaced
+from lightning_opt.core.report import Report
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class MicroBatching(Callback):
+    """Runs each training batch as micro-batches, with the loss and the gradient of the whole batch.
+
+    Only the size of what is in memory at a time changes. The optimised batch, the learning rate,
+    ``global_step``, logged values, ``accumulate_grad_batches`` and hooks of callbacks are as
+    without it.
+
+    With ``size="auto"`` nothing is split as long as everything fits. A batch that runs out of
+    memory in its forward or backward pass is taken back: random numbers, gradients, buffers,
+    metrics, counters and logged values are as before it. Then it is run again in halves, quarters
+    and so on. What was learnt holds for batches whose samples have the same shape or more elements,
+    and is kept in checkpoints. After ``regrow_every`` batches the size doubles again if what one
+    sample was measured to take says that it fits; where that proves wrong, the next attempt comes
+    twice as late.
+
+    Exact for losses that are means over samples, or over what ``loss_weight`` counts. Not for
+    losses that compare samples with each other (contrastive ones), nor for BatchNorm, which sees
+    one micro-batch at a time.
+
+    Logged when a size changes:
+
+    ===================== ======================================================================
+    ``micro_batching/size``    samples of a micro-batch from now on, for shapes like this batch's
+    ``micro_batching/retries`` attempts so far that ran out of memory and were taken back
+    ===================== ======================================================================
+
+    Args:
+        size: Samples that a micro-batch may have, or ``"auto"``.
+        min_size: Samples below which ``"auto"`` does not go.
+        safety: Share of each memory limit to be left free when ``"auto"`` grows.
+        regrow_every: Batches from one size to the attempt at its double, at least 1.
+        split: For batches that are not made of tensors with one row a sample: a function
+            ``split(batch, parts)``, or its import path, that returns a list of ``parts`` pairs
+            ``(part, samples)``.
+        loss_weight: What a micro-batch's loss is a mean over: ``"samples"``, or a function of the
+            micro-batch, or its import path, that counts it, such as its tokens.
+
+    Raises:
+        ValueError: In ``__init__`` for arguments out of range; in ``setup`` under manual
+            optimisation, DeepSpeed, with ``dataloader_iter``, or for ``"auto"`` under a strategy of
+            several processes; in ``on_fit_start`` for LBFGS.
+        UnsplittableBatchError: While training, for a batch that needs ``split``.
+        MemoryError: While training with ``"auto"``, if ``min_size`` samples do not fit, or if
+            memory runs out in the optimizer's update, which cannot be taken back.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> trainer = L.Trainer(callbacks=[lo.MicroBatching("auto")], logger=False)
+    """
+
+    def __init__(
+        self,
+        size: int | Literal["auto"] = "auto",
+        min_size: int = 1,
+        safety: float = 0.05,
+        regrow_every: int = 200,
+        split: Callable[[Any, int], Any] | str | None = None,
+        loss_weight: Callable[[Any], Any] | str = "samples",
+    ) -> None:
+        self.size = size if size == "auto" else at_least("size", size, 1)
+        self.min_size = at_least("min_size", min_size, 1)
+        self.safety = fraction("safety", safety)
+        self.regrow_every = at_least("regrow_every", regrow_every, 1)
+        self.split: Split | None = _function("split", split)
+        self.loss_weight: Weigh | None = (
+            None if loss_weight == "samples" else _function("loss_weight", loss_weight)
+        )
+        self._module: ref[nn.Module] | None = None
+        self._stack: ExitStack | None = None
+        self._whole: Any = None
+        self._update: Any = None
+        self._shop: Workshop | None = None
+        self._warned = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self._sizes = LearnedSizes(self.min_size, self.regrow_every)
+        self._retries = 0
+        self._changed: int | None = None
+        self.events: list[dict[str, Any]] = []
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse what cannot be right."""
+        if stage != "fit":
+            return
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, MicroBatching) for callback in callbacks) > 1:
+            raise ValueError("There is more than one MicroBatching in Trainer(callbacks=[...]).")
+        if not pl_module.automatic_optimization:
+            raise ValueError(
+                "MicroBatching does not work under manual optimisation, where training_step itself "
+                "steps the optimizers. Split the batch within training_step: "
+                "lightning_opt.split_batch(batch, size) returns its parts, and "
+                "manual_backward(loss * len(part) / len(batch)) adds up the gradient."
+            )
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise ValueError(
+                "MicroBatching does not work with the DeepSpeed strategy, which accumulates "
+                "gradients itself: set train_micro_batch_size_per_gpu in its config."
+            )
+        if is_param_in_hook_signature(pl_module.training_step, "dataloader_iter", explicit=True):
+            raise ValueError(
+                "MicroBatching needs training_step(self, batch, ...): with dataloader_iter there "
+                "is no batch to split."
+            )
+        if self.size == "auto" and isinstance(trainer.strategy, ParallelStrategy):
+            raise ValueError(
+                "MicroBatching(size='auto') works in a single process only: under "
+                f"{type(trainer.strategy).__name__} a rank that runs out of memory alone would "
+                "leave the others waiting. Give a number, such as "
+                "MicroBatching(size=8), which all ranks follow."
+            )
+        if self._module is None or self._module() is not pl_module:
+            if self._module is not None:
+                self._reset()  # another model: what the last one needed says nothing about it
+            self._module = ref(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Refuse optimizers that evaluate the loss more than once a step."""
+        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
+            raise ValueError(
+                "MicroBatching does not work with torch.optim.LBFGS, which evaluates the loss "
+                "several times within one step. Use a first-order optimizer such as AdamW or SGD."
+            )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take the place of Lightning's closures."""
+        self._release()
+        auto = self.size == "auto"
+        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, retrying=auto)
+        optimization = shop.optimization
+        self._shop, self._stack = shop, ExitStack()
+        self._whole, self._update = optimization._make_closure, optimization._optimizer_step
+        self._agreed = trainer.world_size == 1 or _same_on_all_ranks(trainer.train_dataloader)
+        self._room = Room(shop.device, self.safety) if auto else None
+        make = self._make_retrying if auto else self._make_fixed
+        self._stack.enter_context(
+            replaced(optimization, _make_closure=make, _optimizer_step=self._step)
+        )
+
+    # --- a fixed size ---------------------------------------------------------------------------
+
+    def _make_fixed(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> Any:
+        shop = self._at_work()
+        [(_, samples)] = split_with(self.split, kwargs["batch"], 1)
+        assert self.size != "auto"
+        parts = -(-samples // self.size)
+        if not self._agreed:
+            parts = _agree(parts, samples, shop.device)
+        if parts <= 1:
+            return self._whole(kwargs, optimizer, batch_idx)
+        self._warn_of_batchnorm()
+        return MicroBatchClosure(shop, kwargs, optimizer, batch_idx, parts)
+
+    # --- a size that is learnt ------------------------------------------------------------------
+
+    def _make_retrying(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> MicroBatchClosure:
+        shop, batch, sizes = self._at_work(), kwargs["batch"], self._sizes
+        parts, binding = 1, None
+        if sizes.shapes:
+            binding = sizes.binding(*shape_of(batch))
+        if binding is not None:
+            [(_, samples)] = split_with(self.split, batch, 1)
+            parts = -(-samples // sizes.shapes[binding]["size"])
+        growing = binding is not None and parts > 1 and sizes.is_due(binding)
+        room = self._room if growing else None
+        if room is not None:
+            room.forget()
+
+        retries = self._retries
+
+        def smaller(failed: int, parts: int, problem: str) -> int:
+            return self._smaller(batch, failed, parts, problem)
+
+        def succeeded() -> None:
+            sizes.batches += 1
+            if room is not None and binding is not None and self._retries == retries:
+                self._grow(binding, room)
+
+        return MicroBatchClosure(
+            shop,
+            kwargs,
+            optimizer,
+            batch_idx,
+            parts,
+            smaller,
+            succeeded,
+            room.measure if room is not None else None,
+        )
+
+    def _smaller(self, batch: Any, failed: int, parts: int, problem: str) -> int:
+        """Return the number of parts after ``parts`` ran out of memory."""
+        self._retries += 1
+        [(_, samples)] = split_with(self.split, batch, 1)
+        shape, elements = shape_of(batch)
+        failed = failed or samples
+        size = self._sizes.shrink(shape, elements, failed) if parts < samples else None
+        if size is None:
+            one = "one sample does" if failed == 1 else f"min_size={failed} samples do"
+            raise MemoryError(
+                f"Even {one} not fit into memory: a micro-batch of {failed} of a batch of "
+                f"{samples} ({shape or 'no tensors'}) ran out of it. What may help: "
+                "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller samples. "
+                f"The allocator said: {problem}"
+            )
+        self._warn_of_batchnorm()
+        self._note("split", samples, size)
+        log.info(
+            "Out of memory with %d samples of %d: the batch is tried again in parts of at most %d.",
+            failed,
+            samples,
+            size,
+        )
+        return max(parts + 1, -(-samples // size))
+
+    def _grow(self, shape: str, room: Room) -> None:
+        size = self._sizes.shapes[shape]["size"]
+        fits = room.holds(size)
+        self._sizes.grow(shape, fits)
+        if fits:
+            self._note("grown", 0, 2 * size)
+
+    def _note(self, kind: str, samples: int, size: int) -> None:
+        step = self._at_work().trainer.global_step
+        self._changed = size
+        self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})
+        del self.events[:-1000]
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log a size that has changed."""
+        if self._changed is not None:
+            size, self._changed = self._changed, None
+            scalars = {"micro_batching/size": size, "micro_batching/retries": self._retries}
+            log_scalars(trainer, scalars)
+
+    # --- around both ----------------------------------------------------------------------------
+
+    def _step(self, batch_idx: int, closure: Any) -> None:
+        problem = ""
+        try:
+            self._update(batch_idx, closure)
+        except CAUGHT as error:
+            if not (getattr(closure, "finished", False) and is_out_of_memory(error)):
+                raise
+            problem = f"{type(error).__name__}: {error}"
+        if problem:
+            raise MemoryError(
+                "Out of memory after the backward pass, in the optimizer's update or a callback "
+                "before it. Part of the weights may have been updated, so the step is not tried "
+                "again: resume from the last checkpoint, with an optimizer of smaller state, or "
+                f"a smaller model. The allocator said: {problem}"
+            )
+
+    def _warn_of_batchnorm(self) -> None:
+        module = self._at_work().module
+        if not self._warned and any(
+            isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
+        ):
+            rank_zero_warn(
+                "MicroBatching splits a batch of a model with BatchNorm, whose statistics are now "
+                "those of micro-batches: gradients and running statistics differ from those of "
+                "whole batches. GroupNorm and LayerNorm do not have this problem."
+            )
+        self._warned = True
+
+    def _at_work(self) -> Workshop:
+        assert self._shop is not None
+        return self._shop
+
+    def report(self) -> Report:
+        """Return the newest changes of size, one a row."""
+        known = len(self._sizes.shapes)
+        notes = [f"{self._retries} attempts taken back; sizes learnt for {known} shapes."]
+        return Report(f"MicroBatching(size={self.size!r})", self.events, notes)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Give Lightning's closures back."""
+        self._release()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Undo everything; Lightning calls no ``teardown`` after an exception."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Undo everything."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._stack is not None:
+            self._stack.close()
+        self._stack = self._shop = self._room = self._whole = self._update = None
+        self._changed = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model, so that the callback can be sent to another process."""
+        return {**self.__dict__, "_module": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was learnt, as plain types."""
+        return {
+            "batches": self._sizes.batches,
+            "shapes": {shape: dict(known) for shape, known in self._sizes.shapes.items()},
+            "retries": self._retries,
+            "events": [dict(event) for event in self.events],
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._sizes.batches = state_dict["batches"]
+        self._sizes.shapes = {shape: dict(known) for shape, known in state_dict["shapes"].items()}  # type: ignore[misc]
+        self._retries = state_dict["retries"]
+        self.events = [dict(event) for event in state_dict["events"]]
+
+
+def _function(name: str, given: Callable[..., Any] | str | None) -> Any:
+    """Return a function that may be given as its import path."""
+    if given is None or (callable(given) and not isinstance(given, str)):
+        return given
+    module, _, attribute = str(given).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be a function or its import path such as 'package.module.function', "
+            f"got {given!r}: {error}."
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{name} must be a function, and {given!r} is {type(found).__name__}.")
+    return found
+
+
+def _same_on_all_ranks(loader: Any) -> bool:
+    """Return whether the loader gives every rank batches of equal sizes by construction."""
+    return (
+        isinstance(loader, DataLoader)
+        and isinstance(loader.sampler, DistributedSampler)
+        and type(loader.batch_sampler) is BatchSampler
+    )
+
+
+def _agree(parts: int, samples: int, device: torch.device) -> int:
+    """Return the largest number of parts of any rank, but no more than the fewest samples."""
+    most = torch.tensor([parts, -samples], device=device)
+    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    parts, fewest = map(int, most.tolist())
+    return min(parts, -fewest)

@@ -1,0 +1,219 @@
+"""What a training step changes before its end, so that a failed one can be taken back."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from lightning_opt.core.preserve import PLAIN
+
+LONGEST_COPIED = 1000
+"""Entries of a container that is copied at each batch; of longer lists only the length is kept."""
+
+_OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "training"))
+_CONTAINERS = (list, dict, set, deque)
+
+Undo = Callable[[], None]
+
+
+class CannotUndoError(RuntimeError):
+    """A failed step has changed something of which there is no copy."""
+
+
+class Before:
+    """The state that a training step may change, as it is before each batch.
+
+    Random numbers (Python's, NumPy's, torch's of the CPU and of the training device), buffers,
+    metrics, and counters, flags and collections of the modules. Not gradients: see
+    :class:`GradientsBefore`. Taking it waits for no device.
+
+    Statistics of norms are copied at each batch; of the other buffers those that the first batch
+    has been seen to write.
+
+    Args:
+        module: The LightningModule.
+        device: Where it is trained.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        modules = list(module.modules())
+        self._norms = [
+            (owner, name)
+            for owner in modules
+            if isinstance(owner, _NormBase) and owner.track_running_stats
+            for name in owner._buffers
+        ]
+        norms = set(self._norms)
+        self._others = [
+            (owner, name)
+            for owner in modules
+            for name in owner._buffers
+            if (owner, name) not in norms
+        ]
+        self._written = list(self._others)
+        # Layers of torch have no counters, and most modules are such layers.
+        self._modules = [
+            owner for owner in modules if not type(owner).__module__.startswith("torch.")
+        ]
+        self._seen = False
+
+    def take(self) -> None:
+        """Remember the state as it is."""
+        self._random = list(_random_states(self._device))
+        copied = [*self._norms, *self._written]
+        self._copies = [
+            (owner, name, buffer, buffer.detach().clone())
+            for owner, name in copied
+            if (buffer := owner._buffers.get(name)) is not None
+        ]
+        self._versions = [
+            (owner, name, buffer, 0 if buffer is None else buffer._version)
+            for owner, name in self._others
+            for buffer in (owner._buffers.get(name),)
+        ]
+        self._attributes = [_remember(vars(owner)) for owner in self._modules]
+
+    def learn(self) -> None:
+        """Note, after the first batch that succeeded, which buffers the step writes."""
+        if not self._seen:
+            self._seen, self._written = True, self._changed()
+
+    def _changed(self) -> list[tuple[nn.Module, str]]:
+        return [
+            (owner, name)
+            for owner, name, buffer, version in self._versions
+            if (now := owner._buffers.get(name)) is not buffer
+            or (now is not None and now._version != version)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put everything back, as often as needed.
+
+        Raises:
+            CannotUndoError: If a buffer was written that the first batch has not written.
+        """
+        copied = {(owner, name) for owner, name, _, _ in self._copies}
+        lost = [name for owner, name in self._changed() if (owner, name) not in copied]
+        if lost:
+            raise CannotUndoError(
+                f"The step has written to buffers that it had not written before ({lost}), so it "
+                "cannot be taken back and tried again."
+            )
+        for owner, name, buffer, copy in self._copies:
+            buffer.data.copy_(copy)
+            owner._buffers[name] = buffer
+        for undo in (*self._random, *self._attributes):
+            undo()
+
+    def forget(self) -> None:
+        """Let go of the copies."""
+        self._random, self._copies, self._versions, self._attributes = [], [], [], []
+
+
+def _random_states(device: torch.device) -> Iterator[Undo]:
+    python = random.getstate()
+    yield lambda: random.setstate(python)
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        numpy = np.random.get_state()  # noqa: NPY002 - that of the user's code
+        yield lambda: np.random.set_state(numpy)  # noqa: NPY002
+    cpu = torch.get_rng_state()
+    yield lambda: torch.set_rng_state(cpu)
+    if device.type == "cuda":
+        cuda = torch.cuda.get_rng_state(device)
+        yield lambda: torch.cuda.set_rng_state(cuda, device)
+
+
+def _remember(attributes: dict[str, Any]) -> Undo:
+    """Return what puts back attributes of plain types and the states of a torchmetrics metric."""
+    states = attributes.get("_defaults", ())
+    before: dict[str, Any] = {}
+    contents: list[tuple[Any, Any]] = []
+    for name, value in attributes.items():
+        if name in _OWN or name.endswith("hooks"):
+            continue
+        if isinstance(value, Tensor):
+            if states:  # a metric's; its updates may be in place
+                before[name] = value
+                if name in states:
+                    contents.append((value, value.detach().clone()))
+        elif isinstance(value, PLAIN):
+            before[name] = value
+            if isinstance(value, _CONTAINERS):
+                contents.append((value, _content(value)))
+    names = set(attributes)
+
+    def undo() -> None:
+        for name in [n for n, v in attributes.items() if n not in names and isinstance(v, PLAIN)]:
+            del attributes[name]
+        attributes.update(before)
+        for container, content in contents:
+            _put_back(container, content)
+
+    return undo
+
+
+def _content(container: Any) -> Any:
+    return len(container) if len(container) > LONGEST_COPIED else container.copy()
+
+
+def _put_back(container: Any, content: Any) -> None:
+    if isinstance(container, Tensor):
+        container.data.copy_(content)
+    elif isinstance(content, int):
+        if isinstance(container, (list, deque)):
+            while len(container) > content:
+                container.pop()
+    elif isinstance(container, (list, deque)):
+        container.clear()
+        container.extend(content)
+    else:
+        container.clear()
+        container.update(content)
+
+
+class GradientsBefore:
+    """Gradients as they are before the first backward pass of a batch.
+
+    At the first batch of an accumulation window there are none, and nothing is copied; later they
+    are, which takes as much memory again while the batch runs.
+
+    Args:
+        parameters: All of them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._before = [
+            (parameter, gradient, None if gradient is None else gradient.detach().clone())
+            for parameter in parameters
+            for gradient in (parameter.grad,)
+        ]
+
+    @torch.no_grad()
+    def restore(self) -> None:
+        """Put them back, as often as needed."""
+        for parameter, gradient, copy in self._before:
+            if gradient is not None and copy is not None:
+                gradient.data.copy_(copy)
+            parameter.grad = gradient
+
+
+@contextmanager
+def named_hook(module: Any, name: str) -> Iterator[None]:
+    """Have ``self.log`` take what is logged for that of the hook ``name``."""
+    before, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before
