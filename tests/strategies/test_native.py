@@ -164,6 +164,10 @@ def test_what_is_not_finite_is_rejected_alike(compressor, flat, place, bad):
         assert read_header(codec.message) == (0, 1)
         largest = flat.abs().max().item()
         torch.testing.assert_close(residual, before, rtol=0, atol=1e-6 * largest + 1e-36)
+        nothing = torch.zeros_like(flat)  # whatever is left of the older message
+        codec.decompress_add(codec.message, nothing)
+        codec.decompress_sum(codec.message.unsqueeze(0), nothing)
+        assert not nothing.any()
 
 
 def test_gradients_too_large_to_square_are_finite():
