@@ -75,7 +75,7 @@ def _load() -> Kernels | str:
         reason = str(error).strip().rstrip(".")
     if os.environ.get("LOCAL_RANK", "0") == "0":  # once a machine
         _log.warning(
-            "Gradients on the CPU are compressed in torch operations, which takes two to four "
+            "Gradients on the CPU are compressed in torch operations, which takes two to six "
             "times as long as in native code: %s. To change that, install a C compiler or name one "
             "in CC; to read this no more, set %s=0.",
             reason,
