@@ -78,8 +78,7 @@ class LogRecorder:
                 weights = sizes  # such as tokens: what the values are means over
         if isinstance(values[0], tuple):
             metric: Metric = values[0][0]
-            if len(parts) > 1:
-                metric._forward_cache = _mean_of_caches([cache for _, cache in values], weights)
+            metric._forward_cache = _mean_of_caches([cache for _, cache in values], weights)
             self._module.log(name, metric, **kwargs)
         else:
             reduction = kwargs.get("reduce_fx", "mean")

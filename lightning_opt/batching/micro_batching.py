@@ -213,9 +213,6 @@ class MicroBatching(Callback):
 
         retries = self._retries
 
-        def smaller(failed: int, parts: int, problem: str) -> int:
-            return self._smaller(batch, failed, parts, problem)
-
         def succeeded() -> None:
             sizes.batches += 1
             if room is not None and binding is not None and self._retries == retries:
@@ -227,7 +224,7 @@ class MicroBatching(Callback):
             optimizer,
             batch_idx,
             parts,
-            smaller,
+            self._smaller,
             succeeded,
             room.measure if room is not None else None,
         )

@@ -44,6 +44,10 @@ def split_with(split: Split | None, batch: Any, parts: int) -> Sequence[tuple[An
     return pieces
 
 
+def _give_up(batch: Any, failed: int, parts: int, problem: str) -> int:
+    raise MemoryError(problem)
+
+
 class Workshop:
     """What all batches of a run share.
 
@@ -85,9 +89,9 @@ class MicroBatchClosure(Closure):
         optimizer: The optimizer.
         batch_idx: The batch's index.
         parts: How many micro-batches to begin with.
-        smaller: Asked for more parts after out-of-memory, given the largest number of samples that
-            failed, the number of parts, and the allocator's words; it may raise. None takes nothing
-            back.
+        smaller: Asked for more parts after out-of-memory, given the batch, the largest number of
+            samples that failed (0 for all), the number of parts, and the allocator's words.
+        succeeded: Called when the batch is through.
         measure: Called with the samples of the first micro-batch before its forward pass, and
             returns what is called after it.
     """
@@ -99,7 +103,7 @@ class MicroBatchClosure(Closure):
         optimizer: Optimizer,
         batch_idx: int,
         parts: int,
-        smaller: Callable[[int, int, str], int] | None = None,
+        smaller: Callable[[Any, int, int, str], int] = _give_up,
         succeeded: Callable[[], None] = lambda: None,
         measure: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
@@ -118,35 +122,47 @@ class MicroBatchClosure(Closure):
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Run the batch, as often as it takes."""
-        shop, parts, batch = self._shop, self._parts, self._kwargs["batch"]
-        versions: list[tuple[Tensor, int]] = []
-        if shop.before is not None:
-            shop.before.take()
-            versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
+        try:
+            result = self._run(self._kwargs["batch"], self._parts)
+        except BaseException:
+            if self._gradients is not None:
+                self._gradients.put_back()
+            raise
+        self._succeeded()
+        self.finished = True
+        return result
+
+    def _run(self, batch: Any, parts: int) -> ClosureResult:
+        """Attempt it until it fits."""
+        before = self._shop.before
+        if before is None:
+            return self._attempt(split_with(self._shop.split, batch, parts))
+        before.take()
+        versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
+        # `training_step` may take things out of its containers, so the next attempt has these.
+        kept = with_own_containers(batch)
         result: ClosureResult | None = None
         while result is None:
             problem, sizes = "", [0]
-            # Each attempt has containers of its own, from which `training_step` may take things.
-            original = batch if shop.before is None else with_own_containers(batch)
+            pieces: Sequence[tuple[Any, int]] = [(batch, 0)]
             try:
-                pieces = split_with(shop.split, original, parts) if parts > 1 else [(original, 0)]
-                sizes = [samples for _, samples in pieces]
+                if parts > 1:
+                    pieces = split_with(self._shop.split, kept, parts)
+                    sizes = [samples for _, samples in pieces]
                 result = self._attempt(pieces)
             except CAUGHT as error:
-                if self._smaller is None or not is_out_of_memory(error):
+                if not is_out_of_memory(error):
                     raise
                 problem = f"{type(error).__name__}: {error}"
             if problem:
                 # Outside `except`: there the traceback holds the memory that is to be freed.
-                original, pieces = None, []
+                pieces = []
                 self._take_back(versions, problem)
-                parts = self._smaller(max(sizes), parts, problem)  # type: ignore[misc]
-        if shop.before is not None:
-            shop.before.learn()
-            shop.before.forget()
-        self._gradients = None
-        self._succeeded()
-        self.finished = True
+                parts = self._smaller(kept, max(sizes), parts, problem)
+        if self._gradients is not None:
+            self._gradients.put_back()  # `training_step` returned None, so nothing was added up
+        before.learn()
+        before.forget()
         return result
 
     def _attempt(self, pieces: Sequence[tuple[Any, int]]) -> ClosureResult:
@@ -228,10 +244,25 @@ class MicroBatchClosure(Closure):
             return
         shop = self._shop
         told, self._told = self._told, self._told or is_last
-        if is_last and not told:
-            self._backward_fn(loss)
-            return
-        quiet = {"on_after_backward": do_nothing}
+        with ExitStack() as stack:
+            if is_last and self._gradients:
+                backward, gradients = shop.module.backward, self._gradients
+
+                def whole(*args: Any, **kwargs: Any) -> None:
+                    backward(*args, **kwargs)
+                    gradients.add_up()  # before any hook looks at them
+
+                stack.enter_context(replaced(shop.module, backward=whole))
+            if is_last and not told:
+                self._backward_fn(loss)
+            else:
+                self._backward_quietly(loss, is_last)
+
+    def _backward_quietly(self, loss: Tensor, is_last: bool) -> None:
+        """Run it without the hooks that other micro-batches or attempts have called or will."""
+        assert self._backward_fn is not None
+        shop = self._shop
+        quiet: dict[str, Any] = {"on_after_backward": do_nothing}
         if not is_last:
             quiet["on_before_backward"] = do_nothing
         with ExitStack() as stack:
@@ -248,7 +279,7 @@ class MicroBatchClosure(Closure):
         shop.recorder.forget()
         shop.before.restore()
         if self._gradients is not None:
-            self._gradients.restore()
+            self._gradients.drop()
         let_go(shop.device)
         if any(tensor._version != version for tensor, version in versions):
             raise CannotUndoError(

@@ -84,8 +84,13 @@ def split_into(batch: Batch, parts: int) -> list[tuple[Batch, int]]:
 
 
 def with_own_containers(batch: Batch) -> Batch:
-    """Return the same tensors in new containers, which their user may empty."""
-    return _rebuild(batch, with_own_containers) if _is_container(batch) else batch
+    """Return the same tensors in new containers, as far as these can be made."""
+    if not _is_container(batch):
+        return batch
+    try:
+        return _rebuild(batch, with_own_containers)  # type: ignore[no-any-return]
+    except (TypeError, UnsplittableBatchError):  # of a kind that is made in another way
+        return batch
 
 
 def shape_of(batch: Any) -> tuple[str, int]:

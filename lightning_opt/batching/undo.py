@@ -46,6 +46,7 @@ class Before:
     def __init__(self, module: nn.Module, device: torch.device) -> None:
         self._device = device
         modules = list(module.modules())
+        self._parameters = list(module.parameters())
         self._norms = [
             (owner, name)
             for owner in modules
@@ -69,6 +70,7 @@ class Before:
     def take(self) -> None:
         """Remember the state as it is."""
         self._random = list(_random_states(self._device))
+        self._weights = [parameter._version for parameter in self._parameters]
         copied = [*self._norms, *self._written]
         self._copies = [
             (owner, name, buffer, buffer.detach().clone())
@@ -100,8 +102,15 @@ class Before:
         """Put everything back, as often as needed.
 
         Raises:
-            CannotUndoError: If a buffer was written that the first batch has not written.
+            CannotUndoError: If a parameter was written, or a buffer that the first batch has not
+                written.
         """
+        if self._weights != [parameter._version for parameter in self._parameters]:
+            raise CannotUndoError(
+                "training_step has changed parameters (such as those of a moving average) before "
+                "it ran out of memory, so it cannot be taken back and tried again. Change them in "
+                "on_train_batch_end."
+            )
         copied = {(owner, name) for owner, name, _, _ in self._copies}
         lost = [name for owner, name in self._changed() if (owner, name) not in copied]
         if lost:
@@ -117,6 +126,7 @@ class Before:
 
     def forget(self) -> None:
         """Let go of the copies."""
+        self._weights = []
         self._random, self._copies, self._versions, self._attributes = [], [], [], []
 
 
@@ -184,29 +194,52 @@ def _put_back(container: Any, content: Any) -> None:
 
 
 class GradientsBefore:
-    """Gradients as they are before the first backward pass of a batch.
+    """Gradients of earlier batches of an accumulation window, held aside while a batch runs.
 
-    At the first batch of an accumulation window there are none, and nothing is copied; later they
-    are, which takes as much memory again while the batch runs.
+    So a failed attempt has nothing to spoil. They are added up at the end of the last backward
+    pass, which is the work that autograd would have had; the memory is that of a second gradient.
+    At the first batch of a window there are none.
 
     Args:
         parameters: All of them.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
-        self._before = [
-            (parameter, gradient, None if gradient is None else gradient.detach().clone())
-            for parameter in parameters
-            for gradient in (parameter.grad,)
-        ]
+        self._parameters = list(parameters)
+        self._held = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if self._held:
+            self.drop()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def drop(self) -> None:
+        """Forget the gradients of the batch."""
+        for parameter in self._parameters:
+            parameter.grad = None
 
     @torch.no_grad()
-    def restore(self) -> None:
-        """Put them back, as often as needed."""
-        for parameter, gradient, copy in self._before:
-            if gradient is not None and copy is not None:
-                gradient.data.copy_(copy)
-            parameter.grad = gradient
+    def add_up(self) -> None:
+        """Have each parameter's gradient be what was held aside and that of the batch."""
+        olds, news = [], []
+        for parameter, old in self._held:
+            new = parameter.grad
+            if new is not None and (old.is_sparse or new.is_sparse):
+                parameter.grad = old + new
+                continue
+            if new is not None:
+                olds.append(old)
+                news.append(new)
+            parameter.grad = old
+        if olds:
+            torch._foreach_add_(olds, news)
+        self._held = []
+
+    def put_back(self) -> None:
+        """Have the gradients as they were, if they have not been added up."""
+        for parameter, old in self._held:
+            parameter.grad = old
+        self._held = []
 
 
 @contextmanager

@@ -171,6 +171,19 @@ def test_all_micro_batches_return_a_loss_or_none():
         train(lo.MicroBatching(3), net=Sometimes())
 
 
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("size", ["auto", 3])
+def test_a_batch_may_be_left_out_in_mid_window(size):
+    class Sometimes(Net):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else output
+
+    settings = {"accumulate_grad_batches": 3}
+    run = train(lo.MicroBatching(size), net=Sometimes(), **settings)
+    assert_same_weights(run[0].layers, train(net=Sometimes(), **settings)[0].layers, **CLOSE)
+
+
 def test_warns_of_batchnorm_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -260,6 +273,43 @@ def test_a_batch_that_was_changed_in_place_is_not_tried_again():
 
     with pytest.raises(RuntimeError, match="in place"):
         train(lo.MicroBatching(), net=InPlace(fits=4))
+
+
+def test_parameters_that_were_changed_in_place_are_not_changed_again():
+    class Teacher(Net):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.layers[0].weight.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="changed parameters"):
+        train(lo.MicroBatching(), net=Teacher(fits=4))
+
+
+def test_gradients_of_the_window_are_there_after_an_error():
+    class Breaks(Net):
+        def on_before_backward(self, loss):
+            if self.trainer.fit_loop.batch_idx == 1:
+                raise ArithmeticError("planted")
+
+    nets = [Breaks(), Breaks()]
+    for net, callbacks in zip(nets, ([], [lo.MicroBatching()]), strict=True):
+        with pytest.raises(ArithmeticError, match="planted"):
+            train(*callbacks, net=net, accumulate_grad_batches=3)
+    for p, expected in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(p.grad, expected.grad)
+
+
+def test_what_training_step_puts_into_its_batch_is_there_at_the_end():
+    class Puts(Net):
+        def training_step(self, batch, batch_idx):
+            batch["note"] = batch_idx
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert batch["note"] == batch_idx
+
+    train(lo.MicroBatching(), net=Puts())
 
 
 def test_a_batch_that_cannot_be_split_trains_as_long_as_it_fits():
