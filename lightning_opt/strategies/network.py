@@ -18,7 +18,7 @@ SMALLEST, LARGEST, FACTOR = 4096, 2**24, 8
 QUICK = 0.01
 """Seconds below which a probe is repeated."""
 
-REPEATS = 3
+REPEATS = 8
 
 
 def agree(values: Sequence[float], device: torch.device) -> list[float]:
