@@ -346,14 +346,13 @@ static void quantize_row(float *restrict x, int64_t n, int64_t block, int bits, 
     for (int64_t i = lesser(n, half); i < half; i++) row[i] = 136;
 }
 
-/* Add alpha * increment (unless NULL) to flat, write the sum's message, and take what it carries
- * off flat. Returns numel, or -1 - place as lo_select does. */
+/* Add alpha * increment (unless NULL) to flat, write the sum's message but for its header, and take
+ * what it carries off flat. Returns numel, or -1 - place as lo_select does. */
 int64_t lo_quantize(float *flat, const float *increment, float alpha, int64_t numel, int bits,
                     int64_t block, uint8_t *message) {
     const int64_t blocks = (numel + block - 1) / block;
     const int64_t span = block < PIECE ? PIECE / block : 1;
     uint8_t *scales = message + HEADER, *codes = scales + 4 * blocks;
-    write_header(message, numel); /* at once: what has been done can then be read back */
     for (int64_t first = 0; first < blocks; first += span) {
         int64_t last = lesser(first + span, blocks), start = first * block;
         int64_t length = lesser(last * block, numel) - start;

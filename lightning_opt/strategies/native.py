@@ -326,6 +326,8 @@ class Kernels:
     ) -> int:
         """Add ``alpha * increment`` to ``flat``, write a message, and take off what it carries.
 
+        The message's header is left to the caller.
+
         Returns:
             Where it stopped: at the end, or at ``-1 - place`` as :meth:`select` does.
         """
