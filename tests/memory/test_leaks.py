@@ -122,7 +122,7 @@ class ValidationLeak(Net):
 
 @needs_heap
 def test_finds_what_only_validation_grows():
-    detector = lo.LeakDetector(warmup_steps=10)
+    detector = lo.LeakDetector(every_n_steps=100, warmup_steps=10)  # training has three samples
     train(ValidationLeak(), detector, limit_val_batches=2, val_check_interval=25)
     (suspect,) = detector.suspects
     assert suspect.where == "ValidationLeak.kept"

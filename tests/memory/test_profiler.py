@@ -302,6 +302,10 @@ def test_a_failing_step_leaves_no_mode_behind():
 class RunsOut(Wide):
     """Asks for more memory than any machine has, with something large at hand."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.zeros(2 * MB)]
+
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scratch = torch.zeros(3 * MB)
         if self.global_step == 3:
@@ -324,6 +328,7 @@ def test_out_of_memory_leaves_a_list_of_what_was_alive(every_n_steps, tmp_path, 
     found = {row["what"]: row for row in content["rows"]}
     assert found["ask:['scratch']"]["MB"] == 12
     assert found["ask:['doubled']"]["made by"] == "MulBackward0"
+    assert found["RunsOut.kept[0]"]["MB"] == 8
     weights = WIDTH * WIDTH * 4 / MB
     for name in ("layer.0.weight", "layer.0.weight.grad", "Adam.state[layer.2.weight].exp_avg_sq"):
         assert found[name]["MB"] == weights
