@@ -62,11 +62,13 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
         ValueError: For a ``size`` below 1.
 
     Example:
+        >>> import torch
+        >>> import lightning_opt as lo
         >>> batch = {"text": ["a", "b", "c"], "label": torch.arange(3), "scale": 0.5}
-        >>> for part in split_batch(batch, 2):
+        >>> for part in lo.split_batch(batch, 2):
         ...     print(part)
-        {'text': ['a', 'b'], 'label': tensor([0, 1]), 'scale': 0.5}
-        {'text': ['c'], 'label': tensor([2]), 'scale': 0.5}
+        {'text': ['a'], 'label': tensor([0]), 'scale': 0.5}
+        {'text': ['b', 'c'], 'label': tensor([1, 2]), 'scale': 0.5}
     """
     if size < 1:
         raise ValueError(f"size must be at least 1, got {size}.")
