@@ -189,7 +189,7 @@ def with_a_batch_that_grows_on_one_rank(sharded: bool) -> tuple[list[int], str]:
 
     expected = run(None)
     found: list[Architecture] = []
-    said = warnings_of(lambda: found.append(run(Recording("auto", budget=1.0))))
+    said = warnings_of(lambda: found.append(run(Recording("auto", budget=1.5))))
     assert_identical(found[0], expected)
     return plans, said
 

@@ -96,9 +96,11 @@ def test_garbage_lives_until_then_and_no_longer():
 def test_freezes_what_is_there_before_and_after_the_first_collection():
     spy = train(lo.GarbageCollection(every_n_steps=4, baseline_steps=0))
     assert all(count > 10_000 for count in spy.frozen)
-    assert len(set(spy.frozen[:4])) == 1
-    assert len(set(spy.frozen[5:])) == 1  # the spy has dropped some of what was frozen
-    assert spy.frozen[4] > spy.frozen[0]
+    before, after = spy.frozen[:4], spy.frozen[5:]  # the spy looks before the collection
+    # A frozen object that dies leaves the count, and other threads have some.
+    assert max(before) - min(before) < 100
+    assert max(after) - min(after) < 100
+    assert min(after) > max(before)
     assert gc.get_freeze_count() == 0
 
 

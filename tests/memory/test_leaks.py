@@ -5,6 +5,7 @@ import gc
 import os
 import random
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from lightning_opt.core.memory import MemoryLimits, Usage
 from lightning_opt.memory import leak_signals, leaks, walking
 from lightning_opt.memory.census import collect_garbage
 from lightning_opt.memory.leak_signals import Signals
+from lightning_opt.memory.suspects import Suspect
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory import leaky
@@ -45,22 +47,38 @@ def train(model: Any, detector: lo.LeakDetector, **settings: Any) -> lo.LeakDete
     return detector
 
 
+def hunt(model: type[Net], settings: dict[str, Any], **detector: Any) -> list[Suspect]:
+    gc.freeze()
+    return train(model(), lo.LeakDetector(**detector), **settings).suspects
+
+
+def suspects_of(model: type[Net], settings: Any = (), **detector: Any) -> list[Suspect]:
+    """Train in a process of its own, where no other test's garbage raises or lowers the heap."""
+    (suspects,) = launch(partial(hunt, **detector), model, dict(settings), processes=1)
+    return suspects
+
+
+def hunt_planted(name: str, folder: Path) -> tuple[list[Suspect], str]:
+    gc.freeze()
+    detector = train(LEAKS[name][0](), lo.LeakDetector(), logger=logger_for(name, folder))
+    return detector.suspects, str(detector.report())
+
+
 # --- the ten and the twelve ---------------------------------------------------------------------
 
 
 @needs_heap
 @pytest.mark.parametrize("name", LEAKS)
 def test_finds_a_leak_within_300_steps_and_names_it(name, tmp_path):
-    make, kind, where, source = LEAKS[name]
-    detector = train(make(), lo.LeakDetector(), logger=logger_for(name, tmp_path))
-    (suspect,) = detector.suspects
+    _, kind, where, source = LEAKS[name]
+    (((suspect,), report),) = launch(hunt_planted, name, tmp_path, processes=1)
     assert (suspect.kind, suspect.where) == (kind, where)
     assert suspect.step <= 300 == BATCHES * EPOCHS
     file, _, number = suspect.line.rpartition(":")
     assert Path(file).name == "leaky.py"
     assert source in Path(leaky.__file__).read_text().splitlines()[int(number) - 1]
-    assert suspect.where in str(detector.report())
-    assert suspect.advice in str(detector.report())
+    assert suspect.where in report
+    assert suspect.advice in report
 
 
 @pytest.mark.parametrize("name", CLEAN)
@@ -97,7 +115,7 @@ class Native(Net):
 
 @needs_heap
 def test_finds_a_chain_of_objects():
-    (suspect,) = train(Chained(), lo.LeakDetector()).suspects
+    (suspect,) = suspects_of(Chained)
     assert suspect.kind == "objects"
     assert suspect.where.startswith("Link, held by Chained.head")
     assert suspect.line.startswith("memory/test_leaks.py")
@@ -106,7 +124,7 @@ def test_finds_a_chain_of_objects():
 
 @needs_heap
 def test_says_so_if_nothing_in_python_grows():
-    (suspect,) = train(Native(), lo.LeakDetector()).suspects
+    (suspect,) = suspects_of(Native)
     assert suspect.kind == "native"
 
 
@@ -122,9 +140,12 @@ class ValidationLeak(Net):
 
 @needs_heap
 def test_finds_what_only_validation_grows():
-    detector = lo.LeakDetector(every_n_steps=100, warmup_steps=10)  # training has three samples
-    train(ValidationLeak(), detector, limit_val_batches=2, val_check_interval=25)
-    (suspect,) = detector.suspects
+    (suspect,) = suspects_of(
+        ValidationLeak,
+        {"limit_val_batches": 2, "val_check_interval": 25},
+        every_n_steps=100,  # training has three samples
+        warmup_steps=10,
+    )
     assert suspect.where == "ValidationLeak.kept"
     assert suspect.step <= 300
 
@@ -139,12 +160,9 @@ CACHE: list[Tensor] = []
 
 @needs_heap
 def test_finds_a_list_of_a_module_that_was_frozen():
-    try:
-        (suspect,) = train(ModuleCache(), lo.LeakDetector()).suspects
-        assert suspect.where == f"{__name__}.CACHE"
-        assert suspect.line.startswith("memory/test_leaks.py")
-    finally:
-        CACHE.clear()
+    (suspect,) = suspects_of(ModuleCache)
+    assert suspect.where == f"{__name__}.CACHE"
+    assert suspect.line.startswith("memory/test_leaks.py")
 
 
 # --- until the end of the epoch -----------------------------------------------------------------

@@ -5,7 +5,7 @@ import math
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
 from lightning_opt.strategies.choice import (
@@ -21,7 +21,9 @@ from lightning_opt.strategies.choice import (
     slowed,
 )
 
-relaxed = settings(deadline=None, max_examples=150)
+relaxed = settings(
+    deadline=None, max_examples=150, suppress_health_check=[HealthCheck.filter_too_much]
+)
 
 MB = 10**6
 RATES = [1e-11 * 10 ** (step / 4) for step in range(25)]
@@ -181,6 +183,10 @@ def test_what_is_chosen_is_never_slower_than_dense(situation, rate):
 @given(situations())
 def test_a_slower_network_never_gets_more_to_carry(situation):
     ready, options, compute, latency = situation
+    # Where a harsher way takes less of the processor too, a long exchange makes that a smaller
+    # share, and the gentler one may come within the margin. Latency does the same.
+    work = [sum(own.before) + sum(own.after) for own in options]
+    assume(work == sorted(work) and (latency == 0 or all(own.rounds == 1 for own in options)))
     best = [choose(ready, options, Line(latency, rate), compute=compute).best for rate in RATES]
     assert best == sorted(best)
 
