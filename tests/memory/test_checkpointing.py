@@ -341,7 +341,8 @@ def test_mixed_plans_take_exactly_the_planned_operations(kind: type[Architecture
         in_part.append(check(part, *keep[1:]))
         check(part, *alone[1 : count - 1], *keep[count - 1 :])
     assert in_part == sorted(in_part, reverse=True)
-    assert in_part[-1] < check(*alone[:1], *keep[1:])
+    # Which parts are worth a place is measured: there may be one that keeps nothing counted.
+    assert in_part[-1] <= check(*alone[:1], *keep[1:])
 
 
 def test_selective_operations() -> None:
