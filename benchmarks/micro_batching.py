@@ -275,7 +275,7 @@ def regrow(kind: str, steps: int, queue: Any) -> None:
     train = quiet_trainer().fit
     train(Sequences(batches[:12], "forward", 40))  # warms up, the long one included
     if kind != "no limit":
-        limit_address_space(20.0)  # the long batch needs 42 MB in one piece
+        limit_address_space(30.0)  # the long batch needs 42 MB in one piece
     # A quarter of the batch fits: where halving without growth stays after the first long batch.
     callback = {
         "no limit": [],
@@ -298,7 +298,10 @@ def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind in kinds:
-            runs[kind].append(in_a_process(regrow, kind, steps))
+            run = in_a_process(regrow, kind, steps)
+            if "seconds" not in run:
+                raise RuntimeError(f"The run {kind!r} {run['end']}.")
+            runs[kind].append(run)
     seconds = {kind: statistics.median(run["seconds"] for run in runs[kind]) for kind in kinds}
     return [
         {
