@@ -58,10 +58,10 @@ class MicroBatching(Callback):
 
     Logged when a size changes:
 
-    ===================== ======================================================================
+    ========================== =================================================================
     ``micro_batching/size``    samples of a micro-batch from now on, for shapes like this batch's
     ``micro_batching/retries`` attempts so far that ran out of memory and were taken back
-    ===================== ======================================================================
+    ========================== =================================================================
 
     Args:
         size: Samples that a micro-batch may have, or ``"auto"``.
