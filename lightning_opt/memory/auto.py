@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import defaultdict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol, TypeAlias
+from typing import Any, Protocol
 
 import torch
 
 from lightning_opt.core.blocks import Block
 from lightning_opt.memory.forward import InputChangedError, Probe, probed
 from lightning_opt.memory.meters import Meter, measuring
-from lightning_opt.memory.operators import Operator, OperatorProfile, Place, Selection
+from lightning_opt.memory.operator_times import (
+    Seconds,
+    alike,
+    mean_by_kind,
+    nested_selections,
+    operator_seconds,
+)
+from lightning_opt.memory.operators import OperatorProfile, Place, Selection
 from lightning_opt.memory.planner import Decision, Item, Option, Solution, smallest_peak, solve
 from lightning_opt.memory.policies import AppliedPlan, Plan, Stretch, every_layer
 from lightning_opt.memory.profiling import (
@@ -24,15 +29,10 @@ from lightning_opt.memory.profiling import (
     StepProfile,
     Stopwatch,
     Timeline,
-    Unit,
 )
 
 ROUNDS = 3
 """Each way to treat the blocks is timed so often; the fastest of them counts."""
-LEVELS = 8
-"""At most so many selections are considered between keeping nothing and keeping everything."""
-DEAR = 0.02
-"""An operator is worth a thought from this share of its block's recomputation time on."""
 UNSEEN = 0.02
 """What kernels need inside of themselves, as a share of the peak, where the meter does not see it:
 convolutions on a CPU took so much."""
@@ -188,15 +188,16 @@ class StepPlanner:
             unit.internals = int(unit.internals * low)
 
     def _choose_levels(self) -> list[list[frozenset[Place]]]:
-        kinds: dict[Hashable, list[Sequence[Operator]]] = defaultdict(list)
-        for unit in self.profile.units:
-            kinds[_kind(unit)].append(unit.profiles[0].again())
-        levels = {kind: _nested_selections(runs) for kind, runs in kinds.items()}
+        units = self.profile.units
+        levels: dict[Block, list[frozenset[Place]]] = {}
+        for like in alike(units):
+            shared = nested_selections([unit.profiles[0].again() for unit in like])
+            levels.update((unit.block, shared) for unit in like)
         return [
-            levels[_kind(unit)]
+            levels[unit.block]
             if len(unit.profiles) == 1 and not unit.profiles[0].walked_twice
             else []
-            for unit in self.profile.units
+            for unit in units
         ]
 
     def _time(self) -> list[Item]:
@@ -223,12 +224,12 @@ class StepPlanner:
             kept = dict.fromkeys(blocks, 0.0)
         cost = {
             # Never nothing: a recomputation that seems free is noise.
-            name: _mean_by_kind(
+            name: mean_by_kind(
                 units, {b: max(0.05 * best[name][b], best[name][b] - kept[b]) for b in blocks}
             )
             for name in plans
         }
-        spent = _operator_seconds(units)
+        spent = operator_seconds(units)
         return [
             self._item(order, {name: cost[name][block] for name in plans}, spent[block])
             for order, block in enumerate(blocks)
@@ -362,67 +363,12 @@ class StepPlanner:
         return partial(Selection, None, levels[level]) if levels else None
 
 
-Seconds: TypeAlias = dict[Place, float]
-"""What each operator of a unit takes."""
-
-
-def _kind(unit: Unit) -> Hashable:
-    """Return what is equal for units that run the same operators on the same sizes."""
-    return tuple((op.place, op.nbytes) for profile in unit.profiles for op in profile.operators)
-
-
-def _nested_selections(runs: Sequence[Sequence[Operator]]) -> list[frozenset[Place]]:
-    """Return growing sets of operators to keep, those that save most time a byte first."""
-    seconds: dict[Place, float] = defaultdict(float)
-    for run in runs:
-        for operator in run:
-            seconds[operator.place] += operator.seconds
-    total = sum(seconds.values())
-    worth = [
-        operator
-        for operator in runs[0]
-        if operator.keepable and operator.nbytes and seconds[operator.place] > DEAR * total
-    ]
-    worth.sort(key=lambda operator: seconds[operator.place] / operator.nbytes, reverse=True)
-    sets = [frozenset(op.place for op in worth[:count]) for count in range(1, len(worth) + 1)]
-    stride = math.ceil(len(sets) / LEVELS) or 1
-    return sets[::stride]
-
-
 def _peak_of_keeping(profile: StepProfile, scale: float) -> float:
     peak, held = 0.0, 0.0
     for unit in profile.units:
         peak = max(peak, held + max(unit.forward_peak, unit.backward_peak))
         held += scale * unit.internals
     return max(peak, held + profile.head_peak)
-
-
-def _mean_by_kind(units: Sequence[Unit], seconds: dict[Block, float]) -> dict[Block, float]:
-    """Replace each unit's time by the mean over its like: they differ by noise alone."""
-    kinds: dict[Hashable, list[Block]] = defaultdict(list)
-    for unit in units:
-        kinds[_kind(unit)].append(unit.block)
-    return {
-        block: sum(seconds[like] for like in alike) / len(alike)
-        for alike in kinds.values()
-        for block in alike
-    }
-
-
-def _operator_seconds(units: Sequence[Unit]) -> dict[Block, Seconds]:
-    """Return the operators' times for each unit: the median over its like."""
-    alike: dict[Hashable, list[Unit]] = defaultdict(list)
-    for unit in units:
-        alike[_kind(unit)].append(unit)
-    found: dict[Block, Seconds] = {}
-    for like in alike.values():
-        times: dict[Place, list[float]] = defaultdict(list)
-        for unit in like:
-            for operator in (op for profile in unit.profiles for op in profile.operators):
-                times[operator.place].append(operator.seconds)
-        medians = {place: statistics.median(values) for place, values in times.items()}
-        found.update((unit.block, medians) for unit in like)
-    return found
 
 
 def _smaller(known: dict[Block, float], new: dict[Block, float]) -> dict[Block, float]:

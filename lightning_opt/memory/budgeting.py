@@ -18,7 +18,7 @@ from lightning_opt.core.blocks import Block
 from lightning_opt.memory.auto import Agreement, Outcome, StepPlanner
 from lightning_opt.memory.budget import MIB, free_bytes, present_bytes, standing_bytes
 from lightning_opt.memory.planner import Solution
-from lightning_opt.memory.policies import Plan
+from lightning_opt.memory.policies import Plan, count_recomputed
 from lightning_opt.memory.trial import TrialStep
 
 if TYPE_CHECKING:
@@ -123,7 +123,7 @@ class Planning:
         measured = "" if self.planner.unchecked_measured else " (predicted)"
         before = values.get("checkpointing/unchecked_step_ms")
         return (
-            f"ActivationCheckpointing('auto'): {sum(len(s.blocks) for s in self.plan)} of "
+            f"ActivationCheckpointing('auto'): {count_recomputed(self.plan)} of "
             f"{len(self.planner.profile.units)} blocks recomputed. Peak of activations "
             f"{values['checkpointing/unchecked_peak_mb']:.1f} MB{measured} -> "
             f"{values['checkpointing/peak_mb']:.1f} MB (predicted "

@@ -22,6 +22,7 @@ from lightning_opt.memory.packing import Packing, refuse_packing
 from lightning_opt.memory.policies import (
     AppliedPlan,
     Plan,
+    count_recomputed,
     every_layer,
     every_nth,
     segments,
@@ -202,7 +203,8 @@ class ActivationCheckpointing(Callback):
             self.packing.put_on(pl_module)
             rank_zero_info(
                 f"ActivationCheckpointing({self.policy!r}): {len(self.blocks)} blocks found, "
-                f"{self._recomputed} of them recomputed. {self.packing.sentence}".rstrip()
+                f"{count_recomputed(self.plan)} of them recomputed. "
+                f"{self.packing.sentence}".rstrip()
             )
 
     def on_train_batch_start(
@@ -241,15 +243,11 @@ class ActivationCheckpointing(Callback):
         self._is_logged = True
         counts = {
             "checkpointing/blocks": float(len(self.blocks)),
-            "checkpointing/recomputed": float(self._recomputed),
+            "checkpointing/recomputed": float(count_recomputed(self.plan)),
         }
         log_scalars(trainer, {**counts, **self.packing.scalars()})
         if self.packing.scalars():
             rank_zero_info(self.packing.sentence)
-
-    @property
-    def _recomputed(self) -> int:
-        return sum(len(stretch.blocks) for stretch in self.plan)
 
     def describe(self) -> Report:
         """Return one row a block: its class, its parameters, and what is done with it.

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_opt.core.report import Report
 from lightning_opt.memory.budget import MIB
 from lightning_opt.memory.budgeting import Planning
+from lightning_opt.memory.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,14 +30,12 @@ def draw_plan(report: Report, planning: Planning | None) -> Figure:
     Raises:
         ImportError: Without matplotlib; the message names the extra.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "The figure of ActivationCheckpointing needs matplotlib: "
-            "pip install 'lightning-opt[plots]'."
-        ) from error
-    figure = Figure(figsize=(12, 6.4 if planning else 3.6), dpi=110, layout="constrained")
+    figure = new_figure(
+        "ActivationCheckpointing",
+        figsize=(12, 6.4 if planning else 3.6),
+        dpi=110,
+        layout="constrained",
+    )
     figure.suptitle(report.title, x=0.01, ha="left", fontsize=12, weight="bold")
     names = [str(row["block"]) for row in report.rows]
     treatments = [_treatment(str(row["policy"])) for row in report.rows]

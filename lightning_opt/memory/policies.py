@@ -59,6 +59,11 @@ Plan: TypeAlias = list[Stretch]
 """What is recomputed; all other modules run as they are."""
 
 
+def count_recomputed(plan: Plan) -> int:
+    """Return how many blocks a plan recomputes, in part or whole."""
+    return sum(len(stretch.blocks) for stretch in plan)
+
+
 class AppliedPlan:
     """A plan on the model, until it is undone."""
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_opt.core.memory import MB
+from lightning_opt.memory.figures import new_figure
 from lightning_opt.memory.profile_record import MemoryProfile, Record, categories_over_time
 
 if TYPE_CHECKING:
@@ -32,13 +33,7 @@ def draw_profile(profile: MemoryProfile) -> Figure:
     Raises:
         ImportError: Without matplotlib; the message names the extra.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "The figure of MemoryProfiler needs matplotlib: pip install 'lightning-opt[plots]'."
-        ) from error
-    figure = Figure(figsize=(12, 7.5), dpi=110, layout="constrained")
+    figure = new_figure("MemoryProfiler", figsize=(12, 7.5), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, height_ratios=[3, 2])
     _draw_parts(above, _selection(list(profile.records)))
     _draw_peaks(below, profile)

@@ -61,7 +61,6 @@ class Channel(ABC):
         self.flagged = False
         self._group = group
         self._world = dist.get_world_size(group)
-        self._finite = True
 
     @abstractmethod
     def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
@@ -96,18 +95,26 @@ class Channel(ABC):
     def selected(self) -> int:
         """How many elements this rank's latest message carries."""
 
+
+class CompressedChannel(Channel):
+    """A channel whose messages carry a part of the residual, which is off it while they travel."""
+
+    def __init__(self, residual: Tensor, group: dist.ProcessGroup | None = None) -> None:
+        super().__init__(residual, group)
+        self._finite = True
+
     def _reject(self, gradient: Tensor, scale: float) -> Tensor:
         if self._finite:
             self._recover()
             self.residual.sub_(gradient, alpha=1.0 / scale)
         return gradient.fill_(math.nan)
 
+    @abstractmethod
     def _recover(self) -> None:
         """Put back into the residual what this rank's latest messages took off it."""
-        raise NotImplementedError
 
 
-class GatherChannel(Channel):
+class GatherChannel(CompressedChannel):
     """Sends every rank's message to every rank, in one all-gather.
 
     Args:

@@ -18,7 +18,7 @@ from torch.futures import Future
 
 from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
 from lightning_opt.strategies.packing import NON_FINITE, read_header, write_header
-from lightning_opt.strategies.transport import Channel, all_gather
+from lightning_opt.strategies.transport import CompressedChannel, all_gather
 
 
 def is_staged(scheme: object, *, world: int, sparse_from: int, may_skip: bool) -> bool:
@@ -49,7 +49,7 @@ def shard_compressor(compressor: Compressor, numel: int) -> tuple[Compressor, in
     return compressor, 1
 
 
-class TwoStageChannel(Channel):
+class TwoStageChannel(CompressedChannel):
     """Sends compressed shards to the ranks that add them up, and gathers the compressed means.
 
     Both stages have error feedback: what compressing a rank's gradient loses stays on that rank,
