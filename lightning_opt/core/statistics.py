@@ -1,17 +1,17 @@
-"""Running statistics of a scalar: exponential moments, and windows with mean, std and quantiles.
+"""The running statistic of a scalar: a window with its mean, deviation and quantiles.
 
-Each statistic is a small rule over a plain ``dict`` that holds its state, so that a checkpoint can
-take the state as it is. A value that is a Python float is handled with Python floats; a value that
-is a 0-dimensional tensor is handled on its device without ever reading it. NaN and infinity never
-enter: an update with one of them changes nothing.
+It is a small rule over a plain ``dict`` that holds its state, so that a checkpoint can take the
+state as it is. A value that is a Python float is handled with Python floats; a value that is a
+0-dimensional tensor is handled on its device without ever reading it. NaN and infinity never enter:
+an update with one of them changes nothing.
 
 Example:
-    >>> moments = ExponentialMoments(decay=0.9)
-    >>> state = moments.init()
-    >>> for value in (1.0, 3.0, float("nan")):
-    ...     moments.update(state, value)
-    >>> state["mean"], state["count"]
-    (2.0, 2)
+    >>> window = Window(size=2)
+    >>> state = window.init()
+    >>> for value in (5.0, 1.0, 3.0, float("nan")):
+    ...     window.update(state, value)
+    >>> window.mean_std(state)
+    (2.0, 1.0)
 """
 
 from __future__ import annotations
@@ -23,51 +23,15 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.arguments import at_least
 from lightning_opt.core.scalars import (
-    Condition,
     Scalar,
-    isfinite,
-    logical_and,
-    maximum,
     where,
     wide_dtype,
 )
 
 State: TypeAlias = dict[str, Any]
 """A statistic's state: numbers, lists of numbers, or tensors of them on a device."""
-
-
-class ExponentialMoments:
-    """Mean and variance in which old values fade by ``decay`` a step.
-
-    Until ``1 / (1 - decay)`` values have been seen every value weighs the same, so that the first
-    estimates are the plain mean and (population) variance rather than a biased average that
-    remembers its start. The recursion is that of West (1979), *Updating mean and variance
-    estimates: an improved method*.
-
-    Args:
-        decay: Share of the old estimate that is kept at each update, in [0, 1).
-    """
-
-    def __init__(self, decay: float) -> None:
-        self.decay = fraction("decay", decay)
-
-    def init(self) -> State:
-        """Return the state before any value: ``count``, ``mean`` and ``var`` are zero."""
-        return {"count": 0, "mean": 0.0, "var": 0.0}
-
-    def update(self, state: State, value: Scalar, when: Condition = True) -> None:
-        """Let ``value`` in, if it is finite and ``when`` holds."""
-        taken = logical_and(isfinite(value), when)
-        count = state["count"] + where(taken, 1, 0)
-        # `count` is 0 only where nothing is taken, so the guard against division is never seen.
-        weight = maximum(1.0 - self.decay, 1.0 / maximum(count, 1))
-        delta = value - state["mean"]
-        variance = (1.0 - weight) * (state["var"] + weight * delta * delta)
-        state["mean"] = where(taken, state["mean"] + weight * delta, state["mean"])
-        state["var"] = where(taken, variance, state["var"])
-        state["count"] = count
 
 
 class Window:

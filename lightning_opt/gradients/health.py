@@ -14,14 +14,14 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.loggers import log_scalars, save_figure
 from lightning_opt.core.norms import GradientStep, parameters_of
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.gradients.access import GradientAccess, loss_scale
 from lightning_opt.gradients.activations import ActivationWatch
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.health_findings import CRITICAL, Finding, Issue, Limits
-from lightning_opt.gradients.health_plot import draw_health, save_figure
+from lightning_opt.gradients.health_plot import draw_health
 from lightning_opt.gradients.health_record import OptimizerHealth
 from lightning_opt.gradients.health_report import (
     HealthReport,
@@ -342,9 +342,8 @@ class GradientHealth(Callback):
         folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: this asks rank zero
         if self._figure and self._reported and trainer.is_global_zero:
             path = Path(folder) / FIGURE if self._figure is True else Path(str(self._figure))
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
             try:
-                save_figure(self.figure(), path, trainer.loggers, step)
+                save_figure(self.figure(), path, trainer, "health")
             except ImportError as error:
                 log.warning("No figure was saved. %s", error)
 

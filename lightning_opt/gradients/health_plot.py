@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.loggers import TensorBoardLogger
 
 from lightning_opt.gradients.health_findings import CRITICAL, Issue, Limits
 from lightning_opt.gradients.health_report import HealthSummary
@@ -63,15 +60,6 @@ def draw_health(
     _draw_history(figure, figure.add_subplot(below[1]), trained, timelines)
     _draw_updates(figure.add_subplot(below[2]), trained)
     return figure
-
-
-def save_figure(figure: Figure, path: Path, loggers: Iterable[Any], step: int) -> None:
-    """Write the figure to ``path``, and send it to those of ``loggers`` that are TensorBoard's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure("health", figure, global_step=step, close=False)
 
 
 def _draw_verdict(axes: Axes, summary: HealthSummary, issues: Sequence[Issue]) -> None:

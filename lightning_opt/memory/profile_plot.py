@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
-
-from lightning.pytorch.loggers import TensorBoardLogger
+from typing import TYPE_CHECKING
 
 from lightning_opt.core.memory import MB
 from lightning_opt.memory.figures import new_figure
@@ -38,15 +34,6 @@ def draw_profile(profile: MemoryProfile) -> Figure:
     _draw_parts(above, _selection(list(profile.records)))
     _draw_peaks(below, profile)
     return figure
-
-
-def save_figure(figure: Figure, path: Path, loggers: Iterable[Any], step: int) -> None:
-    """Write the figure to ``path``, and send it to those of ``loggers`` that are TensorBoard's."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    for logger in loggers:
-        if isinstance(logger, TensorBoardLogger):
-            logger.experiment.add_figure("memory", figure, global_step=step, close=False)
 
 
 def _selection(records: list[Record]) -> list[Record]:

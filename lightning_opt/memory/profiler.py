@@ -17,14 +17,14 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.loggers import log_scalars, save_figure
 from lightning_opt.core.memory import MB, live_bytes, live_source, resident_memory
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.memory.autopsy import perform_autopsy
 from lightning_opt.memory.pauses import PauseWatch
 from lightning_opt.memory.phases import Holdings, PeakMeter
-from lightning_opt.memory.profile_plot import draw_profile, save_figure
+from lightning_opt.memory.profile_plot import draw_profile
 from lightning_opt.memory.profile_record import MemoryProfile, Record
 from lightning_opt.memory.saved_bytes import SavedWatch
 
@@ -372,9 +372,8 @@ class MemoryProfiler(Callback):
             path.write_text(json.dumps(self.profile.to_dict(), indent=1))
         if self._figure:
             path = folder / FIGURE if self._figure is True else Path(str(self._figure))
-            step = trainer.fit_loop.epoch_loop._batches_that_stepped
             try:
-                save_figure(self.figure(), path, trainer.loggers, step)
+                save_figure(self.figure(), path, trainer, "memory")
             except ImportError as error:
                 log.warning("No figure was saved. %s", error)
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_opt.core.scalars import to_plain
-from lightning_opt.core.statistics import ExponentialMoments, Window
+from lightning_opt.core.statistics import Window
 
 search = settings(max_examples=50, deadline=None, derandomize=True, database=None)
 both_kinds = pytest.mark.parametrize("kind", ["float", "tensor"])
@@ -70,54 +70,6 @@ def test_a_long_history_keeps_its_digits(kind: str, q: float) -> None:
     assert float(window.quantile(state, q)) == pytest.approx(np.quantile(held, q), rel=1e-14)
 
 
-def population(numbers: np.ndarray, weights: np.ndarray) -> tuple[float, float]:
-    mean = float(np.average(numbers, weights=weights))
-    return mean, float(np.average((numbers - mean) ** 2, weights=weights))
-
-
-@both_kinds
-@pytest.mark.parametrize("decay", [0.0, 0.5, 0.9, 0.99])
-@search
-@given(numbers=values)
-def test_exponential_moments_are_weighted_ones(
-    kind: str, decay: float, numbers: list[float]
-) -> None:
-    """Equal weights until ``1 / (1 - decay)`` values; from then on each fades by ``decay``."""
-    state = feed(ExponentialMoments(decay), numbers, kind)
-    seen = finite(numbers)
-    assert int(state["count"]) == len(seen)
-    if len(seen) == 0:
-        assert (float(state["mean"]), float(state["var"])) == (0.0, 0.0)
-        return
-    weights = np.zeros(len(seen))
-    for index in range(len(seen)):
-        weight = max(1.0 - decay, 1.0 / (index + 1))
-        weights *= 1.0 - weight
-        weights[index] = weight
-    mean, var = population(seen, weights)
-    scale = float(np.abs(seen).max())
-    assert close(state["mean"], mean, scale)
-    assert close(state["var"], var, scale**2)
-
-
-@both_kinds
-def test_the_first_moments_are_the_plain_ones(kind: str) -> None:
-    numbers = [3.0, 1.0, 4.0, 1.0, 5.0, 9.0]
-    state = feed(ExponentialMoments(0.9), numbers, kind)
-    assert float(state["mean"]) == pytest.approx(np.mean(numbers))
-    assert float(state["var"]) == pytest.approx(np.var(numbers))
-
-
-@both_kinds
-def test_moments_only_when(kind: str) -> None:
-    moments, state = ExponentialMoments(0.5), {"count": 1, "mean": 1.0, "var": 0.0}
-    value = torch.tensor(9.0, dtype=torch.float64) if kind == "tensor" else 9.0
-    moments.update(state, value, when=torch.tensor(False) if kind == "tensor" else False)
-    assert to_plain(state) == {"count": 1, "mean": 1.0, "var": 0.0}
-    moments.update(state, value, when=torch.tensor(True) if kind == "tensor" else True)
-    assert float(state["mean"]) == 5.0
-
-
 @pytest.mark.parametrize("size", [4, None])
 @pytest.mark.parametrize("kinds", [("float", "tensor"), ("tensor", "float")])
 def test_a_window_moves_between_host_and_device(size: int | None, kinds: tuple[str, str]) -> None:
@@ -145,9 +97,3 @@ def test_deviations_beyond_the_square_root_of_the_largest_float() -> None:
 def test_window_sizes(wrong: Any) -> None:
     with pytest.raises(ValueError, match="window must be a whole number of at least 2"):
         Window(wrong)
-
-
-@pytest.mark.parametrize("wrong", [1.0, -0.1, math.nan, math.inf, True, "0.5", None])
-def test_decays(wrong: Any) -> None:
-    with pytest.raises(ValueError, match="decay must be a number of at least 0 and below 1"):
-        ExponentialMoments(wrong)
