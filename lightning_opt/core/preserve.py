@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -16,6 +18,21 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tup
 _OWN = frozenset(
     ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook")
 )
+
+
+@contextmanager
+def isolated_random(device: torch.device) -> Iterator[None]:
+    """Put the random numbers back: Python's, NumPy's, torch's of the CPU and of ``device``."""
+    with ExitStack() as stack:
+        stack.callback(random.setstate, random.getstate())
+        if "numpy" in sys.modules:
+            import numpy as np
+
+            stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the user's
+        stack.callback(torch.set_rng_state, torch.get_rng_state())
+        if device.type == "cuda":
+            stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+        yield
 
 
 @contextmanager

@@ -41,7 +41,7 @@ LONGEST = 8
 
 
 class Step(Protocol):
-    """A step that can be run again and again, as :class:`~lightning_opt.memory.trial.TrialStep`."""
+    """A step that can be run again and again, as :class:`~lightning_opt.core.trial.TrialStep`."""
 
     def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
         """Run it, under what ``inside`` enters, and return its seconds."""

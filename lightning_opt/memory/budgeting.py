@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_opt.core.arguments import positive
 from lightning_opt.core.blocks import Block
+from lightning_opt.core.trial import TrialStep
 from lightning_opt.memory.auto import Agreement, Outcome, StepPlanner
 from lightning_opt.memory.budget import MIB, free_bytes, present_bytes, standing_bytes
 from lightning_opt.memory.planner import Solution
 from lightning_opt.memory.policies import Plan, count_recomputed
-from lightning_opt.memory.trial import TrialStep
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

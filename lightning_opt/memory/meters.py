@@ -103,11 +103,5 @@ def measuring(device: torch.device) -> Iterator[Meter]:
             yield meter
 
 
-def wait_for(device: torch.device) -> None:
-    """Wait until an asynchronous device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_opt.core.trial import TrialStep
 from lightning_opt.memory.budget import MIB
 from lightning_opt.memory.saved import OnHost, Packer, Rounded, gradient_error
-from lightning_opt.memory.trial import TrialStep
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -19,7 +19,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.blocks import Block
-from lightning_opt.memory.meters import Meter, wait_for
+from lightning_opt.core.trial import wait_for
+from lightning_opt.memory.meters import Meter
 from lightning_opt.memory.operators import OperatorProfile
 
 

@@ -1,0 +1,134 @@
+"""One training step of the user's model on the user's batch, which leaves no trace."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_opt.core.preserve import do_nothing, isolated_random, preserved, replaced
+from lightning_opt.core.sharding import is_dtensor
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+@contextmanager
+def without_a_trace(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+    """Let training steps run that change, log and step nothing.
+
+    Random numbers, gradients, buffers, metrics, counters and collected outputs are afterwards as
+    before. Nothing is logged, optimizers and schedulers do not step. What ``training_step`` does to
+    the world outside (a file, an environment) it does.
+    """
+    with ExitStack() as stack:
+        stack.enter_context(isolated_random(module.device))
+        stack.enter_context(preserved(module))
+        stack.enter_context(
+            replaced(
+                module,
+                log=_ignore,
+                log_dict=_ignore,
+                manual_backward=lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
+            )
+        )
+        for optimizer in trainer.strategy._lightning_optimizers:
+            stack.enter_context(replaced(optimizer, step=do_nothing))
+        for config in trainer.lr_scheduler_configs:
+            stack.enter_context(replaced(config.scheduler, step=do_nothing))
+        yield
+
+
+def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Any:
+    """Run ``training_step`` in the run's precision, and return its loss.
+
+    Under DDP it goes past the wrapper, whose reducer then expects no gradients and stays out of it.
+    """
+    past_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+    step = module.training_step if past_ddp else trainer.strategy.training_step
+    args = (batch, batch_idx)[: _arguments(module.training_step)]
+    with trainer.precision_plugin.train_step_context():
+        loss = step(*args)
+    return loss.get("loss") if isinstance(loss, dict) else loss
+
+
+def _arguments(training_step: Callable[..., Any]) -> int:
+    """Return whether ``training_step`` takes a batch alone (1), or its index too (2)."""
+    kinds = [p.kind for p in inspect.signature(training_step).parameters.values()]
+    placed = sum(kind in (0, 1) for kind in kinds)  # positional ones
+    return 2 if placed >= 2 or inspect.Parameter.VAR_POSITIONAL in kinds else 1
+
+
+class TrialStep:
+    """Forward and backward pass of a training step, as often as wanted, without consequences.
+
+    See :func:`without_a_trace`. No callback is told of it.
+
+    Args:
+        trainer: The Trainer, within ``on_train_batch_start``.
+        pl_module: Its module.
+        batch: The batch; the step gets a copy.
+        batch_idx: Its index.
+    """
+
+    def __init__(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        self._trainer, self._module = trainer, pl_module
+        self._batch, self._batch_idx = batch, batch_idx
+
+    def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
+        """Run it once.
+
+        Args:
+            inside: Called with a stack right before the forward pass, to enter contexts that last
+                until the end of the backward pass.
+
+        Returns:
+            Seconds from the start of the forward to the end of the backward pass.
+        """
+        module = self._module
+        with without_a_trace(self._trainer, module):
+            batch = copy.deepcopy(self._batch)  # before anything measures
+            self._make_gradients()
+            wait_for(module.device)
+            with ExitStack() as measured:
+                if inside is not None:
+                    inside(measured)
+                start = time.perf_counter()
+                with torch.enable_grad():
+                    loss = loss_of(self._trainer, module, batch, self._batch_idx)
+                    if module.automatic_optimization and loss is not None:
+                        module.backward(loss)
+                del loss
+                wait_for(module.device)
+                return time.perf_counter() - start
+
+    def _make_gradients(self) -> None:
+        """Have the gradients there before the measurement, which is of activations."""
+        parameters = list(self._module.parameters())
+        if _is_fsdp1(self._trainer.strategy.model) or any(map(is_dtensor, parameters)):
+            return  # sharded gradients are made by the strategy
+        for parameter in parameters:
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+
+
+def _is_fsdp1(model: Any) -> bool:
+    return type(model).__name__ == "FullyShardedDataParallel"
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    pass
+
+
+def wait_for(device: torch.device) -> None:
+    """Wait until ``device`` has done what it was given, if it is one that works on its own."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
