@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torchmetrics import Metric
 
-from lightning_opt.batching.undo import named_hook
 from lightning_opt.core.preserve import replaced
+from lightning_opt.core.undo import named_hook
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

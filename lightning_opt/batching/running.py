@@ -16,9 +16,9 @@ from torch.optim import Optimizer
 
 from lightning_opt.batching.merging import LogRecorder, merge_outputs
 from lightning_opt.batching.splitting import split_into, tensors_of, with_own_containers
-from lightning_opt.batching.undo import Before, CannotUndoError, GradientsBefore
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.undo import Before, CannotUndoError, GradientsBefore
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
+from lightning_opt.core import replacing
 from lightning_opt.memory.replay import BufferKey, WrittenBuffers
 from lightning_opt.memory.segments import Chain
 
@@ -210,12 +211,7 @@ def put_on(forward: CheckpointedForward) -> None:
 
 def take_off(forward: CheckpointedForward) -> None:
     """Give the module back the ``forward`` it had; nothing happens if that has been done."""
-    if forward.module.__dict__.get("forward") is not forward:
-        return
-    if forward.shadowed is None:
-        del forward.module.forward
-    else:
-        forward.module.forward = forward.shadowed
+    replacing.take_off(forward)
 
 
 @contextmanager

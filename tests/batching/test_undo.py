@@ -8,7 +8,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_opt.batching.undo import Before, CannotUndoError
+from lightning_opt.core.undo import Before, CannotUndoError
 
 
 class Busy(nn.Module):

@@ -1,4 +1,4 @@
-"""What a training step changes before its end, so that a failed one can be taken back."""
+"""What a step changes before its end, so that a failed one can be taken back."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ class Before:
     has been seen to write.
 
     Args:
-        module: The LightningModule.
-        device: Where it is trained.
+        module: What runs, with all that is inside of it.
+        device: Where it runs.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -107,8 +107,8 @@ class Before:
         """
         if self._weights != [parameter._version for parameter in self._parameters]:
             raise CannotUndoError(
-                "training_step has changed parameters (such as those of a moving average) before "
-                "it ran out of memory, so it cannot be taken back and tried again. Change them in "
+                "The step has changed parameters (such as those of a moving average) before it "
+                "failed, so it cannot be taken back and tried again. Change them in "
                 "on_train_batch_end."
             )
         copied = {(owner, name) for owner, name, _, _ in self._copies}
