@@ -2,9 +2,18 @@
 
 from lightning_opt.batching.micro_batching import MicroBatching
 from lightning_opt.batching.splitting import UnsplittableBatchError, split_batch
+from lightning_opt.compute.attention import AttentionBackend
+from lightning_opt.compute.rotary import RotaryEmbedding
+from lightning_opt.compute.self_attention import SelfAttention
 from lightning_opt.core.report import Report
 from lightning_opt.gradients.clipper import GradientClipper
 from lightning_opt.gradients.clipping import AdaptiveClipping
+from lightning_opt.gradients.curvature import (
+    hessian_diagonal,
+    hessian_trace,
+    hessian_vector_product,
+    top_eigenvalue,
+)
 from lightning_opt.gradients.guard import NonFiniteGuard
 from lightning_opt.gradients.health import GradientHealth
 from lightning_opt.gradients.rules import (
@@ -33,6 +42,7 @@ __version__ = "0.1.0"
 __all__ = [
     "ActivationCheckpointing",
     "AdaptiveClipping",
+    "AttentionBackend",
     "BudgetError",
     "ClippingRule",
     "CompressedDDPStrategy",
@@ -55,12 +65,18 @@ __all__ = [
     "Quantize",
     "Report",
     "Robust",
+    "RotaryEmbedding",
+    "SelfAttention",
     "Threshold",
     "TopK",
     "UnitWise",
     "UnsplittableBatchError",
     "ZClip",
+    "hessian_diagonal",
+    "hessian_trace",
+    "hessian_vector_product",
     "split_batch",
+    "top_eigenvalue",
 ]
 
 _register_strategies()

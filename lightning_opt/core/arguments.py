@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 
@@ -47,6 +48,17 @@ def at_least(name: str, value: int, lowest: int) -> int:
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}.")
+    return value
+
+
+def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+    """Return ``value`` if it is one of ``allowed``.
+
+    Raises:
+        ValueError: For everything else.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
     return value
 
 

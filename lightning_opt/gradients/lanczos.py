@@ -1,0 +1,103 @@
+"""The largest eigenvalue of a symmetric matrix of which only products with vectors are known."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from lightning_opt.core.arguments import at_least
+
+TINY = 1e-7
+"""Share of the largest entry below which a new direction is rounding, and the space is explored."""
+
+
+class Eigenvalue(NamedTuple):
+    """The largest eigenvalue that was found.
+
+    Attributes:
+        value: The eigenvalue; where products are not finite, NaN.
+        residual: A true eigenvalue lies within this distance.
+        iterations: Products that were taken.
+    """
+
+    value: float
+    residual: float
+    iterations: int
+
+
+def largest_eigenvalue(
+    product: Callable[[Sequence[Tensor]], list[Tensor]],
+    like: Sequence[Tensor],
+    max_iterations: int = 30,
+    tolerance: float = 1e-3,
+    generator: torch.Generator | None = None,
+) -> Eigenvalue:
+    """Run Lanczos's iteration from a random start, in the space of tensors shaped as ``like``.
+
+    Args:
+        product: Multiplies the matrix with a vector, which is a list of tensors.
+        like: Tensors of the vector's shapes, types and devices.
+        max_iterations: Products at most.
+        tolerance: Stop when the residual is within this share of the eigenvalue.
+        generator: Of the random start, on the device of ``like``.
+
+    Raises:
+        ValueError: For ``max_iterations`` below 1 or ``tolerance`` below 0.
+    """
+    at_least("max_iterations", max_iterations, 1)
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
+    current = [
+        torch.randn(part.shape, generator=generator, device=part.device, dtype=part.dtype)
+        for part in like
+    ]
+    torch._foreach_div_(current, _norm(current))
+    before = [torch.zeros_like(part) for part in current]
+    diagonal: list[float] = []
+    beside: list[float] = [0.0]
+    dimension = sum(part.numel() for part in current)
+    best = Eigenvalue(math.nan, math.inf, 0)
+    for iteration in range(1, max_iterations + 1):
+        following = [part.clone() for part in product(current)]
+        torch._foreach_add_(following, before, alpha=-beside[-1])
+        diagonal.append(_dot(following, current))
+        torch._foreach_add_(following, current, alpha=-diagonal[-1])
+        length = _norm(following)
+        if not math.isfinite(diagonal[-1]) or not math.isfinite(length):
+            return Eigenvalue(math.nan, math.inf, iteration)
+        value, last = _top_of_tridiagonal(diagonal, beside[1:])
+        best = Eigenvalue(value, abs(length * last), iteration)
+        scale = max(map(abs, (*diagonal, *beside)))
+        if length <= TINY * scale or iteration == dimension or length == 0.0:
+            # The start lies in a space that the matrix does not leave: values are exact there.
+            return best
+        if best.residual <= tolerance * abs(value):
+            return best
+        torch._foreach_div_(following, length)
+        before, current = current, following
+        beside.append(length)
+    return best
+
+
+def _top_of_tridiagonal(diagonal: list[float], beside: list[float]) -> tuple[float, float]:
+    """Return the largest eigenvalue, and the last entry of its vector."""
+    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
+    if beside:
+        edge = torch.tensor(beside, dtype=torch.float64)
+        matrix += torch.diag(edge, 1) + torch.diag(edge, -1)
+    values, vectors = torch.linalg.eigh(matrix)
+    return float(values[-1]), float(vectors[-1, -1])
+
+
+def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    products = torch._foreach_mul(list(a), list(b))
+    return float(torch.stack([part.sum(dtype=torch.float64) for part in products]).sum())
+
+
+def _norm(parts: Sequence[Tensor]) -> float:
+    norms = torch._foreach_norm(list(parts), 2, torch.float64)
+    return float(torch.linalg.vector_norm(torch.stack(list(norms))))
