@@ -1,8 +1,11 @@
 """Callbacks, strategies and plugins that make a Lightning Trainer faster, smaller and safer."""
 
+from lightning_opt.batching.accumulation import Accumulation
+from lightning_opt.batching.accumulator import GradientAccumulator
 from lightning_opt.batching.micro_batching import MicroBatching
 from lightning_opt.batching.splitting import UnsplittableBatchError, split_batch
 from lightning_opt.compute.attention import AttentionBackend
+from lightning_opt.compute.optimizers import FusedOptimizer
 from lightning_opt.compute.rotary import RotaryEmbedding
 from lightning_opt.compute.self_attention import SelfAttention
 from lightning_opt.core.report import Report
@@ -40,6 +43,7 @@ from lightning_opt.strategies.registry import register_strategies as _register_s
 __version__ = "0.1.0"
 
 __all__ = [
+    "Accumulation",
     "ActivationCheckpointing",
     "AdaptiveClipping",
     "AttentionBackend",
@@ -49,7 +53,9 @@ __all__ = [
     "Compressor",
     "FixedNorm",
     "FixedValue",
+    "FusedOptimizer",
     "GarbageCollection",
+    "GradientAccumulator",
     "GradientClipper",
     "GradientHealth",
     "HookedDDPStrategy",

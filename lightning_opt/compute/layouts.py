@@ -1,0 +1,34 @@
+"""How a tensor's values lie in memory, and laying them out in another way."""
+
+from __future__ import annotations
+
+from torch import Size, Tensor, empty_strided
+
+Strides = Size | tuple[int, ...]
+
+
+def laid_out(tensor: Tensor, strides: Strides) -> Tensor:
+    """Return the values of ``tensor`` with ``strides``; the tensor itself if it has them."""
+    if tensor.stride() == tuple(strides):
+        return tensor
+    copy = empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
+    return copy.copy_(tensor.detach())
+
+
+def same_layout(a: Tensor, b: Tensor) -> bool:
+    """Return whether two tensors of one shape have their values at the same places in memory."""
+    if a.stride() == b.stride():
+        return True
+    steps = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size == 1 or one == other for size, one, other in steps)
+
+
+def is_dense(tensor: Tensor) -> bool:
+    """Return whether the values fill a stretch of memory without gaps or overlaps, in any order."""
+    expected = 1
+    steps = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in steps if pair[1] != 1):
+        if stride != expected:
+            return False
+        expected *= size
+    return True
