@@ -9,6 +9,7 @@ from lightning_opt.compute.optimizers import FusedOptimizer
 from lightning_opt.compute.rotary import RotaryEmbedding
 from lightning_opt.compute.self_attention import SelfAttention
 from lightning_opt.core.report import Report
+from lightning_opt.data.cache import CachedDataset, cached
 from lightning_opt.gradients.clipper import GradientClipper
 from lightning_opt.gradients.clipping import AdaptiveClipping
 from lightning_opt.gradients.curvature import (
@@ -48,6 +49,7 @@ __all__ = [
     "AdaptiveClipping",
     "AttentionBackend",
     "BudgetError",
+    "CachedDataset",
     "ClippingRule",
     "CompressedDDPStrategy",
     "Compressor",
@@ -78,6 +80,7 @@ __all__ = [
     "UnitWise",
     "UnsplittableBatchError",
     "ZClip",
+    "cached",
     "hessian_diagonal",
     "hessian_trace",
     "hessian_vector_product",

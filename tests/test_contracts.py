@@ -43,6 +43,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": "percentile"},
         {"rule": "unit_wise"},
     ],
+    "AttentionBackend": [{"order": ["math"], "watch_batches": 3}],
     "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
     "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],

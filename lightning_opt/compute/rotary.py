@@ -1,0 +1,149 @@
+"""Rotary position embedding with tables that are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_opt.core.arguments import at_least, positive
+
+
+def rotary_tables(
+    positions: int,
+    dim: int,
+    base: float = 10_000.0,
+    *,
+    device: torch.device | str | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> tuple[Tensor, Tensor]:
+    """Return the cosines and sines of all angles, computed in float64 and rounded once.
+
+    Args:
+        positions: How many, from 0 on.
+        dim: Features that are rotated; even.
+        base: The longest wavelength is about ``2 pi base`` positions.
+        device: Of the tables. They are computed on the CPU, so that they are the same everywhere.
+        dtype: Of the tables.
+
+    Returns:
+        Two tensors of shape ``(positions, dim / 2)``; element ``(p, i)`` belongs to the angle
+        ``p * base ** (-2 i / dim)``.
+    """
+    exponents = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
+    places = torch.arange(positions, dtype=torch.float64, device="cpu")
+    angles = torch.outer(places, base**-exponents)
+    return angles.cos().to(device=device, dtype=dtype), angles.sin().to(device=device, dtype=dtype)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
+    """Rotate pairs of the features of ``x`` by angles whose cosines and sines are given.
+
+    Args:
+        x: Shape ``(..., length, dim)``.
+        cos: Shape ``(length, dim / 2)``.
+        sin: Shape ``(length, dim / 2)``.
+        interleaved: Pair feature ``2 i`` with ``2 i + 1``, else ``i`` with ``i + dim / 2``.
+
+    Returns:
+        A tensor like ``x``.
+    """
+    if interleaved:
+        first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
+    else:
+        first, second = x.chunk(2, dim=-1)
+    turned = (first * cos - second * sin, second * cos + first * sin)
+    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+
+
+class RotaryEmbedding(nn.Module):
+    """Rotates queries and keys by their positions, with cached cosines and sines.
+
+    The tables are buffers that follow the module from device to device and stay out of its
+    ``state_dict``. They are computed in float64 and kept in float32, also in a module of half
+    precision (float64 in one of float64), and used in the dtype of what is rotated. They grow when
+    a longer sequence comes, to the next power of two, so that this is rare; that step alone is
+    computed outside of a graph of ``torch.compile``. One instance may serve all layers.
+
+    Args:
+        dim: Features of a head; even.
+        base: The longest wavelength is about ``2 pi base`` positions. Often called theta.
+        max_positions: What the tables have room for at first.
+        interleaved: Which features form a pair: ``i`` and ``i + dim / 2`` (half-split, as in
+            GPT-NeoX and LLaMA), or with True ``2 i`` and ``2 i + 1`` (as in the paper and GPT-J).
+            Weights that were trained with one layout are of no use with the other.
+
+    Raises:
+        ValueError: For a ``dim`` that is odd, or arguments out of range.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> rotary = lo.RotaryEmbedding(8)
+        >>> query = torch.ones(2, 4, 16, 8)  # batch, heads, length, dim
+        >>> rotary(query).shape
+        torch.Size([2, 4, 16, 8])
+        >>> torch.equal(rotary(query)[:, :, 15:], rotary(query[:, :, 15:], offset=15))
+        True
+
+    References:
+        Jianlin Su and others, "RoFormer: Enhanced Transformer with Rotary Position Embedding",
+        2021.
+    """
+
+    cos: Tensor
+    sin: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        base: float = 10_000.0,
+        max_positions: int = 2048,
+        interleaved: bool = False,
+    ) -> None:
+        super().__init__()
+        if at_least("dim", dim, 2) % 2:
+            raise ValueError(f"dim must be even, since features are rotated in pairs, got {dim}.")
+        self.dim = dim
+        self.base = positive("base", base)
+        self.interleaved = interleaved
+        cos, sin = rotary_tables(at_least("max_positions", max_positions, 1), dim, base)
+        self.register_buffer("cos", cos, persistent=False)
+        self.register_buffer("sin", sin, persistent=False)
+
+    def forward(self, x: Tensor, offset: int = 0) -> Tensor:
+        """Rotate ``x`` of shape ``(..., length, dim)``.
+
+        Args:
+            x: Queries or keys; the length is the last dimension but one.
+            offset: Position of the first one, as in decoding with a cache of keys.
+        """
+        end = offset + x.shape[-2]
+        if end > self.cos.shape[0]:
+            self._grow(end)
+        cos, sin = self.cos[offset:end], self.sin[offset:end]
+        return rotate(x, cos.to(x.dtype), sin.to(x.dtype), self.interleaved)
+
+    def extra_repr(self) -> str:
+        """Return the settings."""
+        return f"{self.dim}, base={self.base:g}, interleaved={self.interleaved}"
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _grow(self, positions: int) -> None:
+        room = 1 << (positions - 1).bit_length()
+        self._fill(room, self.cos.device, self.cos.dtype)
+
+    def _fill(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
+        self.cos, self.sin = rotary_tables(
+            positions, self.dim, self.base, device=device, dtype=dtype
+        )
+
+    def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> RotaryEmbedding:
+        """Move the tables with the module, but never round them: that could not be undone."""
+        super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
+        # Made anew: what came may be rounded, or without values (`to_empty`).
+        dtype = torch.float64 if self.cos.dtype is torch.float64 else torch.float32
+        self._fill(self.cos.shape[0], self.cos.device, dtype)
+        return self
