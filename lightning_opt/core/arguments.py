@@ -29,6 +29,17 @@ def fraction(name: str, value: float) -> float:
     return value
 
 
+def share(name: str, value: float) -> float:
+    """Return ``value`` if it is a number above 0 and at most 1.
+
+    Raises:
+        ValueError: For everything else.
+    """
+    if not (_is_number(value) and 0 < value <= 1):
+        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
+    return value
+
+
 def between(name: str, value: float, low: float, high: float) -> float:
     """Return ``value`` if it is a number from ``low`` to ``high``.
 

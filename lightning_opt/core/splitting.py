@@ -1,0 +1,200 @@
+"""Cutting a batch into parts of samples, whatever it is made of."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import PackedSequence
+
+ADVICE = (
+    "Give MicroBatching(split=...), a function `split(batch, parts)` that returns a list of "
+    "`(part, samples)`, with one entry for each of the `parts`."
+)
+
+Batch = TypeVar("Batch")
+
+
+class UnsplittableBatchError(ValueError):
+    """It is not clear where one sample of a batch ends and the next begins."""
+
+
+def batch_length(batch: Any) -> int:
+    """Return the number of samples: the size that the first dimensions of all tensors have.
+
+    Raises:
+        UnsplittableBatchError: If they differ, if there are none, or for something unknown.
+    """
+    lengths: dict[int, str] = {}
+    for place, leaf in _leaves(batch, "batch"):
+        if not _is_shared(leaf):
+            lengths.setdefault(len(leaf), place)
+    if not lengths:
+        raise UnsplittableBatchError(f"There is no tensor in the batch to split. {ADVICE}")
+    if len(lengths) > 1:
+        found = ", ".join(f"{place} has {length}" for length, place in lengths.items())
+        raise UnsplittableBatchError(
+            f"The parts of the batch have different numbers of samples: {found}. {ADVICE}"
+        )
+    return next(iter(lengths))
+
+
+def split_batch(batch: Batch, size: int) -> list[Batch]:
+    """Cut a batch into parts of at most ``size`` samples, as equal as possible.
+
+    Tensors and arrays are cut along their first dimension, into views. Lists and tuples that hold
+    neither tensors nor containers of them have one entry a sample. Numbers, strings, ``None`` and
+    tensors without dimensions belong to every part. Dicts and other mappings (also those of Hugging
+    Face), lists, tuples, named tuples and dataclasses are rebuilt around the parts.
+
+    Args:
+        batch: As the DataLoader gave it.
+        size: At least 1.
+
+    Raises:
+        UnsplittableBatchError: See :func:`batch_length`.
+        ValueError: For a ``size`` below 1.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> batch = {"text": ["a", "b", "c"], "label": torch.arange(3), "scale": 0.5}
+        >>> for part in lo.split_batch(batch, 2):
+        ...     print(part)
+        {'text': ['a'], 'label': tensor([0]), 'scale': 0.5}
+        {'text': ['b', 'c'], 'label': tensor([1, 2]), 'scale': 0.5}
+    """
+    if size < 1:
+        raise ValueError(f"size must be at least 1, got {size}.")
+    samples = batch_length(batch)
+    return [part for part, _ in split_into(batch, max(1, -(-samples // size)))]
+
+
+def split_into(batch: Batch, parts: int) -> list[tuple[Batch, int]]:
+    """Cut a batch into a number of parts, and return each with its number of samples."""
+    samples = batch_length(batch)
+    if parts == 1:
+        return [(batch, samples)]
+    ends = [samples * number // parts for number in range(parts + 1)]
+    return [(_cut(batch, start, end), end - start) for start, end in pairwise(ends)]
+
+
+def with_own_containers(batch: Batch) -> Batch:
+    """Return the same tensors in new containers, as far as these can be made."""
+    if not _is_container(batch):
+        return batch
+    try:
+        return _rebuild(batch, with_own_containers)  # type: ignore[no-any-return]
+    except (TypeError, UnsplittableBatchError):  # of a kind that is made in another way
+        return batch
+
+
+def shape_of(batch: Any) -> tuple[str, int]:
+    """Return what the samples look like, as text, and how many elements one sample has.
+
+    Batches of the same text need the same memory for a sample, as far as shapes tell.
+    """
+    shapes, elements = [], 0
+    for _, leaf in _leaves(batch, "batch", strict=False):
+        if isinstance(leaf, Tensor) and leaf.ndim:
+            shapes.append(f"{str(leaf.dtype)[6:]}{list(leaf.shape[1:])}".replace(" ", ""))
+            elements += leaf[:1].numel()
+    return " ".join(shapes), elements
+
+
+def tensors_of(batch: Any) -> Iterator[Tensor]:
+    """Return the tensors within a batch, as far as its containers are known."""
+    return (leaf for _, leaf in _leaves(batch, "batch", strict=False) if isinstance(leaf, Tensor))
+
+
+def _is_named_tuple(value: Any) -> bool:
+    return isinstance(value, tuple) and hasattr(value, "_fields")
+
+
+def _is_dataclass(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_shared(leaf: Any) -> bool:
+    """Return whether it belongs to every part."""
+    if isinstance(leaf, (Tensor, np.ndarray)):
+        return leaf.ndim == 0
+    return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic))
+
+
+def _is_container(value: Any) -> bool:
+    """Return whether samples lie across its entries, so that each of them is cut."""
+    if isinstance(value, Mapping) or _is_dataclass(value) or _is_named_tuple(value):
+        return not isinstance(value, PackedSequence)
+    if isinstance(value, (list, tuple)):
+        return any(isinstance(item, (Tensor, np.ndarray)) or _is_container(item) for item in value)
+    return False
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    if isinstance(value, Mapping):
+        return list(value.items())
+    if _is_dataclass(value):
+        return [(field.name, getattr(value, field.name)) for field in dataclasses.fields(value)]
+    return list(enumerate(value))
+
+
+def _leaves(value: Any, place: str, strict: bool = True) -> Iterator[tuple[str, Any]]:
+    """Return what is to be cut or shared, each with words for where it is."""
+    if _is_container(value):
+        for key, item in _entries(value):
+            yield from _leaves(item, f"{place}[{key!r}]", strict)
+        return
+    if strict:
+        _check_leaf(value, place)
+    yield place, value
+
+
+def _check_leaf(value: Any, place: str) -> None:
+    if isinstance(value, Tensor):
+        if value.layout is torch.strided and not value.is_nested:
+            return
+        kind = "a nested tensor" if value.is_nested else f"a tensor of layout {value.layout}"
+    elif isinstance(value, np.ndarray) or _is_shared(value) or type(value) in (list, tuple):
+        return
+    else:
+        kind = f"of type {type(value).__module__}.{type(value).__qualname__}"
+    raise UnsplittableBatchError(f"{place} is {kind}, which cannot be cut into samples. {ADVICE}")
+
+
+def _cut(value: Any, start: int, end: int) -> Any:
+    if _is_container(value):
+        return _rebuild(value, lambda item: _cut(item, start, end))
+    return value if _is_shared(value) else value[start:end]
+
+
+def _rebuild(value: Any, change: Any) -> Any:
+    entries = [(key, change(item)) for key, item in _entries(value)]
+    if _is_named_tuple(value):
+        return type(value)(*(item for _, item in entries))
+    if isinstance(value, (list, tuple)):
+        return _sequence_like(value, [item for _, item in entries])
+    rebuilt = copy.copy(value)
+    if isinstance(value, Mapping):
+        try:
+            for key, item in entries:
+                rebuilt[key] = item
+        except (TypeError, RuntimeError) as error:
+            raise UnsplittableBatchError(
+                f"A {type(value).__qualname__} does not let its entries be replaced "
+                f"({error}). {ADVICE}"
+            ) from error
+        return rebuilt
+    for key, item in entries:
+        object.__setattr__(rebuilt, key, item)  # frozen dataclasses too
+    return rebuilt
+
+
+def _sequence_like(value: Sequence[Any], items: list[Any]) -> Any:
+    return items if type(value) is list else type(value)(items)  # type: ignore[call-arg]
