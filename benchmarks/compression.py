@@ -75,7 +75,7 @@ def _keep(state, bucket):  # type: ignore[no-untyped-def]
 
 def candidates() -> dict[str, Any]:
     """Return the strategies by name; the first is what the others are compared with."""
-    compressed = partial(lo.CompressedDDPStrategy, warmup_steps=2)
+    compressed = partial(lo.CompressedDDPStrategy, warmup_steps=2, ramp_steps=0)
     return {
         "dense": lambda: "ddp",
         "no exchange": SilentDDP,

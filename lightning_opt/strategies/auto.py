@@ -13,10 +13,10 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_opt.core.report import Report
-from lightning_opt.strategies.choice import Choice, choose
-from lightning_opt.strategies.compressors import Compressor
+from lightning_opt.strategies.choice import Choice, choose, choose_stages
 from lightning_opt.strategies.measuring import Measured, Scheme, WarmUp
 from lightning_opt.strategies.network import agree, measure_network
+from lightning_opt.strategies.ramp import Ramp
 
 LOOK = 5
 """Backward passes that are watched before the first choice."""
@@ -43,13 +43,12 @@ class AutoChoice:
         first: Backward pass (the first is 0) that is the first to be sent as chosen.
         every: Passes from one look at the network to the next.
         staged: Says of a scheme whether its messages travel in two stages.
-        stage: Says what the last scheme is at its n-th step (the first is 0), for a ramp.
-        ramp_steps: Steps after which the ramp is over.
+        ramp: What to send instead of the last scheme at first, once that has shown that it pays.
 
     Attributes:
         choice: The latest choice; None during the warm-up.
         measured: What it was based on; None during the warm-up.
-        sent: Steps that the last scheme has had.
+        sent: Steps that the last scheme has had, but for trials.
     """
 
     def __init__(
@@ -59,8 +58,7 @@ class AutoChoice:
         first: int,
         every: int,
         staged: Callable[[Scheme], bool],
-        stage: Callable[[int], Compressor] | None = None,
-        ramp_steps: int = 0,
+        ramp: Ramp | None = None,
     ) -> None:
         self.choice: Choice | None = None
         self.measured: Measured | None = None
@@ -68,8 +66,8 @@ class AutoChoice:
         self._schemes = list(schemes)
         self._every = every
         self._staged = staged
-        self._stage = stage
-        self._ramp_steps = ramp_steps
+        self._ramp = ramp
+        self._stages: list[Scheme] = []
         self._warm_up: WarmUp | None = WarmUp()
         self._watch_from = first - LOOK
         self._due = first
@@ -98,7 +96,8 @@ class AutoChoice:
             self._steps.clear()
             now = time.perf_counter()
         self._began = now
-        if self.choice is not None and self.choice.best == len(self._schemes) - 1:
+        last = self.choice is not None and self.choice.best == len(self._schemes) - 1
+        if last and not self._on_trial:
             self.sent += 1
 
     def scheme(self, index: int, gradient: Tensor) -> Scheme:
@@ -110,8 +109,10 @@ class AutoChoice:
             return None
         place = self.measured.places.get(index)
         option = self.choice.best if place is None else self.choice.plan[place]
-        if self._stage is not None and option == len(self._schemes) - 1:
-            return self._stage(max(self.sent - 1, 0))
+        if option == len(self._schemes) - 1 and self._ramp is not None and not self._on_trial:
+            stage = self._ramp.stage(max(self.sent - 1, 0))
+            if stage is not None:
+                return self._stages[stage]
         return self._schemes[option]
 
     @property
@@ -127,7 +128,11 @@ class AutoChoice:
         before = 0 if self.choice is None else self.choice.best
         on_trial, self._on_trial = self._on_trial, False
         if self._warm_up is not None:
-            self.measured = self._warm_up.measure(self._schemes, self._staged, self._steps)
+            ramp = self._ramp
+            stages = [] if ramp is None or ramp.steps == 0 else ramp.stages
+            self.measured = self._warm_up.measure(
+                self._schemes, self._staged, self._steps, stages=stages
+            )
             self._warm_up = None
             self._choose(self.measured)
         elif on_trial:
@@ -140,10 +145,9 @@ class AutoChoice:
         assert self.choice is not None
         self._due = self._pass + self._every
         if self.choice.best not in (before, 0) and self._schemes[0] is None:
+            # The trial is of what most steps will be like, and so comes before a ramp.
             self._on_trial = True
-            last = self.choice.best == len(self._schemes) - 1
-            ramp = max(self._ramp_steps - self.sent, 0) if last else 0
-            self._due = self._pass + ramp + TRIAL + 1
+            self._due = self._pass + TRIAL + 1
 
     @property
     def _is_uncompressed(self) -> bool:
@@ -159,9 +163,16 @@ class AutoChoice:
         )
         if measured.link.slope < SLOWER * self._refuted:
             choice = uncompressed(choice)
-        decided = torch.tensor([choice.best, *choice.plan], device=measured.device)
+        stages = choose_stages(
+            measured.ready, measured.options, measured.stages, measured.link, measured.compute
+        )
+        decided = torch.tensor([choice.best, *choice.plan, *stages], device=measured.device)
         dist.broadcast(decided, 0)
         best, *plan = decided.tolist()
+        plan, stages = plan[: len(choice.plan)], plan[len(choice.plan) :]
+        if self._ramp is not None:
+            everything = [*self._schemes, *self._ramp.stages]
+            self._stages = [everything[index] for index in stages]
         changed = self.choice is None or best != self.choice.best
         self.choice = Choice(best, plan, choice.seconds, choice.planned)
         if changed:

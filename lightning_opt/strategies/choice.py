@@ -8,6 +8,9 @@ from dataclasses import dataclass
 MARGIN = 0.1
 """A harsher way to send must save this share of a step, or the gentler one is kept."""
 
+LATE_MARGIN = 0.25
+"""The same for one that sends most elements late, which costs steps, about one in ten."""
+
 BAND = 0.05
 """How far a running choice may be from this margin before it is changed."""
 
@@ -68,6 +71,7 @@ class Option:
         before: Seconds of processor time until a bucket can be launched.
         after: Seconds of processor time when it has arrived.
         rounds: Collectives that a bucket takes.
+        margin: Share of a step that it must save.
     """
 
     name: str
@@ -75,6 +79,7 @@ class Option:
     before: Sequence[float]
     after: Sequence[float]
     rounds: int = 1
+    margin: float = MARGIN
 
 
 @dataclass(frozen=True)
@@ -147,12 +152,18 @@ def calibrate(ready: Sequence[float], dense: Option, link: Line, seen: float) ->
     return high
 
 
-def gentlest_that_pays(seconds: Sequence[float], margin: float) -> int:
-    """Return the first option that no later one beats by more than ``margin`` of its time."""
+def gentlest_that_pays(seconds: Sequence[float], margins: Sequence[float]) -> int:
+    """Return the first option that no later one beats by more than that one's margin.
+
+    Args:
+        seconds: What a step takes with each, the gentlest first.
+        margins: Shares of the gentler one's time.
+    """
+    later = list(zip(seconds, margins, strict=True))
     return next(
         index
         for index, own in enumerate(seconds)
-        if all(own * (1.0 - margin) <= other for other in seconds[index + 1 :])
+        if all(own * (1.0 - margin) <= other for other, margin in later[index + 1 :])
     )
 
 
@@ -179,12 +190,49 @@ def choose(
         for index in range(len(options))
     ]
     if current is None:
-        best = gentlest_that_pays(seconds, MARGIN)
+        best = gentlest_that_pays(seconds, [option.margin for option in options])
     else:
-        gentle, harsh = (gentlest_that_pays(seconds, MARGIN + side) for side in (BAND, -BAND))
+        gentle, harsh = (
+            gentlest_that_pays(seconds, [option.margin + side for option in options])
+            for side in (BAND, -BAND)
+        )
         best = min(max(current, gentle), harsh)
     plan = _soften(ready, best, options, link, UNNOTICED * seconds[best])
     return Choice(best, plan, seconds, compute + exchange_seconds(ready, plan, options, link))
+
+
+def choose_stages(
+    ready: Sequence[float],
+    options: Sequence[Option],
+    stages: Sequence[Option],
+    link: Line,
+    compute: float,
+) -> list[int]:
+    """Choose what to send in each stage of the ramp that leads to the last option.
+
+    A stage sends many times more than what it leads to. Where the network gives so much less for
+    it, or there are so many ranks, that a gentler option is as fast, that one takes its place.
+
+    Args:
+        ready: See :func:`exchange_seconds`.
+        options: To choose from, the gentlest for the gradients first.
+        stages: Gentler forms of the last of them.
+        link: See :func:`exchange_seconds`.
+        compute: Seconds of a step without an exchange.
+
+    Returns:
+        For each stage an index into ``[*options, *stages]``.
+    """
+    chosen = []
+    for place, stage in enumerate(stages):
+        ways = [*options[:-1], stage]
+        seconds = [
+            compute + exchange_seconds(ready, [index] * len(ready), ways, link)
+            for index in range(len(ways))
+        ]
+        best = gentlest_that_pays(seconds, [way.margin for way in ways])
+        chosen.append(best if best < len(ways) - 1 else len(options) + place)
+    return chosen
 
 
 def _soften(

@@ -22,7 +22,7 @@ from lightning_opt.strategies.auto import LOOK, AutoChoice
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.measuring import Scheme
 from lightning_opt.strategies.momentum import check_optimizers
-from lightning_opt.strategies.ramp import default_steps, stage_at, stages_to
+from lightning_opt.strategies.ramp import Ramp, default_steps
 from lightning_opt.strategies.reduction import CompressedReduction, reduce_bucket
 from lightning_opt.strategies.two_stage import is_staged
 
@@ -71,16 +71,17 @@ class CompressedDDPStrategy(DDPStrategy):
 
     Args:
         compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, an object such as
-            ``Quantize(bits=8, block=256)``, or ``"auto"`` for what is the fastest of bfloat16, int8
-            and Top-K, bucket by bucket.
+            ``Quantize(bits=8, block=256)``, or ``"auto"`` for what is the fastest of bfloat16,
+            int8, int4 and Top-K, bucket by bucket; Top-K must save a quarter of a step.
         ratio: Share of the elements that Top-K sends; not used by the others.
         error_feedback: Keep what is not sent for the next step. Without it accuracy suffers; that
             is what this switch is there to show.
         warmup_steps: First backward passes that are not compressed: at least 2, or 3 with
             ``static_graph``, until DDP has settled how it arranges the gradients.
         ramp_steps: Steps after these in which Top-K goes from a quarter of the elements to
-            ``ratio``, each stage sending a quarter of the one before; None for 500 when the ratio
-            is below 1%, else 0. Early gradients change fast, and a late one does harm.
+            ``ratio``, each stage sending a quarter of the one before. Early gradients change fast,
+            and a late one does harm. None for a third of the run, at most ``30 / ratio`` steps;
+            ``10 / ratio`` where the run's length is not known.
         fallback: ``"auto"`` sends uncompressed where that is faster, ``"never"`` compresses in any
             case, ``"always"`` never compresses, to compare with.
         examine_every_n_steps: Backward passes from one look at the network to the next, unless
@@ -134,9 +135,9 @@ class CompressedDDPStrategy(DDPStrategy):
         self.error_feedback = error_feedback
         layout_steps = 3 if kwargs.get("static_graph") else 2
         self.warmup_steps = at_least("warmup_steps", warmup_steps, layout_steps)
-        self.ramp_steps = at_least(
-            "ramp_steps", default_steps(self.compressor) if ramp_steps is None else ramp_steps, 0
-        )
+        self.ramp_steps = None if ramp_steps is None else at_least("ramp_steps", ramp_steps, 0)
+        length = default_steps(self.compressor) if self.ramp_steps is None else self.ramp_steps
+        self._ramp = Ramp(self.compressor, length)
         if fallback not in FALLBACKS:
             raise ValueError(
                 f"fallback must be one of {', '.join(map(repr, FALLBACKS))}, got {fallback!r}."
@@ -150,7 +151,6 @@ class CompressedDDPStrategy(DDPStrategy):
         if momentum_correction is not None:
             fraction("momentum_correction", momentum_correction)
             _check_momentum(error_feedback, kwargs)
-        self._stages = stages_to(self.compressor)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
         self._reduction: CompressedReduction | None = None
@@ -163,10 +163,17 @@ class CompressedDDPStrategy(DDPStrategy):
         That is, where there is nothing to choose from.
         """
         step -= self.warmup_steps
-        return None if step < 0 or self.fallback == "always" else self._stage(step)
+        return None if step < 0 or self.fallback == "always" else self._ramp.at(step)
 
-    def _stage(self, step: int) -> Compressor:
-        return stage_at(step, self._stages, self.compressor, self.ramp_steps)
+    def on_train_start(self) -> None:
+        """Settle the length of the ramp, now that the length of the run is known."""
+        super().on_train_start()
+        module = self.lightning_module
+        assert module is not None
+        if self.ramp_steps is None:
+            planned = float(module.trainer.estimated_stepping_batches)
+            # Ranks may have different numbers of batches.
+            self._ramp.steps = default_steps(self.compressor, self.broadcast(planned))
 
     def describe(self) -> Report | None:
         """Return what was measured and chosen; None before that, and where there is no choice."""
@@ -220,8 +227,7 @@ class CompressedDDPStrategy(DDPStrategy):
                     sparse_from=self.sparse_stages_from,
                     may_skip=may_skip,
                 ),
-                stage=self._stage,
-                ramp_steps=self.ramp_steps,
+                ramp=self._ramp,
             )
         self._reduction = CompressedReduction(
             {parameter: name for name, parameter in module.named_parameters()},
@@ -357,5 +363,7 @@ def schemes_of(name: str | Compressor, compressor: Compressor, fallback: str) ->
     if fallback == "always":
         return [None]
     dense: list[Scheme] = [None] if fallback == "auto" else []
-    between: list[Scheme] = [torch.bfloat16, Quantize(bits=8)] if name == "auto" else []
+    between: list[Scheme] = []
+    if name == "auto":
+        between = [torch.bfloat16, Quantize(bits=8), Quantize(bits=4)]
     return [*dense, *between, compressor]

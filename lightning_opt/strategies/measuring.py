@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.strategies.choice import (
+    LATE_MARGIN,
+    MARGIN,
     Line,
     Option,
     calibrate,
@@ -19,7 +21,7 @@ from lightning_opt.strategies.choice import (
     fit_line,
     slowed,
 )
-from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
+from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.network import agree, measure_network, time_of
 from lightning_opt.strategies.transport import dense_bytes
 
@@ -144,16 +146,18 @@ def option_of(
         )
     length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
     before = [costs.compress(n) for n in numels]
+    margin = LATE_MARGIN if isinstance(scheme, (TopK, Threshold)) else MARGIN
     if not staged:
         after = [costs.clear(n) + world * costs.decode(n) for n in numels]
-        return Option(name, [(world - 1) * length[n] for n in numels], before, after)
+        sent = [(world - 1) * length[n] for n in numels]
+        return Option(name, sent, before, after, margin=margin)
     shard = [n / world for n in numels]
     after = [
         costs.clear(n) + world * costs.decode(part) + costs.compress(part) + costs.decode(n)
         for n, part in zip(numels, shard, strict=True)
     ]
     sent = [2 * (world - 1) * length[n] // world for n in numels]
-    return Option(name, sent, before, after, rounds=2)
+    return Option(name, sent, before, after, rounds=2, margin=margin)
 
 
 @dataclass
@@ -164,6 +168,7 @@ class Measured:
         places: Where the bucket of an index stands in the following.
         ready: Seconds from the first bucket to each.
         options: The ways to send them.
+        stages: Gentler forms of the last of these, for a ramp.
         dense: Sending them uncompressed, whether or not that is among the options.
         link: Seconds of a collective by the bytes that a rank sends.
         step: Seconds of an uncompressed step.
@@ -176,6 +181,7 @@ class Measured:
     places: dict[int, int]
     ready: list[float]
     options: list[Option]
+    stages: list[Option]
     dense: Option
     link: Line
     step: float
@@ -234,7 +240,12 @@ class WarmUp:
             self._exchanges.append(max(landed - self._ready[max(self._ready)][-1], 0.0))
 
     def measure(
-        self, schemes: Sequence[Scheme], staged: Callable[[Scheme], bool], steps: Iterable[float]
+        self,
+        schemes: Sequence[Scheme],
+        staged: Callable[[Scheme], bool],
+        steps: Iterable[float],
+        *,
+        stages: Sequence[Scheme] = (),
     ) -> Measured:
         """Measure the rest, and agree with the other ranks. All of them must call it.
 
@@ -242,7 +253,9 @@ class WarmUp:
             schemes: The ways to send gradients.
             staged: Says of each whether its messages travel in two stages.
             steps: Seconds of uncompressed steps.
+            stages: Gentler forms of the last way, for a ramp.
         """
+        every = [*schemes, *stages]
         indices, device = sorted(self._sizes), self._sample.device
         numels, itemsizes = zip(*(self._sizes[index] for index in indices), strict=True)
         largest = max(n * size for n, size in zip(numels, itemsizes, strict=True))
@@ -252,7 +265,7 @@ class WarmUp:
         seen = float("inf") if device.type == "cuda" else median(self._exchanges)
         numbers = [median(steps), -seen]
         numbers += [median(self._ready[index]) for index in indices]
-        for scheme in schemes:
+        for scheme in every:
             numbers += measure_costs(scheme, self._sample, max(numels)).numbers()
         step, waited, *numbers = agree(numbers, device)
         ready, numbers = sorted(numbers[: len(indices)]), numbers[len(indices) :]
@@ -265,7 +278,7 @@ class WarmUp:
                 staged=staged(scheme),
                 device=device,
             )
-            for place, scheme in enumerate(schemes)
+            for place, scheme in enumerate(every)
         ]
         nothing = Costs.of([0.0] * 6)
         dense = option_of(None, nothing, numels, itemsizes, staged=False, device=device)
@@ -274,7 +287,8 @@ class WarmUp:
         return Measured(
             {index: place for place, index in enumerate(indices)},
             ready,
-            options,
+            options[: len(schemes)],
+            options[len(schemes) :],
             dense,
             link,
             step,

@@ -7,46 +7,73 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from dataclasses import dataclass, field
 
 from lightning_opt.strategies.compressors import Compressor, TopK
 
 FACTOR = 4
 """Each stage sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
 
-GENTLE_BELOW = 0.01
-"""Ratios that are reached by a ramp unless the user says otherwise."""
+SHARE = 1 / 3
+"""Of the run that a ramp takes unless the user says otherwise."""
 
-DEFAULT_STEPS = 500
+LONGEST = 30
+"""Times that an element may wait, which a ramp need not exceed: 3,000 steps for 1%."""
 
-
-def default_steps(compressor: Compressor) -> int:
-    """Return how long a ramp should take: none unless less than 1% is sent."""
-    gentle = isinstance(compressor, TopK) and compressor.k is None
-    return DEFAULT_STEPS if gentle and compressor.ratio < GENTLE_BELOW else 0  # type: ignore[attr-defined]
+UNKNOWN = 10
+"""The same for a run of unknown length: 1,000 steps for 1%."""
 
 
-def stages_to(compressor: Compressor) -> list[Compressor]:
-    """Return the compressors to go through before ``compressor``, from the gentlest on.
+@dataclass
+class Ramp:
+    """The compressors to go through before one that sends few elements.
 
-    Only :class:`TopK` by ratio has any.
+    Attributes:
+        final: Where it ends.
+        steps: How long it takes.
+        stages: What comes before, from the gentlest on; only :class:`TopK` by ratio has any.
 
     Example:
-        >>> stages_to(TopK(0.01))
+        >>> Ramp(TopK(0.01), 300).stages
         [TopK(ratio=0.25, k=None, values='int8'), TopK(ratio=0.0625, k=None, values='int8'),
          TopK(ratio=0.015625, k=None, values='int8')]
     """
-    stages: list[Compressor] = []
-    if isinstance(compressor, TopK) and compressor.k is None:
-        ratio = 1.0 / FACTOR
-        while ratio > compressor.ratio:
-            stages.append(TopK(ratio, values=compressor.values))
-            ratio /= FACTOR
-    return stages
+
+    final: Compressor
+    steps: int
+    stages: list[Compressor] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.stages = []
+        if isinstance(self.final, TopK) and self.final.k is None:
+            ratio = 1.0 / FACTOR
+            while ratio > self.final.ratio:
+                self.stages.append(TopK(ratio, values=self.final.values))
+                ratio /= FACTOR
+
+    def stage(self, step: int) -> int | None:
+        """Return which stage is due at a step of the ramp (the first is 0); None after the last."""
+        if step >= self.steps or not self.stages:
+            return None
+        return step * len(self.stages) // self.steps
+
+    def at(self, step: int) -> Compressor:
+        """Return which compressor is due at a step of the ramp."""
+        stage = self.stage(step)
+        return self.final if stage is None else self.stages[stage]
 
 
-def stage_at(step: int, stages: Sequence[Compressor], final: Compressor, steps: int) -> Compressor:
-    """Return which compressor is due at ``step`` of a ramp (the first is 0) of ``steps`` in all."""
-    if step >= steps or not stages:
-        return final
-    return stages[step * len(stages) // steps]
+def default_steps(compressor: Compressor, planned: float = math.inf) -> int:
+    """Return how long a ramp should take.
+
+    Args:
+        compressor: Where it ends.
+        planned: Optimizer steps of the whole run; infinite or below 0 if nobody knows.
+    """
+    if not isinstance(compressor, TopK) or compressor.k is not None:
+        return 0
+    wait = 1.0 / compressor.ratio  # steps after which every element could have been sent once
+    if not 0 <= planned < math.inf:
+        return round(UNKNOWN * wait)
+    return round(min(SHARE * planned, LONGEST * wait))

@@ -122,7 +122,13 @@ def make_compression_dear(patch: pytest.MonkeyPatch, seconds: float = 0.02) -> N
 
 
 def chooser(compressor: Any = "auto", **settings: Any) -> KeptResiduals:
-    settings = {"warmup_steps": 7, "bucket_cap_mb": SMALL_BUCKETS, "ratio": 0.05, **settings}
+    settings = {
+        "warmup_steps": 7,
+        "ramp_steps": 0,
+        "bucket_cap_mb": SMALL_BUCKETS,
+        "ratio": 0.05,
+        **settings,
+    }
     return KeptResiduals(compressor, **settings)
 
 
@@ -243,6 +249,33 @@ def test_a_slow_link_is_found_and_used_sparingly():
     assert not any(others)
 
 
+class Ratios(Callback):
+    """Notes at each step the largest share of a bucket that was sent."""
+
+    def __init__(self) -> None:
+        self.largest: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        buckets = trainer.strategy._reduction._buckets.values()
+        self.largest.append(max((getattr(b.scheme, "ratio", 1.0) for b in buckets), default=1.0))
+
+
+def _ramped() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch)
+        # A run of 72 steps: 24 of them are the ramp, in two stages.
+        ratios, model, strategy = Ratios(), Ledger(), chooser("topk", ramp_steps=None)
+        fit(model, strategy, range(72), callbacks=[ratios])
+        trial = auto.TRIAL + 1
+        sent = [1.0] * 7 + [0.05] * trial + [0.25] * 12 + [0.0625] * 12
+        assert ratios.largest == sent + [0.05] * (72 - len(sent))
+        books_balance(model, strategy, 72, owed=True)
+
+
+def test_the_trial_is_of_the_last_ratio_and_the_ramp_comes_after_it():
+    launch(_ramped)
+
+
 def _changing() -> None:
     """A link that becomes slow, then fast again; looked at every 10 steps."""
     with pytest.MonkeyPatch.context() as patch:
@@ -340,8 +373,8 @@ class Planner(Callback):
         if choice is not None:
             turn = 1 if batch_idx >= 19 else 0
             assert len(choice.plan) >= 3
-            object.__setattr__(choice, "best", 3)
-            choice.plan[:] = [(0, 2, 3)[(place + turn) % 3] for place in range(len(choice.plan))]
+            object.__setattr__(choice, "best", 4)
+            choice.plan[:] = [(0, 2, 4)[(place + turn) % 3] for place in range(len(choice.plan))]
             trainer.strategy._auto._on_trial = False
             trainer.strategy._auto._due = -1
             launched = trainer.strategy._reduction._launched
@@ -424,8 +457,8 @@ def test_what_there_is_to_choose_from():
     def names(**settings: Any) -> list[str]:
         return [type(s).__name__ for s in CompressedDDPStrategy(**settings).schemes]
 
-    assert names(compressor="auto") == ["NoneType", "dtype", "Quantize", "TopK"]
-    assert names(compressor="auto", fallback="never") == ["dtype", "Quantize", "TopK"]
+    assert names(compressor="auto") == ["NoneType", "dtype", "Quantize", "Quantize", "TopK"]
+    assert names(compressor="auto", fallback="never") == ["dtype", "Quantize", "Quantize", "TopK"]
     assert names(compressor="topk") == ["NoneType", "TopK"]
     assert names(compressor=Quantize(4)) == ["NoneType", "Quantize"]
     assert names(compressor="topk", fallback="never") == ["TopK"]

@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
@@ -10,12 +11,14 @@ from hypothesis import strategies as st
 
 from lightning_opt.strategies.choice import (
     BAND,
+    LATE_MARGIN,
     MARGIN,
     UNNOTICED,
     Line,
     Option,
     calibrate,
     choose,
+    choose_stages,
     exchange_seconds,
     fit_line,
     slowed,
@@ -241,6 +244,35 @@ def test_buckets_that_hide_are_sent_gently():
     # Behind the work of compressing nothing hides: that is known less well.
     busy = [options[0], option("topk", 0.01, 1e-8, sizes=sizes)]
     assert choose([0.0, 0.0, 0.0], busy, Line(0.0, 1e-7), compute=0.0).plan == [1, 1, 1]
+
+
+def test_a_stage_of_a_ramp_that_sends_no_less_than_a_gentler_way_makes_room_for_it():
+    def stages(ranks, latency=1e-4, rate=8e-9):
+        # A sparse message of 2 bytes an element goes to every rank; the dense ones are shared.
+        options = [
+            option("dense", 2 * (ranks - 1) / ranks),
+            option("int8", (ranks - 1) / ranks / 2, 1e-10, 1e-10, rounds=2),
+            option("topk", (ranks - 1) * 0.01 / 2, 1e-10, 1e-10),
+        ]
+        ramp = [
+            option(str(share), (ranks - 1) * share / 2, 1e-10, 1e-10)
+            for share in (0.25, 0.0625, 0.015625)
+        ]
+        link = Line(latency, rate)
+        return choose_stages([0.0, 0.0], options, ramp, link, compute=0.1)
+
+    assert stages(2) == [3, 4, 5]
+    assert stages(8) == [1, 4, 5]
+    assert stages(31) == [1, 1, 5]
+    assert stages(2, rate=0.0) == [0, 0, 0]
+
+
+def test_what_comes_late_must_save_more():
+    sizes = (25 * MB,)
+    gentle = option("int4", 0.2, sizes=sizes)
+    for margin, best in ((MARGIN, 1), (LATE_MARGIN, 0)):
+        late = replace(option("topk", 0.16, sizes=sizes), margin=margin)
+        assert choose([0.0], [gentle, late], Line(0.0, 1e-8), compute=0.0).best == best
 
 
 def test_small_buckets_are_not_worth_compressing():

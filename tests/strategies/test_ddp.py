@@ -40,6 +40,7 @@ COMPRESSORS = [TopK(0.05), TopK(0.05, values="bf16"), Threshold(3.0), Quantize(8
 def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
     settings = {
         "warmup_steps": 3,
+        "ramp_steps": 0,
         "bucket_cap_mb": SMALL_BUCKETS,
         "fallback": "never",
         **settings,
@@ -319,7 +320,7 @@ def _log() -> tuple[Any, ...]:
     model = Ledger()
     trainer = fit(
         model,
-        always_compressed(TopK(0.05), warmup_steps=10, every_n_steps=10),
+        always_compressed(TopK(0.05), warmup_steps=10, ramp_steps=0, every_n_steps=10),
         range(30),
         logger=logger,
     )

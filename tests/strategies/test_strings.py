@@ -1,5 +1,6 @@
 """Strategy strings, arguments and refusals, without training; and the launchers, with it."""
 
+import math
 import os
 import pickle
 import subprocess
@@ -16,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
+from lightning_opt.strategies.ramp import default_steps
 from lightning_opt.strategies.registry import START_METHODS, STRATEGIES, register_strategies
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
@@ -94,7 +96,7 @@ def test_a_configuration_file_can_write_it(compressor, monkeypatch):
     if compressor == "int8":
         assert made.compressor.bits == 8
     elif compressor == "auto":
-        assert len(made.schemes) == 3
+        assert len(made.schemes) == 4
     else:
         arguments = compressor["init_args"]
         assert {key: getattr(made.compressor, key) for key in arguments} == arguments
@@ -124,16 +126,21 @@ def test_bad_arguments_are_named_at_once(settings, words):
 @pytest.mark.parametrize(
     ("settings", "ratios"),
     [
-        ({"ratio": 0.01}, {0: None, 9: None, 10: 0.01, 10**6: 0.01}),
-        ({"ratio": 0.001}, {9: None, 10: 0.25, 134: 0.25, 135: 0.0625, 509: 0.25**4, 510: 0.001}),
+        ({"ratio": 0.01, "ramp_steps": 0}, {0: None, 9: None, 10: 0.01, 10**6: 0.01}),
+        (
+            {"ratio": 0.001, "ramp_steps": 500},
+            {9: None, 10: 0.25, 134: 0.25, 135: 0.0625, 509: 0.25**4, 510: 0.001},
+        ),
         (
             {"ratio": 0.1, "ramp_steps": 10, "warmup_steps": 2},
             {1: None, 2: 0.25, 11: 0.25, 12: 0.1},
         ),
-        ({"ratio": 0.001, "ramp_steps": 0}, {9: None, 10: 0.001}),
+        # Nobody has said how long the run is.
+        ({"ratio": 0.01}, {9: None, 10: 0.25, 343: 0.25, 344: 0.0625, 1009: 0.25**3, 1010: 0.01}),
+        ({"ratio": 0.5}, {9: None, 10: 0.5}),
     ],
 )
-def test_less_than_one_percent_is_approached_in_stages(settings, ratios):
+def test_few_elements_are_approached_in_stages(settings, ratios):
     strategy = CompressedDDPStrategy(**settings)
     found = {step: strategy.compressor_at(step) for step in ratios}
     assert {step: c and c.ratio for step, c in found.items()} == ratios
@@ -142,8 +149,17 @@ def test_less_than_one_percent_is_approached_in_stages(settings, ratios):
 
 
 def test_only_top_k_has_a_ramp():
-    for compressor in ("int8", "threshold", TopK(k=3)):
-        assert CompressedDDPStrategy(compressor, ratio=0.001).ramp_steps == 0
+    for compressor in (Quantize(), Threshold(), TopK(k=3)):
+        assert default_steps(compressor, 10_000) == default_steps(compressor) == 0
+        assert CompressedDDPStrategy(compressor).compressor_at(10) is compressor
+
+
+def test_a_ramp_takes_a_share_of_the_run_up_to_a_multiple_of_an_elements_wait():
+    assert default_steps(TopK(0.01), 900) == 300
+    assert default_steps(TopK(0.01), 10**6) == 3000
+    assert default_steps(TopK(0.001), 10**6) == 30_000
+    for unknown in (math.inf, -1):  # what Lightning's estimate may be
+        assert default_steps(TopK(0.01), unknown) == 1000
 
 
 def test_cpus_need_gloo():
