@@ -1,0 +1,178 @@
+"""Gradient accumulation for loops of one's own."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lightning_opt.core.norms import HALVES
+from lightning_opt.core.sharding import local_part
+
+
+class GradientAccumulator:
+    """Averages the gradients of several batches, each by its weight, for a plain training loop.
+
+    Gradients of bfloat16 and float16 parameters are added up in ``dtype``: with 8 bits of mantissa
+    a sum of 256 like terms stops to grow. They are rounded once, at the end. Those of other
+    parameters stay where autograd adds them up, and take no further memory.
+
+    With DDP, FSDP2 or no strategy at all, weights are right across ranks too: call
+    :meth:`average` on all of them.
+
+    Args:
+        module: Whose gradients. Parameters are known by their names.
+        dtype: What low-precision gradients are added up in.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> accumulator = lo.GradientAccumulator(model)
+        >>> for batch in (torch.randn(8, 4), torch.randn(3, 4)):  # means over 8 and over 3 samples
+        ...     accumulator.backward(model(batch).square().mean(), weight=len(batch))
+        >>> accumulator.average()
+        11.0
+        >>> optimizer.step()
+        >>> optimizer.zero_grad()
+    """
+
+    def __init__(self, module: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        if not dtype.is_floating_point or dtype in HALVES:
+            raise ValueError(f"dtype must be torch.float32 or torch.float64, got {dtype}.")
+        self._named = {
+            name: parameter
+            for name, parameter in module.named_parameters()
+            if parameter.requires_grad
+        }
+        self._dtype = dtype
+        self._sums: dict[str, Tensor] = {}
+        self._total: float | Tensor = 0.0
+        self.batches = 0
+
+    def backward(self, loss: Tensor, weight: float | Tensor = 1.0) -> None:
+        """Run the backward pass of a loss that is a mean over ``weight`` samples or tokens.
+
+        Args:
+            loss: Without dimensions.
+            weight: A tensor is not read, so that nothing waits for a device.
+
+        Raises:
+            ValueError: For a negative weight, if that can be seen without waiting.
+        """
+        if not isinstance(weight, Tensor) and weight < 0:
+            raise ValueError(f"weight must not be negative, got {weight!r}.")
+        weight = weight.detach() if isinstance(weight, Tensor) else float(weight)
+        (loss * weight).backward()
+        self._total = self._total + weight
+        self.batches += 1
+        self._widen()
+
+    @torch.no_grad()
+    def _widen(self) -> None:
+        """Move low-precision gradients into the wide sums."""
+        for name, parameter in self._named.items():
+            gradient = parameter.grad
+            if gradient is None or gradient.dtype not in HALVES:
+                continue
+            local = local_part(gradient)
+            if name in self._sums:
+                self._sums[name] += local
+            else:
+                self._sums[name] = local.to(self._dtype)
+            parameter.grad = None
+
+    @torch.no_grad()
+    def average(self, reduce: bool = False) -> float | Tensor:
+        """Have each ``Parameter.grad`` be the average, and begin anew.
+
+        Args:
+            reduce: Whether gradients are still each rank's own, and to be summed over ranks here:
+                for a module without a strategy, or under DDP's ``no_sync`` at every batch. Low
+                precision is then reduced in ``dtype``. Not for sharded parameters.
+
+        Returns:
+            What all batches of all ranks weigh together.
+
+        Raises:
+            RuntimeError: If there was no batch, or all of them weigh nothing.
+        """
+        if not self.batches:
+            raise RuntimeError("There is nothing to average: call backward(loss, weight) first.")
+        world, total = 1, self._total
+        if dist.is_available() and dist.is_initialized():
+            world = dist.get_world_size()
+            total = self._total_of_ranks()
+        if not isinstance(total, Tensor) and total <= 0:
+            raise RuntimeError("All batches weigh nothing together, so they have no average.")
+        # Strategies hand out the mean over ranks, and a sum is wanted.
+        factor = (1 if reduce else world) / total
+        for name, parameter in self._named.items():
+            wide = self._sums.get(name)
+            if wide is not None:
+                parameter.grad = _like(parameter, wide)
+            if parameter.grad is None:
+                if not reduce or world == 1:
+                    continue
+                parameter.grad = torch.zeros_like(parameter)  # another rank may have one
+            local = local_part(parameter.grad)
+            if reduce and world > 1:
+                source = local.to(self._dtype) if wide is None and local.dtype in HALVES else wide
+                source = local if source is None else source
+                dist.all_reduce(source)
+                wide = None if source is local else source
+            if wide is not None:
+                local.copy_(wide * factor)
+            else:
+                local.mul_(factor)
+        self.reset()
+        return total
+
+    def _total_of_ranks(self) -> float | Tensor:
+        device = next(iter(self._named.values())).device
+        summed = torch.as_tensor(self._total, dtype=torch.float64, device=device).clone()
+        dist.all_reduce(summed)
+        return summed.item() if device.type == "cpu" else summed
+
+    def reset(self) -> None:
+        """Forget sums and weights, but not what is in ``Parameter.grad``."""
+        self._sums, self._total, self.batches = {}, 0.0, 0
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that is needed to go on in the midst of a window, gradients included.
+
+        Sharded gradients are this rank's shards.
+        """
+        return {
+            "total": float(self._total),
+            "batches": self.batches,
+            "sums": {name: value.clone() for name, value in self._sums.items()},
+            "gradients": {
+                name: local_part(parameter.grad).detach().clone()
+                for name, parameter in self._named.items()
+                if self.batches and parameter.grad is not None
+            },
+        }
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned.
+
+        Raises:
+            KeyError: If it has a parameter that the module has not.
+        """
+        places = {name: self._named[name].device for name in state_dict["sums"]}
+        self._sums = {n: v.to(places[n], copy=True) for n, v in state_dict["sums"].items()}
+        for name, gradient in state_dict["gradients"].items():
+            self._named[name].grad = _like(self._named[name], gradient)
+        self._total, self.batches = state_dict["total"], state_dict["batches"]
+
+
+def _like(parameter: Tensor, local: Tensor) -> Tensor:
+    """Return a gradient for ``parameter`` with this rank's part given."""
+    gradient = torch.zeros_like(parameter)
+    local_part(gradient).copy_(local)
+    return gradient

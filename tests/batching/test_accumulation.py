@@ -1,0 +1,400 @@
+"""Accumulated gradients against those of the whole window, computed in float64."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_opt as lo
+from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
+from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
+
+FEATURES = 5
+
+lightnings_own = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
+"""pytest.warns tells again what it was not asked for, without its module."""
+
+
+class Texts(Dataset[Any]):
+    """Sequences of different lengths, padded to the longest."""
+
+    def __init__(self, count: int, longest: int = 7) -> None:
+        generator = torch.Generator().manual_seed(11)
+        self.x = torch.randn(count, longest, FEATURES, generator=generator)
+        self.y = torch.randn(count, longest, generator=generator)
+        lengths = torch.randint(1, longest + 1, (count, 1), generator=generator)
+        self.mask = torch.arange(longest) < lengths
+
+    def __len__(self) -> int:
+        return len(self.x)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"id": torch.tensor(index), **{k: v[index] for k, v in self.fields().items()}}
+
+    def fields(self) -> dict[str, Tensor]:
+        return {"x": self.x, "y": self.y, "mask": self.mask}
+
+
+def count_tokens(batch: dict[str, Tensor]) -> Tensor:
+    return batch["mask"].sum()
+
+
+class TextNet(LightningModule):
+    """The loss is a mean over samples, or over tokens."""
+
+    def __init__(self, per: str = "samples") -> None:
+        super().__init__()
+        self.per = per
+        state = torch.get_rng_state()
+        torch.manual_seed(2)
+        self.layers = nn.Sequential(nn.Linear(FEATURES, 6), nn.Tanh(), nn.Linear(6, 1))
+        torch.set_rng_state(state)
+
+    def loss(self, batch: dict[str, Tensor]) -> Tensor:
+        dtype = next(self.parameters()).dtype
+        errors = (self.layers(batch["x"].to(dtype)).squeeze(2) - batch["y"].to(dtype)).square()
+        if self.per == "tokens":
+            return errors[batch["mask"]].mean()
+        return errors.mean(dim=1).mean()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.loss(batch)
+        self.log("loss", loss, on_step=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+
+class Windows(Callback):
+    """Notes which samples each optimizer step was made of."""
+
+    def __init__(self) -> None:
+        self.steps: list[list[int]] = []
+        self.open: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.open += batch["id"].tolist()
+        if trainer.global_step > len(self.steps):
+            self.steps.append(self.open)
+            self.open = []
+
+
+def reference(model: TextNet, data: Texts, steps: list[list[int]]) -> dict[str, Tensor]:
+    """Train in float64 on whole windows."""
+    model = copy.deepcopy(model).double()
+    optimizer = model.configure_optimizers()
+    for ids in steps:
+        optimizer.zero_grad()
+        model.loss({name: value[ids] for name, value in data.fields().items()}).backward()
+        optimizer.step()
+    return model.state_dict()
+
+
+def train(
+    callback: lo.Accumulation | None, per: str = "samples", count: int = 29, **settings: Any
+) -> tuple[TextNet, list[list[int]], MemoryLogger]:
+    model, windows, logger = TextNet(per), Windows(), MemoryLogger()
+    callbacks: list[Any] = [*([] if callback is None else [callback]), windows]
+    callbacks += settings.pop("callbacks", [])
+    trainer = quiet_trainer(
+        **{"max_epochs": 3, "logger": logger, **settings},
+        callbacks=callbacks,
+    )
+    trainer.fit(model, DataLoader(Texts(count), batch_size=4))
+    assert not windows.open
+    return model, windows.steps, logger
+
+
+def close(model: TextNet, expected: dict[str, Tensor]) -> float:
+    return max(float((p.double() - expected[n]).abs().max()) for n, p in model.state_dict().items())
+
+
+@pytest.mark.parametrize("per", ["samples", "tokens"])
+@pytest.mark.parametrize("batches", [1, 3])
+def test_equals_the_whole_window_in_float64(per, batches):
+    """29 samples in batches of 4: the last batch of an epoch has 1, the last window 2 batches."""
+    count = count_tokens if per == "tokens" else None
+    model, steps, _ = train(lo.Accumulation(batches, normalize=per, count=count), per)
+    assert [len(ids) for ids in steps[:3]] == ([4, 4, 4] if batches == 1 else [12, 12, 5])
+    assert close(model, reference(TextNet(per), Texts(29), steps)) < 1e-6
+
+
+def test_lightning_alone_is_wrong_there():
+    """Else the test above shows nothing."""
+    model, steps, _ = train(None, "tokens", accumulate_grad_batches=3)
+    assert close(model, reference(TextNet("tokens"), Texts(29), steps)) > 1e-3
+
+
+def test_batches_count_alike_in_a_short_window_too():
+    """Two batches of equal size in windows of three: Lightning divides by three."""
+    model, steps, _ = train(lo.Accumulation(3, normalize="batches"), count=20)
+    assert [len(ids) for ids in steps] == [12, 8] * 3
+    assert close(model, reference(TextNet(), Texts(20), steps)) < 1e-6
+
+
+def test_follows_the_trainer_by_default_and_changes_nothing_where_batches_are_alike():
+    with_it, steps, _ = train(lo.Accumulation(), count=24, accumulate_grad_batches=3)
+    without, expected, _ = train(None, count=24, accumulate_grad_batches=3)
+    assert steps == expected
+    assert_same_weights(with_it, without)
+
+
+def test_schedule_by_steps_in_mid_epoch():
+    callback = lo.Accumulation({0: 1, 3: 2, 5: 4})
+    model, steps, logger = train(callback, count=61, max_epochs=2)
+    sizes = [len(ids) for ids in steps]
+    # 16 batches an epoch, the last with one sample.
+    assert sizes == [4, 4, 4, 8, 8, 16, 16, 1, 16, 16, 16, 13]
+    assert close(model, reference(TextNet(), Texts(61), steps)) < 1e-6
+    assert logger.series("accumulation/batches") == [2, 4]
+
+
+def test_effective_batch_follows_the_loader_and_the_estimate_of_steps():
+    estimates = []
+
+    class Planning(TextNet):
+        def configure_optimizers(self) -> Any:
+            estimates.append(self.trainer.estimated_stepping_batches)
+            return super().configure_optimizers()
+
+    model, windows = Planning(), Windows()
+    trainer = quiet_trainer(callbacks=[lo.Accumulation(effective_batch=12), windows], max_epochs=2)
+    trainer.fit(model, DataLoader(Texts(29), batch_size=4))
+    assert [len(ids) for ids in windows.steps] == [12, 12, 5] * 2
+    assert estimates == [6] == [trainer.global_step]
+    assert trainer.accumulate_grad_batches == 1  # as it was
+
+
+@lightnings_own
+def test_effective_batch_that_does_not_go_in_is_said():
+    with pytest.warns(UserWarning, match="no multiple of the 4 samples"):
+        _, steps, _ = train(lo.Accumulation(effective_batch=10))
+    assert len(steps[0]) == 8
+
+
+def test_more_batches_at_a_plateau():
+    class Still(TextNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    windows = Windows()
+    callback = lo.Accumulation("plateau", patience=2, factor=3, max_batches=6)
+    trainer = quiet_trainer(callbacks=[callback, windows], max_epochs=8)
+    trainer.fit(Still(), DataLoader(Texts(24), batch_size=4))
+    sizes = [len(ids) for ids in windows.steps]
+    assert sizes == [4] * 18 + [12] * 4 + [24] * 3
+
+
+def test_plateau_reads_the_mean_loss_over_samples():
+    seen = []
+    callback = lo.Accumulation("plateau")
+    callback._windows.observe = lambda loss: bool(seen.append(loss))  # type: ignore[union-attr,method-assign]
+
+    class Still(TextNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD(self.parameters(), lr=0.0)
+
+    model = Still()
+    quiet_trainer(callbacks=[callback], max_epochs=2).fit(
+        model, DataLoader(Texts(29), batch_size=4)
+    )
+    expected = model.double().loss(Texts(29).fields()).item()
+    assert seen == pytest.approx([expected] * 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("size", [1, 3])
+def test_together_with_micro_batches(size):
+    model, steps, _ = train(lo.Accumulation(3), callbacks=[lo.MicroBatching(size)])
+    assert close(model, reference(TextNet(), Texts(29), steps)) < 1e-6
+    callback = lo.Accumulation(3, normalize="tokens", count=count_tokens)
+    micro = lo.MicroBatching(size, loss_weight=count_tokens)
+    model, steps, _ = train(callback, "tokens", callbacks=[micro])
+    assert close(model, reference(TextNet("tokens"), Texts(29), steps)) < 1e-6
+
+
+@pytest.mark.parametrize("first", [True, False])
+def test_gradients_are_averaged_before_anyone_clips_or_looks(first):
+    spy, callback = GradientSpy(), lo.Accumulation(3)
+    model, windows = TextNet(), Windows()
+    callbacks = [callback, spy] if first else [spy, callback]
+    quiet_trainer(callbacks=[*callbacks, windows]).fit(model, DataLoader(Texts(29), batch_size=4))
+    fresh = TextNet().double()
+    fresh.loss({k: v[windows.steps[0]] for k, v in Texts(29).fields().items()}).backward()
+    norm = torch.cat([p.grad.flatten() for p in fresh.parameters()]).norm().item()
+    assert spy.norms[0][0] == pytest.approx(norm, rel=1e-5)
+
+
+@lightnings_own
+def test_a_loss_of_none_at_the_end_of_a_window():
+    class Skips(TextNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return None if batch_idx == 2 else loss  # the last of the first window
+
+    model = Skips()
+    trainer = quiet_trainer(callbacks=[lo.Accumulation(3)], limit_train_batches=3)
+    with pytest.warns(UserWarning, match="returned `None`"):
+        trainer.fit(model, DataLoader(Texts(29), batch_size=4))
+    assert close(model, reference(TextNet(), Texts(29), [list(range(8))])) < 1e-6
+
+
+def test_true_gradients_under_the_loss_scaler():
+    norms = {}
+    for precision in ("16-mixed", "bf16-mixed"):
+        spy, scaler = GradientSpy(), torch.amp.GradScaler("cpu", init_scale=1024.0)
+        plugin = MixedPrecision(precision, "cpu", scaler if precision == "16-mixed" else None)
+        train(lo.Accumulation(3), callbacks=[spy], plugins=[plugin], max_epochs=1)
+        norms[precision] = spy.norms[0]
+    spy = GradientSpy()
+    train(lo.Accumulation(3), callbacks=[spy], max_epochs=1)
+    assert norms["16-mixed"] == pytest.approx(spy.norms[0], rel=0.02)
+    assert norms["bf16-mixed"] == pytest.approx(spy.norms[0], rel=0.05)
+
+
+def test_resumes_within_a_window(tmp_path):
+    class Stop(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == 4:
+                trainer.save_checkpoint(tmp_path / "mid.ckpt")
+
+    class Loader(DataLoader):  # goes on where it stopped
+        skip = 0
+
+        def __iter__(self) -> Any:
+            for index, batch in enumerate(super().__iter__()):
+                if index >= self.skip:
+                    yield batch
+
+        def state_dict(self) -> dict[str, int]:
+            return {"served": 5}
+
+        def load_state_dict(self, state: dict[str, int]) -> None:
+            self.skip = state["served"]
+
+    whole = TextNet()
+    quiet_trainer(callbacks=[lo.Accumulation(3), Stop()]).fit(whole, Loader(Texts(29), 4))
+    resumed = TextNet()
+    quiet_trainer(callbacks=[lo.Accumulation(3)]).fit(
+        resumed, Loader(Texts(29), 4), ckpt_path=tmp_path / "mid.ckpt", weights_only=True
+    )
+    assert_same_weights(resumed, whole)
+
+
+class Odd(TextNet):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.loss(batch.batch)
+
+
+def test_a_batch_that_cannot_be_counted_is_refused_with_advice():
+    class Holder:
+        def __init__(self, batch: Any) -> None:
+            self.batch = batch
+
+    batches = [Holder(batch) for batch in DataLoader(Texts(8), batch_size=4)]
+    loader = DataLoader(batches, batch_size=None)
+    with pytest.raises(lo.UnsplittableBatchError, match="Accumulation\\(count="):
+        quiet_trainer(callbacks=[lo.Accumulation(count=None)]).fit(Unknown(), loader)
+    counted = lo.Accumulation(count=lambda batch: len(batch.batch["x"]))
+    quiet_trainer(callbacks=[counted]).fit(Odd(), loader)
+
+
+class Unknown(Odd):
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        raise AssertionError("not reached")
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="not both"):
+        lo.Accumulation(2, effective_batch=8)
+    with pytest.raises(ValueError, match="normalize must be one of"):
+        lo.Accumulation(normalize="rows")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="needs count"):
+        lo.Accumulation(normalize="tokens")
+    with pytest.raises(ValueError, match="schedule"):
+        lo.Accumulation({})
+    with pytest.raises(ValueError, match="schedule"):
+        lo.Accumulation(0)
+    with pytest.raises(ValueError, match="import path"):
+        lo.Accumulation(count="no.such.thing")
+    with pytest.raises(ValueError, match="GradientAccumulator"):
+        quiet_trainer(callbacks=[lo.Accumulation()]).fit(AdversarialNet())
+    with pytest.raises(ValueError, match="both say how many"):
+        quiet_trainer(callbacks=[lo.Accumulation(2)], accumulate_grad_batches=2).fit(SmallNet())
+    both = [GradientAccumulationScheduler({0: 2}), lo.Accumulation(2)]
+    with pytest.raises(ValueError, match="both say how many"):
+        quiet_trainer(callbacks=both).fit(SmallNet())
+    with pytest.raises(ValueError, match="LBFGS"):
+        quiet_trainer(callbacks=[lo.Accumulation()]).fit(SmallNet("LBFGS"))
+    with pytest.raises(RuntimeError, match=r"more than one .* `Accumulation`"):
+        quiet_trainer(callbacks=[lo.Accumulation(), lo.Accumulation(2)]).fit(SmallNet())
+
+
+# --- loops of one's own -------------------------------------------------------------------------
+
+
+def test_accumulator_equals_the_whole_batch():
+    data, model = Texts(20), TextNet("tokens")
+    accumulator = lo.GradientAccumulator(model)
+    for ids in (range(9), range(9, 10), range(10, 20)):
+        batch = {name: value[list(ids)] for name, value in data.fields().items()}
+        accumulator.backward(model.loss(batch), weight=count_tokens(batch))
+    assert float(accumulator.average()) == float(data.mask.sum())
+    whole = copy.deepcopy(model).double()
+    whole.zero_grad()
+    whole.loss(data.fields()).backward()
+    for parameter, other in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=0.0, atol=1e-6)
+
+
+def test_accumulator_adds_up_low_precision_in_float32():
+    """A thousand gradients of 0.1: bfloat16 alone stops far below their sum."""
+    weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
+    module = nn.Module()
+    module.weight = weight
+    accumulator = lo.GradientAccumulator(module)
+    naive = torch.zeros(3, dtype=torch.bfloat16)
+    gradient = torch.tensor([0.1, 1.0, 3.0], dtype=torch.bfloat16)
+    for _ in range(1000):
+        accumulator.backward((weight * gradient).sum())
+        naive += gradient
+    accumulator.average()
+    assert weight.grad.dtype is torch.bfloat16
+    torch.testing.assert_close(weight.grad, gradient, rtol=0.0, atol=0.0)
+    assert (naive / 1000 < 0.6 * gradient).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulator_goes_on_from_a_checkpoint(dtype):
+    def run(stop: bool) -> list[Tensor]:
+        torch.manual_seed(0)
+        module = nn.Linear(4, 2).to(dtype)
+        accumulator, batches = lo.GradientAccumulator(module), torch.randn(5, 3, 4).to(dtype)
+        for number, batch in enumerate(batches):
+            if stop and number == 3:
+                state = accumulator.state_dict()
+                module.zero_grad()
+                accumulator = lo.GradientAccumulator(module)
+                accumulator.load_state_dict(state)
+            accumulator.backward(module(batch).square().mean(), weight=1 + number)
+        accumulator.average()
+        return [parameter.grad.clone() for parameter in module.parameters()]
+
+    for a, b in zip(run(True), run(False), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_accumulator_refusals():
+    with pytest.raises(ValueError, match="dtype"):
+        lo.GradientAccumulator(nn.Linear(2, 2), dtype=torch.bfloat16)
+    accumulator = lo.GradientAccumulator(nn.Linear(2, 2))
+    with pytest.raises(RuntimeError, match="nothing to average"):
+        accumulator.average()
+    with pytest.raises(ValueError, match="negative"):
+        accumulator.backward(torch.ones(()), weight=-1)
