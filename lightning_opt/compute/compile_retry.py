@@ -1,0 +1,137 @@
+"""Taking back a training step whose compiled backward pass has failed, and doing it uncompiled.
+
+A failure in a forward pass is dealt with where it happens. One in a backward pass has a training
+step around it that has logged, counted and called hooks.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torchmetrics import Metric
+
+from lightning_opt.compute.compile_regions import Shared
+from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.undo import Before, CannotUndoError
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+_CODE = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
+
+
+class Retry:
+    """Makes closures of automatic optimisation that survive a failing backward pass.
+
+    Meant for single steps in a single process: it copies gradients and logged values.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        shared: What pauses compilation.
+        failed: Called with the error once the step has been done without compilation.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        shared: Shared,
+        failed: Callable[[BaseException], None],
+    ) -> None:
+        self._trainer, self._module, self._shared, self._failed = trainer, module, shared, failed
+        self._optimization: Any = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._before = Before(module, shared.device)
+        # Whoever makes closures now (Lightning, or a callback in its place) goes on doing so.
+        self._make = self._optimization._make_closure
+        self._own = self._optimization.__dict__.get("_make_closure")
+        self._replacement: Any = self._make_retried
+        self._optimization._make_closure = self._replacement
+
+    def remove(self) -> None:
+        """Give the closures back, unless another has done so."""
+        attributes = self._optimization.__dict__
+        if attributes.get("_make_closure") is self._replacement:
+            del attributes["_make_closure"]
+            if self._own is not None:
+                attributes["_make_closure"] = self._own
+
+    def _make_retried(self, *arguments: Any) -> Any:
+        closure: Any = self._make(*arguments)
+        attempt = closure.closure
+
+        @torch.enable_grad()
+        def retried(*args: Any, **kwargs: Any) -> Any:
+            undo = self._remember()
+            try:
+                return attempt(*args, **kwargs)
+            except Exception as error:
+                if is_out_of_memory(error) or not _passed_compiled_backward(error):
+                    raise
+                problem = error
+            try:
+                undo()
+                result = self._again(arguments)
+                self._failed(problem)
+                return result
+            except CannotUndoError:
+                raise problem from None
+            finally:
+                del problem  # its traceback holds this frame
+
+        closure.closure = retried
+        return closure
+
+    def _again(self, arguments: Any) -> Any:
+        """Do the step again, without the hooks that the failed one has called."""
+        trainer, module = self._trainer, self._module
+        told = {"on_before_zero_grad": do_nothing, "on_before_backward": do_nothing}
+        with ExitStack() as stack:
+            stack.enter_context(self._shared.pause())
+            for one in (module, *trainer.callbacks):  # type: ignore[attr-defined]
+                stack.enter_context(replaced(one, **told))
+            return self._make(*arguments).closure()
+
+    def _remember(self) -> Callable[[], None]:
+        trainer, module, before = self._trainer, self._module, self._before
+        before.take()
+        gradients = [
+            (parameter, parameter.grad, None if parameter.grad is None else parameter.grad.clone())
+            for parameter in module.parameters()
+        ]
+        progress = copy.deepcopy(self._optimization.optim_progress.state_dict())
+        hook = module._current_fx_name
+        results = trainer._results
+        metrics = {id(part): part for part in module.modules() if isinstance(part, Metric)}
+        logged = copy.deepcopy(dict(results or {}), metrics)
+
+        def undo() -> None:
+            before.restore()
+            for parameter, gradient, values in gradients:
+                if gradient is not None and values is not None:
+                    gradient.data.copy_(values)
+                parameter.grad = gradient
+            self._optimization.optim_progress.load_state_dict(progress)
+            module._current_fx_name = hook
+            if results is not None:
+                results.clear()
+                results.update(logged)
+
+        return undo
+
+
+def _passed_compiled_backward(error: BaseException) -> bool:
+    """Return whether ``error`` came out of compiled code, or the compiler, in a backward pass."""
+    trace, in_backward = error.__traceback__, False
+    while trace is not None:
+        place = trace.tb_frame.f_code.co_filename.replace("\\", "/")
+        in_backward = in_backward or place.endswith("/torch/autograd/graph.py")
+        if in_backward and any(part in place for part in _CODE):
+            return True
+        trace = trace.tb_next
+    return False

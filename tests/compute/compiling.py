@@ -1,0 +1,196 @@
+"""A model with everything that a repeated step could spoil, and backends that fail on purpose."""
+
+import copy
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+from torch._dynamo.backends.debugging import aot_eager
+from torch.utils.data import DataLoader
+from torchmetrics import MeanMetric
+
+from tests.helpers.models import assert_same_weights, loader_of
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+
+class Block(nn.Module):
+    """Draws random numbers and writes buffers."""
+
+    def __init__(self, width: int = 6) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(width, width), nn.BatchNorm1d(width)
+        self.dropout = nn.Dropout(0.3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.dropout(torch.tanh(self.norm(self.linear(x))))
+
+
+class Net(LightningModule):
+    """Three equal blocks; a metric, logged values and a counter."""
+
+    def __init__(self, blocks: int = 3, steps: int = 4, batch_size: int = 4) -> None:
+        super().__init__()
+        torch.manual_seed(1)
+        self.blocks = nn.ModuleList(Block() for _ in range(blocks))
+        self.head = nn.Linear(6, 1)
+        self.mean = MeanMetric()
+        self.steps, self.batch_size, self.calls = steps, batch_size, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        loss = nn.functional.mse_loss(self(batch[0]), batch[1])
+        self.mean(loss.detach())
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("mean", self.mean)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
+
+    def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self(batch[0])
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.AdamW(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return loader_of(self.steps, self.batch_size)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return loader_of(2, self.batch_size, seed=1)
+
+    predict_dataloader = test_dataloader = val_dataloader
+    test_step = validation_step
+
+
+class Hooks(Callback):
+    """Counts the hooks of a step."""
+
+    def __init__(self) -> None:
+        self.count: dict[str, int] = {}
+
+    def _note(self, name: str) -> None:
+        self.count[name] = self.count.get(name, 0) + 1
+
+    def on_before_zero_grad(self, *args: Any) -> None:
+        self._note("zero_grad")
+
+    def on_before_backward(self, *args: Any) -> None:
+        self._note("before_backward")
+
+    def on_after_backward(self, *args: Any) -> None:
+        self._note("after_backward")
+
+    def on_before_optimizer_step(self, *args: Any) -> None:
+        self._note("step")
+
+
+def train(*callbacks: Callback, model: Any = None, **settings: Any) -> dict[str, Any]:
+    """Train from one seed and return all that must not depend on how the model ran."""
+    model = Net() if model is None else model
+    logger, hooks = MemoryLogger(), Hooks()
+    torch.manual_seed(2)
+    trainer = quiet_trainer(
+        callbacks=[hooks, *callbacks], logger=logger, **{"max_epochs": 2, **settings}
+    )
+    trainer.fit(model)
+    records = [
+        (step, {k: v for k, v in metrics.items() if not k.startswith("compile/")})
+        for step, metrics in logger.records
+    ]
+    progress = copy.deepcopy(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress)
+    return {
+        "weights": {name: _whole(v) for name, v in model.state_dict().items()},
+        "drawn": torch.rand(3),
+        "logged": [record for record in records if record[1]],
+        "hooks": hooks.count,
+        "calls": getattr(model, "calls", None),
+        "steps": trainer.global_step,
+        "progress": progress.state_dict(),
+        "logger": logger,
+        "model": model,
+    }
+
+
+def assert_same(actual: dict[str, Any], expected: dict[str, Any], **tolerance: float) -> None:
+    """Compare two runs, bit by bit unless tolerances are given."""
+    assert_same_weights(actual["weights"], expected["weights"], **tolerance)
+    exact = {"rtol": 0.0, "atol": 0.0, **tolerance}
+    for (step, metrics), (other_step, other) in zip(
+        actual["logged"], expected["logged"], strict=True
+    ):
+        assert step == other_step
+        torch.testing.assert_close(metrics, other, **exact)
+    torch.testing.assert_close(actual["drawn"], expected["drawn"], rtol=0, atol=0)
+    for name in ("hooks", "calls", "steps", "progress"):
+        assert actual[name] == expected[name], name
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+    return tensor.detach().clone()
+
+
+def messages_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
+    """Return what ``function`` returns, and the warnings of ours in it."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = function()
+    texts = [str(warning.message) for warning in caught]
+    return result, [text for text in texts if text.startswith("CompileModel")]
+
+
+# --- backends -----------------------------------------------------------------------------------
+
+
+def fails(graph: Any, inputs: Any) -> Any:
+    """Compile nothing."""
+    raise RuntimeError("planted in the compiler")
+
+
+def fails_in_backward(graph: Any, inputs: Any) -> Any:
+    """Fail to compile the backward graph."""
+    return aot_autograd(fw_compiler=_as_it_is, bw_compiler=fails)(graph, inputs)
+
+
+def breaks_in_backward(graph: Any, inputs: Any) -> Any:
+    """Compile both graphs; the backward one raises when it runs."""
+    return aot_autograd(fw_compiler=_as_it_is, bw_compiler=_broken)(graph, inputs)
+
+
+def out_of_memory(graph: Any, inputs: Any) -> Any:
+    """Run out of memory while compiling."""
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+
+
+class FailsLater:
+    """Compiles the first ``graphs`` graphs."""
+
+    def __init__(self, graphs: int) -> None:
+        self.left = graphs
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.left -= 1
+        return aot_eager(graph, inputs) if self.left >= 0 else fails(graph, inputs)
+
+
+def _as_it_is(graph: Any, inputs: Any) -> Any:
+    return graph.forward
+
+
+def _broken(graph: Any, inputs: Any) -> Any:
+    from functorch.compile import make_boxed_func
+
+    def run(*args: Any) -> Any:
+        raise RuntimeError("planted in compiled code")
+
+    return make_boxed_func(run)

@@ -1,0 +1,286 @@
+"""CompileModel where compilation works: the same training, one graph, and nothing left behind."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from lightning_opt.compute.compile import CompileModel
+from lightning_opt.compute.compile_settings import ladder
+from lightning_opt.core.compiling import CLOCK
+from lightning_opt.memory.checkpointing import ActivationCheckpointing
+from tests.compute.compiling import Net, assert_same, messages_of, train
+from tests.helpers.footprint import model_footprint
+from tests.helpers.models import AdversarialNet, assert_same_weights, weights_of
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+    pytest.mark.filterwarnings("ignore:.*does not have many workers"),
+]
+
+
+@pytest.mark.parametrize("scope", ["model", "regions"])
+def test_a_run_is_bit_identical_with_aot_eager(scope: str) -> None:
+    callback = CompileModel(scope=scope, backend="aot_eager")
+    actual = train(callback, num_sanity_val_steps=1)
+    assert_same(actual, train(num_sanity_val_steps=1))
+    modes = {row["mode"] for row in callback.report().rows}
+    assert modes == {"default"}
+    assert sum(row["graphs"] for row in callback.report().rows) == 2  # training and validation
+
+
+def test_blocks_of_one_structure_share_one_compilation() -> None:
+    counter = CompileCounterWithBackend("eager")
+    callback = CompileModel(scope="regions", backend=counter)
+    train(callback, model=Net(blocks=5), limit_val_batches=0)
+    assert counter.frame_count == 1
+    [row] = callback.report().rows
+    assert (row["region"], row["modules"], row["graphs"]) == ("blocks.0", 5, 1)
+    assert (row["graph breaks"], row["recompilations"]) == (0, 0)
+
+
+class Mixed(Net):
+    """Blocks of two structures, and a stack of plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=3)
+        self.other = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6)) for _ in range(2)
+        )
+        self.stack = nn.Sequential(*(layer for _ in range(4) for layer in self._layer()))
+
+    def _layer(self) -> tuple[nn.Module, nn.Module]:
+        return nn.Linear(6, 6), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.other, self.stack):
+            x = block(x)
+        return super().forward(x)
+
+
+def test_regions_of_several_structures() -> None:
+    callback = CompileModel(scope="regions", backend="aot_eager")
+    assert_same(train(callback, model=Mixed()), train(model=Mixed()))
+    found = {row["region"]: row["modules"] for row in callback.report().rows}
+    assert found == {"blocks.0": 3, "other.0": 2, "stack": 1}
+
+
+def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
+    keys: list[str] = []
+
+    class Look(CompileModel):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, *args)
+            trainer.save_checkpoint(tmp_path / "some.ckpt")
+            keys.extend(trainer.model.state_dict())
+
+    model = Net()
+    names = list(model.state_dict())
+    before = model_footprint(model)
+    quiet_trainer(callbacks=[Look(backend="eager")], max_steps=1).fit(model)
+    assert keys == names
+    saved = torch.load(tmp_path / "some.ckpt", weights_only=True)["state_dict"]
+    assert list(saved) == names
+    fresh = Net()
+    fresh.load_state_dict(saved)
+    assert_same_weights(fresh, model)
+    for name, module in model_footprint(model)["modules"].items():
+        assert "forward" not in module["attributes"], name
+        assert "_compiled_call_impl" not in module["attributes"], name
+    assert model_footprint(fresh)["state_dict"] == before["state_dict"]
+
+
+def test_what_is_logged_and_the_clock() -> None:
+    found = train(CompileModel(backend="aot_eager"), limit_val_batches=0)["logger"]
+    assert found.series("compile/graphs") == [1.0]  # logged once, when it changed
+    assert found.series("compile/uncompiled") == [0.0]
+    [seconds] = found.series("compile/seconds")
+    assert 0 < seconds <= CLOCK.seconds
+    assert CLOCK._users == 0
+
+
+def test_settings_of_torch_are_put_back() -> None:
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
+    def settings() -> Any:
+        return (
+            dynamo_config.optimize_ddp,
+            getattr(functorch_config, "force_non_lazy_backward_lowering", None),
+        )
+
+    before = settings()
+    seen = []
+
+    class Look(CompileModel):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            seen.append(settings())
+
+    train(Look(backend="eager"))
+    assert settings() == before
+    assert seen[0][1] is not False
+
+
+class Varying(Net):
+    """A batch of another size at each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = slice(2 + batch_idx)
+        return super().training_step([part[rows] for part in batch], batch_idx)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_recompilations_that_recur_are_told(dynamic: bool) -> None:
+    callback = CompileModel(backend="eager", dynamic=dynamic)
+    model = Varying(steps=5, batch_size=8)
+    settings = {"limit_val_batches": 0, "max_epochs": 1}
+    actual, messages = messages_of(lambda: train(callback, model=model, **settings))
+    again = sum(row["recompilations"] for row in callback.report().rows)
+    assert again == (0 if dynamic else 4)
+    assert len(messages) == (0 if dynamic else 1)
+    if not dynamic:
+        assert "forward (Varying) was compiled again 3 times" in messages[0]
+        assert "dynamic=True" in messages[0]
+        assert "size mismatch" in messages[0]
+    assert_same(actual, train(model=Varying(steps=5, batch_size=8), **settings))
+
+
+class Breaking(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x))
+
+
+def test_graph_breaks_are_counted_with_their_reason() -> None:
+    callback = CompileModel(backend="eager")
+    actual = train(callback, model=Breaking(), limit_val_batches=0)
+    assert_same(actual, train(model=Breaking(), limit_val_batches=0))
+    row = callback.report().rows[0]
+    assert (row["graphs"], row["graph breaks"]) == (2, 1)
+    assert "graph_break" in str(callback.report().notes)
+
+
+@pytest.mark.parametrize("first", ["compile", "checkpointing"])
+@pytest.mark.parametrize("scope", ["model", "regions"])
+def test_with_activation_checkpointing_in_any_order(scope: str, first: str) -> None:
+    def callbacks() -> list[Any]:
+        both = [
+            CompileModel(scope=scope, backend="aot_eager"),
+            ActivationCheckpointing("every_layer"),
+        ]
+        return both if first == "compile" else both[::-1]
+
+    model = Net()
+    used = callbacks()
+    actual = train(*used, model=model)
+    # BatchNorm's blocks run uncompiled under checkpointing, and break the graph.
+    assert_same(actual, train(ActivationCheckpointing("every_layer")))
+    for module in model.modules():
+        assert "forward" not in vars(module)
+    train(*callbacks(), model=model)
+
+
+def test_several_optimizers_stepped_by_hand() -> None:
+    trained = []
+    for callbacks in ([], [CompileModel(backend="aot_eager")]):
+        model = AdversarialNet()
+        quiet_trainer(callbacks=callbacks).fit(model)
+        trained.append(model)
+    assert_same_weights(trained[1], trained[0])
+
+
+def test_evaluation_and_prediction() -> None:
+    model = Net()
+    plain, compiled = quiet_trainer(), quiet_trainer(callbacks=[CompileModel(backend="aot_eager")])
+    for stage in ("validate", "test"):
+        expected = getattr(plain, stage)(model, verbose=False)
+        assert getattr(compiled, stage)(model, verbose=False) == expected
+    torch.testing.assert_close(compiled.predict(model), plain.predict(model), rtol=0, atol=0)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "expected"),
+    [
+        ("auto", "cpu", ("default",)),
+        ("max-autotune", "cpu", ("max-autotune", "default")),
+        ("max-autotune", "cuda", ("max-autotune", "reduce-overhead", "default")),
+        ("reduce-overhead", "cuda", ("reduce-overhead", "default")),
+    ],
+)
+def test_ladders(mode: str, device: str, expected: tuple[str, ...]) -> None:
+    assert ladder(mode, device) == expected
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "fast"}, "mode must be one of"),
+        ({"scope": "blocks"}, "scope must be"),
+        ({"mode": "max-autotune", "backend": "eager"}, "inductor"),
+    ],
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompileModel(**arguments)
+
+
+def refused(*callbacks: Any, model: Any = None) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers compare the message
+        quiet_trainer(callbacks=list(callbacks)).fit(Net() if model is None else model)
+    return str(caught.value)
+
+
+def test_refusals() -> None:
+    assert "backend must be one of" in refused(CompileModel(backend="indoctor"))
+    assert "more than one" in refused(CompileModel(), CompileModel())
+    assert "single operators" in refused(CompileModel(), ActivationCheckpointing("auto"))
+    assert "single operators" in refused(ActivationCheckpointing("selective"), CompileModel())
+    compiled = torch.compile(Net(), backend="eager")
+    assert "twice" in refused(CompileModel(), model=compiled)
+
+    class Empty(Net):
+        forward = pytest.importorskip("lightning.pytorch").LightningModule.forward
+
+        def __init__(self) -> None:
+            super().__init__()
+            del self.blocks, self.head
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.weight * batch[0]).sum()
+
+    assert "nothing to compile" in refused(CompileModel(), model=Empty())
+
+
+# --- the real compiler --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scope", ["model", "regions"])
+def test_inductor_gives_the_same_loss_after_100_steps(scope: str) -> None:
+    """Dropout off: inductor draws other numbers. The rest differs by rounding."""
+
+    def model() -> Net:
+        net = Net(steps=100)
+        for block in net.blocks:
+            block.dropout.p = 0.0
+        return net
+
+    callback = CompileModel(scope=scope)
+    settings = {"max_epochs": 1, "limit_val_batches": 1}
+    actual = train(callback, model=model(), **settings)
+    expected = train(model=model(), **settings)
+    assert {row["mode"] for row in callback.report().rows} == {"default"}
+    assert_same_weights(weights_of(actual["model"]), expected["weights"], rtol=1e-3, atol=1e-4)
+    mine, theirs = (run["logger"].series("loss_step")[-1] for run in (actual, expected))
+    assert mine == pytest.approx(theirs, rel=1e-3)
