@@ -5,6 +5,7 @@ from lightning_opt.batching.accumulator import GradientAccumulator
 from lightning_opt.batching.micro_batching import MicroBatching
 from lightning_opt.batching.splitting import UnsplittableBatchError, split_batch
 from lightning_opt.compute.attention import AttentionBackend
+from lightning_opt.compute.memory_format import ChannelsLast
 from lightning_opt.compute.optimizers import FusedOptimizer
 from lightning_opt.compute.rotary import RotaryEmbedding
 from lightning_opt.compute.self_attention import SelfAttention
@@ -20,6 +21,7 @@ from lightning_opt.gradients.curvature import (
 )
 from lightning_opt.gradients.guard import NonFiniteGuard
 from lightning_opt.gradients.health import GradientHealth
+from lightning_opt.gradients.preconditioner import CurvaturePreconditioner
 from lightning_opt.gradients.rules import (
     ClippingRule,
     FixedNorm,
@@ -36,6 +38,7 @@ from lightning_opt.memory.cleanup import MemoryCleanup
 from lightning_opt.memory.garbage import GarbageCollection
 from lightning_opt.memory.leaks import LeakDetector
 from lightning_opt.memory.profiler import MemoryProfiler
+from lightning_opt.precision.loss_scale import DynamicLossScale
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
@@ -50,9 +53,12 @@ __all__ = [
     "AttentionBackend",
     "BudgetError",
     "CachedDataset",
+    "ChannelsLast",
     "ClippingRule",
     "CompressedDDPStrategy",
     "Compressor",
+    "CurvaturePreconditioner",
+    "DynamicLossScale",
     "FixedNorm",
     "FixedValue",
     "FusedOptimizer",

@@ -30,6 +30,10 @@ GRACE = 5.0
 """Seconds for the other processes to report their own error after the first one."""
 
 
+PRELOAD = ["lightning.pytorch", "torch.distributed.fsdp", "pytest"]
+"""What the fork server imports once for all that it forks."""
+
+
 def launch(
     function: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 120.0
 ) -> list[Any]:
@@ -47,7 +51,7 @@ def launch(
             end of its output. No process outlives the call.
     """
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["lightning.pytorch", "torch.distributed.fsdp", "pytest"])
+    context.set_forkserver_preload(PRELOAD)
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     with tempfile.TemporaryDirectory() as folder:
         environment = {

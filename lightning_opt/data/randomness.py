@@ -1,0 +1,135 @@
+"""Whether a dataset gives another item each time it is asked for the same one."""
+
+from __future__ import annotations
+
+import random
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_opt.core.preserve import isolated_random
+from lightning_opt.data.encoding import encode, raw
+
+DRAWS = 3
+"""How often each item is asked for."""
+
+
+def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
+    """Return how ``dataset`` shows that its items are random, or None if it does not.
+
+    Each item is fetched a few times from different states of the global generators. A random
+    dataset draws from one of those, which is seen even where the draw changed nothing this time,
+    or it returns another item from a generator of its own. What draws only now and then from a
+    generator of its own may pass.
+
+    The global generators, and the attributes of ``dataset`` and of what it wraps, are put back.
+
+    Args:
+        dataset: A map-style dataset.
+        indices: Which items to fetch.
+    """
+    with isolated_random(torch.device("cpu")), attributes_put_back(dataset):
+        for index in indices:
+            first = None
+            for draw in range(DRAWS):
+                _seed(draw)
+                before = _states()
+                item = dataset[index]
+                for name, state in _states().items():
+                    if state != before[name]:
+                        return f"fetching item {index!r} draws random numbers from {name}"
+                if draw == 0:
+                    first = item
+                elif not same(first, item):
+                    return f"item {index!r} differs from one fetch to the next"
+    return None
+
+
+def same(a: Any, b: Any) -> bool:
+    """Return whether two items are equal in types and values, where NaN equals NaN."""
+    if type(a) is not type(b):
+        return False
+    if isinstance(a, Tensor):
+        return (
+            a.shape == b.shape and a.dtype == b.dtype and bytes(raw(a.cpu())) == bytes(raw(b.cpu()))
+        )
+    if type(a).__module__ == "numpy" and hasattr(a, "tobytes"):
+        if a.dtype.hasobject:
+            return a.shape == b.shape and same(a.tolist(), b.tolist())
+        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
+    if isinstance(a, Mapping):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, (list, tuple)):
+        return len(a) == len(b) and all(map(same, a, b))
+    if isinstance(a, float):
+        return a == b or (a != a and b != b)
+    if encode(a) == encode(b):
+        return True
+    try:
+        return bool(a == b)
+    except (TypeError, ValueError):  # a table that is compared cell by cell
+        return False
+
+
+@contextmanager
+def attributes_put_back(dataset: Any) -> Iterator[None]:
+    """Let items be fetched, and afterwards rebind the attributes that this has rebound.
+
+    A file that is opened on first use must not be open when workers are forked: they would share
+    its position.
+    """
+    with ExitStack() as stack:
+        for part in wrapped(dataset):
+            stack.callback(_put_back, vars(part), dict(vars(part)))
+        yield
+
+
+def wrapped(dataset: Any) -> list[Any]:
+    """Return ``dataset`` and the datasets that it wraps, each once."""
+    found: list[Any] = []
+    queue = [dataset]
+    while queue:
+        part = queue.pop()
+        if any(part is other for other in found) or not hasattr(part, "__dict__"):
+            continue
+        found.append(part)
+        for name, value in vars(part).items():
+            inside = value if isinstance(value, (list, tuple)) and len(value) < 100 else [value]
+            queue += [
+                inner
+                for inner in inside
+                if isinstance(inner, torch.utils.data.Dataset)
+                or (name == "dataset" and hasattr(inner, "__getitem__"))
+            ]
+    return found
+
+
+def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+    attributes.clear()
+    attributes.update(before)
+
+
+def _seed(draw: int) -> None:
+    random.seed(draw)
+    torch.default_generator.manual_seed(draw)  # of the CPU alone: a GPU stays out of it
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        np.random.seed(draw)  # noqa: NPY002 - the generator that datasets draw from
+
+
+def _states() -> dict[str, Any]:
+    states: dict[str, Any] = {
+        "`random`": random.getstate(),
+        "`torch`": bytes(torch.get_rng_state().numpy().tobytes()),
+    }
+    if "numpy" in sys.modules:
+        import numpy as np
+
+        kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+        states["`numpy.random`"] = (kind, bytes(keys), *rest)  # type: ignore[arg-type]
+    return states

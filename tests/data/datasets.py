@@ -1,0 +1,93 @@
+"""Datasets at the top level of a module, so that spawned workers can have them."""
+
+import random
+from typing import Any
+
+import numpy as np
+import torch
+from torch.utils.data import Dataset
+
+
+class Counting(Dataset[Any]):
+    """Nested items that depend on the index alone; counts how often this process made one."""
+
+    def __init__(self, length: int = 24, width: int = 8, offset: int = 0) -> None:
+        self.length, self.width, self.offset = length, width, offset
+        self.fetches = 0
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Any:
+        index = range(self.length)[index]
+        self.fetches += 1
+        value = index + self.offset
+        return {
+            "x": torch.arange(self.width, dtype=torch.float32) + value,
+            "y": (np.full(3, value), f"item {value}", [value, True, 1.5]),
+        }
+
+
+class Batched(Counting):
+    """Fetches whole batches."""
+
+    def __getitems__(self, indices: list[int]) -> list[Any]:
+        self.batches = [*getattr(self, "batches", []), list(indices)]
+        return [self[index] for index in indices]
+
+
+class Numbers(Dataset[torch.Tensor]):
+    """Index ``i`` gives the number ``i``."""
+
+    def __init__(self, length: int = 24) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([float(index)])
+
+
+class FromTorch(Numbers):
+    """Random through torch, and so rarely that looking at items alone misses it."""
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        noise = float(torch.rand(()) < 1e-6)
+        return torch.tensor([index + noise])
+
+
+class FromNumpy(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + np.random.rand()])  # noqa: NPY002
+
+
+class FromPython(Numbers):
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + random.random()])
+
+
+class FromItsOwn(Numbers):
+    def __init__(self, length: int = 24) -> None:
+        super().__init__(length)
+        self.generator = np.random.default_rng(0)
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor([index + self.generator.random()])
+
+
+class Lazy(Numbers):
+    """Opens something on first use that must not be open when workers are forked."""
+
+    handle: Any = None
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.handle is None:
+            self.handle = object()
+        return super().__getitem__(index)
+
+
+class Unpicklable(Numbers):
+    def __init__(self, length: int = 24) -> None:
+        super().__init__(length)
+        self.lock = __import__("threading").Lock()
