@@ -32,6 +32,12 @@ from tests.helpers.trainers import quiet_trainer
 Settings = dict[str, Any]
 
 SETTINGS: dict[str, list[Settings]] = {
+    "Accumulation": [
+        {"schedule": 2, "normalize": "batches"},
+        {"schedule": {"0": 1, "2": 2}},
+        {"schedule": "plateau", "patience": 1},
+        {"effective_batch": 8},
+    ],
     "AdaptiveClipping": [
         {"rule": {"class_path": "lightning_opt.Robust", "init_args": {"warmup": 5, "patience": 4}}},
         {"rule": {"class_path": "lightning_opt.ZClip", "init_args": {"warmup": 5, "z": 1.0}}},
@@ -44,6 +50,8 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": "unit_wise"},
     ],
     "AttentionBackend": [{"order": ["math"], "watch_batches": 3}],
+    "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],
+    "ChannelsLast": [{"policy": "always"}],
     "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
     "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],
@@ -71,7 +79,9 @@ def case_id(name: str, settings: Settings) -> str:
     return "-".join(
         [name]
         + [
-            f"{key}={value['class_path'].rpartition('.')[2] if isinstance(value, dict) else value}"
+            f"{key}={value['class_path'].rpartition('.')[2] if 'class_path' in value else 'table'}"
+            if isinstance(value, dict)
+            else f"{key}={value}"
             for key, value in settings.items()
         ]
     )
