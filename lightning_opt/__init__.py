@@ -19,6 +19,7 @@ from lightning_opt.gradients.curvature import (
     hessian_vector_product,
     top_eigenvalue,
 )
+from lightning_opt.gradients.curvature_monitor import CurvatureMonitor
 from lightning_opt.gradients.guard import NonFiniteGuard
 from lightning_opt.gradients.health import GradientHealth
 from lightning_opt.gradients.preconditioner import CurvaturePreconditioner
@@ -57,6 +58,7 @@ __all__ = [
     "ClippingRule",
     "CompressedDDPStrategy",
     "Compressor",
+    "CurvatureMonitor",
     "CurvaturePreconditioner",
     "DynamicLossScale",
     "FixedNorm",

@@ -1,0 +1,107 @@
+"""torch's loss scaler with a floor, and with counts that wait for no device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lightning_opt.core.scalars import Condition, Scalar, logical_and, to_plain
+from lightning_opt.core.sharding import wants_host
+
+
+class CountingScaler(torch.amp.GradScaler):
+    """A ``GradScaler`` that never goes below ``min_scale`` and counts what it leaves out.
+
+    Counts are numbers on a CPU and tensors on a device.
+
+    Args:
+        device: Type of the device.
+        init_scale: As torch has it, like the next three.
+        growth_factor: See there.
+        backoff_factor: See there.
+        growth_interval: See there.
+        min_scale: Where backing off ends.
+
+    Attributes:
+        skipped: Updates left out so far.
+        overflows: Those of them whose loss was finite.
+        stuck: Updates in a row left out at ``min_scale``.
+        newest: Whether the newest update was left out.
+        updates: Updates so far in this process, left out or not.
+    """
+
+    def __init__(
+        self,
+        device: str,
+        init_scale: float,
+        growth_factor: float,
+        backoff_factor: float,
+        growth_interval: int,
+        min_scale: float,
+    ) -> None:
+        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval)
+        self.min_scale = min_scale
+        self.skipped: Scalar = 0
+        self.overflows: Scalar = 0
+        self.stuck: Scalar = 0
+        self.newest: Condition = False
+        self.updates = 0
+        self._finite: Condition = True
+
+    def note_loss(self, loss: Tensor) -> None:
+        """Take note of the loss of a batch before its backward pass."""
+        finite = torch.isfinite(loss.detach()).all()
+        known = bool(finite.item()) if wants_host(loss.device) else finite
+        self._finite = logical_and(self._finite, known)
+
+    def update(self, new_scale: float | Tensor | None = None) -> None:
+        """Adapt the scale, and count."""
+        found = [
+            flag
+            for state in self._per_optimizer_states.values()
+            for flag in state["found_inf_per_device"].values()
+        ]
+        scale = self._scale
+        if new_scale is not None or scale is None or not found:
+            super().update(new_scale)
+            return
+        flags = [flag.to(scale.device, non_blocking=True) for flag in found]
+        overflow: Condition = torch.stack(flags).sum() > 0
+        at_floor: Condition = scale <= self.min_scale
+        if wants_host(scale.device):
+            overflow, at_floor = bool(overflow), bool(at_floor)
+        super().update()
+        scale.clamp_(min=self.min_scale)
+        self.newest = overflow
+        self.updates += 1
+        self.skipped = self.skipped + overflow
+        self.overflows = self.overflows + logical_and(overflow, self._finite)
+        self.stuck = (self.stuck + 1) * logical_and(overflow, at_floor)
+        self._finite = True
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what changes in a run, as plain numbers. This waits for the device."""
+        return {
+            "scale": self.get_scale(),
+            "_growth_tracker": self._get_growth_tracker(),
+            **to_plain({"skipped": self.skipped, "overflows": self.overflows, "stuck": self.stuck}),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, or torch's own; settings stay as given here."""
+        self._init_scale = max(state_dict["scale"], self.min_scale)
+        self._init_growth_tracker = state_dict["_growth_tracker"]
+        if self._scale is not None:
+            self._scale.fill_(self._init_scale)
+        if self._growth_tracker is not None:
+            self._growth_tracker.fill_(self._init_growth_tracker)
+        self.skipped = state_dict.get("skipped", 0)
+        self.overflows = state_dict.get("overflows", 0)
+        self.stuck = state_dict.get("stuck", 0)
+
+    def __getstate__(self) -> dict[str, Any]:
+        state = super().__getstate__()
+        return {**state, **{key: to_plain(state[key]) for key in ("skipped", "overflows", "stuck")}}
