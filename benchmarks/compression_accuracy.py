@@ -1,14 +1,15 @@
 """Accuracy of compressed DDP after the same number of steps, as a difference to plain DDP.
 
-Claim: with error feedback, sending 1% of the gradient's elements costs next to no accuracy, and
-without it visibly more, with SGD with momentum and with AdamW; over a slow network the same
-accuracy is reached in a fraction of the time.
+Claim: with error feedback and a ramp, sending 1% of the gradient's elements costs next to no
+accuracy, and without error feedback visibly more, with SGD with momentum and with AdamW; over a
+slow network the same accuracy is reached in a fraction of the time.
 
 Real processes over gloo. Two tasks: a small ConvNet on scikit-learn's digits (test accuracy), and a
 byte-level transformer on the source of Python's standard library (validation loss). All strategies
 of a seed start from the same weights and see the same batches; learning rates fall to zero
-linearly. The second table times the first seed in network namespaces at 100 Mbit/s, see
-compression.py.
+linearly. The scores do not depend on what else the machine does, so they are collected in pieces:
+a call goes on where the one before ended, ``--minutes`` ends it in time, ``--fresh`` forgets them.
+The second table times the first seed in network namespaces at 100 Mbit/s, see compression.py.
 """
 
 from __future__ import annotations
@@ -39,8 +40,8 @@ import lightning_opt as lo
 from compression import NETWORKS, namespaces, start_ranks, why_not
 from harness import parse_arguments, publish
 
-BATCH = 16
-"""Samples a rank."""
+BATCH = 32
+"""Samples of a step, shared among the ranks."""
 
 LOOKS = 20
 """How often a run is scored."""
@@ -51,24 +52,28 @@ REACHED_BY_DENSE = 0.8
 """The target of the timed runs is the score that plain DDP has after this share of its steps."""
 
 
-def strategies(steps: int) -> dict[str, Callable[[], Any]]:
-    """Return the strategies by name; the first is what the others are compared with."""
-    compressed = partial(lo.CompressedDDPStrategy, fallback="never")
-    ramp = steps // 3
-    return {
-        "dense": lambda: "ddp",
-        "topk 1%": lambda: compressed("topk", ramp_steps=0),
-        "topk 1%, ramp": lambda: compressed("topk", ramp_steps=ramp),
-        "topk 1%, no error feedback": lambda: compressed(
-            "topk", error_feedback=False, ramp_steps=0
-        ),
-        "topk 0.1%, ramp": lambda: compressed("topk", ratio=0.001, ramp_steps=ramp),
-        "int8": lambda: compressed("int8"),
-        "int4": lambda: compressed("int4"),
-    }
+_compressed = partial(lo.CompressedDDPStrategy, fallback="never")
 
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "dense": lambda: "ddp",
+    "int8": lambda: _compressed("int8"),
+    "int4": lambda: _compressed("int4"),
+    "topk 1%": lambda: _compressed("topk"),
+    "topk 0.1%": lambda: _compressed("topk", ratio=0.001),
+    "topk 1%, no error feedback": lambda: _compressed("topk", error_feedback=False),
+    "topk 1%, no ramp": lambda: _compressed("topk", ramp_steps=0),
+}
+"""By name; the first is what the others are compared with."""
 
-TIMED = ("dense", "topk 1%", "topk 1%, ramp", "int8", "int4")
+SCORED = tuple(STRATEGIES)[:-1]
+
+TIMED = ("dense", "int8", "int4", "topk 1%")
+
+STEPS = {"digits": 1000, "bytes": 1000}
+"""How long a run is."""
+
+PIECE = 1200.0
+"""Seconds after which a piece of the scores is given up."""
 
 
 class Scores(L.Callback):
@@ -100,9 +105,9 @@ class Task(L.LightningModule):
     better: float
     """1 if a higher score is better, else -1."""
 
-    def __init__(self, optimizer: str, seed: int) -> None:
+    def __init__(self, optimizer: str, ranks: int, seed: int) -> None:
         super().__init__()
-        self.optimizer, self.seed = optimizer, seed
+        self.optimizer, self.ranks, self.seed = optimizer, ranks, seed
 
     def batch(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
         raise NotImplementedError
@@ -117,7 +122,7 @@ class Task(L.LightningModule):
     def draw(self, number: int, rank: int, high: int) -> Tensor:
         """Return which samples a rank sees in a step: the same for every strategy."""
         generator = torch.Generator().manual_seed((self.seed * 64 + rank) * 100_000 + number)
-        return torch.randint(0, high, (BATCH,), generator=generator)
+        return torch.randint(0, high, (BATCH // self.ranks,), generator=generator)
 
     def configure_optimizers(self) -> dict[str, Any]:
         optimizer: torch.optim.Optimizer
@@ -136,29 +141,29 @@ class Task(L.LightningModule):
 
 
 class Digits(Task):
-    """A ConvNet of 75,000 parameters on 8 x 8 digits; score: accuracy on 597 of them in percent."""
+    """A ConvNet of 38,000 parameters on 8 x 8 digits; score: accuracy on 597 of them in percent."""
 
     name = "digits ConvNet, accuracy %"
     better = 1.0
     rates = (0.02, 1e-3)
 
-    def __init__(self, optimizer: str, seed: int) -> None:
-        super().__init__(optimizer, seed)
+    def __init__(self, optimizer: str, ranks: int, seed: int) -> None:
+        super().__init__(optimizer, ranks, seed)
         data = load_digits()
         order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
         self.inputs = torch.tensor(data.images, dtype=torch.float32)[order].unsqueeze(1) / 16
         self.targets = torch.tensor(data.target)[order]
         torch.manual_seed(seed)
         self.layers = nn.Sequential(
-            nn.Conv2d(1, 32, 3, padding=1),
+            nn.Conv2d(1, 16, 3, padding=1),
             nn.ReLU(),
-            nn.Conv2d(32, 64, 3, padding=1),
+            nn.Conv2d(16, 32, 3, padding=1),
             nn.ReLU(),
             nn.MaxPool2d(2),
             nn.Flatten(),
-            nn.Linear(1024, 54),
+            nn.Linear(512, 64),
             nn.ReLU(),
-            nn.Linear(54, 10),
+            nn.Linear(64, 10),
         )
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -166,7 +171,8 @@ class Digits(Task):
 
     def batch(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
         places = self.draw(number, rank, 1200)
-        noise = torch.randn(BATCH, 1, 8, 8, generator=torch.Generator().manual_seed(number)) * 0.2
+        generator = torch.Generator().manual_seed(number * 64 + rank)
+        noise = torch.randn(len(places), 1, 8, 8, generator=generator) * 0.2
         return self.inputs[places] + noise, self.targets[places]
 
     @torch.no_grad()
@@ -181,10 +187,10 @@ class Bytes(Task):
     name = "byte-level GPT, loss"
     better = -1.0
     rates = (0.1, 1e-3)
-    context = 32
+    context = 16
 
-    def __init__(self, optimizer: str, seed: int) -> None:
-        super().__init__(optimizer, seed)
+    def __init__(self, optimizer: str, ranks: int, seed: int) -> None:
+        super().__init__(optimizer, ranks, seed)
         paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
         text = b"".join(path.read_bytes() for path in paths)[:2_000_000]
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
@@ -210,7 +216,7 @@ class Bytes(Task):
 
     @torch.no_grad()
     def score(self) -> float:
-        inputs, targets = self.cut(torch.linspace(1_810_000, 1_990_000, 256).long())
+        inputs, targets = self.cut(torch.linspace(1_810_000, 1_990_000, 1024).long())
         return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten()).item()
 
 
@@ -222,33 +228,29 @@ PARTS = ("score", "time")
 
 
 def run_rank(own: argparse.Namespace) -> None:
-    """Train every strategy with every seed, and write the scores as JSON."""
+    """Train with every strategy, and write how the scores went as JSON."""
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after a fit
-    curves: dict[str, list[list[tuple[float, float]]]] = {}
-    for seed in range(own.seeds):
-        for name, strategy in strategies(own.steps).items():
-            if own.only and name not in own.only:
-                continue
-            scores = Scores(own.steps)
-            model = TASKS[own.task](own.optimizer, seed)
-            trainer = L.Trainer(
-                accelerator="cpu",
-                devices=world,
-                strategy=strategy(),
-                max_epochs=1,
-                logger=False,
-                enable_checkpointing=False,
-                enable_progress_bar=False,
-                enable_model_summary=False,
-                use_distributed_sampler=False,
-                callbacks=[scores],
-            )
-            trainer.fit(model, range(own.steps))
-            curves.setdefault(name, []).append(scores.curve)
-            dist.barrier()
-    if dist.get_rank() == 0:
-        own.result.write_text(json.dumps(curves))
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name in own.only:
+        scores = Scores(own.steps)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=STRATEGIES[name](),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            callbacks=[scores],
+        )
+        trainer.fit(TASKS[own.task](own.optimizer, world, own.seed), range(own.steps))
+        curves[name] = scores.curve
+        dist.barrier()
+        if dist.get_rank() == 0:
+            own.result.write_text(json.dumps(curves))
     dist.barrier()
 
 
@@ -265,74 +267,111 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--task", choices=list(TASKS))
     parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
     parser.add_argument("--optimizer")
-    parser.add_argument("--only", nargs="*", help="names of strategies")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--only", nargs="*", choices=list(STRATEGIES))
     parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no piece after")
+    parser.add_argument("--fresh", action="store_true", help="forget the scores of earlier calls")
     own, rest = parser.parse_known_args(argv)
     if own.result is not None:
         run_rank(own)
         return
     arguments = parse_arguments(__doc__ or "", rest)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
-    steps = own.steps or (40 if arguments.quick else 800)
-    seeds = own.seeds or (1 if arguments.quick else 3)
     if "score" in own.parts:
-        rows: list[dict[str, Any]] = []
-        raw = {}
-        for task, ranks, optimizer in itertools.product(own.tasks, own.ranks, OPTIMIZERS):
-            options = ["--task", task, "--optimizer", optimizer, "--steps", steps]
-            curves = start_ranks(__file__, ranks, [*options, "--seeds", seeds], port=free_port())
-            scores = {name: [own[-1][1] for own in runs] for name, runs in curves.items()}
-            raw[f"{task}, {optimizer}, {ranks} ranks"] = scores
-            rows += rows_of(TASKS[task], optimizer, ranks, scores)
-            publish(
-                "compression_accuracy", accuracy_report(rows, steps, seeds), arguments, scores=raw
-            )
+        collect_scores(own, arguments)
     if "time" in own.parts:
-        reason = why_not()
-        if reason is not None:
-            print(f"This machine does not allow the benchmark's own networks: {reason}")
-            return
-        rows = []
-        raw = {}
-        for task, optimizer in itertools.product(own.tasks, OPTIMIZERS):
-            options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seeds", 1]
-            with namespaces(2, NETWORKS[NETWORK]) as names:
-                curves = start_ranks(
-                    __file__,
-                    2,
-                    [*options, "--only", *TIMED],
-                    namespaces=names,
-                    address="10.99.0.1",
-                    interface="eth0",
-                )
-            raw[f"{task}, {optimizer}"] = {name: runs[0] for name, runs in curves.items()}
-            rows += times_of(TASKS[task], optimizer, raw[f"{task}, {optimizer}"])
-            publish("compression_time_to_accuracy", time_report(rows, steps), arguments, curves=raw)
+        time_runs(own, arguments)
 
 
-def accuracy_report(rows: list[dict[str, Any]], steps: int, seeds: int) -> lo.Report:
-    """Return the table of final scores."""
+def steps_of(task: str, own: argparse.Namespace, arguments: argparse.Namespace) -> int:
+    """Return how long a run of a task is."""
+    return own.steps or (40 if arguments.quick else STEPS[task])
+
+
+def collect_scores(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
+    """Train what no call before has trained, seed by seed, and publish after each piece.
+
+    Two ranks come before four, so that the first calls leave something whole.
+    """
+    end = time.monotonic() + 60 * own.minutes
+    path = arguments.out / f"{ACCURACY}.json"
+    scores: dict[str, dict[str, dict[str, float]]] = {}
+    if path.exists() and not (own.fresh or arguments.quick):
+        scores = json.loads(path.read_text())["scores"]
+    wanted = list(own.only or SCORED)
+    seeds = range(own.seeds or (1 if arguments.quick else 3))
+    places = itertools.product(own.ranks, seeds, own.tasks, own.optimizers)
+    for ranks, seed, task, optimizer in places:
+        steps = steps_of(task, own, arguments)
+        cell = scores.setdefault(f"{task}, {optimizer}, {ranks} ranks, {steps} steps", {})
+        missing = [name for name in wanted if str(seed) not in cell.get(name, {})]
+        if not missing or time.monotonic() > end:
+            continue
+        options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seed", seed]
+        options += ["--only", *missing]
+        curves = start_ranks(__file__, ranks, options, port=free_port(), timeout=PIECE)
+        for name, curve in curves.items():
+            cell.setdefault(name, {})[str(seed)] = curve[-1][1]
+        publish(ACCURACY, accuracy_report(scores), arguments, scores=scores)
+
+
+def time_runs(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
+    """Time the first seed over a slow network."""
+    reason = why_not()
+    if reason is not None:
+        print(f"This machine does not allow the benchmark's own networks: {reason}")
+        return
+    rows = []
+    raw = {}
+    for task, optimizer in itertools.product(own.tasks, own.optimizers):
+        steps = steps_of(task, own, arguments)
+        options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seed", 0]
+        with namespaces(2, NETWORKS[NETWORK]) as names:
+            curves = start_ranks(
+                __file__,
+                2,
+                [*options, "--only", *TIMED],
+                namespaces=names,
+                address="10.99.0.1",
+                interface="eth0",
+            )
+        raw[f"{task}, {optimizer}, {steps} steps"] = curves
+        rows += times_of(TASKS[task], optimizer, curves)
+        publish("compression_time_to_accuracy", time_report(rows), arguments, curves=raw)
+
+
+ACCURACY = "compression_accuracy"
+
+
+def accuracy_report(scores: dict[str, dict[str, dict[str, float]]]) -> lo.Report:
+    """Return the table of final scores; of each strategy the seeds that dense has too."""
+    rows = []
+    for place in sorted(scores, key=lambda place: place.split(", ")[::-1]):
+        task, optimizer, ranks, steps = place.split(", ")
+        rows += rows_of(TASKS[task], optimizer, int(ranks.split()[0]), steps, scores[place])
     return lo.Report(
-        f"After {steps} steps, compared with plain DDP",
+        "Scores at the end, compared with plain DDP",
         rows,
         [
-            f"Means of {seeds} seeds. `worse by`: mean over seeds of the difference to dense, in "
+            "Means over the seeds. `worse by`: mean over seeds of the difference to dense, in "
             "percentage points for the accuracy, in percent for the loss; negative is better. "
             "`spread`: standard deviation of that difference."
         ],
     )
 
 
-def time_report(rows: list[dict[str, Any]], steps: int) -> lo.Report:
+def time_report(rows: list[dict[str, Any]]) -> lo.Report:
     """Return the table of seconds to a score."""
     return lo.Report(
         f"Seconds to an accuracy between two ranks at {NETWORK}",
         rows,
         [
-            f"`target`: what plain DDP has reached after {REACHED_BY_DENSE:.0%} of {steps} steps. "
+            f"`target`: what plain DDP has reached after {REACHED_BY_DENSE:.0%} of the steps. "
             "`seconds`: training until the target is first reached, looked at "
             f"{LOOKS} times a run; `of dense`: as a ratio to plain DDP. One seed."
         ],
@@ -340,20 +379,31 @@ def time_report(rows: list[dict[str, Any]], steps: int) -> lo.Report:
 
 
 def rows_of(
-    task: type[Task], optimizer: str, ranks: int, scores: dict[str, list[float]]
+    task: type[Task],
+    optimizer: str,
+    ranks: int,
+    steps: str,
+    scores: dict[str, dict[str, float]],
 ) -> list[dict[str, Any]]:
-    """Return one row a strategy."""
+    """Return one row a strategy: scores by seed."""
     rows = []
-    for name, own in scores.items():
+    baseline = scores.get("dense", {})
+    for name in sorted(scores, key=list(STRATEGIES).index):
+        seeds = [seed for seed in scores[name] if seed in baseline]
+        own = [scores[name][seed] for seed in seeds]
         worse = [
             (dense - score) if task.better > 0 else 100 * (score - dense) / dense
-            for score, dense in zip(own, scores["dense"], strict=True)
+            for score, dense in zip(own, (baseline[seed] for seed in seeds), strict=True)
         ]
+        if not seeds:
+            continue
         rows.append(
             {
                 "task": task.name,
                 "optimizer": optimizer,
+                "steps": steps.split()[0],
                 "ranks": ranks,
+                "seeds": len(seeds),
                 "strategy": name,
                 "score": round(statistics.mean(own), 3),
                 "worse by": round(statistics.mean(worse), 2),

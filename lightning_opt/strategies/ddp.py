@@ -80,7 +80,7 @@ class CompressedDDPStrategy(DDPStrategy):
             ``static_graph``, until DDP has settled how it arranges the gradients.
         ramp_steps: Steps after these in which Top-K goes from a quarter of the elements to
             ``ratio``, each stage sending a quarter of the one before. Early gradients change fast,
-            and a late one does harm. None for a third of the run, at most ``30 / ratio`` steps;
+            and a late one does harm. None for half of the run, at most ``30 / ratio`` steps;
             ``10 / ratio`` where the run's length is not known.
         fallback: ``"auto"`` sends uncompressed where that is faster, ``"never"`` compresses in any
             case, ``"always"`` never compresses, to compare with.

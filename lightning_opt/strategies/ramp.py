@@ -15,7 +15,7 @@ from lightning_opt.strategies.compressors import Compressor, TopK
 FACTOR = 4
 """Each stage sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
 
-SHARE = 1 / 3
+SHARE = 1 / 2
 """Of the run that a ramp takes unless the user says otherwise."""
 
 LONGEST = 30

@@ -263,11 +263,11 @@ class Ratios(Callback):
 def _ramped() -> None:
     with pytest.MonkeyPatch.context() as patch:
         SlowLink(patch)
-        # A run of 72 steps: 24 of them are the ramp, in two stages.
+        # A run of 72 steps: half of them are the ramp, in two stages.
         ratios, model, strategy = Ratios(), Ledger(), chooser("topk", ramp_steps=None)
         fit(model, strategy, range(72), callbacks=[ratios])
         trial = auto.TRIAL + 1
-        sent = [1.0] * 7 + [0.05] * trial + [0.25] * 12 + [0.0625] * 12
+        sent = [1.0] * 7 + [0.05] * trial + [0.25] * 18 + [0.0625] * 18
         assert ratios.largest == sent + [0.05] * (72 - len(sent))
         books_balance(model, strategy, 72, owed=True)
 

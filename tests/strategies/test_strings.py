@@ -155,7 +155,7 @@ def test_only_top_k_has_a_ramp():
 
 
 def test_a_ramp_takes_a_share_of_the_run_up_to_a_multiple_of_an_elements_wait():
-    assert default_steps(TopK(0.01), 900) == 300
+    assert default_steps(TopK(0.01), 900) == 450
     assert default_steps(TopK(0.01), 10**6) == 3000
     assert default_steps(TopK(0.001), 10**6) == 30_000
     for unknown in (math.inf, -1):  # what Lightning's estimate may be
