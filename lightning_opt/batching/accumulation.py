@@ -17,8 +17,8 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor, nn
 from torch.optim import LBFGS, Optimizer
-from torch.utils.data import DataLoader
 
+from lightning_opt.batching.loader_sizes import batch_size_of
 from lightning_opt.batching.windows import BySteps, Plateau, Windows
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.importing import function_named
@@ -225,6 +225,8 @@ class Accumulation(Callback):
             self._held = {}
         elif self._open and not loop.restarting:
             self._open = False
+        if self._open and self._windows is not None:
+            trainer.accumulate_grad_batches = self._length  # of the window that is gone on with
         self._make_step = optimization._make_step_fn
         self._make_zero = optimization._make_zero_grad_fn
         self._stack = ExitStack()
@@ -472,16 +474,6 @@ def _check(trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool) -> 
             "Accumulation needs training_step(self, batch, ...): with dataloader_iter there is no "
             "batch to count. normalize='batches' works."
         )
-
-
-def batch_size_of(loader: Any) -> int | None:
-    """Return the batch size of a DataLoader, None if there is none or it is another iterable."""
-    if not isinstance(loader, DataLoader):
-        return None
-    size = loader.batch_size
-    if getattr(loader, "batch_sampler", None) is not None:
-        size = getattr(loader.batch_sampler, "batch_size", size)
-    return size if isinstance(size, int) else None
 
 
 def _summed(total: Scalar, device: torch.device) -> Scalar:
