@@ -12,6 +12,13 @@ CHUNK = 131_072
 """Elements a piece on a CPU: half a megabyte of float32, which an L2 cache holds with its mask."""
 
 
+PIECE = 1_048_576
+"""Elements that travel together on a CPU: while one piece is on its way, the next is coded."""
+
+LEAST_PIECE = 131_072
+"""Elements of a shard's piece, at least: the more ranks there are, the smaller are messages."""
+
+
 class NonFiniteGradientError(ArithmeticError):
     """A gradient holds a NaN or an infinity, so that it must not be kept for later."""
 
@@ -19,6 +26,13 @@ class NonFiniteGradientError(ArithmeticError):
 def chunk_size(numel: int, device: torch.device, size: int = CHUNK) -> int:
     """Return how many elements to treat at a time: all of them on an accelerator."""
     return min(size, numel) if device.type == "cpu" else numel
+
+
+def cut(numel: int, size: int) -> list[slice]:
+    """Return where pieces of ``size`` elements begin and end; one of nothing, for no elements."""
+    return [
+        slice(start, min(start + size, numel)) for start in range(0, max(numel, 1), max(size, 1))
+    ]
 
 
 def add_in_chunks(

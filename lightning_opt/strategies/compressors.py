@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from lightning_opt.core.arguments import at_least, between, positive
 from lightning_opt.strategies import native
-from lightning_opt.strategies.chunks import CHUNK, NonFiniteGradientError, add_in_chunks
+from lightning_opt.strategies.chunks import CHUNK, NonFiniteGradientError, add_in_chunks, chunk_size
 from lightning_opt.strategies.packing import (
     NON_FINITE,
     QuantizedLayout,
@@ -73,7 +73,9 @@ class Codec(ABC):
     def decompress_add(self, message: Tensor, out: Tensor, alpha: float = 1.0) -> None:
         """Add ``alpha`` times what a message carries to ``out``, in place."""
 
-    def decompress_sum(self, messages: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    def decompress_sum(
+        self, messages: Tensor, out: Tensor, alpha: float = 1.0, *, overwrite: bool = True
+    ) -> None:
         """Set ``out`` to ``alpha`` times what several messages carry.
 
         Args:
@@ -81,8 +83,10 @@ class Codec(ABC):
                 all who hold them get the same bits.
             out: Where to put the sum.
             alpha: What it is multiplied with.
+            overwrite: Forget what ``out`` holds, instead of adding to it.
         """
-        out.zero_()
+        if overwrite:
+            out.zero_()
         for message in messages:
             self.decompress_add(message, out, alpha)
 
@@ -240,12 +244,14 @@ class SparseCodec(Codec):
             indices, values = self.layout.read(message, alpha)
             out.index_add_(0, indices, values.to(out.dtype))
 
-    def decompress_sum(self, messages: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    def decompress_sum(
+        self, messages: Tensor, out: Tensor, alpha: float = 1.0, *, overwrite: bool = True
+    ) -> None:
         """Set ``out`` to ``alpha`` times what several messages carry; see :class:`Codec`."""
         if self._kernels is not None and native.fits(out):
-            self._kernels.sparse_add(self.layout, messages, out, alpha, overwrite=True)
+            self._kernels.sparse_add(self.layout, messages, out, alpha, overwrite=overwrite)
         else:
-            super().decompress_sum(messages, out, alpha)
+            super().decompress_sum(messages, out, alpha, overwrite=overwrite)
 
     def clear_sent(self, flat: Tensor) -> None:
         """Set to zero the elements of ``flat`` that the latest message selected."""
@@ -298,11 +304,13 @@ class QuantizedCodec(Codec):
         self.layout = layout
         self.stochastic = stochastic
         self._kernels = native.kernels(device)
+        # Of its own, since other threads draw from torch's at the same time.
+        self._generator = torch.Generator(device)
+        if stochastic:
+            self._generator.manual_seed(int(torch.randint(2**62, ())))
 
         # Pieces end where a block does.
         self._piece = max(CHUNK // layout.block, 1) * layout.block
-        size = min(self._piece, layout.blocks * layout.block)
-        self._scratch = torch.empty(size, device=device)
 
     def _compress(self, flat: Tensor, increment: Tensor | None, alpha: float) -> None:
         write_header(self.message, self.layout.numel)
@@ -316,20 +324,28 @@ class QuantizedCodec(Codec):
                     flat[:done].sub_(increment[:done], alpha=alpha)
                     raise NonFiniteGradientError
             else:
+                scratch = self._scratch(flat.numel(), flat.device)
                 for start, piece in add_in_chunks(flat, increment, alpha, self._piece):
-                    self._quantize(start, piece)
+                    self._quantize(start, piece, scratch)
                     done = start + piece.numel()
         except NonFiniteGradientError:
             self.decompress_add(self.message, flat[:done])
             raise
 
-    def _quantize(self, start: int, piece: Tensor) -> None:
+    def _scratch(self, numel: int, device: torch.device) -> Tensor:
+        """Return room for one piece. It is not kept, since there may be many codecs."""
+        blocks = -(-chunk_size(numel, device, self._piece) // self.layout.block)
+        return torch.empty(blocks * self.layout.block, device=device)
+
+    def _quantize(self, start: int, piece: Tensor, scratch: Tensor) -> None:
         """Write the part of the message for a piece, and take off the piece what it carries."""
         block = self.layout.block
         scales, codes = self.layout.sections(self.message)
         rows = functional.pad(piece.float(), (0, -piece.numel() % block)).view(-1, block)
-        uniform = torch.rand_like(rows) if self.stochastic else None
-        room = self._scratch[: rows.numel()].view(-1, block)
+        uniform = None
+        if self.stochastic:
+            uniform = torch.rand(rows.shape, generator=self._generator, device=rows.device)
+        room = scratch[: rows.numel()].view(-1, block)
         coded, scale = quantize_rows(rows, self.layout.levels, uniform, out=room)
         part = slice(start // block, start // block + len(rows))
         scales[part].copy_(scale)
@@ -353,6 +369,7 @@ class QuantizedCodec(Codec):
         if read_header(message)[0] == 0:
             return
         block = self.layout.block
+        scratch = self._scratch(out.numel(), out.device)
         scales, codes = self.layout.sections(message)
         for start in range(0, out.numel(), self._piece):
             piece = out[start : start + self._piece]
@@ -360,17 +377,19 @@ class QuantizedCodec(Codec):
             part = codes[first:last]
             if self.layout.bits == 4:
                 part = torch.cat([part & 15, part >> 4], dim=1).to(torch.int8).sub_(8)
-            room = self._scratch[: part.numel()].view(-1, block)
+            room = scratch[: part.numel()].view(-1, block)
             # Not `add_(room, alpha=alpha)`, which may or may not round the product.
             room.copy_(part).mul_(scales[first:last].mul(alpha).unsqueeze(1))
             piece.add_(room.view(-1)[: piece.numel()])
 
-    def decompress_sum(self, messages: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    def decompress_sum(
+        self, messages: Tensor, out: Tensor, alpha: float = 1.0, *, overwrite: bool = True
+    ) -> None:
         """Set ``out`` to ``alpha`` times what several messages carry; see :class:`Codec`."""
         if self._kernels is not None and native.fits(out):
-            self._kernels.quantized_add(self.layout, messages, out, alpha, overwrite=True)
+            self._kernels.quantized_add(self.layout, messages, out, alpha, overwrite=overwrite)
         else:
-            super().decompress_sum(messages, out, alpha)
+            super().decompress_sum(messages, out, alpha, overwrite=overwrite)
 
 
 def _ratio(name: str, value: float) -> float:

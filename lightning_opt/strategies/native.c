@@ -18,6 +18,7 @@
 #define HEADER 16 /* bytes; packing.HEADER */
 #define LANES 8
 #define LINE 16 /* floats that a line of the cache holds */
+#define WORD (4 * LANES) /* elements that lo_select looks at together, one bit each */
 
 typedef float floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t ints __attribute__((vector_size(4 * LANES)));
@@ -36,10 +37,16 @@ static inline float from_bits(int32_t bits) {
 
 static inline int64_t lesser(int64_t a, int64_t b) { return a < b ? a : b; }
 
-static int any(ints mask) {
-    uint64_t words[LANES / 2];
-    memcpy(words, &mask, sizeof words);
-    return (words[0] | words[1] | words[2] | words[3]) != 0;
+/* The lanes where the mask is set, one bit a lane, the first lane's the lowest. */
+static inline uint32_t lanes_of(ints mask) {
+#ifdef __AVX__
+    return (uint32_t)__builtin_ia32_movmskps256((floats)mask);
+#else
+    int32_t lanes = 0;
+    mask &= (ints){1, 2, 4, 8, 16, 32, 64, 128};
+    for (int lane = 0; lane < LANES; lane++) lanes |= mask[lane];
+    return (uint32_t)lanes;
+#endif
 }
 
 static int32_t largest_bits(const float *x, int64_t n) {
@@ -53,8 +60,23 @@ static int32_t largest_bits(const float *x, int64_t n) {
 
 /* Whether x holds neither NaN nor infinity. What is needed next, y, is fetched meanwhile. */
 static int is_finite(const float *x, const float *y, int64_t n) {
-    for (int64_t i = 0; i < n; i += LINE) __builtin_prefetch(y + i);
-    return largest_bits(x, n) < 0x7f800000;
+    /* Whatever is not finite leaves no sum finite. One may also overflow; then each is looked at. */
+    floats sums[4] = {{0}, {0}, {0}, {0}};
+    float total[LANES];
+    const int64_t whole = n - n % WORD;
+    for (int64_t i = 0; i < whole; i += WORD) {
+        for (int64_t j = 0; j < 4; j++) {
+            floats values;
+            memcpy(&values, x + i + j * LANES, sizeof values);
+            sums[j] += values;
+        }
+        __builtin_prefetch(y + i);
+        __builtin_prefetch(y + i + LINE);
+    }
+    sums[0] += sums[1] + (sums[2] + sums[3]);
+    memcpy(total, sums, sizeof total);
+    return (largest_bits(total, LANES) < 0x7f800000 || largest_bits(x, whole) < 0x7f800000) &&
+           largest_bits(x + whole, n - whole) < 0x7f800000;
 }
 
 /* Add alpha * increment (unless NULL) to x; return the largest of what magnitude_bits then gives. */
@@ -85,11 +107,12 @@ static inline ints reaches(float *x, const float *increment, floats alpha, float
     return (ints)(values >= threshold);
 }
 
-/* Append where the threshold is reached among n elements, the first of which is number `first`. */
-static inline int64_t list(const float *x, int64_t first, int64_t n, float threshold,
-                           uint16_t *places, int64_t count) {
-    for (int64_t i = first; i < first + n; i++) { /* no branch: it would be guessed wrong */
-        places[count] = (uint16_t)i;
+/* Append what reaches the threshold among n elements, the first of which is number `first`. */
+static int64_t list(const float *x, int64_t first, int64_t n, float threshold, int64_t *indices,
+                    float *values, int64_t count) {
+    for (int64_t i = 0; i < n; i++) { /* no branch: it would be guessed wrong */
+        indices[count] = first + i;
+        values[count] = x[i];
         count += fabsf(x[i]) >= threshold;
     }
     return count;
@@ -106,10 +129,10 @@ static inline int64_t select_all(float *flat, const float *increment, float alph
                                  int64_t numel, float threshold, int64_t *indices,
                                  float *values, int64_t *found, int64_t room) {
     const floats thresholds = threshold - (floats){0}, alphas = alpha - (floats){0};
-    uint16_t hits[PIECE / (2 * LANES) + 1], places[PIECE + 1]; /* one more is written than kept */
+    uint32_t firsts[PIECE / WORD], hits[PIECE / WORD];
     int64_t count = *found;
     for (; start < numel; start += PIECE) {
-        const int64_t n = lesser(numel - start, PIECE), whole = n - n % (2 * LANES);
+        const int64_t n = lesser(numel - start, PIECE), whole = n - n % WORD;
         float *x = flat + start;
         const float *more = increment == NULL ? NULL : increment + start;
         if (room - count < n) break;
@@ -117,23 +140,29 @@ static inline int64_t select_all(float *flat, const float *increment, float alph
             *found = count;
             return -1 - start;
         }
-        int64_t groups = 0, listed = 0;
-        for (int64_t i = 0; i < whole; i += 2 * LANES) {
-            ints a = reaches(x + i, more ? more + i : NULL, alphas, thresholds);
-            ints b = reaches(x + i + LANES, more ? more + i + LANES : NULL, alphas, thresholds);
+        int64_t words = 0; /* with a hit; the others are overwritten, which takes no branch */
+        for (int64_t i = 0; i < whole; i += WORD) {
+            uint32_t word = 0;
+            for (int64_t j = 0; j < 4; j++) {
+                int64_t at = i + j * LANES;
+                ints mask = reaches(x + at, more ? more + at : NULL, alphas, thresholds);
+                word |= lanes_of(mask) << j * LANES;
+            }
             if (more) __builtin_prefetch(more + i + PIECE);
-            hits[groups] = (uint16_t)i;
-            groups += any(a | b);
+            if (more) __builtin_prefetch(more + i + PIECE + LINE);
+            firsts[words] = (uint32_t)i;
+            hits[words] = word;
+            words += word != 0;
         }
-        for (int64_t g = 0; g < groups; g++)
-            listed = list(x, hits[g], 2 * LANES, threshold, places, listed);
+        for (int64_t w = 0; w < words; w++) {
+            for (uint32_t left = hits[w]; left != 0; left &= left - 1) {
+                int64_t i = firsts[w] + __builtin_ctz(left);
+                indices[count] = start + i;
+                values[count++] = x[i];
+            }
+        }
         if (more != NULL) add(x + whole, more + whole, n - whole, alpha);
-        listed = list(x, whole, n - whole, threshold, places, listed);
-        for (int64_t i = 0; i < listed; i++) {
-            indices[count + i] = start + places[i];
-            values[count + i] = x[places[i]];
-        }
-        count += listed;
+        count = list(x + whole, start + whole, n - whole, threshold, indices, values, count);
     }
     *found = count;
     return lesser(start, numel);
@@ -361,6 +390,8 @@ int64_t lo_quantize(float *flat, const float *increment, float alpha, int64_t nu
             const float *more = increment == NULL ? NULL : increment + b * block;
             int64_t n = lesser(block, numel - b * block);
             float *x = flat + b * block, inverse;
+            if (more != NULL)
+                for (int64_t i = 0; i < n; i += LINE) __builtin_prefetch(more + n + i);
             float scale = scale_of(add(x, more, n, alpha), bits == 8 ? 127 : 7, &inverse);
             memcpy(scales + 4 * b, &scale, 4);
             quantize_row(x, n, block, bits, scale, inverse, codes + b * block * bits / 8);
@@ -369,16 +400,29 @@ int64_t lo_quantize(float *flat, const float *increment, float alpha, int64_t nu
     return numel;
 }
 
-static void add_codes(float *restrict out, const int8_t *restrict codes, int64_t n, float scale) {
-    for (int64_t i = 0; i < n; i++) out[i] += (float)codes[i] * scale;
+/* Add scale * codes of n elements to out, or to zero if `fresh`. */
+static inline void add_codes(float *restrict out, const int8_t *restrict codes, int64_t n,
+                             float scale, int fresh) {
+    for (int64_t i = 0; i < n; i++) out[i] = (fresh ? 0.0f : out[i]) + (float)codes[i] * scale;
 }
 
-static void add_low(float *restrict out, const uint8_t *restrict row, int64_t n, float scale) {
-    for (int64_t i = 0; i < n; i++) out[i] += (float)((int32_t)(row[i] & 15) - 8) * scale;
+/* The same for codes in the lower, or (shift 4) the upper half of each byte. */
+static inline void add_halves(float *restrict out, const uint8_t *restrict row, int64_t n,
+                              int shift, float scale, int fresh) {
+    for (int64_t i = 0; i < n; i++) {
+        float code = (float)((int32_t)(row[i] >> shift & 15) - 8);
+        out[i] = (fresh ? 0.0f : out[i]) + code * scale;
+    }
 }
 
-static void add_high(float *restrict out, const uint8_t *restrict row, int64_t n, float scale) {
-    for (int64_t i = 0; i < n; i++) out[i] += (float)((int32_t)(row[i] >> 4) - 8) * scale;
+static inline void add_row(float *out, const uint8_t *row, int64_t n, int64_t half, int bits,
+                           float scale, int fresh) {
+    if (bits == 8) {
+        add_codes(out, (const int8_t *)row, n, scale, fresh);
+    } else {
+        add_halves(out, row, lesser(n, half), 0, scale, fresh);
+        if (n > half) add_halves(out + half, row, n - half, 4, scale, fresh);
+    }
 }
 
 /* As lo_sparse_add, for quantised messages; of `limit` elements at the beginning only. */
@@ -389,7 +433,7 @@ void lo_quantized_add(const uint8_t *messages, int64_t stride, int64_t world, in
     for (int64_t b = 0; b * block < limit; b++) {
         int64_t n = lesser(block, limit - b * block);
         float *x = out + b * block;
-        if (overwrite) memset(x, 0, (size_t)n * 4);
+        int fresh = overwrite; /* nothing has been added */
         for (int64_t rank = 0; rank < world; rank++) {
             const uint8_t *message = messages + rank * stride;
             const uint8_t *row = message + HEADER + 4 * blocks + b * block * bits / 8;
@@ -398,13 +442,12 @@ void lo_quantized_add(const uint8_t *messages, int64_t stride, int64_t world, in
             memcpy(&count, message, 4);
             if (count == 0) continue;
             memcpy(&scale, message + HEADER + 4 * b, 4);
-            scale *= alpha;
-            if (bits == 8) {
-                add_codes(x, (const int8_t *)row, n, scale);
-            } else {
-                add_low(x, row, lesser(n, half), scale);
-                if (n > half) add_high(x + half, row, n - half, scale);
-            }
+            if (fresh)
+                add_row(x, row, n, half, bits, scale * alpha, 1);
+            else
+                add_row(x, row, n, half, bits, scale * alpha, 0);
+            fresh = 0;
         }
+        if (fresh) memset(x, 0, (size_t)n * 4);
     }
 }

@@ -288,7 +288,7 @@ class CompressedReduction:
                 self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
                 self._own_group = dist.new_group()
             return TwoStageChannel(scheme, residual, self._own_group, self._worker)
-        return GatherChannel(scheme.codec(residual.numel(), residual.device), residual)
+        return GatherChannel(scheme, residual)
 
     def _hold_unused(self, bucket: GradBucket, state: Bucket) -> list[tuple[Tensor, Tensor]]:
         """Set aside the residual of parameters that took no part in this step.

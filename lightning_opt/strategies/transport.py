@@ -9,15 +9,18 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.strategies.chunks import is_finite
-from lightning_opt.strategies.compressors import Codec
-from lightning_opt.strategies.packing import NON_FINITE, read_header
+from lightning_opt.strategies.chunks import LEAST_PIECE, PIECE, cut, is_finite
+from lightning_opt.strategies.compressors import Codec, Compressor, Quantize
+from lightning_opt.strategies.packing import NON_FINITE, read_header, write_header
 
 # The name from torch 2.13 on, which warns about the older one.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -96,73 +99,128 @@ class Channel(ABC):
         """How many elements this rank's latest message carries."""
 
 
-class CompressedChannel(Channel):
-    """A channel whose messages carry a part of the residual, which is off it while they travel."""
+@dataclass
+class Piece:
+    """A part of a bucket that travels by itself.
 
-    def __init__(self, residual: Tensor, group: dist.ProcessGroup | None = None) -> None:
-        super().__init__(residual, group)
-        self._finite = True
+    Attributes:
+        cut: Where it lies.
+        codec: Compresses it.
+        gathered: Room for the messages of all ranks.
+    """
 
-    def _reject(self, gradient: Tensor, scale: float) -> Tensor:
-        if self._finite:
-            self._recover()
-            self.residual.sub_(gradient, alpha=1.0 / scale)
-        return gradient.fill_(math.nan)
-
-    @abstractmethod
-    def _recover(self) -> None:
-        """Put back into the residual what this rank's latest messages took off it."""
+    cut: slice
+    codec: Codec
+    gathered: Tensor
 
 
-class GatherChannel(CompressedChannel):
-    """Sends every rank's message to every rank, in one all-gather.
+class GatherChannel(Channel):
+    """Sends every rank's message to every rank.
+
+    What is quantised travels in pieces on a CPU, each in an all-gather of its own, so that the next
+    is coded while one is on its way. The bits are the same as of one message for all.
 
     Args:
-        codec: Compresses the bucket.
+        compressor: How the bucket is compressed.
         residual: See :class:`Channel`.
         group: See :class:`Channel`.
     """
 
     def __init__(
-        self, codec: Codec, residual: Tensor, group: dist.ProcessGroup | None = None
+        self, compressor: Compressor, residual: Tensor, group: dist.ProcessGroup | None = None
     ) -> None:
         super().__init__(residual, group)
-        self._codec = codec
-        self._gathered = codec.message.new_empty(self._world * codec.nbytes)
-        self.sent_bytes = (self._world - 1) * codec.nbytes
+        self._finite = True
+        numel, device = residual.numel(), residual.device
+        size = piece_size(compressor, numel, device)
+        self._pieces = []
+        for where in cut(numel, size):
+            codec = compressor.codec(where.stop - where.start, device)
+            room = codec.message.new_empty(self._world * codec.nbytes)
+            self._pieces.append(Piece(where, codec, room))
+        self.sent_bytes = (self._world - 1) * sum(piece.codec.nbytes for piece in self._pieces)
 
     def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step; see :meth:`Channel.start`."""
-        self._finite = self._codec.compress(self.residual, gradient, 1.0 / scale)
-        work = all_gather(self._gathered, self._codec.message, group=self._group, async_op=True)
+        self.flagged = False
+        # Pieces may arrive, and take the place of their gradients, before the last one is coded: it
+        # must be known beforehand whether all are finite. A single one is looked at while coding.
+        self._finite = len(self._pieces) == 1 or is_finite(gradient)
+        futures: list[Future[Tensor]] = []
+        for piece in self._pieces:
+            codec = piece.codec
+            if self._finite:
+                part = gradient[piece.cut]
+                self._finite = codec.compress(self.residual[piece.cut], part, 1.0 / scale)
+            else:
+                write_header(codec.message, 0, NON_FINITE)
+            work = all_gather(piece.gathered, codec.message, group=self._group, async_op=True)
+            finish = partial(self._finish, piece, gradient[piece.cut], scale)
+            futures.append(work.get_future().then(finish))
+        if len(futures) == 1:
+            return futures[0]
 
-        def finish(future: Future[list[Tensor]]) -> Tensor:
-            future.value()  # raises what went wrong, such as a lost rank
-            messages = self._gathered.view(self._world, -1)
-            self.flagged = any(read_header(message)[1] == NON_FINITE for message in messages)
-            if self.flagged:
-                return self._reject(gradient, scale)
-            self._codec.decompress_sum(messages, gradient, scale / self._world)
+        def finish_all(future: Future[list[Future[Tensor]]]) -> Tensor:
+            for one in future.value():
+                one.value()  # raises what went wrong, such as a lost rank
             return gradient
 
-        future: Future[Tensor] = work.get_future().then(finish)
-        return future
+        return torch.futures.collect_all(futures).then(finish_all)
+
+    def _finish(
+        self, piece: Piece, gradient: Tensor, scale: float, future: Future[list[Tensor]]
+    ) -> Tensor:
+        future.value()  # raises what went wrong, such as a lost rank
+        messages = piece.gathered.view(self._world, -1)
+        if not is_sound(messages):
+            self.flagged = True
+            if self._finite:
+                self._recover(piece)
+                self.residual[piece.cut].sub_(gradient, alpha=1.0 / scale)
+            return gradient.fill_(math.nan)
+        piece.codec.decompress_sum(messages, gradient, scale / self._world)
+        return gradient
 
     def take_back(self) -> None:
         """Put back into the residual what the latest step sent."""
-        self._recover()
+        for piece in self._pieces:
+            self._recover(piece)
 
-    def _recover(self) -> None:
-        self._codec.decompress_add(self._codec.message, self.residual)
+    def _recover(self, piece: Piece) -> None:
+        piece.codec.decompress_add(piece.codec.message, self.residual[piece.cut])
 
     def clear_sent(self, flat: Tensor) -> None:
-        """Set to zero the elements that this rank's latest message carries."""
-        self._codec.clear_sent(flat)
+        """Set to zero the elements that this rank's latest messages carry."""
+        for piece in self._pieces:
+            piece.codec.clear_sent(flat[piece.cut])
 
     @property
     def selected(self) -> int:
-        """How many elements this rank's latest message carries."""
-        return read_header(self._codec.message)[0]
+        """How many elements this rank's latest messages carry."""
+        return sum(read_header(piece.codec.message)[0] for piece in self._pieces)
+
+
+def piece_size(compressor: Compressor, numel: int, device: torch.device, shards: int = 1) -> int:
+    """Return how many elements of each shard of a bucket travel together.
+
+    Only what is quantised can be cut without a change: at the ends of blocks. An accelerator codes
+    so fast that there is nothing to hide.
+
+    Args:
+        compressor: How the bucket is compressed.
+        numel: Elements of a shard.
+        device: Where the bucket lies.
+        shards: How many there are.
+    """
+    if not isinstance(compressor, Quantize) or device.type != "cpu":
+        return numel
+    size = max(PIECE // shards, LEAST_PIECE)
+    return max(size // compressor.block, 1) * compressor.block
+
+
+def is_sound(messages: Iterable[Tensor]) -> bool:
+    """Return whether no message is flagged. Waits for the device: they say so themselves."""
+    return all(read_header(message)[1] != NON_FINITE for message in messages)
 
 
 class DenseChannel(Channel):
