@@ -2,15 +2,22 @@
 
 from lightning_opt.batching.accumulation import Accumulation
 from lightning_opt.batching.accumulator import GradientAccumulator
+from lightning_opt.batching.dynamic_size import DynamicBatchSize
+from lightning_opt.batching.finding import FoundSizes
 from lightning_opt.batching.micro_batching import MicroBatching
 from lightning_opt.batching.splitting import UnsplittableBatchError, split_batch
+from lightning_opt.batching.trials import find_batch_size
 from lightning_opt.compute.attention import AttentionBackend
 from lightning_opt.compute.memory_format import ChannelsLast
 from lightning_opt.compute.optimizers import FusedOptimizer
 from lightning_opt.compute.rotary import RotaryEmbedding
+from lightning_opt.compute.runtime import Runtime
 from lightning_opt.compute.self_attention import SelfAttention
 from lightning_opt.core.report import Report
 from lightning_opt.data.cache import CachedDataset, cached
+from lightning_opt.data.monitor import DataMonitor
+from lightning_opt.data.prefetcher import DevicePrefetcher
+from lightning_opt.data.tuning import DataPipelineTuner
 from lightning_opt.gradients.clipper import GradientClipper
 from lightning_opt.gradients.clipping import AdaptiveClipping
 from lightning_opt.gradients.curvature import (
@@ -60,9 +67,14 @@ __all__ = [
     "Compressor",
     "CurvatureMonitor",
     "CurvaturePreconditioner",
+    "DataMonitor",
+    "DataPipelineTuner",
+    "DevicePrefetcher",
+    "DynamicBatchSize",
     "DynamicLossScale",
     "FixedNorm",
     "FixedValue",
+    "FoundSizes",
     "FusedOptimizer",
     "GarbageCollection",
     "GradientAccumulator",
@@ -82,6 +94,7 @@ __all__ = [
     "Report",
     "Robust",
     "RotaryEmbedding",
+    "Runtime",
     "SelfAttention",
     "Threshold",
     "TopK",
@@ -89,6 +102,7 @@ __all__ = [
     "UnsplittableBatchError",
     "ZClip",
     "cached",
+    "find_batch_size",
     "hessian_diagonal",
     "hessian_trace",
     "hessian_vector_product",

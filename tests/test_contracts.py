@@ -50,6 +50,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": "unit_wise"},
     ],
     "AttentionBackend": [{"order": ["math"], "watch_batches": 3}],
+    "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0, "figure": None}],
     "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],
     "ChannelsLast": [{"policy": "always"}],
     "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
@@ -228,17 +228,22 @@ def hessian_product(loss: Tensor, params: Tensors) -> Product:
     gradients: Sequence[Tensor | None] = torch.autograd.grad(
         loss, list(params), create_graph=True, allow_unused=True
     )
+    _check_differentiable(gradients)
     # A gradient without a graph is a constant: its row of the Hessian is zero.
-    curved = [i for i, g in enumerate(gradients) if g is not None and g.requires_grad]
+    curved = [
+        (place, gradient)
+        for place, gradient in enumerate(gradients)
+        if gradient is not None and gradient.requires_grad
+    ]
 
     def product(vectors: Tensors) -> list[Tensor]:
         if not curved:
             return [torch.zeros_like(parameter) for parameter in params]
         with _told_of_attention():
             products = torch.autograd.grad(
-                [gradients[i] for i in curved],  # type: ignore[misc]
+                [gradient for _, gradient in curved],
                 list(params),
-                [vectors[i] for i in curved],
+                [vectors[place] for place, _ in curved],
                 retain_graph=True,
                 allow_unused=True,
             )
@@ -265,12 +270,33 @@ def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     return bits.to(like.dtype).mul_(2).sub_(1)
 
 
-def twice_differentiable() -> sdpa_kernel:
+def twice_differentiable() -> AbstractContextManager[None]:
     """Return the context in which attention has a second derivative, as its fast kernels have not.
 
     Enter it for the forward pass.
     """
     return sdpa_kernel(SDPBackend.MATH)
+
+
+def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
+    """Find functions that may be differentiated once only.
+
+    Their node raises when it is reached, but leads nowhere, so that ``torch.autograd.grad`` leaves
+    it out and the second derivative lacks a part in silence.
+    """
+    waiting = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name().rpartition("::")[2] == "Error":
+            raise RuntimeError(
+                "A function in the loss is marked once_differentiable, so it has no second "
+                "derivative."
+            )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
 
 
 @contextmanager
@@ -303,16 +329,16 @@ def _forward_over_reverse(
     with twice_differentiable(), warnings.catch_warnings():
         # torch scripts its own decompositions at the first use.
         warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
-        _, product = torch.func.jvp(
-            gradient, tuple(p.detach() for p in params), tuple(v.detach() for v in vectors)
-        )
-    return tuple(product)
+        parameters = tuple(parameter.detach() for parameter in params)
+        outputs = torch.func.jvp(gradient, parameters, tuple(v.detach() for v in vectors))
+    return tuple(outputs[1])
 
 
 def _exact_diagonal(loss: Tensor, params: Tensors) -> list[Tensor]:
     gradients: Sequence[Tensor | None] = torch.autograd.grad(
         loss, list(params), create_graph=True, allow_unused=True
     )
+    _check_differentiable(gradients)
     return [
         torch.zeros_like(parameter)
         if gradient is None or not gradient.requires_grad

@@ -246,3 +246,22 @@ def test_what_cannot_be():
     attention = Case("attention")
     with pytest.raises(RuntimeError, match="has no second derivative"):
         lo.hessian_trace(attention.loss(attention.params), attention.params)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad.clone()
+
+
+def test_a_function_that_can_be_differentiated_once_only():
+    """torch itself would leave its part out and say nothing."""
+    x = torch.ones(3, requires_grad=True)
+    for method in ("hutchinson", "exact"):
+        with pytest.raises(RuntimeError, match="marked once_differentiable"):
+            lo.hessian_diagonal(Once.apply(torch.tanh(x)).square().sum(), [x], method=method)
