@@ -9,6 +9,7 @@ from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import nn
 
+from lightning_opt.compute.compile_regions import CompiledForward
 from lightning_opt.compute.sdpa import BACKENDS, CAN_RANK, Call, Preference, Signature, Watch
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.report import Report
@@ -231,6 +232,7 @@ def _is_compiled(model: nn.Module) -> bool:
     return any(
         getattr(module, "_compiled_call_impl", None) is not None
         or "_orig_mod" in module._modules
+        or isinstance(module.forward, CompiledForward)
         or hasattr(module.forward, "_torchdynamo_orig_callable")
         for module in model.modules()
     )
