@@ -53,6 +53,12 @@ SETTINGS: dict[str, list[Settings]] = {
     "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0, "figure": None}],
     "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],
     "ChannelsLast": [{"policy": "always"}],
+    "DynamicBatchSize": [
+        {"budget_mb": 1e6, "grow": 1.5, "scale_lr": "sqrt"},
+        {"budget_mb": 1.0},
+        {"budget_mb": 1e6, "keep_effective": 8},
+        {"budget_mb": 1e6, "find": True, "max_size": 7},
+    ],
     "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
     "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],
@@ -64,6 +70,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"every_n_steps": 5, "modules": True, "figure": None, "file": None},
     ],
     "MicroBatching": [{"size": 3}],
+    "Runtime": [{"matmul_precision": "highest", "deterministic": True, "threads": 1}],
 }
 """Settings to try beside the defaults, so that within a few steps each does something."""
 

@@ -1,0 +1,235 @@
+"""Settings of the process, each of which says how it went and how it is undone."""
+
+from __future__ import annotations
+
+import functools
+import os
+import sys
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import torch
+
+CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
+CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
+ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE = "expandable_segments"
+
+
+@dataclass
+class Outcome:
+    """How setting something went.
+
+    Attributes:
+        setting: Its name.
+        asked: What it was to be.
+        before: What it was.
+        done: Whether it is so now.
+        note: What there is to know; where it is not done, why.
+        failed: Whether it should have been possible.
+        undo: Puts back what was there before.
+    """
+
+    setting: str
+    asked: Any
+    before: Any = None
+    done: bool = True
+    note: str = ""
+    failed: bool = False
+    undo: Callable[[], None] | None = None
+
+    @classmethod
+    def refused(cls, setting: str, asked: Any, note: str, *, failed: bool = False) -> Outcome:
+        """Return that it is not done."""
+        return cls(setting, asked, done=False, note=note, failed=failed)
+
+    def row(self) -> dict[str, Any]:
+        """Return it as a row of a report."""
+        return {
+            "setting": self.setting,
+            "asked": str(self.asked),
+            "before": "" if self.before is None else str(self.before),
+            "set": self.done,
+            "note": self.note,
+        }
+
+
+def set_matmul_precision(precision: str, device: torch.device) -> Outcome:
+    """Set how exactly matrices in float32 are multiplied."""
+    name = "matmul_precision"
+    try:
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(precision)
+    except RuntimeError as error:  # torch's newer settings are in use, and do not mix with this
+        return Outcome.refused(name, precision, str(error).splitlines()[0], failed=True)
+    note = ""
+    if device.type == "cpu" and precision != "highest":
+        note = "on a CPU a permission for oneDNN, which few CPUs can use"
+    undo = functools.partial(torch.set_float32_matmul_precision, before)
+    return Outcome(name, precision, before, note=note, undo=undo)
+
+
+def set_cudnn_benchmark(on: bool, device: torch.device) -> Outcome:
+    """Have cuDNN try its kernels for each new shape, or not."""
+    name = "cudnn_benchmark"
+    if device.type != "cuda" or not torch.backends.cudnn.is_available():
+        return Outcome.refused(name, on, f"{device.type} has no cuDNN")
+    if on and torch.are_deterministic_algorithms_enabled():
+        return Outcome.refused(name, on, "deterministic algorithms are asked for")
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = on
+    return Outcome(
+        name, on, before, undo=lambda: setattr(torch.backends.cudnn, "benchmark", before)
+    )
+
+
+def set_deterministic() -> Outcome:
+    """Allow only algorithms that give the same bits each time, or an error."""
+    before = (torch.are_deterministic_algorithms_enabled(), _warns_only())
+    cudnn = torch.backends.cudnn
+    flags = (cudnn.deterministic, cudnn.benchmark)
+    workspace = os.environ.get(CUBLAS)
+    torch.use_deterministic_algorithms(True)
+    cudnn.deterministic, cudnn.benchmark = True, False
+    note = ""
+    if workspace not in CUBLAS_DETERMINISTIC:
+        os.environ[CUBLAS] = CUBLAS_DETERMINISTIC[0]
+        if workspace is not None:
+            note = f"{CUBLAS} was {workspace}"
+        elif torch.cuda.is_available() and torch.cuda.memory_allocated():
+            note = f"if cuBLAS ran before, set {CUBLAS}={CUBLAS_DETERMINISTIC[0]} before you start"
+
+    def undo() -> None:
+        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        cudnn.deterministic, cudnn.benchmark = flags
+        if workspace is None:
+            os.environ.pop(CUBLAS, None)
+        else:
+            os.environ[CUBLAS] = workspace
+
+    return Outcome("deterministic", True, before[0], note=note, undo=undo)
+
+
+def _warns_only() -> bool:
+    return torch.is_deterministic_algorithms_warn_only_enabled()
+
+
+def set_expandable_segments(device: torch.device) -> Outcome:
+    """Have CUDA's allocator grow its segments instead of adding new ones."""
+    name = "allocator"
+    if device.type != "cuda":
+        return Outcome.refused(name, EXPANDABLE, f"{device.type} has no such allocator")
+    if not sys.platform.startswith("linux"):
+        return Outcome.refused(name, EXPANDABLE, "only on Linux", failed=True)
+    for variable in ALLOCATOR:
+        if EXPANDABLE in os.environ.get(variable, ""):
+            note = f"{variable} says {os.environ[variable]}"
+            return Outcome.refused(name, EXPANDABLE, note)
+    try:
+        _configure_allocator(f"{EXPANDABLE}:True")
+    except (RuntimeError, ValueError, AttributeError) as error:
+        note = f"{error}; set {ALLOCATOR[1]}={EXPANDABLE}:True before you start"
+        return Outcome.refused(name, EXPANDABLE, note, failed=True)
+    reserved = torch.cuda.memory_reserved(device)
+    note = ""
+    if reserved:
+        note = f"too late for {reserved >> 20} MiB that were reserved before, and stay as they are"
+    undo = functools.partial(_configure_allocator, f"{EXPANDABLE}:False")
+    return Outcome(name, EXPANDABLE, "", note=note, undo=undo)
+
+
+def _configure_allocator(settings: str) -> None:
+    configure = getattr(torch._C, "_accelerator_setAllocatorSettings", None)
+    if configure is None:  # before torch 2.9
+        configure = torch.cuda.memory._set_allocator_settings
+    configure(settings)
+
+
+def set_threads(number: int) -> Outcome:
+    """Set the threads of one operation of torch on the CPU."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    return Outcome("threads", number, before, undo=functools.partial(torch.set_num_threads, before))
+
+
+def allowed_cpus() -> list[int]:
+    """Return the CPUs that this thread may run on; all of them where that is not known."""
+    if hasattr(os, "sched_getaffinity"):
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
+    """Return the part of ``cpus`` that is process ``rank``'s of ``ranks``; empty if too few."""
+    size = len(cpus) // ranks
+    return cpus[rank * size : (rank + 1) * size]
+
+
+def set_affinity(cpus: Iterable[int]) -> Outcome:
+    """Bind the threads of this process, and those that they start, to some CPUs."""
+    name, wanted = "cpu_affinity", sorted(cpus)
+    if not hasattr(os, "sched_setaffinity"):
+        return Outcome.refused(name, wanted, f"not possible on {sys.platform}", failed=True)
+    return _for_all_threads(
+        name,
+        wanted,
+        lambda thread: sorted(os.sched_getaffinity(thread)),
+        os.sched_setaffinity,
+    )
+
+
+def set_priority(niceness: int) -> Outcome:
+    """Set the niceness of the threads of this process, and those that they start."""
+    name = "priority"
+    if not sys.platform.startswith("linux"):
+        return Outcome.refused(name, niceness, f"not possible on {sys.platform}", failed=True)
+    return _for_all_threads(
+        name,
+        niceness,
+        lambda thread: os.getpriority(os.PRIO_PROCESS, thread),
+        lambda thread, value: os.setpriority(os.PRIO_PROCESS, thread, value),
+    )
+
+
+def _for_all_threads(
+    name: str, wanted: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
+) -> Outcome:
+    """Set what Linux keeps for each thread, and a new thread takes over from its parent."""
+    usual, before = read(0), {}
+    try:
+        for thread in _threads():
+            try:
+                before[thread] = read(thread)
+                write(thread, wanted)
+            except ProcessLookupError:
+                before.pop(thread, None)  # it has ended
+        found = read(0)
+    except (OSError, ValueError) as error:
+        with suppress(OSError):
+            _write_back(before, usual, write)
+        return Outcome.refused(name, wanted, _reason(error), failed=True)
+    if found != wanted:
+        with suppress(OSError):
+            _write_back(before, usual, write)
+        return Outcome.refused(name, wanted, f"the system made it {found}", failed=True)
+    undo = functools.partial(_write_back, before, usual, write)
+    return Outcome(name, wanted, usual, undo=undo)
+
+
+def _write_back(before: dict[int, Any], usual: Any, write: Callable[[int, Any], None]) -> None:
+    for thread in _threads():
+        try:
+            write(thread, before.get(thread, usual))
+        except ProcessLookupError:
+            continue
+
+
+def _threads() -> list[int]:
+    return [thread.id for thread in psutil.Process().threads()]
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error)
