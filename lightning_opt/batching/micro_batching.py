@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import logging
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -13,18 +12,18 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DeepSpeedStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_opt.batching.growing import Room
+from lightning_opt.batching.learning import Learner
+from lightning_opt.batching.ranks import Alone, Replicas
 from lightning_opt.batching.running import MicroBatchClosure, Split, Weigh, Workshop, split_with
-from lightning_opt.batching.sizes import LearnedSizes
-from lightning_opt.batching.splitting import shape_of
 from lightning_opt.core.arguments import at_least, fraction
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
 from lightning_opt.core.loggers import log_scalars
@@ -33,8 +32,6 @@ from lightning_opt.core.report import Report
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-log = logging.getLogger(__name__)
 
 
 class MicroBatching(Callback):
@@ -114,10 +111,12 @@ class MicroBatching(Callback):
         self._reset()
 
     def _reset(self) -> None:
-        self._sizes = LearnedSizes(self.min_size, self.regrow_every)
-        self._retries = 0
-        self._changed: int | None = None
-        self.events: list[dict[str, Any]] = []
+        self._learner = Learner(self.min_size, self.safety, self.regrow_every, self._before_split)
+
+    @property
+    def events(self) -> list[dict[str, Any]]:
+        """Changes of size, the newest last: ``step``, ``kind``, ``samples`` and ``size``."""
+        return self._learner.events
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot be right."""
@@ -144,16 +143,26 @@ class MicroBatching(Callback):
                 "is no batch to split."
             )
         if self.size == "auto" and isinstance(trainer.strategy, ParallelStrategy):
-            raise ValueError(
-                "MicroBatching(size='auto') works in a single process only: under "
-                f"{type(trainer.strategy).__name__} a rank that runs out of memory alone would "
-                "leave the others waiting. Give a number, such as "
-                "MicroBatching(size=8), which all ranks follow."
-            )
+            self._refuse_for_auto(trainer.strategy)
         if self._module is None or self._module() is not pl_module:
             if self._module is not None:
                 self._reset()  # another model: what the last one needed says nothing about it
             self._module = ref(pl_module)
+
+    @staticmethod
+    def _refuse_for_auto(strategy: ParallelStrategy) -> None:
+        name = type(strategy).__name__
+        if not isinstance(strategy, DDPStrategy):
+            raise ValueError(
+                f"MicroBatching(size='auto') does not work under {name}, where a rank that runs "
+                "out of memory alone would leave the others waiting. Give a number, such as "
+                "MicroBatching(size=8), which all ranks follow."
+            )
+        if strategy._ddp_kwargs.get("static_graph"):
+            raise ValueError(
+                "MicroBatching(size='auto') does not work with DDP's static_graph=True, which "
+                "expects the same backward passes at every step. Leave it out, or give a number."
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse optimizers that evaluate the loss more than once a step."""
@@ -166,14 +175,21 @@ class MicroBatching(Callback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's closures."""
         self._release()
-        auto = self.size == "auto"
-        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, retrying=auto)
+        auto, stack = self.size == "auto", ExitStack()
+        ranks: Alone | None = None
+        if auto and isinstance(trainer.strategy, DDPStrategy):
+            model = trainer.strategy.model
+            assert isinstance(model, DistributedDataParallel)
+            ranks = Replicas(model, trainer.strategy._timeout)
+            stack.callback(ranks.close)
+        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, auto, ranks)
         optimization = shop.optimization
-        self._shop, self._stack = shop, ExitStack()
+        self._shop, self._stack = shop, stack
         self._whole, self._update = optimization._make_closure, optimization._optimizer_step
         self._agreed = trainer.world_size == 1 or _same_on_all_ranks(trainer.train_dataloader)
-        self._room = Room(shop.device, self.safety) if auto else None
-        make = self._make_retrying if auto else self._make_fixed
+        if auto:
+            self._learner.start(shop)
+        make = self._learner.make_closure if auto else self._make_fixed
         self._stack.enter_context(
             replaced(optimization, _make_closure=make, _optimizer_step=self._step)
         )
@@ -191,81 +207,8 @@ class MicroBatching(Callback):
             parts = _agree(parts, samples, shop.device)
         if parts <= 1:
             return self._whole(kwargs, optimizer, batch_idx)
-        self._warn_of_batchnorm()
+        self._before_split(kwargs["batch"], parts)
         return MicroBatchClosure(shop, kwargs, optimizer, batch_idx, parts)
-
-    # --- a size that is learnt ------------------------------------------------------------------
-
-    def _make_retrying(
-        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
-    ) -> MicroBatchClosure:
-        shop, batch, sizes = self._at_work(), kwargs["batch"], self._sizes
-        parts, binding = 1, None
-        if sizes.shapes:
-            binding = sizes.binding(*shape_of(batch))
-        if binding is not None:
-            [(_, samples)] = split_with(self.split, batch, 1)
-            parts = -(-samples // sizes.shapes[binding]["size"])
-        growing = binding is not None and parts > 1 and sizes.is_due(binding)
-        room = self._room if growing else None
-        if room is not None:
-            room.forget()
-
-        retries = self._retries
-
-        def succeeded() -> None:
-            sizes.batches += 1
-            if room is not None and binding is not None and self._retries == retries:
-                self._grow(binding, room)
-
-        return MicroBatchClosure(
-            shop,
-            kwargs,
-            optimizer,
-            batch_idx,
-            parts,
-            self._smaller,
-            succeeded,
-            room.measure if room is not None else None,
-        )
-
-    def _smaller(self, batch: Any, failed: int, parts: int, problem: str) -> int:
-        """Return the number of parts after ``parts`` ran out of memory."""
-        self._retries += 1
-        [(_, samples)] = split_with(self.split, batch, 1)
-        shape, elements = shape_of(batch)
-        failed = failed or samples
-        size = self._sizes.shrink(shape, elements, failed) if parts < samples else None
-        if size is None:
-            one = "one sample does" if failed == 1 else f"min_size={failed} samples do"
-            raise MemoryError(
-                f"Even {one} not fit into memory: a micro-batch of {failed} of a batch of "
-                f"{samples} ({shape or 'no tensors'}) ran out of it. What may help: "
-                "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller samples. "
-                f"The allocator said: {problem}"
-            )
-        self._warn_of_batchnorm()
-        self._note("split", samples, size)
-        log.info(
-            "Out of memory with %d samples of %d: the batch is tried again in parts of at most %d.",
-            failed,
-            samples,
-            size,
-        )
-        return max(parts + 1, -(-samples // size))
-
-    def _grow(self, shape: str, room: Room) -> None:
-        size = self._sizes.shapes[shape]["size"]
-        fits = room.holds(size)
-        self._sizes.grow(shape, fits)
-        if fits:
-            self._note("grown", 0, 2 * size)
-
-    def _note(self, kind: str, samples: int, size: int) -> None:
-        step = self._at_work().trainer.global_step
-        self._changed = size
-        self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})
-        del self.events[:-1000]
 
     def on_train_batch_end(
         self,
@@ -276,9 +219,10 @@ class MicroBatching(Callback):
         batch_idx: int,
     ) -> None:
         """Log a size that has changed."""
-        if self._changed is not None:
-            size, self._changed = self._changed, None
-            scalars = {"micro_batching/size": size, "micro_batching/retries": self._retries}
+        learner = self._learner
+        if learner.changed is not None:
+            size, learner.changed = learner.changed, None
+            scalars = {"micro_batching/size": size, "micro_batching/retries": learner.retries}
             log_scalars(trainer, scalars)
 
     # --- around both ----------------------------------------------------------------------------
@@ -299,7 +243,8 @@ class MicroBatching(Callback):
                 f"a smaller model. The allocator said: {problem}"
             )
 
-    def _warn_of_batchnorm(self) -> None:
+    def _before_split(self, batch: Any, parts: int) -> None:
+        """Warn, once, of what is not as with the whole batch."""
         module = self._at_work().module
         if not self._warned and any(
             isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
@@ -317,8 +262,9 @@ class MicroBatching(Callback):
 
     def report(self) -> Report:
         """Return the newest changes of size, one a row."""
-        known = len(self._sizes.shapes)
-        notes = [f"{self._retries} attempts taken back; sizes learnt for {known} shapes."]
+        learner = self._learner
+        known = len(learner.sizes.shapes)
+        notes = [f"{learner.retries} attempts taken back; sizes learnt for {known} shapes."]
         return Report(f"MicroBatching(size={self.size!r})", self.events, notes)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -338,8 +284,8 @@ class MicroBatching(Callback):
     def _release(self) -> None:
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._shop = self._room = self._whole = self._update = None
-        self._changed = None
+        self._stack = self._shop = self._whole = self._update = None
+        self._learner.stop()
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the model, so that the callback can be sent to another process."""
@@ -347,19 +293,11 @@ class MicroBatching(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learnt, as plain types."""
-        return {
-            "batches": self._sizes.batches,
-            "shapes": {shape: dict(known) for shape, known in self._sizes.shapes.items()},
-            "retries": self._retries,
-            "events": [dict(event) for event in self.events],
-        }
+        return self._learner.state_dict()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._sizes.batches = state_dict["batches"]
-        self._sizes.shapes = {shape: dict(known) for shape, known in state_dict["shapes"].items()}  # type: ignore[misc]
-        self._retries = state_dict["retries"]
-        self.events = [dict(event) for event in state_dict["events"]]
+        self._learner.load_state_dict(state_dict)
 
 
 def _function(name: str, given: Callable[..., Any] | str | None) -> Any:

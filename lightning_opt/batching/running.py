@@ -5,23 +5,30 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_opt.batching.merging import LogRecorder, merge_outputs
-from lightning_opt.batching.splitting import split_into, tensors_of, with_own_containers
+from lightning_opt.batching.ranks import Alone, OtherRankFailedError
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.splitting import split_into, tensors_of, with_own_containers
 from lightning_opt.core.undo import Before, CannotUndoError, GradientsBefore
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+TOO_LATE = (
+    "Out of memory on this rank while gradients were being reduced, although a batch as large had "
+    "passed before. The other ranks may be waiting in that reduction, so the batch is not tried "
+    "again: resume from the last checkpoint, with a smaller batch. The allocator said: "
+)
 
 Split = Callable[[Any, int], Sequence[tuple[Any, int]]]
 Weigh = Callable[[Any], Any]
@@ -57,6 +64,7 @@ class Workshop:
         split: The user's function.
         weigh: What a micro-batch counts in the loss; None for its samples.
         retrying: Whether a batch that runs out of memory is taken back.
+        ranks: Who has to agree to that.
     """
 
     def __init__(
@@ -66,7 +74,9 @@ class Workshop:
         split: Split | None,
         weigh: Weigh | None,
         retrying: bool,
+        ranks: Alone | None = None,
     ) -> None:
+        self.ranks = Alone() if ranks is None else ranks
         self.trainer, self.module = trainer, module
         self.split, self.weigh = split, weigh
         self.optimization = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -138,6 +148,7 @@ class MicroBatchClosure(Closure):
         if before is None:
             return self._attempt(split_with(self._shop.split, batch, parts))
         before.take()
+        ranks = self._shop.ranks
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
         # `training_step` may take things out of its containers, so the next attempt has these.
         kept = with_own_containers(batch)
@@ -145,6 +156,7 @@ class MicroBatchClosure(Closure):
         while result is None:
             problem, sizes = "", [0]
             pieces: Sequence[tuple[Any, int]] = [(batch, 0)]
+            ranks.begin_attempt()
             try:
                 if parts > 1:
                     pieces = split_with(self._shop.split, kept, parts)
@@ -154,11 +166,19 @@ class MicroBatchClosure(Closure):
                 if not is_out_of_memory(error):
                     raise
                 problem = f"{type(error).__name__}: {error}"
-            if problem:
+            except OtherRankFailedError:
+                pass
+            if result is None:
                 # Outside `except`: there the traceback holds the memory that is to be freed.
                 pieces = []
+                if ranks.committed:
+                    raise MemoryError(TOO_LATE + problem)
+                if problem:
+                    ranks.fail()
                 self._take_back(versions, problem)
                 parts = self._smaller(kept, max(sizes), parts, problem)
+                if parts == 1:  # another rank's batch is split, and this one cannot be
+                    batch = with_own_containers(kept)
         if self._gradients is not None:
             self._gradients.put_back()  # `training_step` returned None, so nothing was added up
         before.learn()
@@ -180,7 +200,7 @@ class MicroBatchClosure(Closure):
         skipped = 0
         for number, (piece, count) in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            with _block_parallel_sync_behavior(strategy, not is_last and not accumulating):
+            with shop.ranks.holding(strategy, is_last, accumulating):
                 measured = self._measure(count) if self._measure and number == 0 else None
                 loss, extra = self._forward(piece, number)
                 if measured is not None:
@@ -200,9 +220,11 @@ class MicroBatchClosure(Closure):
                     loss = loss * shares[number]
                 if carried is not None and is_last:
                     loss = loss + carried  # the value of the whole batch, the gradient of this part
-                self._backward(loss, is_last)
+                self._backward(loss, is_last, accumulating)
                 loss = loss.detach()
                 carried = loss if carried is None or is_last else carried + loss
+        if self._backward_fn is None:
+            shop.ranks.finish()
         if skipped:
             self.warning_cache.warn(
                 "`training_step` returned `None`. If this was on purpose, ignore this warning..."
@@ -238,19 +260,20 @@ class MicroBatchClosure(Closure):
         if self._shop.before is not None and self._gradients is None:
             self._gradients = GradientsBefore(self._shop.parameters)
 
-    def _backward(self, loss: Tensor, is_last: bool) -> None:
+    def _backward(self, loss: Tensor, is_last: bool, accumulating: bool) -> None:
         """Run the backward pass, and the hooks around it if they are due."""
         if self._backward_fn is None:
             return
         shop = self._shop
         told, self._told = self._told, self._told or is_last
         with ExitStack() as stack:
-            if is_last and self._gradients:
+            if is_last and (self._gradients or shop.ranks.several):
                 backward, gradients = shop.module.backward, self._gradients
 
-                def whole(*args: Any, **kwargs: Any) -> None:
-                    backward(*args, **kwargs)
-                    gradients.add_up()  # before any hook looks at them
+                def whole(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+                    # So that gradients are whole before any hook looks at them.
+                    run = partial(backward, loss, *args, **kwargs)
+                    shop.ranks.last_backward(run, loss, gradients, accumulating)
 
                 stack.enter_context(replaced(shop.module, backward=whole))
             if is_last and not told:

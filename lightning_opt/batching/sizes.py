@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TypedDict
 
 LONGEST_WAIT = 64
@@ -87,3 +88,35 @@ class LearnedSizes:
             size=size, elements=elements, since=self.batches, wait=wait, fallback=0
         )
         return size
+
+
+def kind_of(shape: str) -> str:
+    """Return what ``shape_of`` says of a batch, without the lengths."""
+    return re.sub(r"\d+(?=[,\]])", "n", shape)
+
+
+class Proven:
+    """What has passed already: how many samples of how many elements, by the kind of batch.
+
+    What has no more samples, and no more elements in each, needs no more memory.
+    """
+
+    def __init__(self) -> None:
+        self._kinds: dict[str, list[tuple[int, int]]] = {}
+
+    def covers(self, kind: str, elements: int, samples: int) -> bool:
+        """Return whether as many samples of as many elements have passed, or more of both."""
+        return any(e >= elements and s >= samples for e, s in self._kinds.get(kind, ()))
+
+    def add(self, kind: str, elements: int, samples: int) -> None:
+        """Note what has passed."""
+        if self.covers(kind, elements, samples):
+            return
+        passed = self._kinds.setdefault(kind, [])
+        passed[:] = [(e, s) for e, s in passed if e > elements or s > samples]
+        passed.append((elements, samples))
+        del passed[:-MOST_SHAPES]
+
+    def clear(self) -> None:
+        """Forget everything."""
+        self._kinds.clear()

@@ -12,7 +12,6 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_opt as lo
 from tests.batching.nets import Hooks, Net, Samples
-from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -109,16 +108,3 @@ def test_equals_whole_batches_on_two_ranks(strategy):
             assert called == expected[1]
             assert losses == pytest.approx(expected[2], rel=1e-5)
             assert reductions == expected[3]  # once a step, not once a micro-batch
-
-
-def refuse_auto() -> str:
-    try:
-        quiet_trainer(callbacks=[lo.MicroBatching()], strategy="ddp", devices=2).fit(SmallNet())
-    except ValueError as error:
-        return str(error)
-    return ""
-
-
-def test_refuses_auto_under_several_processes():
-    for message in launch(refuse_auto):
-        assert "MicroBatching(size=8)" in message

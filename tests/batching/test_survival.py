@@ -109,7 +109,7 @@ def train(seed: int, where: str, room: float | None, size: Any = None) -> dict[s
         "weights": {name: value.clone() for name, value in model.state_dict().items()},
         "seen": sorted(model.seen),
         "loss": float(trainer.callback_metrics.get("loss", 0.0)),
-        "retries": 0 if micro is None else micro._retries,
+        "retries": 0 if micro is None else micro.state_dict()["retries"],
     }
 
 
