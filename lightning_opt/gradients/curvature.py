@@ -18,7 +18,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Generic, Literal, NamedTuple, TypeAlias, TypeVar
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -40,7 +41,8 @@ MOST_UNIT_ELEMENTS = 2**22
 """Elements of the unit vectors that go through one batched backward pass."""
 
 
-class Estimate(NamedTuple, Generic[Value]):
+@dataclass(frozen=True)
+class Estimate(Generic[Value]):
     """A figure, and how far it may be off.
 
     Attributes:

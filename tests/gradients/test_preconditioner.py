@@ -356,3 +356,16 @@ def test_a_batch_that_cannot_be_cut():
     with pytest.raises(lo.UnsplittableBatchError, match=r"Give fraction=1\.0"):
         quiet_trainer(callbacks=[preconditioner(fraction=0.5)]).fit(Odd(), loader)
     quiet_trainer(callbacks=[preconditioner()]).fit(Odd(), loader)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_loss_scaler(fused):
+    """The curvature is that of float32, and steps that overflow are left to the scaler."""
+    finals = []
+    for scale in (None, 1024.0, 2.0**40):
+        plugins = [] if scale is None else [lo.DynamicLossScale(scale, growth_interval=1000)]
+        callback, model = preconditioner(), SmallNet("SGD", lr=LR, fused=fused)
+        fit(model, callback, plugins=plugins)
+        finals.append((callback.state_dict()["average"]["layer.0.weight"], model))
+    assert_same_weights(finals[1][1], finals[0][1], atol=0.02)  # float16 forward and backward
+    assert all(p.isfinite().all() for p in finals[2][1].parameters())
