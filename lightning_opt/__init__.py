@@ -8,6 +8,7 @@ from lightning_opt.batching.micro_batching import MicroBatching
 from lightning_opt.batching.splitting import UnsplittableBatchError, split_batch
 from lightning_opt.batching.trials import find_batch_size
 from lightning_opt.compute.attention import AttentionBackend
+from lightning_opt.compute.compile import CompileModel
 from lightning_opt.compute.memory_format import ChannelsLast
 from lightning_opt.compute.optimizers import FusedOptimizer
 from lightning_opt.compute.rotary import RotaryEmbedding
@@ -63,6 +64,7 @@ __all__ = [
     "CachedDataset",
     "ChannelsLast",
     "ClippingRule",
+    "CompileModel",
     "CompressedDDPStrategy",
     "Compressor",
     "CurvatureMonitor",

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
 
+from lightning_opt.compute.compile_errors import passed_compiled_backward
 from lightning_opt.compute.compile_regions import EAGER, Region, Shared, give_up
 from lightning_opt.compute.compile_retry import Retry
 from lightning_opt.compute.compile_scope import find_regions
@@ -23,6 +24,7 @@ from lightning_opt.compute.compile_settings import (
     refuse_neighbours,
 )
 from lightning_opt.core.compiling import CLOCK
+from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 
@@ -203,6 +205,14 @@ class CompileModel(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Undo everything; Lightning calls no ``teardown`` after an exception."""
+        if self._stack is not None and passed_compiled_backward(exception):
+            note = getattr(exception, "add_note", None)  # Python 3.10 has none
+            if note is not None and not is_out_of_memory(exception):
+                note(
+                    "CompileModel: this came out of a compiled backward pass, at a place where the "
+                    "step cannot be taken back (several processes, manual optimisation, or not the "
+                    "first step). Leave CompileModel out to see whether the model itself raises it."
+                )
         self._undo()
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

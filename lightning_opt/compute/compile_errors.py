@@ -10,6 +10,9 @@ COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.
 TOOLS = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
 """Errors about the machine: no mode and no other part of the model will fare better."""
 
+CODE = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
+"""Where compilers and what runs compiled code live."""
+
 LONGEST = 300
 """Characters of a reason."""
 
@@ -48,6 +51,18 @@ def reason(error: BaseException) -> str:
     text = text if len(text) <= LONGEST else text[: LONGEST - 3] + "..."
     name = type(shown).__name__
     return text if text.startswith(name) else f"{name}: {text}".rstrip(": ")
+
+
+def passed_compiled_backward(error: BaseException) -> bool:
+    """Return whether ``error`` came out of compiled code, or the compiler, in a backward pass."""
+    trace, in_backward = error.__traceback__, False
+    while trace is not None:
+        place = trace.tb_frame.f_code.co_filename.replace("\\", "/")
+        in_backward = in_backward or place.endswith("/torch/autograd/graph.py")
+        if in_backward and any(part in place for part in CODE):
+            return True
+        trace = trace.tb_next
+    return False
 
 
 def _module(kind: type) -> str:

@@ -106,6 +106,7 @@ class Region:
         self.reason = ""
         self.last_step = -1
         self.compiled: Callable[..., Any] | None = None
+        self.takes_module = True
         self.forwards = [CompiledForward(module, self) for module in modules]
 
     @property
@@ -121,16 +122,37 @@ class Region:
             forward.forget()
         if self.mode == EAGER:
             return
-        # A code object of its own: torch keeps compiled code, and the sizes that it has seen, by
-        # code object. So nothing is shared with other regions, and all goes with the region.
-        code = _run.__code__.replace(co_name=f"{self.kind}_{next(_numbers)}")
+        self.takes_module = self._is_plain()
         self.compiled = torch.compile(
-            FunctionType(code, _run.__globals__),
+            self._function(),
             mode=self.mode if self.shared.backend == "inductor" else None,
             backend=self.shared.backend,
             fullgraph=self.shared.fullgraph,
             dynamic=self.shared.dynamic,
         )
+
+    def _is_plain(self) -> bool:
+        """Return whether the class's own ``forward`` is what runs, and is a function."""
+        return isinstance(type(self.forwards[0].module).forward, FunctionType) and all(
+            forward.shadowed is None for forward in self.forwards
+        )
+
+    def _function(self) -> Callable[..., Any]:
+        """Return ``forward`` as a function with a code object of its own.
+
+        Torch keeps compiled code, and the sizes that it has seen, by code object and its name. So
+        nothing is shared with other regions, and all of it goes with the region.
+        """
+        function: Any = type(self.forwards[0].module).forward if self.takes_module else _run
+        own = FunctionType(
+            function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        own.__kwdefaults__ = function.__kwdefaults__
+        return own
 
     def step_down(self, error: BaseException, where: str) -> None:
         """Use the next mode that has a chance, and tell why."""
@@ -170,10 +192,10 @@ class CompiledForward:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
         if torch.compiler.is_compiling():  # as a part of a compiled region around it
-            return _run(self.module, self.shadowed, args, kwargs)
+            return _run(self, *args, **kwargs)
         compiled, shared = self.region.compiled, self.region.shared
         if compiled is None or shared.paused:
-            return _run(self.module, self.shadowed, args, kwargs)
+            return _run(self, *args, **kwargs)
         return self._attempt(compiled, args, kwargs)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -189,7 +211,7 @@ class CompiledForward:
         versions = [] if known else _versions((args, kwargs))
         compilations, seconds, counters = CLOCK.compilations, CLOCK.seconds, _counters()
         try:
-            output = compiled(self.module, self.shadowed, args, kwargs)
+            output = compiled(self.module if region.takes_module else self, *args, **kwargs)
         except Exception as error:  # noqa: BLE001 - what it is, the second run will show
             problem = error
         else:
@@ -224,8 +246,10 @@ class CompiledForward:
             before.forget()
             if any(tensor._version != version for tensor, version in versions):
                 raise problem  # its input was written to, and is lost
+        elif not is_compilers(problem) and not isinstance(problem, (RuntimeError, AssertionError)):
+            raise problem  # compiled code raises nothing else: the model's Python has
         with self.region.shared.pause():
-            output = _run(self.module, self.shadowed, args, kwargs)
+            output = _run(self, *args, **kwargs)
         if before is None and not is_compilers(problem):
             raise problem  # compiled code failed half-way, and there is no copy to go back to
         self.region.step_down(problem, "forward")
@@ -251,11 +275,12 @@ class CompiledForward:
         self._modes.add(mode)
 
 
-def _run(module: Any, shadowed: Any, args: Any, kwargs: Any) -> Any:
-    """Run a module's ``forward``; compiled, with the module as an argument like any other."""
-    if shadowed is not None:
-        return shadowed(*args, **kwargs)
-    return type(module).forward(module, *args, **kwargs)
+def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what ``forward`` stands in for."""
+    if forward.shadowed is not None:
+        return forward.shadowed(*args, **kwargs)
+    kind: Any = type(forward.module)
+    return kind.forward(forward.module, *args, **kwargs)
 
 
 def give_up(regions: Sequence[Region], error: BaseException) -> None:

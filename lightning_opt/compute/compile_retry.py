@@ -12,8 +12,9 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torchmetrics import Metric
+from torch import Tensor
 
+from lightning_opt.compute.compile_errors import passed_compiled_backward
 from lightning_opt.compute.compile_regions import Shared
 from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.preserve import do_nothing, replaced
@@ -21,8 +22,6 @@ from lightning_opt.core.undo import Before, CannotUndoError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-
-_CODE = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
 
 
 class Retry:
@@ -71,7 +70,7 @@ class Retry:
             try:
                 return attempt(*args, **kwargs)
             except Exception as error:
-                if is_out_of_memory(error) or not _passed_compiled_backward(error):
+                if is_out_of_memory(error) or not passed_compiled_backward(error):
                     raise
                 problem = error
             try:
@@ -107,8 +106,7 @@ class Retry:
         progress = copy.deepcopy(self._optimization.optim_progress.state_dict())
         hook = module._current_fx_name
         results = trainer._results
-        metrics = {id(part): part for part in module.modules() if isinstance(part, Metric)}
-        logged = copy.deepcopy(dict(results or {}), metrics)
+        logged = [(key, value, _attributes(value)) for key, value in (results or {}).items()]
 
         def undo() -> None:
             before.restore()
@@ -120,18 +118,16 @@ class Retry:
             module._current_fx_name = hook
             if results is not None:
                 results.clear()
-                results.update(logged)
+                for key, value, attributes in logged:
+                    vars(value).update(attributes)
+                    results[key] = value
 
         return undo
 
 
-def _passed_compiled_backward(error: BaseException) -> bool:
-    """Return whether ``error`` came out of compiled code, or the compiler, in a backward pass."""
-    trace, in_backward = error.__traceback__, False
-    while trace is not None:
-        place = trace.tb_frame.f_code.co_filename.replace("\\", "/")
-        in_backward = in_backward or place.endswith("/torch/autograd/graph.py")
-        if in_backward and any(part in place for part in _CODE):
-            return True
-        trace = trace.tb_next
-    return False
+def _attributes(logged: Any) -> dict[str, Any]:
+    """Return what Lightning keeps of a logged value, with tensors of its own."""
+    return {
+        name: value.clone() if isinstance(value, Tensor) else value
+        for name, value in vars(logged).items()
+    }

@@ -35,12 +35,14 @@ class Net(LightningModule):
     def __init__(self, blocks: int = 3, steps: int = 4, batch_size: int = 4) -> None:
         super().__init__()
         torch.manual_seed(1)
+        self.stem = nn.Linear(6, 6)
         self.blocks = nn.ModuleList(Block() for _ in range(blocks))
         self.head = nn.Linear(6, 1)
         self.mean = MeanMetric()
         self.steps, self.batch_size, self.calls = steps, batch_size, 0
 
     def forward(self, x: Tensor) -> Tensor:
+        x = self.stem(x)
         for block in self.blocks:
             x = block(x)
         return self.head(x)
@@ -104,14 +106,15 @@ def train(*callbacks: Callback, model: Any = None, **settings: Any) -> dict[str,
     )
     trainer.fit(model)
     records = [
-        (step, {k: v for k, v in metrics.items() if not k.startswith("compile/")})
+        (step, {k: v for k, v in metrics.items() if "/" not in k})
         for step, metrics in logger.records
     ]
     progress = copy.deepcopy(trainer.fit_loop.epoch_loop.automatic_optimization.optim_progress)
+    records = [(step, m) for step, m in records if m.keys() - {"epoch"}]
     return {
         "weights": {name: _whole(v) for name, v in model.state_dict().items()},
         "drawn": torch.rand(3),
-        "logged": [record for record in records if record[1]],
+        "logged": records,
         "hooks": hooks.count,
         "calls": getattr(model, "calls", None),
         "steps": trainer.global_step,
