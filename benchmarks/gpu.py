@@ -4,8 +4,8 @@ For a machine with a GPU and no network, where torch and Lightning are installed
 Python; the package is read from the source tree. First run the tests marked ``gpu`` (from the files
 that speak of a GPU: the others need not even be importable here), then each benchmark that says
 ``GPU = True`` at module level and takes ``--device`` and ``--out``. Each runs in a process of its
-own under a time limit, and what one leaves unused the next may take. One failure does not stop the
-others.
+own under a time limit, and what one leaves unused the next may take; a script that needs more than
+its share says ``GPU_SHARES = 3``. One failure does not stop the others.
 
 However many there are, three files come out, so that they are easily carried home: ``gpu.md`` (the
 machine, what ran, every table), ``summary.json`` (the same with every number) and ``gpu.log``.
@@ -61,6 +61,16 @@ def declares_gpu(script: Path) -> bool:
         and node.value.value is True
         for node in ast.parse(script.read_text()).body
     )
+
+
+def weight_of(script: Path) -> int:
+    """Return the shares of time that the script asks for by ``GPU_SHARES = ...``; 1 by default."""
+    for node in ast.parse(script.read_text()).body:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
+            for target in node.targets:
+                if isinstance(target, ast.Name) and target.id == "GPU_SHARES":
+                    return int(str(node.value.value))
+    return 1
 
 
 def pytest_command(files: list[Path]) -> list[str]:
@@ -204,7 +214,8 @@ def main() -> int:
 
     scripts = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if declares_gpu(path))
     for done, script in enumerate(scripts):
-        limit = (deadline - time.monotonic()) / (len(scripts) - done)
+        shares = [weight_of(other) for other in scripts[done:]]
+        limit = (deadline - time.monotonic()) * shares[0] / sum(shares)
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, str(script), "--device", arguments.device, "--out", folder]
             bundle.add(script.stem, *run(command, log, limit), Path(folder))
