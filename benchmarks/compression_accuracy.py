@@ -22,7 +22,6 @@ import signal
 import socket
 import statistics
 import sys
-import sysconfig
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -32,19 +31,14 @@ from typing import Any
 import lightning as L
 import torch
 import torch.distributed as dist
-from sklearn.datasets import load_digits
-from torch import Tensor, nn
-from torch.nn import functional as F
 
 import lightning_opt as lo
 from compression import NETWORKS, namespaces, start_ranks, why_not
+from compression_tasks import TASKS, Task
 from harness import parse_arguments, publish
 
-BATCH = 32
-"""Samples of a step, shared among the ranks."""
-
 LOOKS = 20
-"""How often a run is scored."""
+"""How often a timed run is scored."""
 
 NETWORK = "100 Mbit/s"
 
@@ -60,12 +54,12 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
     "int4": lambda: _compressed("int4"),
     "topk 1%": lambda: _compressed("topk"),
     "topk 0.1%": lambda: _compressed("topk", ratio=0.001),
-    "topk 1%, no error feedback": lambda: _compressed("topk", error_feedback=False),
     "topk 1%, no ramp": lambda: _compressed("topk", ramp_steps=0),
+    "topk 1%, no ramp, no error feedback": lambda: _compressed(
+        "topk", ramp_steps=0, error_feedback=False
+    ),
 }
 """By name; the first is what the others are compared with."""
-
-SCORED = tuple(STRATEGIES)[:-1]
 
 TIMED = ("dense", "int8", "int4", "topk 1%")
 
@@ -79,8 +73,8 @@ PIECE = 1200.0
 class Scores(L.Callback):
     """Scores the model from time to time, beside the seconds of training up to then."""
 
-    def __init__(self, steps: int) -> None:
-        self.every = max(steps // LOOKS, 1)
+    def __init__(self, steps: int, looks: int) -> None:
+        self.every = max(steps // looks, 1)
         self.curve: list[tuple[float, float]] = []
         self._seconds = 0.0
         self._since = time.perf_counter()
@@ -98,130 +92,6 @@ class Scores(L.Callback):
             self._since = time.perf_counter()
 
 
-class Task(L.LightningModule):
-    """A model, its batches and its score."""
-
-    name: str
-    better: float
-    """1 if a higher score is better, else -1."""
-
-    def __init__(self, optimizer: str, ranks: int, seed: int) -> None:
-        super().__init__()
-        self.optimizer, self.ranks, self.seed = optimizer, ranks, seed
-
-    def batch(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
-        raise NotImplementedError
-
-    def score(self) -> float:
-        raise NotImplementedError
-
-    def training_step(self, number: int, batch_idx: int) -> Tensor:
-        inputs, targets = self.batch(int(number), self.global_rank)
-        return F.cross_entropy(self(inputs).flatten(0, -2), targets.flatten())
-
-    def draw(self, number: int, rank: int, high: int) -> Tensor:
-        """Return which samples a rank sees in a step: the same for every strategy."""
-        generator = torch.Generator().manual_seed((self.seed * 64 + rank) * 100_000 + number)
-        return torch.randint(0, high, (BATCH // self.ranks,), generator=generator)
-
-    def configure_optimizers(self) -> dict[str, Any]:
-        optimizer: torch.optim.Optimizer
-        if self.optimizer == "SGD":
-            optimizer = torch.optim.SGD(self.parameters(), lr=self.rates[0], momentum=0.9)
-        else:
-            optimizer = torch.optim.AdamW(self.parameters(), lr=self.rates[1])
-        steps = self.trainer.num_training_batches
-        schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
-        return {
-            "optimizer": optimizer,
-            "lr_scheduler": {"scheduler": schedule, "interval": "step"},
-        }
-
-    rates: tuple[float, float]
-
-
-class Digits(Task):
-    """A ConvNet of 38,000 parameters on 8 x 8 digits; score: accuracy on 597 of them in percent."""
-
-    name = "digits ConvNet, accuracy %"
-    better = 1.0
-    rates = (0.02, 1e-3)
-
-    def __init__(self, optimizer: str, ranks: int, seed: int) -> None:
-        super().__init__(optimizer, ranks, seed)
-        data = load_digits()
-        order = torch.randperm(1797, generator=torch.Generator().manual_seed(0))
-        self.inputs = torch.tensor(data.images, dtype=torch.float32)[order].unsqueeze(1) / 16
-        self.targets = torch.tensor(data.target)[order]
-        torch.manual_seed(seed)
-        self.layers = nn.Sequential(
-            nn.Conv2d(1, 16, 3, padding=1),
-            nn.ReLU(),
-            nn.Conv2d(16, 32, 3, padding=1),
-            nn.ReLU(),
-            nn.MaxPool2d(2),
-            nn.Flatten(),
-            nn.Linear(512, 64),
-            nn.ReLU(),
-            nn.Linear(64, 10),
-        )
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        return self.layers(inputs)
-
-    def batch(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
-        places = self.draw(number, rank, 1200)
-        generator = torch.Generator().manual_seed(number * 64 + rank)
-        noise = torch.randn(len(places), 1, 8, 8, generator=generator) * 0.2
-        return self.inputs[places] + noise, self.targets[places]
-
-    @torch.no_grad()
-    def score(self) -> float:
-        right = self(self.inputs[1200:]).argmax(1) == self.targets[1200:]
-        return 100 * right.float().mean().item()
-
-
-class Bytes(Task):
-    """A transformer of two layers of width 64 on Python's standard library; score: loss in nats."""
-
-    name = "byte-level GPT, loss"
-    better = -1.0
-    rates = (0.1, 1e-3)
-    context = 16
-
-    def __init__(self, optimizer: str, ranks: int, seed: int) -> None:
-        super().__init__(optimizer, ranks, seed)
-        paths = sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))
-        text = b"".join(path.read_bytes() for path in paths)[:2_000_000]
-        self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-        torch.manual_seed(seed)
-        self.embed = nn.Embedding(256, 64)
-        self.places = nn.Parameter(0.02 * torch.randn(self.context, 64))
-        layer = nn.TransformerEncoderLayer(64, 4, 256, 0.0, batch_first=True, norm_first=True)
-        self.layers = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
-        self.head = nn.Linear(64, 256)
-        mask = nn.Transformer.generate_square_subsequent_mask(self.context)
-        self.register_buffer("mask", mask)
-
-    def forward(self, inputs: Tensor) -> Tensor:
-        hidden = self.embed(inputs) + self.places
-        return self.head(self.layers(hidden, mask=self.mask, is_causal=True))
-
-    def cut(self, places: Tensor) -> tuple[Tensor, Tensor]:
-        rows = self.text[places.unsqueeze(1) + torch.arange(self.context + 1)]
-        return rows[:, :-1], rows[:, 1:]
-
-    def batch(self, number: int, rank: int) -> tuple[Tensor, Tensor]:
-        return self.cut(self.draw(number, rank, 1_800_000))
-
-    @torch.no_grad()
-    def score(self) -> float:
-        inputs, targets = self.cut(torch.linspace(1_810_000, 1_990_000, 1024).long())
-        return F.cross_entropy(self(inputs).flatten(0, 1), targets.flatten()).item()
-
-
-TASKS: dict[str, type[Task]] = {"digits": Digits, "bytes": Bytes}
-
 OPTIMIZERS = ("SGD", "AdamW")
 
 PARTS = ("score", "time")
@@ -233,7 +103,7 @@ def run_rank(own: argparse.Namespace) -> None:
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after a fit
     curves: dict[str, list[tuple[float, float]]] = {}
     for name in own.only:
-        scores = Scores(own.steps)
+        scores = Scores(own.steps, own.looks)
         trainer = L.Trainer(
             accelerator="cpu",
             devices=world,
@@ -271,6 +141,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--only", nargs="*", choices=list(STRATEGIES))
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
+    parser.add_argument("--looks", type=int, default=1)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -303,7 +174,7 @@ def collect_scores(own: argparse.Namespace, arguments: argparse.Namespace) -> No
     scores: dict[str, dict[str, dict[str, float]]] = {}
     if path.exists() and not (own.fresh or arguments.quick):
         scores = json.loads(path.read_text())["scores"]
-    wanted = list(own.only or SCORED)
+    wanted = list(own.only or STRATEGIES)
     seeds = range(own.seeds or (1 if arguments.quick else 3))
     places = itertools.product(own.ranks, seeds, own.tasks, own.optimizers)
     for ranks, seed, task, optimizer in places:
@@ -331,6 +202,7 @@ def time_runs(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
     for task, optimizer in itertools.product(own.tasks, own.optimizers):
         steps = steps_of(task, own, arguments)
         options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seed", 0]
+        options += ["--looks", LOOKS]
         with namespaces(2, NETWORKS[NETWORK]) as names:
             curves = start_ranks(
                 __file__,

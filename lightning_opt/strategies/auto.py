@@ -13,8 +13,8 @@ from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
 from lightning_opt.core.report import Report
-from lightning_opt.strategies.choice import Choice, choose, choose_stages
-from lightning_opt.strategies.measuring import Measured, Scheme, WarmUp
+from lightning_opt.strategies.choice import LATE_MARGIN, Choice, choose, choose_stages
+from lightning_opt.strategies.measuring import Measured, Scheme, WarmUp, name_of
 from lightning_opt.strategies.network import agree, measure_network
 from lightning_opt.strategies.ramp import Ramp
 
@@ -49,6 +49,7 @@ class AutoChoice:
         choice: The latest choice; None during the warm-up.
         measured: What it was based on; None during the warm-up.
         sent: Steps that the last scheme has had, but for trials.
+        late_margin: Share of a step that must be saved by what sends most elements late.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class AutoChoice:
         self.choice: Choice | None = None
         self.measured: Measured | None = None
         self.sent = 0
+        self.late_margin = LATE_MARGIN
         self._schemes = list(schemes)
         self._every = every
         self._staged = staged
@@ -131,7 +133,11 @@ class AutoChoice:
             ramp = self._ramp
             stages = [] if ramp is None or ramp.steps == 0 else ramp.stages
             self.measured = self._warm_up.measure(
-                self._schemes, self._staged, self._steps, stages=stages
+                self._schemes,
+                self._staged,
+                self._steps,
+                stages=stages,
+                late_margin=self.late_margin,
             )
             self._warm_up = None
             self._choose(self.measured)
@@ -204,6 +210,9 @@ class AutoChoice:
         chosen = ", ".join(f"{count} {name}" for name, count in plan.items())
         if self._is_uncompressed:
             chosen += "; fallback='never' would compress in any case"
+        if self._ramp is not None and self._stages and len(self._schemes) - 1 in self.choice.plan:
+            stages = ", ".join(map(name_of, self._stages))
+            chosen += f", after a ramp of {self._ramp.steps} steps: {stages}"
         return (
             f"Compressed DDP: a collective takes {_ms(link.fixed)} and {_ms(1e6 * link.slope)} a "
             f"megabyte that a rank sends; an uncompressed step takes {_ms(measured.step)}. "

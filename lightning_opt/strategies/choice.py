@@ -11,6 +11,9 @@ MARGIN = 0.1
 LATE_MARGIN = 0.25
 """The same for one that sends most elements late, which costs steps, about one in ten."""
 
+LATE_MARGIN_FOR_ADAM = 0.5
+"""The same with an optimizer whose second moments take what comes late all at once for noise."""
+
 BAND = 0.05
 """How far a running choice may be from this margin before it is changed."""
 

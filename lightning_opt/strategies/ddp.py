@@ -19,6 +19,7 @@ from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.strategies.auto import LOOK, AutoChoice
+from lightning_opt.strategies.choice import LATE_MARGIN_FOR_ADAM
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.measuring import Scheme
 from lightning_opt.strategies.momentum import check_optimizers
@@ -72,7 +73,8 @@ class CompressedDDPStrategy(DDPStrategy):
     Args:
         compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, an object such as
             ``Quantize(bits=8, block=256)``, or ``"auto"`` for what is the fastest of bfloat16,
-            int8, int4 and Top-K, bucket by bucket; Top-K must save a quarter of a step.
+            int8, int4 and Top-K, bucket by bucket. Top-K, by any name, must save a quarter of a
+            step, and half with Adam.
         ratio: Share of the elements that Top-K sends; not used by the others.
         error_feedback: Keep what is not sent for the next step. Without it accuracy suffers; that
             is what this switch is there to show.
@@ -255,12 +257,11 @@ class CompressedDDPStrategy(DDPStrategy):
                 )
         if self.momentum_correction is not None:
             check_optimizers(self.optimizers)
+        adam = any("adam" in type(optimizer).__name__.lower() for optimizer in self.optimizers)
+        if adam and self._auto is not None:
+            self._auto.late_margin = LATE_MARGIN_FOR_ADAM
         ratio = self.compressor.ratio if isinstance(self.compressor, TopK) else 1.0
-        if (
-            self.fallback != "always"
-            and ratio <= TOO_SPARSE_FOR_ADAM
-            and any("adam" in type(optimizer).__name__.lower() for optimizer in self.optimizers)
-        ):
+        if adam and self.fallback != "always" and ratio <= TOO_SPARSE_FOR_ADAM:
             rank_zero_warn(
                 f"Sending {ratio:.2%} of the gradients with an Adam optimizer is known to lose "
                 "accuracy: most elements then look as if they were zero for hundreds of steps, and "

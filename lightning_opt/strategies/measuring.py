@@ -123,6 +123,7 @@ def option_of(
     *,
     staged: bool,
     device: torch.device,
+    late_margin: float = LATE_MARGIN,
 ) -> Option:
     """Put together what each bucket would take.
 
@@ -133,6 +134,7 @@ def option_of(
         itemsizes: Bytes an element of each bucket.
         staged: Whether messages travel in two stages.
         device: Where gradients lie.
+        late_margin: Share of a step that must be saved by what sends most elements late.
     """
     world = dist.get_world_size()
     name = name_of(scheme)
@@ -146,7 +148,7 @@ def option_of(
         )
     length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
     before = [costs.compress(n) for n in numels]
-    margin = LATE_MARGIN if isinstance(scheme, (TopK, Threshold)) else MARGIN
+    margin = late_margin if isinstance(scheme, (TopK, Threshold)) else MARGIN
     if not staged:
         after = [costs.clear(n) + world * costs.decode(n) for n in numels]
         sent = [(world - 1) * length[n] for n in numels]
@@ -246,6 +248,7 @@ class WarmUp:
         steps: Iterable[float],
         *,
         stages: Sequence[Scheme] = (),
+        late_margin: float = LATE_MARGIN,
     ) -> Measured:
         """Measure the rest, and agree with the other ranks. All of them must call it.
 
@@ -254,6 +257,7 @@ class WarmUp:
             staged: Says of each whether its messages travel in two stages.
             steps: Seconds of uncompressed steps.
             stages: Gentler forms of the last way, for a ramp.
+            late_margin: See :func:`option_of`.
         """
         every = [*schemes, *stages]
         indices, device = sorted(self._sizes), self._sample.device
@@ -277,6 +281,7 @@ class WarmUp:
                 itemsizes,
                 staged=staged(scheme),
                 device=device,
+                late_margin=late_margin,
             )
             for place, scheme in enumerate(every)
         ]

@@ -16,6 +16,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 from lightning_opt.strategies import auto, measuring, transport
+from lightning_opt.strategies.choice import LATE_MARGIN, LATE_MARGIN_FOR_ADAM, MARGIN
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
 from lightning_opt.strategies.network import agree, probe
@@ -269,11 +270,36 @@ def _ramped() -> None:
         trial = auto.TRIAL + 1
         sent = [1.0] * 7 + [0.05] * trial + [0.25] * 18 + [0.0625] * 18
         assert ratios.largest == sent + [0.05] * (72 - len(sent))
+        assert "after a ramp of 36 steps: TopK(0.25), TopK(0.0625)." in strategy.told.notes[0]
         books_balance(model, strategy, 72, owed=True)
 
 
 def test_the_trial_is_of_the_last_ratio_and_the_ramp_comes_after_it():
     launch(_ramped)
+
+
+class LedgerOfAdam(Ledger):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+class Margins(Callback):
+    """Keeps what each way of sending must save."""
+
+    def on_train_end(self, trainer: Any, *args: Any) -> None:
+        measured = trainer.strategy._auto.measured
+        self.margins = [way.margin for way in [*measured.options, *measured.stages]]
+
+
+def _adam() -> None:
+    for kind, late in ((Ledger, LATE_MARGIN), (LedgerOfAdam, LATE_MARGIN_FOR_ADAM)):
+        margins = Margins()
+        fit(kind(), chooser("auto", ramp_steps=9), range(9), callbacks=[margins])
+        assert margins.margins == [MARGIN] * 4 + [late] * 3  # two stages lead to 5%
+
+
+def test_top_k_must_save_more_where_lateness_costs_more():
+    launch(_adam)
 
 
 def _changing() -> None:
