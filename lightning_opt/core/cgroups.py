@@ -68,8 +68,42 @@ def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     return found
 
 
-def _mounts(root: Path) -> list[tuple[int, Path, PurePosixPath]]:
-    """Return version, folder and the group that is mounted there, for each hierarchy of memory."""
+def find_cpu_quota(root: Path = Path("/")) -> float | None:
+    """Return how many CPUs' time this process may take, or None where nothing limits it.
+
+    The smallest quota of its own control group and of its parents.
+
+    Args:
+        root: Where ``proc`` and ``sys`` are found.
+    """
+    quotas = []
+    for version, mount, inside in _mounts(root, "cpu"):
+        own = _own_path(root, version, "cpu")
+        relative = None if own is None else _relative_to(own, inside)
+        folder = mount if relative is None or not (mount / relative).is_dir() else mount / relative
+        while True:
+            quotas.append(_quota(folder, version))
+            if folder == mount:
+                break
+            folder = folder.parent
+    return min((quota for quota in quotas if quota), default=None)
+
+
+def _quota(folder: Path, version: int) -> float | None:
+    if version == 2:
+        given, period = [*" ".join(_lines(folder / "cpu.max")).split(), "", ""][:2]
+    else:
+        given, period = ("".join(_lines(folder / f"cpu.cfs_{name}_us")) for name in _CFS)
+    if not given.isdigit() or not period.isdigit() or not int(period):
+        return None  # "max", or -1
+    return int(given) / int(period)
+
+
+_CFS = ("quota", "period")
+
+
+def _mounts(root: Path, controller: str = "memory") -> list[tuple[int, Path, PurePosixPath]]:
+    """Return version, folder and the group that is mounted there, for each of its hierarchies."""
     mounts = []
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
@@ -80,16 +114,16 @@ def _mounts(root: Path) -> list[tuple[int, Path, PurePosixPath]]:
         inside = PurePosixPath(fields[3])
         if kind[0] == "cgroup2":
             mounts.append((2, folder, inside))
-        elif kind[0] == "cgroup" and "memory" in kind[-1].split(","):
+        elif kind[0] == "cgroup" and controller in kind[-1].split(","):
             mounts.append((1, folder, inside))
     return mounts
 
 
-def _own_path(root: Path, version: int) -> PurePosixPath | None:
+def _own_path(root: Path, version: int, controller: str = "memory") -> PurePosixPath | None:
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if (version == 2 and number == "0" and not controllers) or (
-            version == 1 and "memory" in controllers.split(",")
+            version == 1 and controller in controllers.split(",")
         ):
             return PurePosixPath(path)
     return None

@@ -1,0 +1,208 @@
+"""How much of the training waits for data."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.fabric.utilities.exceptions import MisconfigurationException
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities.data import extract_batch_size
+from torch.utils.data import DataLoader
+
+from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.cpus import available_cpus
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.report import Report
+from lightning_opt.core.schedule import Schedule
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class DataMonitor(Callback):
+    """Logs the share of the time that training waits for data, and advises where it is large.
+
+    What is measured is the host's time from asking the loader for a batch to having it, over the
+    time from one report to the next without validation. Without workers that is the time to make
+    the batch. On an accelerator, whose host runs ahead, it is an upper bound of what the device
+    waits: it may be busy meanwhile.
+
+    Logged every ``every_n_steps`` batches, for this process (rank 0 where there are several):
+
+    ============================= ==================================================================
+    ``data/wait_fraction``        share of the time spent waiting for batches
+    ``data/samples_per_second``   samples trained on, of all ranks if they have as many each
+    ============================= ==================================================================
+
+    Args:
+        every_n_steps: Batches from one report to the next, at least 1.
+        threshold: Wait fraction from which the run counts as data-bound.
+        patience: Reports in a row above the threshold until the warning, which comes once.
+
+    Raises:
+        ValueError: For arguments out of range.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> monitor = lo.DataMonitor(every_n_steps=100)
+        >>> trainer = L.Trainer(callbacks=[monitor], logger=False)
+    """
+
+    def __init__(self, every_n_steps: int = 50, threshold: float = 0.2, patience: int = 3) -> None:
+        self._schedule = Schedule(every_n_steps)
+        self.threshold = fraction("threshold", threshold)
+        self.patience = at_least("patience", patience, 1)
+        self._clear()
+
+    def _clear(self) -> None:
+        self._batches = self._samples = self._reports = self._high = 0
+        self._warned = False
+        self._total_wait = self._total_time = 0.0
+        self._wait = self._apart = 0.0
+        self._begin: float | None = None
+        self._asked = self._validation = 0.0
+        self._undo: Callable[[], None] | None = None
+
+    @property
+    def wait_fraction(self) -> float | None:
+        """Share of the time of the last run spent waiting, or None before the first report."""
+        return self._total_wait / self._total_time if self._total_time else None
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to look at the clock before and after each batch is fetched."""
+        self._release()
+        self._clear()
+        loop = trainer.fit_loop.epoch_loop
+        before, after = loop._on_before_fetch, loop._on_after_fetch
+
+        # The loop calls these anyway, for its profiler.
+        def on_before_fetch() -> None:
+            before()
+            self._asked = time.perf_counter()
+            if self._begin is None:
+                self._begin = self._asked
+
+        def on_after_fetch() -> None:
+            self._wait += time.perf_counter() - self._asked
+            after()
+
+        attributes: dict[str, Any] = loop.__dict__
+        attributes.update(_on_before_fetch=on_before_fetch, _on_after_fetch=on_after_fetch)
+
+        def undo() -> None:
+            for name in ("_on_before_fetch", "_on_after_fetch"):
+                attributes.pop(name, None)
+
+        self._undo = undo
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Count, and report if it is time."""
+        self._batches += 1
+        self._samples += _size(batch)
+        if self._schedule.is_due(self._batches):
+            self._report(trainer)
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Stop the clock."""
+        self._validation = time.perf_counter()
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Go on."""
+        self._apart += time.perf_counter() - self._validation
+
+    def _report(self, trainer: pl.Trainer) -> None:
+        now = time.perf_counter()
+        if self._begin is None:
+            return
+        passed = max(now - self._begin - self._apart, 1e-9)
+        share = min(1.0, self._wait / passed)
+        rate = self._samples * trainer.world_size / passed
+        self._total_wait += self._wait
+        self._total_time += passed
+        self._begin, self._wait, self._apart, self._samples = now, 0.0, 0.0, 0
+        self._reports += 1
+        # The first report holds the start of workers and of much else.
+        self._high = self._high + 1 if share > self.threshold and self._reports > 1 else 0
+        log_scalars(trainer, {"data/wait_fraction": share, "data/samples_per_second": rate})
+        if self._high >= self.patience and not self._warned:
+            self._warned = True
+            log.warning(
+                "Training waits for data %.0f%% of the time (step %d). %s",
+                100 * share, trainer.global_step, advice(trainer.train_dataloader, trainer),
+            )  # fmt: skip
+
+    def report(self) -> Report:
+        """Return the shares of the last run."""
+        share = self.wait_fraction
+        rows = [
+            {"time": "waiting for data", "share": share},
+            {"time": "everything else", "share": None if share is None else 1 - share},
+        ]
+        return Report(f"DataMonitor: {self._total_time:.1f} s of training", rows)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Put everything back; Lightning calls no ``teardown`` after an exception."""
+        self._release()
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put everything back."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put everything back."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+
+
+def advice(loader: Any, trainer: pl.Trainer) -> str:
+    """Return what would help a run whose loader is ``loader``."""
+    if not isinstance(loader, DataLoader):
+        return "Look at what makes the batches."
+    workers, most = loader.num_workers, max(1, available_cpus() // max(1, trainer.num_devices))
+    if workers == 0:
+        return (
+            f"It has num_workers=0: up to {most} fit this process's share of the CPUs. "
+            "DataPipelineTuner measures which number is best."
+        )
+    if workers < most:
+        return (
+            f"It has num_workers={workers} where {most} fit this process's share of the CPUs. "
+            "DataPipelineTuner measures which number is best."
+        )
+    return (
+        f"Its {workers} workers already use the CPUs there are. CachedDataset keeps what is "
+        "expensive to make; more workers help only if they wait for a disk or a network."
+    )
+
+
+def _size(batch: Any) -> int:
+    # The common batches at once; Lightning looks into all others.
+    first = batch
+    while isinstance(first, (tuple, list)) and first:
+        first = first[0]
+    if isinstance(first, torch.Tensor):
+        return int(first.shape[0]) if first.ndim else 1
+    try:
+        return extract_batch_size(batch)
+    except (MisconfigurationException, RecursionError):
+        return 1

@@ -1,0 +1,150 @@
+"""Runs that record which samples each step was given."""
+
+import multiprocessing
+import os
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+from torch.utils.data import DataLoader, DistributedSampler
+
+import lightning_opt as lo
+from lightning_opt.data.loaders import LoaderSettings
+from lightning_opt.data.search import Search
+from tests.data.datasets import Numbers
+from tests.helpers.models import ResumableLoader, SmallNet
+from tests.helpers.trainers import quiet_trainer
+
+
+class Rows(Numbers):
+    """Rows of six times the index, and a target."""
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.full((6,), index / 10), torch.tensor([float(index)])
+
+
+class Recorded(SmallNet):
+    """Draws random numbers in each step, as dropout does, and sees every row of its batch."""
+
+    def step(self, batch: Any) -> Tensor:
+        inputs, targets = batch
+        return self.loss(self(nn_dropout(inputs)), targets)
+
+
+def nn_dropout(inputs: Tensor) -> Tensor:
+    return torch.nn.functional.dropout(inputs, 0.1)
+
+
+class Record(Callback):
+    """Keeps the targets of each batch, and the state of the random numbers behind each epoch."""
+
+    def __init__(self) -> None:
+        self.seen: list[list[float]] = []
+        self.states: list[Any] = []
+        self.workers: set[int] = set()
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.seen.append(batch[1].flatten().tolist())
+        self.workers.add(trainer.train_dataloader.num_workers)
+
+    def on_train_epoch_end(self, trainer, pl_module):
+        self.states.append(torch.get_rng_state().tolist())
+
+
+def choose(settings: LoaderSettings) -> Callable[..., LoaderSettings]:
+    """Return what makes a search measure ``settings`` once and take them, whatever the machine."""
+
+    def run(search: Search, fetch: float, step: float) -> LoaderSettings:
+        measured = search.measure(settings)
+        assert measured is not None
+        search.tried.append(measured)
+        return settings
+
+    return run
+
+
+WORKERS = LoaderSettings(2, 2, False, True)
+
+
+def train(
+    tuned: LoaderSettings | None, cached: bool, epochs: int = 3, devices: int = 1, **loader: Any
+) -> tuple[Record, SmallNet, Any]:
+    """Fit, with the settings that a tuner would have chosen or without a tuner."""
+    record, dataset = Record(), Rows()
+    if cached:
+        dataset = lo.CachedDataset(dataset, 2**20)  # type: ignore[assignment]
+    if loader.pop("distributed", False):
+        loader["sampler"] = DistributedSampler(
+            dataset,  # type: ignore[arg-type]
+            num_replicas=2,
+            rank=int(os.environ["LOCAL_RANK"]),
+            seed=3,
+        )
+    torch.manual_seed(5)
+    model = Recorded()
+    tuner = lo.DataPipelineTuner(verbose=False)
+    original = Search.run
+    try:
+        if tuned is not None:
+            Search.run = choose(tuned)  # type: ignore[method-assign]
+        callbacks = [record, *([tuner] if tuned is not None else [])]
+        trainer = quiet_trainer(
+            callbacks=callbacks,
+            max_epochs=epochs,
+            devices=devices,
+            strategy="ddp" if devices > 1 else "auto",
+            use_distributed_sampler=True,
+        )
+        data = ResumableLoader(dataset, batch_size=4, **loader)
+        before = dict(vars(data))
+        trainer.fit(model, data)
+    finally:
+        Search.run = original  # type: ignore[method-assign]
+    after = {**vars(data), "served": before.get("served")}
+    assert {name: after[name] for name in before} == before or tuned is None
+    return record, model, tuner
+
+
+def allow_workers() -> None:
+    """Let this process start others, which those that end with the test may not."""
+    multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+
+
+def train_in_ddp(tuned: bool, cached: bool, own_sampler: bool) -> Any:
+    """Fit under DDP and return what this rank saw, and its weights."""
+    allow_workers()
+    record, model, tuner = train(
+        WORKERS if tuned else None,
+        cached,
+        devices=2,
+        **({"distributed": True} if own_sampler else {"shuffle": True}),
+    )
+    chosen = tuner.chosen.to_dict() if tuner.chosen else None
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    return record.seen, record.states, weights, record.workers, chosen
+
+
+def tune_in_ddp() -> Any:
+    """Tune for real under DDP, one rank slower than the other."""
+    allow_workers()
+    rank = int(os.environ["LOCAL_RANK"])
+    dataset = Sleepy(24, 0.004 * (rank + 1))
+    tuner = lo.DataPipelineTuner(max_workers=2, verbose=False)
+    trainer = quiet_trainer(callbacks=[tuner], devices=2, strategy="ddp")
+    trainer.fit(Recorded(), DataLoader(dataset, batch_size=4))
+    return tuner.chosen.to_dict() if tuner.chosen else None, tuner.report().rows
+
+
+class Sleepy(Rows):
+    """Items that wait for something."""
+
+    def __init__(self, length: int = 24, seconds: float = 0.002) -> None:
+        super().__init__(length)
+        self.seconds = seconds
+
+    def __getitem__(self, index: int) -> Any:
+        time.sleep(self.seconds)
+        return super().__getitem__(index)
