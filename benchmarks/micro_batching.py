@@ -1,6 +1,6 @@
 """What MicroBatching costs while everything fits, what it survives, and how it grows back.
 
-Supports three claims, each with a table of its own.
+Supports four claims, each with a table of its own.
 
 - Cost: ``MicroBatching("auto")`` takes at most 1% of a step as long as memory does not run out. One
   training run takes turns between Lightning's closures and ours, step by step, so that both are
@@ -8,16 +8,22 @@ Supports three claims, each with a table of its own.
 - Survival: trainings under a limited address space with random limits, lengths and batch sizes, in
   processes of their own, where memory runs out in the forward pass, in the loss or in the backward
   pass. Each is compared with the run without a limit: weights, and the samples trained on.
-- Regrowth: one sequence in a hundred batches is eight times longer and does not fit. Beside a fixed
-  size that fits it, which is where halving without growth ends, and beside the run without a limit.
+  ``--trainings`` says how many.
+- Pairs: the same on two ranks of DDP, of which one alone has a limit. ``--pairs`` says how many.
+- Regrowth: one batch in a hundred is eight times longer and does not fit. At least 0.95 of the
+  throughput of a fixed size tuned by hand to fit it. Beside halving without regrowth, which is what
+  Composer does, and beside the run without a limit.
 """
 
 from __future__ import annotations
 
+import argparse
 import logging
 import math
 import multiprocessing
+import os
 import random
+import socket
 import statistics
 import time
 import warnings
@@ -26,12 +32,11 @@ from typing import Any
 
 import lightning as L
 import torch
-from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from harness import parse_arguments, publish, wait
-from lightning_opt.core.memory import MB, process_memory
+from hog import Limit, Sequences, limit_address_space, some_batches
 from models import Regression, forty_tensor_mlp, ten_million_transformer
 
 TIMEOUT = 120.0
@@ -114,68 +119,6 @@ def measure_cost(
 # --- survival -----------------------------------------------------------------------------------
 
 
-class Squander(torch.autograd.Function):
-    """An identity that takes memory for each element while it passes, forward or backward."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
-        ctx.backward = backward
-        torch.ones(x.numel() * forward)
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> Any:
-        torch.ones(gradient.numel() * ctx.backward)
-        return gradient, None, None
-
-
-class Sequences(L.LightningModule):
-    """Sequences of random lengths, and a peak of memory in one place of the step."""
-
-    def __init__(self, batches: list[dict[str, Tensor]], where: str, factor: int) -> None:
-        super().__init__()
-        self.batches, self.where, self.factor = batches, where, factor
-        torch.manual_seed(0)
-        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
-        self.seen: list[int] = []
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.seen += batch["id"].tolist()
-        hidden = self.layers[:2](batch["x"])
-        factors = {"forward": (self.factor, 0), "backward": (0, self.factor), "loss": (0, 0)}
-        hidden = Squander.apply(hidden, *factors[self.where])
-        if self.where == "loss":
-            torch.ones(self.factor * hidden.numel())
-        return self.layers[2](hidden).square().mean(dim=(1, 2)).mean()
-
-    def configure_optimizers(self) -> torch.optim.Optimizer:
-        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
-
-    def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
-
-
-def some_batches(draw: random.Random, count: int) -> list[dict[str, Tensor]]:
-    """Return batches of random sizes and lengths; lengths differ by up to a factor of 8."""
-    found, number = [], 0
-    for _ in range(count):
-        samples, length = draw.randint(4, 24), draw.choice([16, 32, 64, 128])
-        x = torch.randn(samples, length, 64)
-        found.append({"id": torch.arange(number, number + samples), "x": x})
-        number += samples
-    return found
-
-
-def limit_address_space(room: float) -> None:
-    """Let this process have so many MB more than it has now, and no more; infinity lifts it."""
-    import resource
-
-    limit = resource.RLIM_INFINITY
-    if room < math.inf:
-        limit = process_memory().virtual + int(room * MB)
-    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
-
-
 def survive(seed: int, queue: Any) -> None:
     """Train without a limit, then bare and with MicroBatching under one, and say how it ended."""
     torch.set_num_threads(1)
@@ -204,57 +147,133 @@ def survive(seed: int, queue: Any) -> None:
     model, end = train(micro)
     limit_address_space(math.inf)
     if end == "completed":
-        close = all(
-            torch.allclose(a, b, rtol=0.0, atol=1e-6)
-            for a, b in zip(model.parameters(), free.parameters(), strict=True)
-        )
-        if not close:
-            end = "other weights"
-        if sorted(model.seen) != sorted(free.seen):
-            end = "samples lost or doubled"
+        end = compare(model, free)
     retries = micro.state_dict()["retries"]
     queue.put({"where": where, "bare": bare == "completed", "end": end, "retries": retries})
 
 
-def in_a_process(function: Any, *args: Any) -> dict[str, Any]:
-    """Return what the function puts into a queue, or that it hung or died."""
+def survive_in_pairs(seed: int, rank: int, port: int, queue: Any) -> None:
+    """Train on two DDP ranks without a limit, then with one on one rank alone."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0")
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    draw = random.Random(seed)  # the same on both ranks
+    where, room = draw.choice(["forward", "loss", "backward"]), draw.uniform(4.0, 120.0)
+    accumulate, limited = draw.choice([1, 3]), draw.choice([0, 1])
+    torch.manual_seed(100 * seed + rank)
+    batches = some_batches(random.Random(100 * seed + rank), 8)
+
+    def train(*callbacks: L.Callback) -> tuple[Sequences, str]:
+        model = Sequences(batches, where, 240)
+        trainer = quiet_trainer(
+            callbacks=list(callbacks),
+            accumulate_grad_batches=accumulate,
+            devices=2,
+            strategy="ddp",
+            use_distributed_sampler=False,
+        )
+        try:
+            trainer.fit(model)
+        except MemoryError as error:
+            return model, "one clear error" if "Even one sample" in str(error) else str(error)
+        except RuntimeError as error:
+            return model, str(error)
+        return model, "completed"
+
+    free, _ = train()
+    micro = lo.MicroBatching()
+    model, end = train(micro, *([Limit(room)] if rank == limited else []))
+    limit_address_space(math.inf)
+    if end == "completed":
+        end = compare(model, free)
+    queue.put({"where": where, "rank": rank, "end": end, "retries": micro.state_dict()["retries"]})
+
+
+def compare(model: Sequences, free: Sequences) -> str:
+    """Return in words whether two trainings came to the same."""
+    pairs = zip(model.parameters(), free.parameters(), strict=True)
+    if not all(torch.allclose(a, b, rtol=0.0, atol=1e-6) for a, b in pairs):
+        return "other weights"
+    return "completed" if sorted(model.seen) == sorted(free.seen) else "samples lost or doubled"
+
+
+def in_processes(*calls: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Call each function with its arguments and a queue in a process of its own.
+
+    Returns:
+        What they put into the queue, one each, or that one hung or died.
+    """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning.pytorch", "lightning_opt"])
     queue = context.SimpleQueue()  # has no thread, which could not start under a limit
-    process = context.Process(target=function, args=(*args, queue), daemon=True)
-    process.start()
+    processes = [
+        context.Process(target=function, args=(*args, queue), daemon=True)
+        for function, *args in calls
+    ]
+    for process in processes:
+        process.start()
+    found: list[dict[str, Any]] = []
     deadline = time.monotonic() + TIMEOUT
-    while time.monotonic() < deadline:
+    while len(found) < len(calls):
         if not queue.empty():
-            found: dict[str, Any] = queue.get()
-            process.join(5)
-            return found
-        if not process.is_alive():
+            found.append(queue.get())
+        elif time.monotonic() > deadline:
+            found.append({"end": "hung"})
+            break
+        elif not any(process.is_alive() for process in processes):
             time.sleep(0.2)
-            return queue.get() if not queue.empty() else {"end": "died"}
-        time.sleep(0.02)
-    process.kill()
-    return {"end": "hung"}
+            found.append(queue.get() if not queue.empty() else {"end": "died"})
+        else:
+            time.sleep(0.02)
+    for process in processes:
+        process.join(0 if {"end": "hung"} in found else 5)
+        process.kill()
+    return found
 
 
-def measure_survival(trainings: int) -> list[dict[str, Any]]:
-    """Return how the trainings ended, by where memory runs out."""
-    results = [in_a_process(survive, seed) for seed in range(trainings)]
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def measure_pairs(trainings: int) -> list[dict[str, Any]]:
+    """Return how trainings on two ranks ended, of which one alone has a limit."""
     rows = []
-    for where in ("forward", "loss", "backward", None):
-        own = [result for result in results if result.get("where") == where]
+    for seed in range(trainings):
+        port = free_port()
+        ranks = in_processes(*((survive_in_pairs, seed, rank, port) for rank in (0, 1)))
+        ends = {rank["end"] for rank in ranks}
+        rows.append(
+            {
+                "where": ranks[0].get("where", "?"),
+                "end": ends.pop() if len(ends) == 1 else " / ".join(sorted(ends)),
+                "retries": max(rank.get("retries", 0) for rank in ranks),
+            }
+        )
+    return tabulate(rows)
+
+
+def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how the trainings ended, by where memory runs out."""
+    rows = []
+    for where in dict.fromkeys(["forward", "loss", "backward", *(r["where"] for r in results)]):
+        own = [result for result in results if result["where"] == where]
         if not own:
             continue
         ends = Counter(result["end"] for result in own)
+        bare = [result["bare"] for result in own if "bare" in result]
         rows.append(
             {
-                "memory runs out in": where or "(no answer)",
+                "memory runs out in": where,
                 "trainings": len(own),
-                "bare run completed": sum(result.get("bare", False) for result in own),
+                **({"bare run completed": sum(bare)} if bare else {}),
                 "completed, right weights and samples": ends.pop("completed", 0),
                 "one clear error": ends.pop("one clear error", 0),
                 "anything else": sum(ends.values()),
-                "attempts taken back": sum(result.get("retries", 0) for result in own),
+                "attempts taken back": sum(result["retries"] for result in own),
             }
         )
         for end in ends:
@@ -262,7 +281,28 @@ def measure_survival(trainings: int) -> list[dict[str, Any]]:
     return rows
 
 
+def measure_survival(trainings: int) -> list[dict[str, Any]]:
+    """Return how trainings in one process ended."""
+    results = [in_processes((survive, seed))[0] for seed in range(trainings)]
+    return tabulate([{"where": "?", "retries": 0, **result} for result in results])
+
+
 # --- regrowth -----------------------------------------------------------------------------------
+
+
+def halving() -> lo.MicroBatching:
+    """Return what halves the micro-batches of all batches for good when one runs out of memory.
+
+    So does Composer; what ours learns holds for the shape that ran out, and is tried again.
+    """
+    micro = lo.MicroBatching(regrow_every=10**9)
+    sizes = micro._learner.sizes
+
+    def smallest(shape: str, elements: int) -> str | None:
+        return min(sizes.shapes, key=lambda key: sizes.shapes[key]["size"], default=None)
+
+    sizes.binding = smallest  # type: ignore[method-assign]
+    return micro
 
 
 def regrow(kind: str, steps: int, queue: Any) -> None:
@@ -277,10 +317,11 @@ def regrow(kind: str, steps: int, queue: Any) -> None:
     if kind != "no limit":
         limit_address_space(30.0)  # the long batch needs 42 MB in one piece
     # A quarter of the batch fits: where halving without growth stays after the first long batch.
-    callback = {
+    callback: list[L.Callback] = {
         "no limit": [],
         "MicroBatching('auto')": [lo.MicroBatching()],
-        "fixed at what the longest needs": [lo.MicroBatching(4)],
+        "hand-tuned fixed size": [lo.MicroBatching(4)],
+        "halving without regrowth": [halving()],
     }[kind]
     trainer = quiet_trainer(callbacks=callback)
     model = Sequences(batches, "forward", 40)
@@ -294,11 +335,16 @@ def regrow(kind: str, steps: int, queue: Any) -> None:
 
 def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
     """Return the throughput of each kind, of the median of some runs in turn."""
-    kinds = ("no limit", "MicroBatching('auto')", "fixed at what the longest needs")
+    kinds = (
+        "no limit",
+        "MicroBatching('auto')",
+        "hand-tuned fixed size",
+        "halving without regrowth",
+    )
     runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
     for _ in range(rounds):
         for kind in kinds:
-            run = in_a_process(regrow, kind, steps)
+            [run] = in_processes((regrow, kind, steps))
             if "seconds" not in run:
                 raise RuntimeError(f"The run {kind!r} {run['end']}.")
             runs[kind].append(run)
@@ -307,6 +353,9 @@ def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
         {
             "run": kind,
             "batches a second": round(steps / seconds[kind], 1),
+            "of the hand-tuned fixed size": round(
+                seconds["hand-tuned fixed size"] / seconds[kind], 3
+            ),
             "of the run without a limit": round(seconds["no limit"] / seconds[kind], 3),
             "attempts taken back": runs[kind][0]["retries"],
         }
@@ -315,8 +364,12 @@ def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Measure all three and publish their tables."""
-    arguments = parse_arguments(__doc__)
+    """Measure all of them and publish their tables."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--trainings", type=int, default=100, help="in one process")
+    own.add_argument("--pairs", type=int, default=20, help="trainings on two ranks")
+    counts, others = own.parse_known_args()
+    arguments = parse_arguments(__doc__, others)
     device, quick = arguments.device, arguments.quick
     warnings.simplefilter("ignore")
     rows = []
@@ -335,9 +388,12 @@ def main() -> None:
     )
     if device != "cpu":
         return
-    rows = measure_survival(3 if quick else 20)
+    rows = measure_survival(3 if quick else counts.trainings)
     title = "Trainings under a limited address space, with MicroBatching('auto')"
     publish("micro_batching_survival", lo.Report(title, rows), arguments)
+    rows = measure_pairs(2 if quick else counts.pairs)
+    title = "Trainings on two ranks of DDP, of which one alone has a limited address space"
+    publish("micro_batching_pairs", lo.Report(title, rows), arguments)
     rows = measure_regrowth(110 if quick else 400, 1 if quick else 3)
     title = "Throughput where one batch in a hundred is eight times longer and does not fit"
     publish("micro_batching_regrowth", lo.Report(title, rows), arguments)

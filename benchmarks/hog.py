@@ -1,0 +1,95 @@
+"""A model that runs out of memory in a place of one's choice, and a limit that makes it do so."""
+
+from __future__ import annotations
+
+import gc
+import math
+import random
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_opt.core.memory import MB, process_memory
+
+
+class Squander(torch.autograd.Function):
+    """An identity that takes memory for each element while it passes, forward or backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
+        ctx.backward = backward
+        torch.ones(x.numel() * forward)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        torch.ones(gradient.numel() * ctx.backward)
+        return gradient, None, None
+
+
+class Sequences(L.LightningModule):
+    """Sequences of random lengths, and a peak of memory in one place of the step."""
+
+    def __init__(self, batches: list[dict[str, Tensor]], where: str, factor: int) -> None:
+        super().__init__()
+        self.batches, self.where, self.factor = batches, where, factor
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 1))
+        self.seen: list[int] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.seen += batch["id"].tolist()
+        hidden = self.layers[:2](batch["x"])
+        factors = {"forward": (self.factor, 0), "backward": (0, self.factor), "loss": (0, 0)}
+        hidden = Squander.apply(hidden, *factors[self.where])
+        if self.where == "loss":
+            torch.ones(self.factor * hidden.numel())
+        loss: Tensor = self.layers[2](hidden).square().mean(dim=(1, 2)).mean()
+        self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(hidden))
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.5)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def some_batches(draw: random.Random, count: int) -> list[dict[str, Tensor]]:
+    """Return batches of random sizes and lengths; lengths differ by up to a factor of 8."""
+    found, number = [], 0
+    for _ in range(count):
+        samples, length = draw.randint(4, 24), draw.choice([16, 32, 64, 128])
+        x = torch.randn(samples, length, 64)
+        found.append({"id": torch.arange(number, number + samples), "x": x})
+        number += samples
+    return found
+
+
+def limit_address_space(room: float) -> None:
+    """Let this process have so many MB more than it has now, and no more; infinity lifts it."""
+    import resource
+
+    limit = resource.RLIM_INFINITY
+    if room < math.inf:
+        limit = process_memory().virtual + int(room * MB)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+class Limit(L.Callback):
+    """Limits the address space when training begins, once everything that takes threads is there.
+
+    Args:
+        room: MB more than there are then.
+    """
+
+    def __init__(self, room: float) -> None:
+        self.room = room
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx == 0:
+            gc.collect()
+            limit_address_space(self.room)
