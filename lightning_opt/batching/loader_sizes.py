@@ -1,0 +1,139 @@
+"""Giving a DataLoader another batch size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+from torch.utils.data import BatchSampler, DataLoader
+
+from lightning_opt.core.preserve import replaced
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+ADVICE = (
+    "Give a torch DataLoader with batch_size=..., or a batch sampler with an attribute batch_size "
+    "that it reads whenever it is iterated over."
+)
+
+
+def batch_size_of(loader: Any) -> int | None:
+    """Return the batch size of a DataLoader; None if it has none or is another iterable."""
+    if not isinstance(loader, DataLoader) or loader.batch_sampler is None:
+        return None
+    size = getattr(loader.batch_sampler, "batch_size", None)
+    return size if isinstance(size, int) else None
+
+
+def samples_of(loader: DataLoader[Any]) -> int | None:
+    """Return how many samples the loader has on this rank; None if that is not known."""
+    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    try:
+        return len(sampler)
+    except TypeError:
+        return None
+
+
+def check_loader(loader: Any) -> int:
+    """Return the batch size.
+
+    Raises:
+        ValueError: If the loader cannot be given another one.
+    """
+    size = batch_size_of(loader)
+    if size is not None:
+        return size
+    kind = type(loader).__qualname__
+    if not isinstance(loader, DataLoader):
+        reason = f"{kind} is no torch DataLoader"
+    elif loader.batch_sampler is None:
+        reason = f"{kind} has batch_size=None, so its dataset makes the batches"
+    else:
+        reason = f"its batch sampler {type(loader.batch_sampler).__qualname__} has no batch_size"
+    raise ValueError(f"The batch size of the loader cannot be changed: {reason}. {ADVICE}")
+
+
+def set_batch_size(loader: DataLoader[Any], size: int) -> None:
+    """Have the loader give batches of ``size`` from its next iteration on.
+
+    Raises:
+        ValueError: If its batch sampler does not follow.
+    """
+    sampler: Any = loader.batch_sampler
+    before, batches = sampler.batch_size, _length(sampler)
+    sampler.batch_size = size
+    if loader.batch_size is not None:
+        object.__setattr__(loader, "batch_size", size)  # which DataLoader does not let be set
+    if type(sampler) is not BatchSampler and batches is not None and size != before:
+        after = _length(sampler)
+        if after == batches and max(size, before) > 1 and _differs(batches, before, size):
+            sampler.batch_size = before
+            raise ValueError(
+                f"The batch sampler {type(sampler).__qualname__} has as many batches with "
+                f"batch_size={size} as with {before}, so it does not follow it. {ADVICE}"
+            )
+
+
+def _differs(batches: int, before: int, size: int) -> bool:
+    """Return whether as many samples in batches of ``size`` must be another number of batches."""
+    fewest, most = (batches - 1) * before + 1, batches * before
+    return not -(-fewest // size) <= batches <= -(-most // size)
+
+
+def _length(sampler: Any) -> int | None:
+    try:
+        return len(sampler)
+    except (TypeError, NotImplementedError):
+        return None
+
+
+class LoaderSizes:
+    """Sees each loader when it is about to be used, with its final sampler.
+
+    Lightning makes a new loader with a DistributedSampler where one is needed, and then asks the
+    strategy, which is the one place behind that.
+
+    Args:
+        trainer: The Trainer, before its loaders are loaded.
+        training: Called with each loader that is to be trained on.
+        validating: Called with each loader of the validation within ``fit``; None for no call.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        training: Callable[[Any], None],
+        validating: Callable[[Any], None] | None = None,
+    ) -> None:
+        strategy = trainer.strategy
+        process = strategy.process_dataloader
+        self._changed: list[tuple[DataLoader[Any], int, Any]] = []
+        self._stack = ExitStack()
+
+        def process_dataloader(dataloader: Any) -> Any:
+            loader = process(dataloader)
+            if trainer.training:
+                self._remember(loader)
+                training(loader)
+            elif validating is not None and (trainer.validating or trainer.sanity_checking):
+                self._remember(loader)
+                validating(loader)
+            return loader
+
+        self._stack.enter_context(replaced(strategy, process_dataloader=process_dataloader))
+
+    def _remember(self, loader: Any) -> None:
+        size = batch_size_of(loader)
+        if size is not None and all(loader is not known for known, _, _ in self._changed):
+            # The user's own, or one that the Trainer has made: then it does no harm.
+            self._changed = [(loader, size, loader.batch_size), *self._changed][:8]
+
+    def close(self) -> None:
+        """Give the user's loaders back as they were."""
+        self._stack.close()
+        for loader, size, shown in self._changed:
+            loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
+            object.__setattr__(loader, "batch_size", shown)
+        self._changed = []

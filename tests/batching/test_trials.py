@@ -1,0 +1,244 @@
+"""Trials of batch sizes: what they find, under real limits, and that they leave nothing behind."""
+
+import gc
+import random
+import sys
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_opt as lo
+from lightning_opt.core.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.memory import MB, process_memory
+from tests.helpers.footprint import model_footprint, trainer_footprint
+from tests.helpers.models import assert_same_weights
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+WIDTH = 64
+
+
+class Wide(LightningModule):
+    """Takes about a quarter of a MB for a sample, forward and backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.first = nn.Linear(8, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.calls += 1
+        hidden = self.norm(self.first(batch[0]) + torch.rand(()))
+        wide = hidden.repeat(1, 256).relu().square()
+        self.log("loss", wide.mean())
+        return self.last(hidden).mean() + 1e-6 * wide.mean()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters())
+
+
+def loader_of(count: int = 4000) -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(1)
+    data = TensorDataset(torch.randn(count, 8, generator=generator))
+    return DataLoader(data, batch_size=8, shuffle=True, generator=generator)
+
+
+class Custom(Callback):
+    """A user's callback with a state that nobody asks for."""
+
+    def __init__(self) -> None:
+        self.seen: list[int] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.seen.append(batch_idx)
+
+
+def test_leaves_no_trace(tmp_path):
+    model, logger, loader, custom = Wide(), MemoryLogger(), loader_of(64), Custom()
+    callbacks: list[Any] = [
+        custom,
+        lo.AdaptiveClipping(),
+        lo.GradientHealth(),
+        ModelCheckpoint(tmp_path, every_n_train_steps=1),
+    ]
+    trainer = quiet_trainer(logger=logger, callbacks=callbacks, enable_checkpointing=True)
+    model.first.weight.grad = torch.ones_like(model.first.weight)
+    weights = {name: value.clone() for name, value in model.state_dict().items()}
+    states = [callback.state_dict() for callback in callbacks]
+    before = (model_footprint(model)["tensors"], torch.get_rng_state(), random.getstate())
+    position = loader.generator.get_state()  # type: ignore[union-attr]
+    loops = trainer.fit_loop.state_dict()
+
+    found = lo.find_batch_size(trainer, model, loader, budget_mb=10**6)
+    assert found.largest == 64
+    assert model_footprint(model)["tensors"] == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
+    assert random.getstate() == before[2]
+    assert torch.equal(loader.generator.get_state(), position)  # type: ignore[union-attr]
+    assert loader.batch_size == loader.batch_sampler.batch_size == 8  # type: ignore[union-attr]
+    assert_same_weights(model, weights)
+    assert model.first.weight.grad.eq(1).all()
+    assert model.calls == 0
+    assert custom.seen == []
+    assert [callback.state_dict() for callback in callbacks] == states
+    assert logger.records == []
+    assert list(tmp_path.iterdir()) == []
+    assert trainer.fit_loop.state_dict() == loops
+    assert trainer.callbacks == callbacks
+    assert trainer.global_step == 0
+
+
+def test_training_after_it_is_as_without_it():
+    results = []
+    for find in (False, True):
+        model, loader = Wide(), loader_of(64)
+        torch.manual_seed(3)
+        callbacks = [lo.DynamicBatchSize(budget_mb=10**6, find="largest", max_size=8)] * find
+        trainer = quiet_trainer(callbacks=callbacks, max_epochs=1)
+        trainer.fit(model, loader)
+        results.append((model, trainer_footprint(trainer)))
+    assert_same_weights(results[0][0], results[1][0])
+    assert results[0][1] == results[1][1]
+
+
+def limited(room: float) -> int:
+    """Leave the process so many MB of address space, and return that limit."""
+    import resource
+
+    gc.collect()
+    limit = process_memory().virtual + int(room * MB)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return limit
+
+
+def find_under_a_limit(room: float) -> dict[str, Any]:
+    model, loader = Wide(), loader_of()
+    quiet_trainer(max_steps=2).fit(Wide(), loader_of(64))  # warms up threads and kernels
+    let_go(torch.device("cpu"))
+    limited(room)
+    found = lo.find_batch_size(quiet_trainer(), model, loader, target=1.0)
+    return {"found": found.largest, "trials": len(found.trials), "rows": found.report().rows}
+
+
+def fits(room: float, size: int) -> bool:
+    """Train in a process of its own that has the limit, and say whether that goes through."""
+    quiet_trainer(max_steps=2).fit(Wide(), loader_of(64))
+    loader = DataLoader(loader_of().dataset, batch_size=size)
+    let_go(torch.device("cpu"))  # as trials do: large blocks apart
+    limited(room)
+    try:
+        quiet_trainer(max_steps=4, max_epochs=-1).fit(Wide(), loader)
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        return False
+    return True
+
+
+@pytest.mark.distributed
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS")
+def test_largest_under_a_limited_address_space():
+    (result,) = launch(find_under_a_limit, 120.0, processes=1)
+    assert result["trials"] <= 12
+    size = result["found"]
+    assert launch(fits, 120.0, int(0.97 * size), processes=1) == [True]
+    assert launch(fits, 120.0, int(1.06 * size) + 1, processes=1) == [False]
+
+
+def find_with_a_small_rank() -> dict[str, Any]:
+    """Have rank 1 alone run out of memory, in forward or in backward passes."""
+    results = {}
+    for where in ("forward", "backward", "update"):
+
+        class Unequal(Wide):
+            def training_step(self, batch: Any, batch_idx: int, where: str = where) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                if self.global_rank == 1 and len(batch[0]) > 50:
+                    if where == "forward":
+                        raise torch.OutOfMemoryError("planted")
+                    if where == "backward":
+                        loss.register_hook(_run_out)
+                self.log("mean", loss, sync_dist=True)
+                return loss
+
+            def on_before_optimizer_step(self, optimizer: Any, where: str = where) -> None:
+                if where == "update" and self.global_rank == 1 and self.rows > 50:
+                    raise torch.OutOfMemoryError("planted")
+
+            def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
+                self.rows = len(batch[0])
+
+        trainer = quiet_trainer(devices=2, strategy="ddp", use_distributed_sampler=True)
+        found = lo.find_batch_size(
+            trainer,
+            Unequal(),
+            loader_of(400),
+            budget_mb=10**6,
+            mode="fastest" if where == "backward" else "largest",
+            trials=6,
+        )
+        results[where] = (found.largest, found.fastest)
+    callback = lo.DynamicBatchSize(budget_mb=10**6, find=True, max_size=60)
+    model = Wide()
+    trainer = quiet_trainer(
+        devices=2, strategy="ddp", use_distributed_sampler=True, callbacks=[callback]
+    )
+    trainer.fit(model, loader_of(400))
+    results["then"] = (callback.size, trainer.global_step)
+    return results
+
+
+def _run_out(gradient: Tensor) -> None:
+    raise torch.OutOfMemoryError("planted")
+
+
+@pytest.mark.distributed
+def test_ranks_find_the_same_size_and_none_waits_for_one_that_has_run_out():
+    first, second = launch(find_with_a_small_rank)
+    assert first == second
+    for where in ("forward", "backward", "update"):
+        assert 8 <= first[where][0] <= 50
+        assert 1 <= first[where][1] <= 50
+    assert first["then"] == (60, 4)
+
+
+def refuse() -> str:
+    from lightning.pytorch.strategies import ModelParallelStrategy
+
+    class Parallel(Wide):
+        def configure_model(self) -> None:
+            pass
+
+    strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+    try:
+        lo.find_batch_size(quiet_trainer(devices=2, strategy=strategy), Parallel(), loader_of(64))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.distributed
+def test_refuses_where_ranks_wait_within_a_pass():
+    for message in launch(refuse):
+        assert "ModelParallelStrategy" in message
+        assert "strategy='ddp'" in message
+
+
+def test_refusals():
+    with pytest.raises(ValueError, match="mode must be"):
+        lo.find_batch_size(quiet_trainer(), Wide(), loader_of(), mode="best")
+    with pytest.raises(ValueError, match="no torch DataLoader"):
+        lo.find_batch_size(quiet_trainer(), Wide(), [[torch.randn(4, 8)]])
+    model = Wide()
+    model.norm = nn.Identity()  # type: ignore[assignment]  # takes one sample too
+    trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=1.0, find=True)])
+    with pytest.raises(MemoryError, match="Not even a batch of one sample"):
+        trainer.fit(model, loader_of(64))
