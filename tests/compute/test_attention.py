@@ -297,6 +297,21 @@ def test_a_compiled_model_is_not_looked_at():
     assert "compiled" in attention.report().notes[0]
 
 
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_beside_compile_model():
+    """Nothing is compiled twice: as many graphs as without it."""
+
+    def graphs(*callbacks: Callback) -> float:
+        trainer = quiet_trainer(callbacks=[*callbacks, lo.CompileModel(backend="aot_eager")])
+        trainer.fit(Net("module"), data())
+        torch._dynamo.reset()
+        return float(trainer.callback_metrics["compile/graphs"])
+
+    attention = lo.AttentionBackend()
+    assert graphs(attention) == graphs() > 0
+    assert "compiled" in attention.report().notes[0]
+
+
 def test_no_attention_is_said():
     attention = lo.AttentionBackend()
     assert attention.report().notes == ["No call of scaled_dot_product_attention was seen."]

@@ -211,7 +211,7 @@ def test_an_overflow_now_and_then_at_the_floor_is_no_collapse():
 
 def test_logs_on_its_schedule():
     logger = MemoryLogger()
-    net = Net(20, {2: 1e30, 3: math.inf})
+    net = Net(20, {2: 1e30, 3: math.inf, 9: 1e30})
     plugin = lo.DynamicLossScale(every_n_steps=4)
     trainer = quiet_trainer(plugins=[plugin], logger=logger)
     trainer.fit(net)
@@ -222,7 +222,8 @@ def test_logs_on_its_schedule():
         "loss_scale/skipped": 2.0,
         "loss_scale/overflows": 1.0,
     }
-    assert trainer.callback_metrics["loss_scale/skipped"] == 2
+    assert trainer.callback_metrics["loss_scale/skipped"] == 3
+    assert trainer.callback_metrics["loss_scale/overflows"] == 2
 
 
 def count_syncs(plugin: Any) -> dict[str, int]:
@@ -351,6 +352,15 @@ def test_adaptive_clipping_sees_true_gradients(fused):
     fit(net, lo.DynamicLossScale(), lo.AdaptiveClipping(lo.FixedNorm(0.1)))
     expected = Net(30, {4: 1e30, 9: 50.0})
     fit(expected, lo.DynamicLossScale(), gradient_clip_val=0.1)
+    assert_same_weights(net, expected, rtol=0, atol=1e-5)
+
+
+def test_fused_optimizer_and_clipping():
+    """The callback makes the optimizer fused; gradients are true for the clipping all the same."""
+    net, expected = Net(30, {4: 1e30, 9: 50.0}), Net(30, {4: 1e30, 9: 50.0})
+    callbacks = lo.FusedOptimizer(), lo.AdaptiveClipping(lo.FixedNorm(0.1))
+    scales = fit(net, lo.DynamicLossScale(), *callbacks)
+    assert fit(expected, lo.DynamicLossScale(), gradient_clip_val=0.1) == scales
     assert_same_weights(net, expected, rtol=0, atol=1e-5)
 
 
