@@ -121,7 +121,7 @@ def time_loader(
     settings: LoaderSettings,
     step: Callable[[Any], object],
     batches: int,
-    limit: float = math.inf,
+    go_on: Callable[[float], bool],
 ) -> tuple[float, float]:
     """Return seconds a batch with its step, and the share of them that is spent waiting.
 
@@ -131,7 +131,7 @@ def time_loader(
         settings: With workers.
         step: Called with each batch.
         batches: How many are timed.
-        limit: Seconds after which fewer will do.
+        go_on: Called now and then with the seconds so far; says whether to time more.
     """
     twin = measuring_copy(loader, indices)
     apply(twin, LoaderSettings(settings.workers, settings.prefetch, settings.pin))
@@ -143,16 +143,21 @@ def time_loader(
         try:
             for _ in range(settings.workers):  # the first batch of each comes with its start
                 step(next(iterator))
-            begin = time.perf_counter()
+            begin = end = time.perf_counter()
+            stretch = max(FEW, batches // 10)
             for done in range(batches):
                 start = time.perf_counter()
-                if done >= FEW and start - begin > limit:
-                    batches = done
-                    break
+                if done and done % stretch == 0:
+                    if not go_on(start - begin):
+                        batches = done
+                        break
+                    now = time.perf_counter()
+                    begin, start = begin + now - start, now
                 batch = next(iterator)
                 waited += time.perf_counter() - start
                 step(batch)
-            total = time.perf_counter() - begin
+                end = time.perf_counter()
+            total = end - begin
         finally:
             del iterator  # ends its workers
     return total / batches, waited / total

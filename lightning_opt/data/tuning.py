@@ -244,18 +244,26 @@ class DataPipelineTuner(Callback):
         start: float,
     ) -> Callable[[LoaderSettings], Measured | None]:
         fetch, takes = known
-        limit = 2 * MEASURE if trainer.world_size == 1 else float("inf")
+
+        # The same number of batches on every rank, since a step may talk to the others.
+        def go_on(seconds: float) -> bool:
+            # Of the same form as the message at the end, which a rank that fails sends instead.
+            failure, late, _ = _agree(trainer, [0.0, float(seconds > 2 * MEASURE), 0.0])
+            if failure:
+                raise _OtherRankError
+            return not late
 
         def measure(settings: LoaderSettings) -> Measured | None:
             late = time.perf_counter() - start > self.budget_seconds
             if _agree(trainer, [float(late)])[0]:
                 return None
-            # The same number on every rank, since a step may talk to the others.
             expected = max(takes, fetch / settings.workers) if settings.workers else fetch + takes
             batches = batches_to_time(expected, settings.workers, MEASURE)
             try:
-                seconds, wait = time_loader(loader, indices, settings, step, batches, limit)
+                seconds, wait = time_loader(loader, indices, settings, step, batches, go_on)
                 failure = 0.0
+            except _OtherRankError:
+                return Measured(settings, float("inf"), 1.0)
             except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
                 log.warning("DataPipelineTuner could not measure %s: %s", settings, error)
                 seconds, wait, failure = 0.0, 0.0, 1.0
@@ -376,6 +384,10 @@ class DataPipelineTuner(Callback):
         if self._changed is not None:
             put_back(*self._changed)
             self._changed = None
+
+
+class _OtherRankError(Exception):
+    """Another rank could not measure what this one is measuring."""
 
 
 def _agree(trainer: pl.Trainer, values: list[float]) -> list[float]:
