@@ -12,10 +12,10 @@ CHUNK = 131_072
 """Elements a piece on a CPU: half a megabyte of float32, which an L2 cache holds with its mask."""
 
 
-PIECE = 1_048_576
+PIECE = 2_097_152
 """Elements that travel together on a CPU: while one piece is on its way, the next is coded."""
 
-LEAST_PIECE = 131_072
+LEAST_PIECE = 262_144
 """Elements of a shard's piece, at least: the more ranks there are, the smaller are messages."""
 
 
@@ -67,7 +67,10 @@ def add_in_chunks(
 
 
 def is_finite(values: Tensor) -> bool:
-    """Return whether no element of a one-dimensional tensor is NaN or infinite."""
+    """Return whether no element of a one-dimensional tensor is NaN or infinite.
+
+    Waits for the device: what is not finite must not be added, nor sent.
+    """
     # The sum of squares is the cheapest pass that a NaN or an infinity cannot leave finite. It may
     # overflow on its own, which is then looked at closely.
     if values.dtype is torch.float32:

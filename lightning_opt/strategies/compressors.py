@@ -282,6 +282,7 @@ class ThresholdCodec(SparseCodec):
             k = min(max(round(self.AUTO_RATIO * self.layout.numel), 1), capacity)
             indices, values = self._selector.top(flat, k, increment, alpha)
             if len(indices):
+                # Waits for the device, once in a run: from then on the bound is known.
                 self.bound = values.abs().min().item()
             return indices, values
         if not self._crowded:
@@ -292,6 +293,7 @@ class ThresholdCodec(SparseCodec):
         # More elements reach the bound than fit: the largest, until the bound is the higher again.
         indices, values = self._selector.top(flat, capacity, increment, alpha)
         above = values.abs() >= self.bound
+        # Waits for the device: what the next step does depends on it.
         self._crowded = bool(above.all())
         return indices[above], values[above]
 

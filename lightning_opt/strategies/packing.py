@@ -24,7 +24,7 @@ GROUP = 128
 
 
 def read_header(message: Tensor) -> tuple[int, int]:
-    """Return how many elements a message carries, and its flag."""
+    """Return how many elements a message carries, and its flag. Waits for the device."""
     count, flag = message[:8].view(torch.int32).tolist()
     return count, flag
 

@@ -31,6 +31,8 @@ def sampled_threshold(flat: Tensor, k: int) -> float:
     stride = max(flat.numel() // wanted, 1) | 1
     sample = flat[::stride].abs()
     place = max(round(k * sample.numel() / flat.numel()), 1)
+    # Waits for the device, at the first step and where a threshold proves wrong: the candidates
+    # must be counted on the host, since a message has room for so many.
     return sample.topk(place, sorted=False).values.min().item()
 
 
@@ -38,7 +40,7 @@ def nonzero(mask: Tensor) -> Tensor:
     """Return where a one-dimensional mask is true, as int64 in ascending order."""
     if mask.device.type == "cpu":
         return torch.from_numpy(np.flatnonzero(mask.numpy()))  # a third of torch.nonzero's time
-    return mask.nonzero().view(-1)
+    return mask.nonzero().view(-1)  # waits for the device, to learn how long the result is
 
 
 def reaches(piece: Tensor, threshold: float, magnitude: Tensor, mask: Tensor) -> Tensor:
@@ -63,6 +65,7 @@ def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
         array = magnitudes.numpy()
         kth = float(np.partition(array, len(array) - k)[len(array) - k])  # faster than kthvalue
     else:
+        # Waits for the device, which has just been waited for to list the candidates.
         kth = magnitudes.topk(k, sorted=False).values.min().item()
     places = nonzero(magnitudes >= kth)
     if places.numel() > k:  # equal magnitudes at the edge: some of these must stay behind
@@ -129,6 +132,7 @@ class Selector:
                 indices, values = self.at_least(flat, TINY)
         surplus = len(indices) / k - 1.0
         if len(indices) <= k:
+            # Waits for the device, whose list is short and done; the next step aims by this.
             kth = values.abs().min().item() if len(indices) else TINY
         elif self._kernels is not None and native.fits(values):
             kth = self._kernels.largest(indices, values, k)

@@ -176,6 +176,28 @@ def test_gradients_too_large_to_square_are_finite():
         assert read_header(codec.message)[0] == 2
 
 
+@pytest.mark.parametrize("compressor", [TopK(0.5), Quantize(8), Quantize(4)])
+def test_gradients_too_large_to_add_up_are_finite(compressor):
+    gradient = torch.full((3000,), 1e38)
+    codecs = pair(compressor, len(gradient))
+    for codec in codecs:
+        assert codec.compress(torch.zeros_like(gradient), gradient)
+    assert_same_bits(codecs[0].message, codecs[1].message)
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.3), Quantize(8), Quantize(4)])
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
+def test_whatever_is_not_finite_is_seen_in_every_place(compressor, bad):
+    """In each lane of a vector, and in what is left over at the end of a piece."""
+    codec, _ = pair(compressor, 32 + 7)
+    residual = torch.ones(32 + 7)
+    for place in range(32 + 7):
+        gradient = torch.ones(32 + 7)
+        gradient[place] = bad
+        assert not codec.compress(residual, gradient)
+        assert torch.equal(residual, torch.ones(32 + 7))
+
+
 @pytest.mark.parametrize("compressor", [TopK(0.1), Quantize(8), Quantize(4)])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
 def test_other_dtypes_take_torch_operations(compressor, dtype):
@@ -291,6 +313,38 @@ def _mixed(compressor: Any) -> None:
 @pytest.mark.parametrize("compressor", [TopK(0.05), Quantize(4)])
 def test_ranks_with_and_without_a_compiler_stay_the_same(compressor):
     launch(_mixed, compressor, processes=3)
+
+
+def test_code_for_any_processor_gives_the_same_bits(tmp_path):
+    """Without the instructions that this processor has beyond what all have."""
+    library = tmp_path / "any.so"
+    command = [str(COMPILER), *native.FLAGS, "-Wno-psabi", "-o", str(library), str(native.SOURCE)]
+    subprocess.run([*command, "-lm"], check=True, capture_output=True)
+    both = [native.Kernels(ctypes.CDLL(str(library))), native.kernels(CPU)]
+    for numel in (1, 31, 32, 33, 63, 64, 1023, 1024, 1025, 5000):
+        gradient = torch.randn(numel, generator=torch.Generator().manual_seed(numel))
+        flats = [gradient.flip(0) for _ in both]
+        lists = [
+            (torch.zeros(numel + 2000, dtype=torch.int64), torch.zeros(numel + 2000)) for _ in both
+        ]
+        results = [
+            kernels.select(flat, gradient, 0.5, 0.8, 0, 0, indices, values)
+            for kernels, flat, (indices, values) in zip(both, flats, lists, strict=True)
+        ]
+        expected = (gradient.flip(0) + 0.5 * gradient).abs() >= 0.8
+        found = int(expected.sum())
+        assert results == [(numel, found)] * 2
+        assert torch.equal(lists[0][0][:found], expected.nonzero().view(-1))
+        assert_same_bits(lists[0][0][:found], lists[1][0][:found])
+        assert_same_bits(lists[0][1][:found], lists[1][1][:found])
+        assert_same_bits(*flats)
+        for bits in (8, 4):
+            codec = Quantize(bits, 34).codec(numel, CPU)
+            messages = [codec.message.clone() for _ in both]
+            for kernels, flat, message in zip(both, flats, messages, strict=True):
+                assert kernels.quantize(codec.layout, message, flat, gradient, 1.0) == numel
+            assert_same_bits(*messages)
+            assert_same_bits(*flats)
 
 
 # --- building -----------------------------------------------------------------------------------

@@ -8,7 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from lightning_opt.strategies import transport
 from lightning_opt.strategies.compressors import Quantize, TopK
+from lightning_opt.strategies.transport import Channel, GatherChannel
 from lightning_opt.strategies.two_stage import TwoStageChannel
 from tests.helpers.processes import launch
 from tests.strategies.runs import dist_world
@@ -52,3 +54,77 @@ def _infinity_in(compressor: Any, place: int) -> None:
 )
 def test_an_infinity_in_a_later_shard_leaves_no_trace(compressor, place):
     launch(_infinity_in, compressor, place, processes=3)
+
+
+def _channel(compressor: Any, residual: torch.Tensor, worker: ThreadPoolExecutor) -> Channel:
+    """What a bucket of this compressor would get, among this many ranks."""
+    group = dist.group.WORLD
+    if dist_world() == 2:
+        return GatherChannel(compressor, residual, group)
+    return TwoStageChannel(compressor, residual, group, worker)
+
+
+def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -> None:
+    """Three steps, the last but one with a NaN on a rank, in pieces and whole: the same bits."""
+    rank, world = dist.get_rank(), dist_world()
+    block = compressor.block
+    channels, residuals = [], [torch.zeros(numel), torch.zeros(numel)]
+    for residual, size in zip(residuals, (10**9, 3 * block), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "PIECE", size)
+            patch.setattr(transport, "LEAST_PIECE", size)
+            channels.append(_channel(compressor, residual, worker))
+    pieces = channels[1]._pieces if world == 2 else channels[1]._parts
+    shard = numel if world == 2 else -(-numel // (world * block)) * block
+    assert len(pieces) == max(-(-shard // (3 * block)), 1)
+    account = torch.zeros(numel, dtype=torch.float64)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(7 * rank + step)
+        gradient = torch.randn(numel, generator=generator)
+        spoilt = step == 2 and numel > 0
+        if spoilt and rank == 1:
+            gradient[-1] = torch.nan
+        before = residuals[1].clone()
+        means = [channel.start(gradient.clone(), 2.0).wait() for channel in channels]
+        for channel in channels:
+            assert channel.flagged == spoilt
+            assert channel.selected == (0 if spoilt and rank == 1 else numel)
+        if spoilt:
+            assert all(mean.isnan().all() for mean in means)
+            torch.testing.assert_close(residuals[1], before, rtol=0, atol=1e-5)
+            residuals[0].copy_(residuals[1])  # the same but for rounding
+            continue
+        account += gradient.double() / 2.0
+        if step < 3:
+            account -= means[1].double() / 2.0
+        else:  # not applied
+            for channel in channels:
+                channel.take_back()
+        assert torch.equal(*means)
+        assert torch.equal(*residuals)
+    for channel in channels:
+        channel.fold()
+    assert torch.equal(*residuals)
+    # What was not applied is still owed by the ranks together, all of it.
+    owed = residuals[1].double()
+    dist.all_reduce(owed)
+    dist.all_reduce(account)
+    torch.testing.assert_close(owed, account, rtol=0, atol=1e-4)
+    # A message in pieces has more headers, and ends of rows, but no more than that.
+    extra = 2 * world * (len(pieces) + 1) * (16 + 8)
+    assert channels[0].sent_bytes <= channels[1].sent_bytes + 8 * world
+    assert channels[1].sent_bytes <= channels[0].sent_bytes + extra + 2 * world * 4 * block
+
+
+def _every_size() -> None:
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=dist_world())
+    with ThreadPoolExecutor(1) as worker:
+        for bits in (8, 4):
+            for numel in (0, 1, 33, 34, 35, 3 * 34, 3 * 34 + 1, 500, 34 * 12, 34 * 12 + 5, 2000):
+                _pieces_and_whole(Quantize(bits, block=34), numel, worker)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_pieces_leave_the_bits_of_the_whole(processes):
+    launch(_every_size, processes=processes)
