@@ -109,8 +109,9 @@ def train(
 
 
 def allow_workers() -> None:
-    """Let this process start others, which those that end with the test may not."""
+    """Let this process fork others: one of a fork server ends with it and would use that again."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
+    multiprocessing.set_start_method("fork", force=True)
 
 
 def train_in_ddp(tuned: bool, cached: bool, own_sampler: bool) -> Any:
