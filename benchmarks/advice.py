@@ -193,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
         rows.append(measure(pair, rounds, device))
         wait(device)
     notes = [
-        f"Medians of {rounds} interleaved rounds, in microseconds; below 1 the advice pays. A step is "
+        f"Medians of {rounds} interleaved rounds, microseconds; below 1 the advice pays. A step is "
         "forward, backward, AdamW and zeroing; LayerNorm and what follows it is forward alone.",
     ]
     publish("advice", Report("Often-heard advice, without and with it", rows, notes), arguments)
