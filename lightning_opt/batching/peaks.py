@@ -70,19 +70,11 @@ class PeakMeter:
         """Return the peak since :meth:`start`."""
         if self._device.type == "cuda":
             return self._read_cuda()
-        memory = process_memory()
-        now = memory.resident
-        peak = self._sampled if self.samples or memory.peak is None else memory.peak
+        peak = self._sampled if self.samples else process_memory().peak or 0
+        malloc_trim()  # what is kept for reuse is not in use, so it is no part of `now` either
+        now = resident_memory()
         more = max(0, peak - now)
-        found = [
-            # Of the address space, what is kept for reuse was in use at the peak.
-            (
-                memory.virtual if usage.source == "address space" else usage.used,
-                usage.total,
-                usage.source,
-            )
-            for usage in self._limits.read()
-        ]
+        found = [(usage.used, usage.total, usage.source) for usage in self._limits.read()]
         if self._budget is not None:
             found.append((now, self._budget, "budget"))
         peaks = [Peak((used + more) / total, used / total, source) for used, total, source in found]

@@ -49,7 +49,11 @@ log = logging.getLogger(__name__)
 SAYS = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 STEPS = 4
-"""Of a trial. The first one makes the optimizer's state and is not timed."""
+"""Of a trial at least. The first one makes the optimizer's state and is not timed."""
+
+MOST_STEPS = 30
+TIMED = 0.3
+"""Seconds that are timed at least, within ``MOST_STEPS``, where no other rank must stop too."""
 
 LEFT_OUT = (
     BatchSizeFinder,
@@ -176,6 +180,9 @@ class _Probe(Callback):
     ) -> None:
         self._wait()
         self.seconds.append(time.perf_counter() - self.began)
+        # Ranks would not stop at the same step.
+        if self.ranks > 1 or sum(self.seconds[1:]) >= TIMED:
+            trainer.should_stop = len(self.seconds) >= STEPS
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         assert self.meter is not None
@@ -295,8 +302,8 @@ class Trials:
         probe = _Probe(size, self._target, self._budget, self.initial or None)
         stack.callback(probe.stack.close)
 
-        loop = _FitLoop(trainer, max_epochs=STEPS)
-        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=STEPS)
+        loop = _FitLoop(trainer, max_epochs=MOST_STEPS)
+        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=MOST_STEPS)
         loop._data_source = copy.copy(trainer.fit_loop._data_source)
         if loop._data_source.instance is module:
             loop._data_source.instance = model
