@@ -1,0 +1,222 @@
+"""Batch sizes: what the finder finds against exhaustive search, and against a grid of speeds.
+
+Each search, and each size of the exhaustive one, runs in a process of its own: memory of a CPU that
+a run has used does not go back to what it was. The exhaustive search under ``RLIMIT_AS`` halves the
+interval with real trainings that fit or run out of memory.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import multiprocessing
+import statistics
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_opt as lo
+from benchmarks.harness import parse_arguments, publish
+from lightning_opt.core.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.memory import MB, process_memory
+
+SAMPLES = 16384
+TIMEOUT = 120.0
+
+
+class Blocks(L.LightningModule):
+    """Some layers with activations of ``width`` for each of ``length`` places of a sample."""
+
+    def __init__(self, width: int, length: int, layers: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.length = length
+        self.embed = nn.Linear(4, width)
+        self.layers = nn.Sequential(
+            *(part for _ in range(layers) for part in (nn.Linear(width, width), nn.GELU()))
+        )
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = self.embed(batch[0]).unsqueeze(1).expand(-1, self.length, -1)
+        return self.layers(x).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters())
+
+
+MODELS = {
+    "narrow, 2 layers": (64, 32, 2),
+    "wide, 3 layers": (256, 8, 3),
+    "long, 4 layers": (64, 128, 4),
+}
+
+
+class Clock(L.Callback):
+    """Times steps as they are in training, hooks included."""
+
+    def __init__(self) -> None:
+        self.seconds: list[float] = []
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        self.began = time.perf_counter()
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.seconds.append(time.perf_counter() - self.began)
+
+
+def loader_of(size: int) -> DataLoader[Any]:
+    """Return a loader with batches of ``size``."""
+    return DataLoader(TensorDataset(torch.randn(SAMPLES, 4)), batch_size=size)
+
+
+def trainer_of(**settings: Any) -> L.Trainer:
+    """Return a Trainer that says nothing."""
+    names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    quiet = {**dict.fromkeys(names, False), "accelerator": "cpu", "devices": 1}
+    return L.Trainer(**{**quiet, "max_epochs": -1, **settings})
+
+
+def prepare(name: str, room: float | None) -> Blocks:
+    """Warm up, limit the address space to what there is and ``room`` MB, and return the model."""
+    import resource
+
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
+    trainer_of(max_steps=2).fit(Blocks(*MODELS[name]), loader_of(4))
+    let_go(torch.device("cpu"))
+    if room is not None:
+        limit = process_memory().virtual + int(room * MB)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    return Blocks(*MODELS[name])
+
+
+def find(name: str, room: float, queue: Any) -> None:
+    """Search the largest size."""
+    model = prepare(name, room)
+    start = time.perf_counter()
+    found = lo.find_batch_size(trainer_of(), model, loader_of(8), target=1.0)
+    queue.put((found.largest, len(found.trials), time.perf_counter() - start))
+
+
+def fits(name: str, room: float, size: int, queue: Any) -> None:
+    """Say whether a few steps of this size go through."""
+    model = prepare(name, room)
+    try:
+        trainer_of(max_steps=4).fit(model, loader_of(size))
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
+            raise
+        queue.put(False)
+        return
+    queue.put(True)
+
+
+def fastest(name: str, most: int, queue: Any) -> None:
+    """Search the fastest size, time a grid, and the size that was found, in turn."""
+    model = prepare(name, None)
+    found = lo.find_batch_size(
+        trainer_of(), model, loader_of(8), mode="fastest", max_size=most, budget_mb=1e6
+    )
+    grid = sorted({2**n for n in range(int(math.log2(most)) + 1)} | {found.fastest, most})
+    speed = dict.fromkeys(grid, 0.0)
+    for _ in range(3):
+        for size in grid:
+            clock = Clock()
+            trainer_of(max_steps=12, callbacks=[clock]).fit(model, loader_of(size))
+            speed[size] = max(speed[size], size / statistics.median(clock.seconds[2:]))
+    best = max(speed, key=lambda size: speed[size])
+    queue.put((found.fastest, len(found.trials), best, speed[found.fastest] / speed[best]))
+
+
+def in_a_process(function: Any, *args: Any) -> Any:
+    """Return what the function puts into a queue.
+
+    Raises:
+        RuntimeError: If it dies or takes too long.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch", "lightning_opt"])
+    queue = context.SimpleQueue()  # has no thread, which could not start under a limit
+    process = context.Process(target=function, args=(*args, queue), daemon=True)
+    process.start()
+    deadline = time.monotonic() + TIMEOUT
+    try:
+        while time.monotonic() < deadline:
+            if not queue.empty():
+                return queue.get()
+            if not process.is_alive() and queue.empty():
+                raise RuntimeError(f"{function.__name__}{args} died with {process.exitcode}.")
+            time.sleep(0.02)
+        raise RuntimeError(f"{function.__name__}{args} took more than {TIMEOUT:g} s.")
+    finally:
+        process.kill()
+        process.join()
+
+
+def exhaustive(name: str, room: float, around: int) -> int:
+    """Return the largest size that fits, by real trainings in processes of their own."""
+    low, high = 0, around + max(1, around // 8)
+    while in_a_process(fits, name, room, high):
+        low, high = high, 2 * high
+    if not low:
+        near = max(1, around - max(1, around // 16))
+        if in_a_process(fits, name, room, near):
+            low = near
+    while high - low > max(1, high // 200):  # to half a percent
+        middle = (low + high) // 2
+        if in_a_process(fits, name, room, middle):
+            low = middle
+        else:
+            high = middle
+    return low
+
+
+def main() -> None:
+    """Measure, and publish two tables."""
+    arguments = parse_arguments(__doc__)
+    if arguments.device != "cpu":
+        raise SystemExit("This benchmark limits the memory of the host: --device cpu.")
+    warnings.simplefilter("ignore")
+    models = dict(list(MODELS.items())[: 1 if arguments.quick else None])
+    rows: list[dict[str, Any]] = []
+    for name, room in zip(models, (200.0, 250.0, 300.0), strict=False):
+        found, trials, seconds = in_a_process(find, name, room)
+        true = exhaustive(name, room, found)
+        rows.append(
+            {
+                "model": name,
+                "room, MB": room,
+                "found": found,
+                "exhaustive": true,
+                "found / exhaustive": round(found / true, 3),
+                "trials": trials,
+                "seconds": round(seconds, 1),
+            }
+        )
+    title = "Largest batch size under a limited address space"
+    publish("batch_size_largest", lo.Report(title, rows), arguments)
+
+    rows = []
+    for name, most in zip(models, (512, 512, 64), strict=False):
+        found, trials, best, share = in_a_process(fastest, name, most)
+        rows.append(
+            {
+                "model": name,
+                "sizes up to": most,
+                "found": found,
+                "best of a grid": best,
+                "samples a second, of the best": round(share, 3),
+                "trials": trials,
+            }
+        )
+    publish("batch_size_fastest", lo.Report("Batch size of most samples a second", rows), arguments)
+
+
+if __name__ == "__main__":
+    main()
