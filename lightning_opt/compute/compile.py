@@ -22,6 +22,7 @@ from lightning_opt.compute.compile_settings import (
     ladder,
     lowers_ahead,
     refuse_neighbours,
+    unmarked,
 )
 from lightning_opt.core.compiling import CLOCK
 from lightning_opt.core.exhaustion import is_out_of_memory
@@ -182,6 +183,7 @@ class CompileModel(Callback):
         shared = Shared(self.backend, self.fullgraph, self.dynamic, device, self._tell)
         modes = ladder(self.mode, device.type)
         self._shared, self._stack = shared, ExitStack()
+        self._stack.enter_context(unmarked(pl_module))
         self._stack.callback(self._summarise)
         is_ddp = isinstance(trainer.strategy, DDPStrategy)
         self.regions = find_regions(pl_module, self.scope, modes, shared)

@@ -6,10 +6,15 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from lightning_opt.compute.compile_regions import Region
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+MARKS = ("_dynamo", "_has_dynamo")
+"""How the names of attributes begin that torch.compile sets on parameters and buffers."""
 
 AHEAD = "force_non_lazy_backward_lowering"
 
@@ -47,6 +52,20 @@ def compile_settings(regions: Sequence[Region], scope: str, is_ddp: bool) -> Ite
         _set(dynamo_config, "optimize_ddp", False, is_ddp and not splits),
     ):
         yield
+
+
+@contextmanager
+def unmarked(model: nn.Module) -> Iterator[None]:
+    """Take the marks off again that torch.compile puts on the tensors that it has seen."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = {id(tensor): set(vars(tensor)) for tensor in tensors if vars(tensor)}
+    try:
+        yield
+    finally:
+        for tensor in (*model.parameters(), *model.buffers()):
+            for name in [name for name in vars(tensor) if name.startswith(MARKS)]:
+                if name not in before.get(id(tensor), ()):
+                    delattr(tensor, name)
 
 
 @contextmanager

@@ -51,12 +51,12 @@ class Net(LightningModule):
         self.calls += 1
         loss = nn.functional.mse_loss(self(batch[0]), batch[1])
         self.mean(loss.detach())
-        self.log("loss", loss, on_step=True, on_epoch=True)
+        self.log("loss", loss, on_step=True, on_epoch=True, sync_dist=True)
         self.log("mean", self.mean)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]))
+        self.log("val", nn.functional.mse_loss(self(batch[0]), batch[1]), sync_dist=True)
 
     def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
         return self(batch[0])

@@ -54,7 +54,7 @@ def ddp() -> dict[str, Any]:
 
 
 def fsdp2() -> dict[str, Any]:
-    return {"strategy": ModelParallelStrategy(data_parallel_size=2), **SHORT}
+    return {"strategy": ModelParallelStrategy(2, 1), **SHORT}
 
 
 def on_rank_0(backend: Any) -> Any:
