@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_opt as lo
+from lightning_opt.data import tuning
 from lightning_opt.data.loaders import LoaderSettings
 from lightning_opt.data.search import Search
 from tests.data.datasets import Numbers
@@ -86,8 +87,9 @@ def train(
     torch.manual_seed(5)
     model = Recorded()
     tuner = lo.DataPipelineTuner(verbose=False)
-    original = Search.run
+    original, measure = Search.run, tuning.MEASURE
     try:
+        tuning.MEASURE = 0.02
         if tuned is not None:
             Search.run = choose(tuned)  # type: ignore[method-assign]
         callbacks = [record, *([tuner] if tuned is not None else [])]
@@ -102,7 +104,7 @@ def train(
         before = dict(vars(data))
         trainer.fit(model, data)
     finally:
-        Search.run = original  # type: ignore[method-assign]
+        Search.run, tuning.MEASURE = original, measure  # type: ignore[method-assign]
     after = {**vars(data), "served": before.get("served")}
     assert {name: after[name] for name in before} == before or tuned is None
     return record, model, tuner

@@ -29,6 +29,12 @@ from tests.helpers.models import ResumableLoader, SmallNet, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch):
+    monkeypatch.setattr(tuning, "MEASURE", 0.1)
+
+
 # --- the same samples ---------------------------------------------------------------------------
 
 
