@@ -55,8 +55,6 @@ SETTINGS: dict[str, list[Settings]] = {
     "ChannelsLast": [{"policy": "always"}],
     "DynamicBatchSize": [
         {"budget_mb": 1e6, "grow": 1.5, "scale_lr": "sqrt"},
-        {"budget_mb": 1.0},
-        {"budget_mb": 1e6, "keep_effective": 8},
     ],
     "DataMonitor": [{"every_n_steps": 2, "threshold": 0.0, "patience": 1}],
     "DataPipelineTuner": [{"max_workers": 1, "random_items": "refuse", "verbose": False}],

@@ -124,6 +124,7 @@ class Accumulation(Callback):
         self._count = function_named("count", count)
         self._fresh = self._windows.state_dict() if self._windows is not None else {}
         self._module: ref[nn.Module] | None = None
+        self._is_copy = False  # of a callback that has seen a model: not this one's
         self._trainer: pl.Trainer | None = None
         self._setup_stack: ExitStack | None = None
         self._stack: ExitStack | None = None
@@ -153,9 +154,9 @@ class Accumulation(Callback):
         self._release()
         _check(trainer, pl_module, self._count is not None or self.normalize != "batches")
         if self._module is None or self._module() is not pl_module:
-            if self._module is not None:
+            if self._module is not None or self._is_copy:
                 self._reset()  # another model
-            self._module = ref(pl_module)
+            self._module, self._is_copy = ref(pl_module), False
         self._trainer = trainer
         if self._windows is None and self.effective_batch is None:
             return
@@ -407,7 +408,8 @@ class Accumulation(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
+        known = self._module is not None or self._is_copy
+        return {**self.__dict__, "_module": None, "_is_copy": known}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the window, and in the midst of one in a single process its gradients."""

@@ -137,6 +137,7 @@ class DynamicBatchSize(Callback):
         self.validation = validation
         self.found: FoundSizes | None = None
         self._module: ref[nn.Module] | None = None
+        self._is_copy = False  # of a callback that has seen a model: not this one's
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
         self._loaders: LoaderSizes | None = None
@@ -169,9 +170,9 @@ class DynamicBatchSize(Callback):
         self._release()
         self._check(trainer, pl_module)
         if self._module is None or self._module() is not pl_module:
-            if self._module is not None:
+            if self._module is not None or self._is_copy:
                 self._reset()  # another model takes other memory
-            self._module = ref(pl_module)
+            self._module, self._is_copy = ref(pl_module), False
         self._trainer = trainer
         if self.find is not None and self._size is None and trainer.ckpt_path is None:
             self.found = find_within(
@@ -187,13 +188,13 @@ class DynamicBatchSize(Callback):
             self._initial = self.found.initial
         self._stack = ExitStack()
         # They are restored with the stack, since both change from epoch to epoch.
-        kept = {"reload_dataloaders_every_n_epochs": trainer.reload_dataloaders_every_n_epochs}
+        self._reload: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        kept = {"reload_dataloaders_every_n_epochs": self._reload}
         if self.keep_effective is not None:
             kept["accumulate_grad_batches"] = 1
         self._stack.enter_context(replaced(trainer, **kept))
-        self._reload = trainer.reload_dataloaders_every_n_epochs
         if self.validation:
-            trainer.reload_dataloaders_every_n_epochs = 1
+            trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         self._loaders = LoaderSizes(
             trainer, self._resize, self._resize_validation if self.validation else None
         )
@@ -308,7 +309,7 @@ class DynamicBatchSize(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to measure the epoch."""
         if not self.validation:
-            trainer.reload_dataloaders_every_n_epochs = self._reload
+            trainer.reload_dataloaders_every_n_epochs = self._reload  # type: ignore[attr-defined]
         self._peak = 0.0
         self._pace.calls = {}
         self._set_pace(trainer)
@@ -371,7 +372,7 @@ class DynamicBatchSize(Callback):
     def _change(self, trainer: pl.Trainer, size: int, peak: float) -> None:
         event = {"epoch": trainer.current_epoch, "from": self._size, "to": size, "memory": peak}
         self._size = size
-        trainer.reload_dataloaders_every_n_epochs = 1  # until the next epoch has begun
+        trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
         assert self._rates is not None
         self._rates.scale = self._scale()
         self.events.append({key: event[key] for key in ("epoch", "from", "to")})
@@ -416,7 +417,8 @@ class DynamicBatchSize(Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
+        known = self._module is not None or self._is_copy
+        return {**self.__dict__, "_module": None, "_is_copy": known}
 
     def state_dict(self) -> dict[str, Any]:
         """Return sizes, what was measured near the limit, and where schedules are."""

@@ -29,7 +29,7 @@ def batch_size_of(loader: Any) -> int | None:
 
 def samples_of(loader: DataLoader[Any]) -> int | None:
     """Return how many samples the loader has on this rank; None if that is not known."""
-    sampler = getattr(loader.batch_sampler, "sampler", loader.sampler)
+    sampler: Any = getattr(loader.batch_sampler, "sampler", loader.sampler)
     try:
         return len(sampler)
     except TypeError:

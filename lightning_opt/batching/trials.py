@@ -22,7 +22,8 @@ from lightning.pytorch.callbacks import (
     Timer,
 )
 from lightning.pytorch.loggers.logger import DummyLogger
-from lightning.pytorch.loops import _FitLoop, _TrainingEpochLoop
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
 from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
@@ -84,6 +85,7 @@ class _Probe(Callback):
         self.stack = ExitStack()
         self.meter: PeakMeter | None = None
         self.peak: Any = None
+        self.model: Any = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         self.stack.callback(LoaderSizes(trainer, self._resize).close)
@@ -269,7 +271,7 @@ class Trials:
             probe = self._swap(stack, size)
             fits = True
             try:
-                trainer._run(trainer.strategy.lightning_module)
+                trainer._run(probe.model)
             except _RanOutError:
                 fits = False
             except CAUGHT as error:
@@ -294,9 +296,10 @@ class Trials:
     def _swap(self, stack: ExitStack, size: int | None) -> _Probe:
         """Replace what a run changes, until ``stack`` is closed."""
         trainer, module = self._trainer, self._module
+        datamodule = getattr(trainer, "datamodule", None)
         kept = {id(trainer): trainer, id(trainer.strategy): trainer.strategy}
-        if trainer.datamodule is not None:
-            kept[id(trainer.datamodule)] = trainer.datamodule
+        if datamodule is not None:
+            kept[id(datamodule)] = datamodule
         model, callbacks = copy.deepcopy((module, self._callbacks), dict(kept))
         model.trainer = trainer  # a LightningModule is copied without it
         probe = _Probe(size, self._target, self._budget, self.initial or None)
@@ -336,11 +339,12 @@ class Trials:
             )
         )
         stack.enter_context(replaced(trainer._data_connector, prepare_data=do_nothing))
-        if trainer.datamodule is not None:
+        if datamodule is not None:
             stack.enter_context(
-                replaced(trainer.datamodule, setup=_ignore, teardown=_ignore, on_exception=_ignore)
+                replaced(datamodule, setup=_ignore, teardown=_ignore, on_exception=_ignore)
             )
         strategy.connect(model)
+        probe.model = model
         return probe
 
     def _clean_up(self) -> None:
