@@ -62,7 +62,7 @@ RUNTIME: dict[str, Any] = {"Runtime": {}}
 BOTH = Parts(sdpa=True, cached=True)
 
 
-def switches(model: str) -> dict[str, Switch]:
+def switches(model: str, device: str) -> dict[str, Switch]:
     """Return the configurations that mean something for a model, the plain one first."""
     attention = model != "ConvNet"
     convolutions = model != "byte GPT"
@@ -77,7 +77,9 @@ def switches(model: str) -> dict[str, Switch]:
     found["CompileModel, regions"] = Switch(callbacks={"CompileModel": {"scope": "regions"}})
     found["Runtime"] = Switch(callbacks=RUNTIME)
     found["bf16-mixed"] = Switch(precision="bf16-mixed")
-    together = {**RUNTIME, **FUSED, "CompileModel": {"scope": "model"}}
+    # On a CPU a C++ compiler takes minutes for a whole model, and regions take seconds.
+    scope = "model" if device == "cuda" else "regions"
+    together = {**RUNTIME, **FUSED, "CompileModel": {"scope": scope}}
     if convolutions:
         together["ChannelsLast"] = {}
     parts = BOTH if attention else PLAIN
@@ -212,7 +214,7 @@ def start(
     told: dict[str, dict[str, Any]] = {}
     wanted = {
         label: switch
-        for label, switch in switches(name).items()
+        for label, switch in switches(name, device).items()
         if only is None or label in only or label == "plain Lightning"
     }
     try:
@@ -280,7 +282,8 @@ NOTES = [
     "memory, so activations, temporaries and gradients, not weights and optimizer state. loss: of "
     "the last timed step, after the same number of steps for all switches of a model.",
     "SelfAttention stands for torch's attention instead of one written by hand, RotaryEmbedding "
-    "for cached angles. all: all of a model's switches, with CompileModel on the whole model.",
+    "for cached angles. all: all of a model's switches; CompileModel takes the whole model on CUDA "
+    "and regions on a CPU.",
 ]
 
 
