@@ -21,6 +21,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from lightning_opt.batching.checking import is_too_far, split_error
 from lightning_opt.batching.learning import Learner
 from lightning_opt.batching.ranks import Alone, Replicas
 from lightning_opt.batching.running import MicroBatchClosure, Split, Weigh, Workshop, split_with
@@ -51,7 +52,9 @@ class MicroBatching(Callback):
 
     Exact for losses that are means over samples, or over what ``loss_weight`` counts. Not for
     losses that compare samples with each other (contrastive ones), nor for BatchNorm, which sees
-    one micro-batch at a time.
+    one micro-batch at a time: before the first split there is a trial, and a warning.
+
+    Under DDP the ranks agree, and take a batch back together if one of them runs out of memory.
 
     Logged when a size changes:
 
@@ -74,7 +77,7 @@ class MicroBatching(Callback):
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under manual
             optimisation, DeepSpeed, with ``dataloader_iter``, or for ``"auto"`` under a strategy of
-            several processes; in ``on_fit_start`` for LBFGS.
+            several processes other than DDP; in ``on_fit_start`` for LBFGS.
         UnsplittableBatchError: While training, for a batch that needs ``split``.
         MemoryError: While training with ``"auto"``, if ``min_size`` samples do not fit, or if
             memory runs out in the optimizer's update, which cannot be taken back.
@@ -245,16 +248,33 @@ class MicroBatching(Callback):
 
     def _before_split(self, batch: Any, parts: int) -> None:
         """Warn, once, of what is not as with the whole batch."""
+        if self._warned:
+            return
+        self._warned = True
         module = self._at_work().module
-        if not self._warned and any(
-            isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()
-        ):
+        if any(isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()):
             rank_zero_warn(
                 "MicroBatching splits a batch of a model with BatchNorm, whose statistics are now "
                 "those of micro-batches: gradients and running statistics differ from those of "
                 "whole batches. GroupNorm and LayerNorm do not have this problem."
             )
-        self._warned = True
+        else:
+            self._check_split(batch, parts)
+
+    def _check_split(self, batch: Any, parts: int) -> None:
+        shop = self._at_work()
+        pieces = split_with(self.split, batch, parts)
+        if pieces[0][1] == 1 and parts > 1:
+            pieces = split_with(self.split, batch, parts // 2)  # a pair of samples may fit as well
+        error = split_error(shop, pieces, lambda piece: split_with(self.split, piece, 2))
+        if error is not None and is_too_far(error, shop.trainer.precision):
+            rank_zero_warn(
+                f"MicroBatching changes the gradient of this model: that of {pieces[0][1]} samples "
+                f"in two parts is off by {error:.1%}. So the loss is not a mean over samples. Is "
+                "it a mean over tokens? Give MicroBatching(loss_weight=...), a function of the "
+                "batch that counts them. A loss that compares samples with each other, such as a "
+                "contrastive one, cannot be split without changing it."
+            )
 
     def _at_work(self) -> Workshop:
         assert self._shop is not None

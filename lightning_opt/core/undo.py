@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import functools
 import random
 import sys
 from collections import deque
@@ -66,10 +68,11 @@ class Before:
             owner for owner in modules if not type(owner).__module__.startswith("torch.")
         ]
         self._seen = False
+        self._numpy = _NumpyState()
 
     def take(self) -> None:
         """Remember the state as it is."""
-        self._random = list(_random_states(self._device))
+        self._random = list(_random_states(self._device, self._numpy))
         self._weights = [parameter._version for parameter in self._parameters]
         copied = [*self._norms, *self._written]
         self._copies = [
@@ -130,14 +133,48 @@ class Before:
         self._random, self._copies, self._versions, self._attributes = [], [], [], []
 
 
-def _random_states(device: torch.device) -> Iterator[Undo]:
+class _NumpyState:
+    """The state of NumPy's global generator, which takes 50 us to read and seldom changes.
+
+    So it is read again only if the generator's memory, of which a copy takes 1 us, is another. What
+    is not in there is the second of two normal numbers that are drawn at once; while there is one,
+    the state is read each time.
+    """
+
+    def __init__(self) -> None:
+        self._memory: tuple[Any, bytes] | None = None
+        self._state: Any = None
+
+    def read(self) -> Undo:
+        """Return what puts back the state as it is."""
+        import numpy as np
+
+        memory = self._look()
+        if memory is None or memory != self._memory or self._state[3]:
+            self._memory, self._state = memory, np.random.get_state()  # noqa: NPY002 - the user's
+        state = self._state
+        return lambda: np.random.set_state(state)  # noqa: NPY002
+
+    @staticmethod
+    def _look() -> tuple[Any, bytes] | None:
+        import numpy as np
+
+        generator = getattr(getattr(np.random.mtrand, "_rand", None), "_bit_generator", None)
+        if type(generator) is not np.random.MT19937:
+            return None  # of another kind, of which the size is not known
+        address = generator.ctypes.state_address
+        return generator, ctypes.string_at(address, _MT19937_BYTES)
+
+
+_MT19937_BYTES = 625 * 4
+"""624 words and the position."""
+
+
+def _random_states(device: torch.device, numpy: _NumpyState) -> Iterator[Undo]:
     python = random.getstate()
     yield lambda: random.setstate(python)
     if "numpy" in sys.modules:
-        import numpy as np
-
-        numpy = np.random.get_state()  # noqa: NPY002 - that of the user's code
-        yield lambda: np.random.set_state(numpy)  # noqa: NPY002
+        yield numpy.read()
     cpu = torch.get_rng_state()
     yield lambda: torch.set_rng_state(cpu)
     if device.type == "cuda":
@@ -148,30 +185,44 @@ def _random_states(device: torch.device) -> Iterator[Undo]:
 def _remember(attributes: dict[str, Any]) -> Undo:
     """Return what puts back attributes of plain types and the states of a torchmetrics metric."""
     states = attributes.get("_defaults", ())
-    before: dict[str, Any] = {}
-    contents: list[tuple[Any, Any]] = []
-    for name, value in attributes.items():
-        if name in _OWN or name.endswith("hooks"):
-            continue
-        if isinstance(value, Tensor):
-            if states:  # a metric's; its updates may be in place
+    # This runs for each batch: a tensor that is not a metric's is not kept alive, and what can wait
+    # for `undo` does.
+    before = {name: value for name, value in attributes.items() if _is_plain(type(value))}
+    contents = [
+        (value, _content(value))
+        for name, value in before.items()
+        if _is_container(type(value)) and not _is_own(name)
+    ]
+    if states:  # a metric's; its updates may be in place
+        for name, value in attributes.items():
+            if isinstance(value, Tensor):
                 before[name] = value
                 if name in states:
                     contents.append((value, value.detach().clone()))
-        elif isinstance(value, PLAIN):
-            before[name] = value
-            if isinstance(value, _CONTAINERS):
-                contents.append((value, _content(value)))
     names = set(attributes)
 
     def undo() -> None:
         for name in [n for n, v in attributes.items() if n not in names and isinstance(v, PLAIN)]:
             del attributes[name]
-        attributes.update(before)
+        attributes.update((name, value) for name, value in before.items() if not _is_own(name))
         for container, content in contents:
             _put_back(container, content)
 
     return undo
+
+
+@functools.cache
+def _is_plain(kind: type) -> bool:
+    return issubclass(kind, PLAIN)
+
+
+@functools.cache
+def _is_container(kind: type) -> bool:
+    return issubclass(kind, _CONTAINERS)
+
+
+def _is_own(name: str) -> bool:
+    return name in _OWN or name.endswith("hooks")
 
 
 def _content(container: Any) -> Any:

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -179,6 +179,13 @@ def refuse(settings: dict[str, Any]) -> str:
     return ""
 
 
-def test_refuses_a_static_graph():
-    for message in launch(refuse, {"strategy": DDPStrategy(static_graph=True)}):
-        assert "static_graph" in message
+@pytest.mark.parametrize(
+    ("strategy", "words"),
+    [
+        (DDPStrategy(static_graph=True), "static_graph"),
+        (ModelParallelStrategy(2, 1), r"MicroBatching(size=8)"),
+    ],
+)
+def test_refuses_what_cannot_be_taken_back(strategy, words):
+    for message in launch(refuse, {"strategy": strategy}):
+        assert words in message

@@ -116,7 +116,11 @@ def test_weights_by_tokens(weigh):
     callbacks = [[], [lo.MicroBatching(3, loss_weight=weigh)], [lo.MicroBatching(3)]]
     for net, own in zip(nets, callbacks, strict=True):
         trainer = quiet_trainer(callbacks=own)
-        trainer.fit(net)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", "MicroBatching changes the gradient")
+            trainer.fit(net)
+        # The one-time check of the first split.
+        assert any("loss_weight" in str(w.message) for w in caught) == (net is nets[2])
         logged.append(trainer.callback_metrics["loss"].item())
     assert_same_weights(nets[1], nets[0], **CLOSE)
     assert logged[1] == pytest.approx(logged[0], rel=1e-6)
@@ -182,6 +186,48 @@ def test_a_batch_may_be_left_out_in_mid_window(size):
     settings = {"accumulate_grad_batches": 3}
     run = train(lo.MicroBatching(size), net=Sometimes(), **settings)
     assert_same_weights(run[0].layers, train(net=Sometimes(), **settings)[0].layers, **CLOSE)
+
+
+class Contrast(Tokens):
+    """Samples that are compared with each other, and a parameter that each step changes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.teacher.mul_(0.5)
+        batch[0].mul_(1.0)
+        z = nn.functional.dropout(self.layer(batch[0]).flatten(1), 0.0)
+        return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def test_the_first_split_is_compared_with_the_whole():
+    net = Contrast()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "MicroBatching changes the gradient")
+        quiet_trainer(callbacks=[lo.MicroBatching(5)], limit_train_batches=1).fit(net)
+    assert sum("changes the gradient of this model" in str(w.message) for w in caught) == 1
+    assert torch.equal(net.teacher, torch.full((3,), 0.25))  # by two micro-batches, not the check
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_the_check_leaves_no_trace(monkeypatch, random):
+    class Drops(Net):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            if random:
+                output["loss"] = output["loss"] * torch.rand(())
+            return output
+
+    found: list[Any] = []
+    checked = train(lo.MicroBatching(4), net=Drops(dropout=0.5))
+    monkeypatch.setattr(
+        "lightning_opt.batching.micro_batching.split_error", lambda *args: found.append(args)
+    )
+    assert_same_run(checked, train(lo.MicroBatching(4), net=Drops(dropout=0.5)), rounding=0.0)
+    assert len(found) == 1
 
 
 def test_warns_of_batchnorm_once():
