@@ -1,6 +1,10 @@
 """One bucket in two stages, without a model around it."""
 
+import contextlib
+import itertools
 import os
+import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -8,12 +12,19 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_opt.strategies import transport
+from lightning_opt.strategies import transport, two_stage
 from lightning_opt.strategies.compressors import Quantize, TopK
 from lightning_opt.strategies.transport import Channel, GatherChannel
 from lightning_opt.strategies.two_stage import TwoStageChannel
 from tests.helpers.processes import launch
-from tests.strategies.runs import dist_world
+from tests.strategies.runs import (
+    KeptResiduals,
+    Ledger,
+    assert_nothing_is_lost,
+    dist_world,
+    expected,
+    fit,
+)
 
 NUMEL = 4000
 
@@ -128,3 +139,51 @@ def _every_size() -> None:
 @pytest.mark.parametrize("processes", [2, 3, 4])
 def test_pieces_leave_the_bits_of_the_whole(processes):
     launch(_every_size, processes=processes)
+
+
+@contextlib.contextmanager
+def _small_pieces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "PIECE", 340)
+        patch.setattr(transport, "LEAST_PIECE", 136)
+        yield
+
+
+def _train_in_pieces() -> None:
+    strategy = KeptResiduals(Quantize(4, block=34), warmup_steps=3, fallback="never")
+    model = Ledger()
+    with _small_pieces():
+        fit(model, strategy, range(20))
+    assert_nothing_is_lost(model, strategy, expected(range(20), dist_world(), model))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3])
+def test_training_in_pieces_loses_nothing(processes):
+    launch(_train_in_pieces, processes=processes)
+
+
+def _lose_a_rank_between_pieces() -> None:
+    """Rank 1 dies when it has sent some of the pieces of a bucket."""
+    sent = itertools.count()
+    gather = transport.all_gather
+
+    def all_gather(*arguments: Any, **settings: Any) -> Any:
+        if int(os.environ["RANK"]) == 1 and next(sent) == 20:
+            os._exit(3)
+        return gather(*arguments, **settings)
+
+    with _small_pieces(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "all_gather", all_gather)
+        patch.setattr(two_stage, "all_gather", all_gather)
+        strategy = KeptResiduals(Quantize(8, block=34), warmup_steps=3, fallback="never")
+        fit(Ledger(), strategy, range(1000))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_rank_lost_between_pieces_ends_the_others(processes):
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
+        launch(_lose_a_rank_between_pieces, timeout=60, processes=processes)
+    assert time.monotonic() - start < 55  # a hang would have used up the time
