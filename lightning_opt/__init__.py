@@ -5,7 +5,6 @@ from lightning_opt.batching.accumulator import GradientAccumulator
 from lightning_opt.batching.dynamic_size import DynamicBatchSize
 from lightning_opt.batching.finding import FoundSizes
 from lightning_opt.batching.micro_batching import MicroBatching
-from lightning_opt.batching.splitting import UnsplittableBatchError, split_batch
 from lightning_opt.batching.trials import find_batch_size
 from lightning_opt.compute.attention import AttentionBackend
 from lightning_opt.compute.compile import CompileModel
@@ -15,6 +14,7 @@ from lightning_opt.compute.rotary import RotaryEmbedding
 from lightning_opt.compute.runtime import Runtime
 from lightning_opt.compute.self_attention import SelfAttention
 from lightning_opt.core.report import Report
+from lightning_opt.core.splitting import UnsplittableBatchError, split_batch
 from lightning_opt.data.cache import CachedDataset, cached
 from lightning_opt.data.monitor import DataMonitor
 from lightning_opt.data.prefetcher import DevicePrefetcher
