@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
+
+Choice = TypeVar("Choice")
 
 
 def positive(name: str, value: float) -> float:
@@ -62,7 +64,7 @@ def at_least(name: str, value: int, lowest: int) -> int:
     return value
 
 
-def one_of(name: str, value: str, allowed: Sequence[str]) -> str:
+def one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
     """Return ``value`` if it is one of ``allowed``.
 
     Raises:

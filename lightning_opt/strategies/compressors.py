@@ -8,13 +8,13 @@ Neither knows of process groups.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_opt.core.arguments import at_least, between, positive
+from lightning_opt.core.arguments import at_least, one_of, positive, share
 from lightning_opt.strategies import native
 from lightning_opt.strategies.chunks import CHUNK, NonFiniteGradientError, add_in_chunks, chunk_size
 from lightning_opt.strategies.packing import (
@@ -129,9 +129,9 @@ class TopK(Compressor):
     def __init__(
         self, ratio: float = 0.01, k: int | None = None, values: Literal["int8", "bf16"] = "int8"
     ) -> None:
-        self.ratio = _ratio("ratio", ratio)
+        self.ratio = share("ratio", ratio)
         self.k = None if k is None else at_least("k", k, 1)
-        self.values = _choice("values", values, ("int8", "bf16"))
+        self.values = one_of("values", values, ("int8", "bf16"))
 
     def capacity(self, numel: int) -> int:
         """Return how many of ``numel`` elements are sent."""
@@ -177,8 +177,8 @@ class Threshold(Compressor):
         values: Literal["int8", "bf16"] = "int8",
     ) -> None:
         self.value = value if value == "auto" else positive("value", value)
-        self.max_ratio = _ratio("max_ratio", max_ratio)
-        self.values = _choice("values", values, ("int8", "bf16"))
+        self.max_ratio = share("max_ratio", max_ratio)
+        self.values = one_of("values", values, ("int8", "bf16"))
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
@@ -202,7 +202,7 @@ class Quantize(Compressor):
     def __init__(
         self, bits: Literal[4, 8] = 8, block: int = 1024, stochastic: bool = False
     ) -> None:
-        self.bits = _choice("bits", bits, (8, 4))
+        self.bits = one_of("bits", bits, (8, 4))
         self.block = at_least("block", block, 2)
         if block % 2:
             raise ValueError(f"block must be even, got {block}.")
@@ -392,15 +392,3 @@ class QuantizedCodec(Codec):
             self._kernels.quantized_add(self.layout, messages, out, alpha, overwrite=overwrite)
         else:
             super().decompress_sum(messages, out, alpha, overwrite=overwrite)
-
-
-def _ratio(name: str, value: float) -> float:
-    if not between(name, value, 0.0, 1.0):
-        raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
-    return value
-
-
-def _choice(name: str, value: Any, allowed: tuple[Any, ...]) -> Any:
-    if value not in allowed:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
-    return value
