@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -27,6 +26,7 @@ from lightning_opt.batching.ranks import Alone, Replicas
 from lightning_opt.batching.running import MicroBatchClosure, Split, Weigh, Workshop, split_with
 from lightning_opt.core.arguments import at_least, fraction
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
+from lightning_opt.core.importing import function_named
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
@@ -101,9 +101,9 @@ class MicroBatching(Callback):
         self.min_size = at_least("min_size", min_size, 1)
         self.safety = fraction("safety", safety)
         self.regrow_every = at_least("regrow_every", regrow_every, 1)
-        self.split: Split | None = _function("split", split)
+        self.split: Split | None = function_named("split", split)
         self.loss_weight: Weigh | None = (
-            None if loss_weight == "samples" else _function("loss_weight", loss_weight)
+            None if loss_weight == "samples" else function_named("loss_weight", loss_weight)
         )
         self._module: ref[nn.Module] | None = None
         self._stack: ExitStack | None = None
@@ -318,23 +318,6 @@ class MicroBatching(Callback):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._learner.load_state_dict(state_dict)
-
-
-def _function(name: str, given: Callable[..., Any] | str | None) -> Any:
-    """Return a function that may be given as its import path."""
-    if given is None or (callable(given) and not isinstance(given, str)):
-        return given
-    module, _, attribute = str(given).rpartition(".")
-    try:
-        found = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{name} must be a function or its import path such as 'package.module.function', "
-            f"got {given!r}: {error}."
-        ) from error
-    if not callable(found):
-        raise ValueError(f"{name} must be a function, and {given!r} is {type(found).__name__}.")
-    return found
 
 
 def _same_on_all_ranks(loader: Any) -> bool:
