@@ -52,16 +52,16 @@ class CompileModel(Callback):
     uncompiled run raises as well, the error is the model's own and is raised as it is. Errors that
     say that memory ran out pass through.
 
-    ============================== ==============================================================
-    ``mode``                       modes that are tried, in this order
-    ============================== ==============================================================
-    ``"auto"``                     ``default``, on every device; the other two take minutes or
-                                   overwrite outputs, so they are for those who ask for them
-    ``"max-autotune"``             ``max-autotune``, ``reduce-overhead`` (on CUDA), ``default``
+    ================================ ============================================================
+    ``mode``                         modes that are tried, in this order
+    ================================ ============================================================
+    ``"auto"``                       ``default``, on every device; the others take minutes or
+                                     overwrite outputs, so they are for those who ask for them
+    ``"max-autotune"``               ``max-autotune``, ``reduce-overhead`` (on CUDA), ``default``
     ``"max-autotune-no-cudagraphs"`` this one, ``default``
-    ``"reduce-overhead"``          ``reduce-overhead``, ``default``
-    ``"default"``                  ``default``
-    ============================== ==============================================================
+    ``"reduce-overhead"``            ``reduce-overhead``, ``default``
+    ``"default"``                    ``default``
+    ================================ ============================================================
 
     Behind the last comes the model as it is. Each region goes down the ladder by itself.
 
