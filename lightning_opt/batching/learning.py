@@ -10,6 +10,7 @@ from typing import Any, TypedDict
 from torch.optim import Optimizer
 
 from lightning_opt.batching.growing import Room
+from lightning_opt.batching.planning import Forecast
 from lightning_opt.batching.running import MicroBatchClosure, Workshop, split_with
 from lightning_opt.batching.sizes import LearnedSizes, Proven, kind_of
 from lightning_opt.core.splitting import UnsplittableBatchError, shape_of
@@ -68,16 +69,29 @@ class Learner:
         self._proven = Proven()
         self._careful_until = 0
         self._shop: Workshop | None = None
+        self._forecast: Forecast | None = None
+        self._planned: dict[str, int] = {}
 
-    def start(self, shop: Workshop) -> None:
-        """Begin a run; what was proven in another one need not hold in this one."""
+    def start(self, shop: Workshop, forecast: Forecast | None = None) -> None:
+        """Begin a run; what was proven in another one need not hold in this one.
+
+        Args:
+            shop: Of the run.
+            forecast: If given, batches that it says do not fit are split before they run out.
+        """
         self._shop, self._room = shop, Room(shop.device, self.safety)
+        self._forecast = forecast
+        self._passed = Proven()
+        self._start = shop.trainer.global_step
+        self._looked = self.sizes.batches
         self._proven.clear()
         self._careful_until = 0
+        self._planned.clear()
 
     def stop(self) -> None:
         """Let go of the run."""
         self._shop = self._room = None  # type: ignore[assignment]
+        self._forecast = None
         self.changed = None
 
     @property
@@ -95,22 +109,25 @@ class Learner:
         if sizes.shapes:
             parts, binding = self._parts_of(batch)
         growing = binding is not None and parts > 1 and sizes.is_due(binding)
+        parts = max(parts, self._parts_planned(batch))
         room = self._room if growing else None
         if room is not None:
             room.forget()
-        if sizes.shapes:  # on all ranks or on none
+        if sizes.shapes or self._forecast is not None:  # on all ranks or on none
             parts = self._agree_on(batch, parts)
         proof = self._proof_of(batch, parts) if ranks.several else None
         ranks.begin(risky=self._is_risky(proof), news=growing)
         if parts > 1:
             self._split_first(batch, parts)
         retries = self.retries
+        measured = self._watch(batch, parts)
 
         def succeeded() -> None:
             sizes.batches += 1
             clean = self.retries == retries
             if clean and proof is not None:
                 self._proven.add(*proof)
+            measured(clean)
             grown = None
             if room is not None and binding is not None and clean:
                 grown = (binding, room.holds(sizes.shapes[binding]["size"]))
@@ -128,6 +145,46 @@ class Learner:
         if binding is None:
             return 1, None
         return -(-self._samples(batch) // self.sizes.shapes[binding]["size"]), binding
+
+    def _parts_planned(self, batch: Any) -> int:
+        """Return how many parts leave the memory free that is to be left free."""
+        if self._forecast is None:
+            return 1
+        shape, elements = shape_of(batch)
+        size = self._forecast.largest(shape, elements)
+        if size is None:
+            return 1
+        samples, size = self._samples(batch), max(size, self.sizes.min_size)
+        if size >= samples:
+            return 1
+        if self._planned.get(shape) != size:
+            self._planned[shape] = size
+            self.note("planned", samples, size)
+        return -(-samples // size)
+
+    def _watch(self, batch: Any, parts: int) -> Callable[[bool], None]:
+        """Begin to measure a batch if none as large was, or only long ago; return what ends it."""
+        forecast, seen = self._forecast, None
+        if forecast is not None:
+            seen = self._proof_of(batch, 1)
+        if forecast is None or seen is None:
+            return lambda clean: None
+        if self.sizes.batches - self._looked >= self.sizes.regrow_every:
+            self._passed.clear()
+        if self._passed.covers(*seen):
+            return lambda clean: None
+        shape, elements = shape_of(batch)
+        forecast.begin()
+
+        def end(clean: bool) -> None:
+            if not clean:
+                return
+            forecast.end(shape, elements, -(-seen[2] // parts))
+            self._looked = self.sizes.batches
+            if self.shop.trainer.global_step > self._start:  # the optimizer's state is there
+                self._passed.add(*seen)
+
+        return end
 
     def _agree_on(self, batch: Any, parts: int) -> int:
         """Return the most parts that any rank needs, as far as there are samples for them."""
@@ -208,7 +265,7 @@ class Learner:
             size = self.sizes.shrink(failure["shape"], failure["elements"], failure["failed"])
         if size is None:
             raise MemoryError(failure["hopeless"])
-        self._note("split", failure["samples"], size)
+        self.note("split", failure["samples"], size)
         log.info(
             "Out of memory with %d samples of %d: the batch is tried again in parts of at most %d.",
             failure["failed"],
@@ -225,7 +282,7 @@ class Learner:
             size = self.sizes.shapes[shape]["size"]
             self.sizes.grow(shape, fits)
             if fits:
-                self._note("grown", 0, 2 * size)
+                self.note("grown", 0, 2 * size)
 
     def _proof_of(self, batch: Any, parts: int) -> tuple[str, int, int] | None:
         """Return kind, elements of a sample, and samples of a micro-batch; None if unknown."""
@@ -240,7 +297,8 @@ class Learner:
             return True
         return not self._proven.covers(*proof)
 
-    def _note(self, kind: str, samples: int, size: int) -> None:
+    def note(self, kind: str, samples: int, size: int) -> None:
+        """Note that micro-batches of batches of so many samples have another size from now on."""
         step = self.shop.trainer.global_step
         self.changed = size
         self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})

@@ -11,7 +11,12 @@ from weakref import ref
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, ParallelStrategy
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    ModelParallelStrategy,
+    ParallelStrategy,
+)
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import nn
@@ -22,9 +27,10 @@ from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_opt.batching.checking import is_too_far, split_error
 from lightning_opt.batching.learning import Learner
-from lightning_opt.batching.ranks import Alone, Replicas
+from lightning_opt.batching.planning import Forecast, Planner
+from lightning_opt.batching.ranks import MID_BATCH, Alone, Replicas, Sharded
 from lightning_opt.batching.running import MicroBatchClosure, Split, Weigh, Workshop, split_with
-from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.arguments import at_least, fraction, positive
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
 from lightning_opt.core.importing import function_named
 from lightning_opt.core.loggers import log_scalars
@@ -55,6 +61,10 @@ class MicroBatching(Callback):
     one micro-batch at a time: before the first split there is a trial, and a warning.
 
     Under DDP the ranks agree, and take a batch back together if one of them runs out of memory.
+    Under FSDP2 a batch cannot be taken back, so sizes are planned: a shape begins with ``min_size``
+    and grows as measured peaks say that it fits. If memory runs out nevertheless, the run ends on
+    all ranks. On a CPU, where the kernel kills what passes the limit of a control group or of the
+    machine, batches are split before they do, as far as earlier ones say what they take.
 
     Logged when a size changes:
 
@@ -71,16 +81,18 @@ class MicroBatching(Callback):
         split: For batches that are not made of tensors with one row a sample: a function
             ``split(batch, parts)``, or its import path, that returns a list of ``parts`` pairs
             ``(part, samples)``.
+        budget_mb: With ``"auto"``, a limit of one's own, which planned sizes keep: memory of this
+            process on its device. The first batch shows what batches take, so it may pass it.
         loss_weight: What a micro-batch's loss is a mean over: ``"samples"``, or a function of the
             micro-batch, or its import path, that counts it, such as its tokens.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under manual
             optimisation, DeepSpeed, with ``dataloader_iter``, or for ``"auto"`` under a strategy of
-            several processes other than DDP; in ``on_fit_start`` for LBFGS.
+            several processes other than DDP and FSDP2; in ``on_fit_start`` for LBFGS.
         UnsplittableBatchError: While training, for a batch that needs ``split``.
         MemoryError: While training with ``"auto"``, if ``min_size`` samples do not fit, or if
-            memory runs out in the optimizer's update, which cannot be taken back.
+            memory runs out in the optimizer's update or under FSDP2, which cannot be taken back.
 
     Example:
         >>> import lightning as L
@@ -96,11 +108,15 @@ class MicroBatching(Callback):
         regrow_every: int = 200,
         split: Callable[[Any, int], Any] | str | None = None,
         loss_weight: Callable[[Any], Any] | str = "samples",
+        budget_mb: float | None = None,
     ) -> None:
         self.size = size if size == "auto" else at_least("size", size, 1)
         self.min_size = at_least("min_size", min_size, 1)
         self.safety = fraction("safety", safety)
         self.regrow_every = at_least("regrow_every", regrow_every, 1)
+        self.budget_mb = None if budget_mb is None else positive("budget_mb", budget_mb)
+        if self.budget_mb is not None and self.size != "auto":
+            raise ValueError(f"budget_mb is for size='auto', and size is {self.size}.")
         self.split: Split | None = function_named("split", split)
         self.loss_weight: Weigh | None = (
             None if loss_weight == "samples" else function_named("loss_weight", loss_weight)
@@ -110,10 +126,12 @@ class MicroBatching(Callback):
         self._whole: Any = None
         self._update: Any = None
         self._shop: Workshop | None = None
+        self._sharded: Sharded | None = None
         self._warned = False
         self._reset()
 
     def _reset(self) -> None:
+        self._sizes: dict[str, int] = {}
         self._learner = Learner(self.min_size, self.safety, self.regrow_every, self._before_split)
 
     @property
@@ -155,6 +173,13 @@ class MicroBatching(Callback):
     @staticmethod
     def _refuse_for_auto(strategy: ParallelStrategy) -> None:
         name = type(strategy).__name__
+        if isinstance(strategy, ModelParallelStrategy):
+            if strategy.device_mesh["tensor_parallel"].size() > 1:
+                raise ValueError(
+                    "MicroBatching(size='auto') does not work with tensor parallelism. Give a "
+                    "number, such as MicroBatching(size=8)."
+                )
+            return
         if not isinstance(strategy, DDPStrategy):
             raise ValueError(
                 f"MicroBatching(size='auto') does not work under {name}, where a rank that runs "
@@ -180,22 +205,49 @@ class MicroBatching(Callback):
         self._release()
         auto, stack = self.size == "auto", ExitStack()
         ranks: Alone | None = None
+        self._sharded = None
         if auto and isinstance(trainer.strategy, DDPStrategy):
             model = trainer.strategy.model
             assert isinstance(model, DistributedDataParallel)
             ranks = Replicas(model, trainer.strategy._timeout)
             stack.callback(ranks.close)
-        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, auto, ranks)
+        elif auto and isinstance(trainer.strategy, ModelParallelStrategy):
+            self._sharded = ranks = Sharded(trainer.strategy._timeout)
+            stack.callback(ranks.close)
+        taken_back = auto and self._sharded is None
+        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, taken_back, ranks)
         optimization = shop.optimization
         self._shop, self._stack = shop, stack
         self._whole, self._update = optimization._make_closure, optimization._optimizer_step
         self._agreed = trainer.world_size == 1 or _same_on_all_ranks(trainer.train_dataloader)
+        make = self._make_fixed
         if auto:
-            self._learner.start(shop)
-        make = self._learner.make_closure if auto else self._make_fixed
+            make = self._start_auto(shop)
         self._stack.enter_context(
             replaced(optimization, _make_closure=make, _optimizer_step=self._step)
         )
+
+    def _start_auto(self, shop: Workshop) -> Any:
+        """Return what makes closures whose size is found here."""
+        planned = self._sharded is not None
+        forecast = None
+        if planned or shop.device.type == "cpu" or self.budget_mb is not None:
+            forecast = Forecast(shop.device, self.safety, self.budget_mb)
+        self._learner.start(shop, None if planned else forecast)
+        if self._sharded is None:
+            return self._learner.make_closure
+        assert forecast is not None
+        planner = Planner(
+            shop,
+            self._sharded,
+            forecast,
+            self.min_size,
+            self.regrow_every,
+            self._sizes,
+            self._learner.note,
+            self._before_split,
+        )
+        return planner.make_closure
 
     # --- a fixed size ---------------------------------------------------------------------------
 
@@ -235,6 +287,10 @@ class MicroBatching(Callback):
         try:
             self._update(batch_idx, closure)
         except CAUGHT as error:
+            if self._sharded is not None and not getattr(closure, "finished", False):
+                if not (words := self._sharded.explain(error)):
+                    raise
+                raise MemoryError(MID_BATCH + words) from error
             if not (getattr(closure, "finished", False) and is_out_of_memory(error)):
                 raise
             problem = f"{type(error).__name__}: {error}"
@@ -304,7 +360,7 @@ class MicroBatching(Callback):
     def _release(self) -> None:
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._shop = self._whole = self._update = None
+        self._stack = self._shop = self._sharded = self._whole = self._update = None
         self._learner.stop()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -313,11 +369,12 @@ class MicroBatching(Callback):
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learnt, as plain types."""
-        return self._learner.state_dict()
+        return {**self._learner.state_dict(), "planned": dict(self._sizes)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._learner.load_state_dict(state_dict)
+        self._sizes = dict(state_dict.get("planned", {}))
 
 
 def _same_on_all_ranks(loader: Any) -> bool:

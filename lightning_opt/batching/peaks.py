@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,10 +43,16 @@ class PeakMeter:
     Args:
         device: The device that trains.
         budget_mb: Another limit: what this process may take of the device, or on a CPU altogether.
+        leave_out: Sources of limits that do not count.
     """
 
-    def __init__(self, device: torch.device, budget_mb: float | None = None) -> None:
-        self._device = device
+    def __init__(
+        self,
+        device: torch.device,
+        budget_mb: float | None = None,
+        leave_out: Collection[str] = (),
+    ) -> None:
+        self._device, self._leave_out = device, frozenset(leave_out)
         self._budget = None if budget_mb is None else int(budget_mb * MB)
         self._limits = MemoryLimits(device, host=True)
         self._sampled = 0
@@ -74,7 +81,11 @@ class PeakMeter:
         malloc_trim()  # what is kept for reuse is not in use, so it is no part of `now` either
         now = resident_memory()
         more = max(0, peak - now)
-        found = [(usage.used, usage.total, usage.source) for usage in self._limits.read()]
+        found = [
+            (usage.used, usage.total, usage.source)
+            for usage in self._limits.read()
+            if usage.source not in self._leave_out
+        ]
         if self._budget is not None:
             found.append((now, self._budget, "budget"))
         peaks = [Peak((used + more) / total, used / total, source) for used, total, source in found]

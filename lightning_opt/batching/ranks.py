@@ -9,12 +9,15 @@ that ran out in there would leave the others in a reduction that never ends. So 
 not yet seen a batch of that size pass, that backward pass is run without reducing, on all ranks.
 They agree once more, and then the reducer reduces everything at once, with the communication hooks
 that are there.
+
+Under FSDP2 each forward pass is a collective as well, so there is nothing to take back: see
+:class:`Sharded`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -26,7 +29,15 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from lightning_opt.batching.reducing import expect_backward, noted_order, reduce_gradients
+from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.undo import GradientsBefore
+
+MID_BATCH = (
+    "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
+    "in a collective with it, so the batch cannot be tried again and the run ends on all ranks: "
+    "resume from the last checkpoint, with a larger `safety`, a smaller batch or min_size=1. "
+)
+"""How a run ends under FSDP2."""
 
 Backward = Callable[[], None]
 
@@ -133,7 +144,7 @@ class Replicas(Alone):
     def gather(self, item: Any) -> list[Any]:
         """Return what each rank has given."""
         items: list[Any] = [None] * dist.get_world_size(self._group)
-        with self._patiently():
+        with _patience():
             dist.all_gather_object(items, item, group=self._group)
         return items
 
@@ -192,21 +203,77 @@ class Replicas(Alone):
         self._reduce(self._flags)
 
     def _reduce(self, flags: Tensor) -> None:
-        with self._patiently():
+        with _patience():
             dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-
-    @contextmanager
-    def _patiently(self) -> Iterator[None]:
-        try:
-            yield
-        except RuntimeError as error:
-            raise RuntimeError(
-                "Another rank has ended, or has not come to where ranks agree on micro-batches "
-                "within the timeout of the strategy. Its own error says why; a collective of "
-                f"yours within training_step may also be what it waits in. ({error})"
-            ) from error
 
     def close(self) -> None:
         """Let go of the process group."""
-        if dist.is_initialized():
-            dist.destroy_process_group(self._group)
+        _close(self._group)
+
+
+class Sharded(Alone):
+    """The ranks of FSDP2, whose forward passes are collectives: what one begins, all must end.
+
+    So a batch is not taken back. The ranks agree on its micro-batches before it begins. One that
+    runs out of memory nevertheless ends, and tells the others why by the store through which they
+    have met; they hear of it when their collective fails.
+
+    Args:
+        timeout: How long to wait for a rank that does not come; None for torch's default.
+    """
+
+    _runs = 0
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        Sharded._runs += 1  # the same on all ranks, and another one in the next run
+        self._key = f"lightning_opt/out_of_memory/{Sharded._runs}"
+
+    def agree(self, parts: int, samples: int) -> int:
+        """Return the most parts that any rank wants, but no more than the fewest samples."""
+        most = torch.tensor([parts, -samples])
+        with _patience():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        parts, fewest = map(int, most.tolist())
+        return min(parts, -fewest)
+
+    def explain(self, error: BaseException) -> str:
+        """Return what to say of an error in mid-batch; "" if no rank has run out of memory."""
+        if not is_out_of_memory(error):
+            return self._heard()
+        words = f"Rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the rank that keeps the store may have ended
+            _store().set(self._key, words)
+        return words
+
+    def _heard(self) -> str:
+        try:
+            store = _store()
+            return store.get(self._key).decode() if store.check([self._key]) else ""
+        except RuntimeError:
+            return ""
+
+    def close(self) -> None:
+        """Let go of the process group."""
+        _close(self._group)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Another rank has ended, or has not come to where ranks agree on micro-batches "
+            "within the timeout of the strategy. Its own error says why; a collective of "
+            f"yours within training_step may also be what it waits in. ({error})"
+        ) from error
+
+
+def _close(group: Any) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 
@@ -183,7 +183,7 @@ def refuse(settings: dict[str, Any]) -> str:
     ("strategy", "words"),
     [
         (DDPStrategy(static_graph=True), "static_graph"),
-        (ModelParallelStrategy(2, 1), r"MicroBatching(size=8)"),
+        ("fsdp", r"MicroBatching(size=8)"),
     ],
 )
 def test_refuses_what_cannot_be_taken_back(strategy, words):
