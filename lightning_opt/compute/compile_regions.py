@@ -141,9 +141,13 @@ class Region:
         """Return ``forward`` as a function with a code object of its own.
 
         Torch keeps compiled code, and the sizes that it has seen, by code object and its name. So
-        nothing is shared with other regions, and all of it goes with the region.
+        nothing is shared with other regions, and all of it goes with the region. Functions of torch
+        itself are called by one of ours: torch would put one of its own around them, and all
+        regions of a process would have to share the few compilations that it allows for that.
         """
         function: Any = type(self.forwards[0].module).forward if self.takes_module else _run
+        if function.__module__.startswith("torch."):
+            function = _forward
         own = FunctionType(
             function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
             function.__globals__,
@@ -279,8 +283,13 @@ def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
     """Run what ``forward`` stands in for."""
     if forward.shadowed is not None:
         return forward.shadowed(*args, **kwargs)
-    kind: Any = type(forward.module)
-    return kind.forward(forward.module, *args, **kwargs)
+    return _forward(forward.module, *args, **kwargs)
+
+
+def _forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what the class of ``module`` has as ``forward``."""
+    kind: Any = type(module)
+    return kind.forward(module, *args, **kwargs)
 
 
 def give_up(regions: Sequence[Region], error: BaseException) -> None:

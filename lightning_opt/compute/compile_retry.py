@@ -7,8 +7,9 @@ step around it that has logged, counted and called hooks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
-from contextlib import ExitStack
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,11 +18,15 @@ from torch import Tensor
 from lightning_opt.compute.compile_errors import passed_compiled_backward
 from lightning_opt.compute.compile_regions import Shared
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.preserve import replaced
 from lightning_opt.core.undo import Before, CannotUndoError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+
+HOOKS = ("on_before_zero_grad", "on_before_backward")
+"""What callbacks and the module are told within a closure before a backward pass can fail."""
 
 
 class Retry:
@@ -66,16 +71,17 @@ class Retry:
 
         @torch.enable_grad()
         def retried(*args: Any, **kwargs: Any) -> Any:
-            undo = self._remember()
+            undo, told = self._remember(), Counter[tuple[int, str]]()
             try:
-                return attempt(*args, **kwargs)
+                with self._hooks(told, 1):
+                    return attempt(*args, **kwargs)
             except Exception as error:
                 if is_out_of_memory(error) or not passed_compiled_backward(error):
                     raise
                 problem = error
             try:
                 undo()
-                result = self._again(arguments)
+                result = self._again(arguments, told)
                 self._failed(problem)
                 return result
             except CannotUndoError:
@@ -86,15 +92,31 @@ class Retry:
         closure.closure = retried
         return closure
 
-    def _again(self, arguments: Any) -> Any:
-        """Do the step again, without the hooks that the failed one has called."""
-        trainer, module = self._trainer, self._module
-        told = {"on_before_zero_grad": do_nothing, "on_before_backward": do_nothing}
-        with ExitStack() as stack:
-            stack.enter_context(self._shared.pause())
-            for one in (module, *trainer.callbacks):  # type: ignore[attr-defined]
-                stack.enter_context(replaced(one, **told))
+    def _again(self, arguments: Any, told: Counter[tuple[int, str]]) -> Any:
+        """Do the step again, without those calls of hooks that the failed one has made."""
+        with self._shared.pause(), self._hooks(told, -1):
             return self._make(*arguments).closure()
+
+    @contextmanager
+    def _hooks(self, told: Counter[tuple[int, str]], change: int) -> Iterator[None]:
+        """Count calls of hooks (1), or leave out as many as were counted (-1)."""
+
+        def guarded(owner: Any, name: str) -> Callable[..., Any]:
+            hook, key = getattr(owner, name), (id(owner), name)
+
+            def call(*args: Any, **kwargs: Any) -> Any:
+                if change < 0 and not told[key]:
+                    return hook(*args, **kwargs)
+                told[key] += change
+                return hook(*args, **kwargs) if change > 0 else None
+
+            return call
+
+        with ExitStack() as stack:
+            for owner in (self._module, *self._trainer.callbacks):  # type: ignore[attr-defined]
+                hooks = {name: guarded(owner, name) for name in HOOKS}
+                stack.enter_context(replaced(owner, **hooks))
+            yield
 
     def _remember(self) -> Callable[[], None]:
         trainer, module, before = self._trainer, self._module, self._before

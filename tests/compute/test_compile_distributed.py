@@ -107,7 +107,7 @@ def test_under_fsdp2() -> None:
     for regions, whole, failing in launch(under_fsdp2):
         [row] = regions[2]
         assert regions[0] == 0, regions[1]
-        assert (row["modules"], row["graphs"], row["graph breaks"]) == (3, 2, 0)
+        assert (row["modules"], row["graphs"], row["graph breaks"]) == (2, 2, 0)
         assert whole[0] == 0, whole[1]
         assert failing[0] == 1
 

@@ -199,7 +199,13 @@ def test_errors_of_the_model_are_raised_as_they_are(
     assert (type(actual), str(actual)) == (type(expected), str(expected))
     assert actual.__context__ is None
     assert messages == []
-    assert_same_weights(model, plain)  # buffers too: the failed step is as without
+    # Buffers too, if the failed step was done again. Compiled code that has run before and raises
+    # what only the model's Python could raise is taken at its word; it may end before its buffers
+    # are written.
+    if kind == "index":
+        assert_same_weights(dict(model.named_parameters()), dict(plain.named_parameters()))
+    else:
+        assert_same_weights(model, plain)
 
 
 def test_out_of_memory_passes_through() -> None:
@@ -232,18 +238,26 @@ def test_a_resumed_run_does_not_try_again(tmp_path: Path) -> None:
 # --- the real compiler --------------------------------------------------------------------------
 
 
-def without_compiler(folder: str) -> tuple[list[str], list[str]]:
+def without_compiler(folder: str) -> tuple[list[str], list[Any]]:
     import os
 
-    os.environ.update(CXX="/nowhere/c++", TORCHINDUCTOR_CACHE_DIR=folder)
-    actual, messages = messages_of(lambda: train(CompileModel(), model=Net(steps=2), **SHORT))
-    assert_same(actual, train(model=Net(steps=2), **SHORT))
-    return messages, [str(v) for v in actual["logger"].series("compile/uncompiled")]
+    from torch._inductor import config
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    config.cpp.cxx = (None, "/nowhere/c++")  # CXX is read when this is imported, maybe before us
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    callback = CompileModel()
+    actual, messages = messages_of(
+        lambda: train(callback, model=Net(blocks=1, steps=1), **settings)
+    )
+    assert_same(actual, train(model=Net(blocks=1, steps=1), **settings))
+    return messages, [row["mode"] for row in callback.report().rows]
 
 
 @pytest.mark.slow
 def test_missing_compiler(tmp_path: Path) -> None:
-    [(messages, uncompiled)] = launch(without_compiler, str(tmp_path), processes=1)
-    assert len(messages) == 1
-    assert "/nowhere/c++" in messages[0] or "compiler" in messages[0]
-    assert uncompiled[-1] == "6.0"  # forward, stem, three blocks, head: none is tried again
+    [(messages, modes)] = launch(without_compiler, str(tmp_path), processes=1)
+    [message] = messages
+    assert "/nowhere/c++" in message
+    assert "nothing is lost" in message
+    assert modes == ["eager"] * 4  # forward, stem, block, head: none is tried again

@@ -13,7 +13,7 @@ from lightning_opt.core.compiling import CLOCK
 from lightning_opt.memory.checkpointing import ActivationCheckpointing
 from tests.compute.compiling import Net, assert_same, messages_of, train
 from tests.helpers.footprint import model_footprint
-from tests.helpers.models import AdversarialNet, assert_same_weights, weights_of
+from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
 pytestmark = [
@@ -42,6 +42,29 @@ def test_blocks_of_one_structure_share_one_compilation() -> None:
     [row] = callback.report().rows
     assert (row["region"], row["modules"], row["graphs"]) == ("blocks.0", 5, 1)
     assert (row["graph breaks"], row["recompilations"]) == (0, 0)
+
+
+class Layers(Net):
+    """Many layers of torch itself, each called by the training step."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0, steps=2)
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=bias) for bias in [True, False] * 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x[:, :1], batch[1])
+
+
+def test_layers_of_torch_do_not_share_a_limit() -> None:
+    """Torch compiles what it has in common for them eight times, and then no more."""
+    counter = CompileCounterWithBackend("eager")
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    actual = train(CompileModel(backend=counter), model=Layers(), **settings)
+    assert counter.frame_count == 12
+    assert_same(actual, train(model=Layers(), **settings))
 
 
 class Mixed(Net):
@@ -263,21 +286,21 @@ def test_refusals() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scope", ["model", "regions"])
-def test_inductor_gives_the_same_loss_after_100_steps(scope: str) -> None:
+def test_inductor_gives_the_same_weights_after_100_steps() -> None:
     """Dropout off: inductor draws other numbers. The rest differs by rounding."""
 
     def model() -> Net:
         net = Net(steps=100)
         for block in net.blocks:
             block.dropout.p = 0.0
+            # The gradient of a bias in front of BatchNorm is nothing but rounding errors, of which
+            # AdamW makes steps of full length.
+            block.linear.bias = None
         return net
 
-    callback = CompileModel(scope=scope)
+    callback = CompileModel(scope="regions")
     settings = {"max_epochs": 1, "limit_val_batches": 1}
     actual = train(callback, model=model(), **settings)
     expected = train(model=model(), **settings)
     assert {row["mode"] for row in callback.report().rows} == {"default"}
-    assert_same_weights(weights_of(actual["model"]), expected["weights"], rtol=1e-3, atol=1e-4)
-    mine, theirs = (run["logger"].series("loss_step")[-1] for run in (actual, expected))
-    assert mine == pytest.approx(theirs, rel=1e-3)
+    assert_same(actual, expected, rtol=1e-3, atol=1e-4)
