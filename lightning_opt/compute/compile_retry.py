@@ -53,13 +53,13 @@ class Retry:
         self._before = Before(module, shared.device)
         # Whoever makes closures now (Lightning, or a callback in its place) goes on doing so.
         self._make = self._optimization._make_closure
-        self._own = self._optimization.__dict__.get("_make_closure")
+        self._own = vars(self._optimization).get("_make_closure")
         self._replacement: Any = self._make_retried
-        self._optimization._make_closure = self._replacement
+        vars(self._optimization)["_make_closure"] = self._replacement
 
     def remove(self) -> None:
         """Give the closures back, unless another has done so."""
-        attributes = self._optimization.__dict__
+        attributes = vars(self._optimization)
         if attributes.get("_make_closure") is self._replacement:
             del attributes["_make_closure"]
             if self._own is not None:

@@ -158,6 +158,30 @@ class Linear(Net):
         return self.head(self.blocks[0].dropout(self.stem(x)))
 
 
+class Hungry(Linear):
+    """Has memory for two samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("order", "failing"), [(1, True), (-1, False)])
+def test_with_micro_batches_that_are_found_when_memory_runs_out(order: int, failing: bool) -> None:
+    """Either takes back what the other has begun, and nothing is done twice."""
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    expected = train(MicroBatching("auto"), model=Hungry(), **settings)
+    compiling = CompileModel(backend=breaks_in_backward if failing else "aot_eager")
+    both = [compiling, MicroBatching("auto")][::order]
+    actual, messages = messages_of(lambda: train(*both, model=Hungry(), **settings))
+    assert_same(actual, expected)
+    assert len(messages) == int(failing)
+    assert compiling.report().rows[0]["mode"] == ("eager" if failing else "default")
+    [learnt] = [c for c in both if isinstance(c, MicroBatching)]
+    assert [event["size"] for event in learnt.events] == [2]
+
+
 # --- errors of the model ------------------------------------------------------------------------
 
 

@@ -5,10 +5,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt.compute.compile import CompileModel
 from lightning_opt.compute.compile_settings import ladder
+from lightning_opt.compute.memory_format import ChannelsLast
 from lightning_opt.core.compiling import CLOCK
 from lightning_opt.memory.checkpointing import ActivationCheckpointing
 from tests.compute.compiling import Net, assert_same, messages_of, train
@@ -205,6 +208,51 @@ def test_with_activation_checkpointing_in_any_order(scope: str, first: str) -> N
     assert_same(actual, train(model=Net(blocks=2, steps=2), **settings))
     for module in model.modules():
         assert "forward" not in vars(module)
+
+
+class Images(Net):
+    """A small convolutional network. No bias in front of BatchNorm: its gradient is only noise."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0, steps=3)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU()) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        draw = torch.Generator().manual_seed(0)
+        images, targets = torch.randn(12, 3, 6, 6, generator=draw), torch.ones(12, 1)
+        return DataLoader(TensorDataset(images, targets), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize(("scope", "order"), [("model", 1), ("regions", -1)])
+def test_with_channels_last(scope: str, order: int) -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        images = [i for i in inputs if isinstance(i, Tensor) and i.ndim == 4]
+        seen.append(all(i.is_contiguous(memory_format=torch.channels_last) for i in images))
+        return aot_eager(graph, inputs)
+
+    both = [CompileModel(scope=scope, backend=backend), ChannelsLast("always")][::order]
+    actual, messages = messages_of(lambda: train(*both, model=Images(), num_sanity_val_steps=1))
+    assert messages == []
+    assert seen == [True, True]  # compiled for this format at once, in training and in validation
+    # A compiled graph may hand a convolution its gradient in another order of memory.
+    for callbacks in ([ChannelsLast("always")], []):
+        expected = train(*callbacks, model=Images(), num_sanity_val_steps=1)
+        assert_same(actual, expected, rtol=1e-4, atol=1e-6)
 
 
 def test_several_optimizers_stepped_by_hand() -> None:
