@@ -14,7 +14,7 @@ from lightning_opt.compute.rotary import RotaryEmbedding
 from lightning_opt.compute.runtime import Runtime
 from lightning_opt.compute.self_attention import SelfAttention
 from lightning_opt.core.report import Report
-from lightning_opt.core.splitting import UnsplittableBatchError, split_batch
+from lightning_opt.core.splitting import UnsplittableBatchError, micro_batches, split_batch
 from lightning_opt.data.cache import CachedDataset, cached
 from lightning_opt.data.monitor import DataMonitor
 from lightning_opt.data.prefetcher import DevicePrefetcher
@@ -108,6 +108,7 @@ __all__ = [
     "hessian_diagonal",
     "hessian_trace",
     "hessian_vector_product",
+    "micro_batches",
     "split_batch",
     "top_eigenvalue",
 ]

@@ -150,8 +150,8 @@ class MicroBatching(Callback):
             raise ValueError(
                 "MicroBatching does not work under manual optimisation, where training_step itself "
                 "steps the optimizers. Split the batch within training_step: "
-                "lightning_opt.split_batch(batch, size) returns its parts, and "
-                "manual_backward(loss * len(part) / len(batch)) adds up the gradient."
+                "lightning_opt.micro_batches(batch, size) returns its parts and their shares, and "
+                "manual_backward(loss * share) adds up the gradient."
             )
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise ValueError(

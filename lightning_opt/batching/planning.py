@@ -16,8 +16,12 @@ from lightning_opt.batching.running import MicroBatchClosure, Workshop, split_wi
 from lightning_opt.batching.sizes import MOST_SHAPES, kind_of
 from lightning_opt.core.splitting import shape_of
 
-FASTEST_GROWTH = 4
+FASTEST_GROWTH = 2
 """A planned size is at most this many times the largest one that was measured."""
+
+
+MARGIN = 1.25
+"""Samples beyond those that were measured are taken to need this many times their share."""
 
 
 class Forecast:
@@ -59,7 +63,11 @@ class Forecast:
         return max(found, default=None)
 
     def _room(self, fit: MemoryFit) -> int | None:
-        return fit.largest(self._target) if fit.rest < self._target else None
+        largest = fit.largest(self._target) if fit.rest < self._target else None
+        measured = max(fit.points)
+        if largest is None or largest <= measured:
+            return largest
+        return measured + int((largest - measured) / MARGIN)
 
     def begin(self) -> None:
         """Begin to measure a batch."""
@@ -85,9 +93,9 @@ class Planner:
     """Sizes where out-of-memory cannot be taken back: small at first, larger as measured.
 
     Each shape begins with ``min_size``, or with the size that it had when a checkpoint was saved,
-    or with what is known of others of its kind. It grows by at most four times a batch. All ranks
-    have the same number of micro-batches: the most that any of them plans, and not more than the
-    fewest samples of any.
+    or with what is known of others of its kind. From one batch to the next it at most doubles. All
+    ranks have the same number of micro-batches: the most that any of them plans, and not more than
+    the fewest samples of any.
 
     Args:
         shop: Of the run.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
@@ -58,8 +58,9 @@ def reduce_gradients(model: DistributedDataParallel, order: Sequence[nn.Paramete
         return
     carrier = torch.zeros((), device=parameters[0].device, requires_grad=True)
     loss: Tensor = carrier
+    add_zero: Callable[..., Tensor] = _AddZero.apply
     for parameter in reversed(parameters):
-        loss = _AddZero.apply(loss, parameter)
+        loss = add_zero(loss, parameter)
     expect_backward(model, loss)
     with ExitStack() as stack:
         for parameter in parameters:
@@ -76,10 +77,10 @@ class _AddZero(torch.autograd.Function):
         return carrier.clone()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
         own = ctx.gradient
         if own.is_sparse:
-            return gradient, torch.sparse_coo_tensor(own.shape, dtype=own.dtype, device=own.device)
+            return gradient, torch.zeros_like(own)
         return gradient, torch.zeros((), dtype=own.dtype, device=own.device).expand(own.shape)
 
 

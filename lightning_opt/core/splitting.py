@@ -76,6 +76,35 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
     return [part for part, _ in split_into(batch, max(1, -(-samples // size)))]
 
 
+def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
+    """Cut a batch like :func:`split_batch`, and return each part with its share of the samples.
+
+    For manual optimisation and plain loops: the gradients of ``loss * share`` add up to that of the
+    whole batch, if the loss is a mean over samples.
+
+    Args:
+        batch: As the DataLoader gave it.
+        size: Samples of a part at most, at least 1.
+
+    Raises:
+        UnsplittableBatchError: See :func:`batch_length`.
+        ValueError: For a ``size`` below 1.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> weight = torch.ones(1, requires_grad=True)
+        >>> for part, share in lo.micro_batches(torch.tensor([1.0, 2.0, 6.0]), size=2):
+        ...     loss = (weight * part).mean()
+        ...     (loss * share).backward()  # self.manual_backward(loss * share) in a LightningModule
+        >>> weight.grad
+        tensor([3.])
+    """
+    parts = split_batch(batch, size)
+    lengths = [batch_length(part) for part in parts]
+    return [(part, length / sum(lengths)) for part, length in zip(parts, lengths, strict=True)]
+
+
 def split_into(batch: Batch, parts: int) -> list[tuple[Batch, int]]:
     """Cut a batch into a number of parts, and return each with its number of samples."""
     samples = batch_length(batch)

@@ -212,12 +212,12 @@ def _remember(attributes: dict[str, Any]) -> Undo:
 
 
 @functools.cache
-def _is_plain(kind: type) -> bool:
+def _is_plain(kind: Any) -> bool:
     return issubclass(kind, PLAIN)
 
 
 @functools.cache
-def _is_container(kind: type) -> bool:
+def _is_container(kind: Any) -> bool:
     return issubclass(kind, _CONTAINERS)
 
 

@@ -13,6 +13,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_
 import lightning_opt as lo
 from tests.batching.nets import Hooks
 from tests.batching.test_distributed import Shared
+from tests.gradients.test_clipping_distributed import FSDPOnCPU
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
@@ -183,7 +184,7 @@ def refuse(settings: dict[str, Any]) -> str:
     ("strategy", "words"),
     [
         (DDPStrategy(static_graph=True), "static_graph"),
-        ("fsdp", r"MicroBatching(size=8)"),
+        (FSDPOnCPU(), r"MicroBatching(size=8)"),
     ],
 )
 def test_refuses_what_cannot_be_taken_back(strategy, words):

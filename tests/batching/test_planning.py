@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.batching import peaks
 from lightning_opt.core.malloc import malloc_trim
-from lightning_opt.core.memory import MB, process_memory, resident_memory
+from lightning_opt.core.memory import MB, Usage, process_memory, resident_memory
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -45,7 +46,7 @@ class Wide(LightningModule):
         torch.manual_seed(1)
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
         torch.set_rng_state(state)
-        self.ran: list[list[int]] = []
+        self.ran: list[tuple[int, int]] = []  # flat: a trial of the first split takes back its own
 
     def configure_model(self) -> None:
         if self.sharded:
@@ -55,11 +56,8 @@ class Wide(LightningModule):
                 fully_shard(part, mesh=self.device_mesh["data_parallel"])
             fully_shard(self, mesh=self.device_mesh["data_parallel"])
 
-    def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        self.ran.append([])
-
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        self.ran[-1].append(len(batch))
+        self.ran.append((batch_idx, len(batch)))
         hidden = self.layers[0](batch.flatten(0, 1))
         if batch_idx == self.failing and self.global_rank == 1:
             raise torch.OutOfMemoryError("planted")
@@ -95,19 +93,20 @@ def train(counts: list[tuple[int, int]], micro: Callback | None, sharded: bool) 
     Path("/proc/self/clear_refs").write_text("5")
     trainer.fit(model)
     peak = process_memory().peak or 0
-    return {"weights": weights_of(model), "ran": model.ran, "more": (peak - before) / MB}
+    ran = [[size for idx, size in model.ran if idx == batch] for batch in range(len(counts))]
+    return {"weights": weights_of(model), "ran": ran, "more": (peak - before) / MB}
 
 
 def train_planned() -> list[Any]:
-    counts = [(24, 4)] * 8
+    counts = [(16, 3)] * 6
     whole = train(counts, None, True)
     malloc_trim()
-    room = 0.6 * whole["more"]
+    room = 0.75 * whole["more"]
     micro = lo.MicroBatching(budget_mb=resident_memory() / MB + room)
     run = train(counts, micro, True)
     again = lo.MicroBatching()
     again.load_state_dict(micro.state_dict())
-    return [whole, run, room, train(counts[:2], again, True)["ran"], micro.events]
+    return [whole, run, room, train(counts[:1], again, True)["ran"], micro.events]
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/self/clear_refs")
@@ -116,14 +115,58 @@ def test_sizes_grow_under_fsdp2_as_far_as_the_budget_lets_them():
     for whole, run, room, again, events in ranks:
         torch.testing.assert_close(run["weights"], whole["weights"], rtol=0.0, atol=1e-6)
         sizes = [max(batch) for batch in run["ran"]]
-        print(sizes, whole["more"], room, run["more"], again, events)
-        assert [sum(batch) for batch in run["ran"]] == [24] * 8
+        assert [sum(batch) for batch in run["ran"]] == [16] * 6
         assert sizes[0] == 1
-        assert 6 <= max(sizes) < 24
+        assert 4 <= max(sizes) < 16
         assert run["more"] < room < whole["more"]
         assert max(again[0]) == max(sizes)  # what has passed is where the next run begins
         assert [event["size"] for event in events] == sorted({event["size"] for event in events})
     assert ranks[0][1]["ran"] == ranks[1][1]["ran"]
+
+
+class Group:
+    """A control group's limit, which this process alone counts against.
+
+    Args:
+        total: In bytes.
+    """
+
+    total = 0
+
+    def __init__(self, device: torch.device, host: bool = True) -> None:
+        pass
+
+    def read(self) -> list[Usage]:
+        return [Usage("cgroup", resident_memory(), Group.total), Usage("address space", 9, 10)]
+
+
+def train_beside_a_limit(counts: list[tuple[int, int]]) -> list[Any]:
+    whole = train(counts, None, False)
+    malloc_trim()
+    room = 0.8 * whole["more"]
+    peaks.MemoryLimits = Group  # type: ignore[misc,assignment]
+    Group.total = resident_memory() + int(room * MB)
+    micro = lo.MicroBatching()
+    run = train(counts, micro, False)
+    return [whole, run, room, micro.state_dict()]
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/self/clear_refs")
+@pytest.mark.parametrize(
+    "counts",
+    [
+        [(8, 2), (8, 2), (64, 2), (8, 2)],  # more samples than before
+        [(8, 2), (8, 2), (8, 16), (8, 16), (8, 2)],  # longer ones
+    ],
+)
+def test_batches_that_would_be_killed_are_split_before(counts):
+    [(whole, run, room, state)] = launch(train_beside_a_limit, counts, processes=1)
+    torch.testing.assert_close(run["weights"], whole["weights"], rtol=0.0, atol=1e-6)
+    assert state["retries"] == 0
+    assert [sum(batch) for batch in run["ran"]] == [samples for samples, _ in counts]
+    for batch, (samples, rows) in zip(run["ran"], counts, strict=True):
+        assert (len(batch) > 1) == (samples * rows > 16), run["ran"]
+    assert run["more"] < room < whole["more"]
 
 
 def run_out() -> tuple[str, float]:
