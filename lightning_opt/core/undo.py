@@ -211,14 +211,8 @@ def _remember(attributes: dict[str, Any]) -> Undo:
     return undo
 
 
-@functools.cache
-def _is_plain(kind: Any) -> bool:
-    return issubclass(kind, PLAIN)
-
-
-@functools.cache
-def _is_container(kind: Any) -> bool:
-    return issubclass(kind, _CONTAINERS)
+_is_plain: Callable[[type], bool] = functools.cache(lambda kind: issubclass(kind, PLAIN))
+_is_container: Callable[[type], bool] = functools.cache(lambda kind: issubclass(kind, _CONTAINERS))
 
 
 def _is_own(name: str) -> bool:

@@ -6,13 +6,13 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from tests.batching.nets import Hooks, Net, Samples, train
-from tests.helpers.models import SmallNet, assert_same_weights
+from tests.helpers.models import SmallNet, assert_same_weights, batches_of
 from tests.helpers.trainers import quiet_trainer
 
 CLOSE = {"rtol": 0.0, "atol": 1e-6}
@@ -68,6 +68,28 @@ def test_equals_the_whole_batch_in_mixed_precision():
         run = train(lo.MicroBatching(size), precision="bf16-mixed")
         assert_same_weights(run[0].layers, expected[0].layers, rtol=0.0, atol=5e-3)
         assert run[1].called == expected[1].called
+
+
+def run_in_float16(init_scale: float, *callbacks: Callback) -> tuple[Net, Hooks, float]:
+    scale = lo.DynamicLossScale(init_scale=init_scale, growth_interval=4)
+    net, hooks, _ = train(*callbacks, plugins=[scale], gradient_clip_val=0.5)
+    assert scale.scaler is not None
+    return net, hooks, scale.scaler.get_scale()
+
+
+def test_equals_the_whole_batch_with_a_loss_scale_in_float16():
+    net, hooks, scale = run_in_float16(2.0**10, lo.MicroBatching(3))
+    other, other_hooks, other_scale = run_in_float16(2.0**10)
+    # float16 has 11 bits: a micro-batch rounds its sums elsewhere than the whole.
+    assert_same_weights(net.layers, other.layers, rtol=0.0, atol=1e-3)
+    assert hooks.called == other_hooks.called
+    assert scale == other_scale == 2.0**12  # no update left out in ten
+
+    # A part overflows at a larger scale than the whole, and then the whole update is left out.
+    net, hooks, scale = run_in_float16(2.0**24, lo.MicroBatching(3))
+    assert other_scale < scale < 2.0**24
+    assert hooks.called == other_hooks.called
+    assert all(p.isfinite().all() for p in net.parameters())
 
 
 def test_the_guard_sees_the_loss_of_the_whole_batch():
@@ -477,6 +499,34 @@ def test_refuses_manual_optimisation_and_lbfgs():
         quiet_trainer(callbacks=[lo.MicroBatching()]).fit(Manual())
     with pytest.raises(ValueError, match="LBFGS"):
         quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet("LBFGS"))
+
+
+class ByHand(SmallNet):
+    """Steps its optimizer itself, after one backward pass for each part."""
+
+    automatic_optimization = False
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part, share in lo.micro_batches(batch, self.size):
+            self.manual_backward(super().training_step(part, batch_idx)["loss"] * share)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_shares_add_up_to_the_whole_batch_under_manual_optimisation(size):
+    runs = []
+    for parts_of in (10, size):
+        model = ByHand(parts_of)
+        data = batches_of(steps=5, batch_size=10)
+        quiet_trainer().fit(model, DataLoader(data, batch_size=10))
+        runs.append(model)
+    assert_same_weights(runs[1], runs[0], **CLOSE)
 
 
 def test_hooks_are_called_once_a_batch():

@@ -142,3 +142,12 @@ def test_shape_tells_samples_apart_not_batches():
     assert shape_of(one) == shape_of(two) == ("float32[3]", 3)
     assert shape_of({"x": torch.zeros(4, 3, 2)}) == ("float32[3,2]", 6)
     assert shape_of(object()) == ("", 0)
+
+
+def test_micro_batches_are_parts_with_their_shares():
+    batch = {"x": torch.arange(7), "scale": 0.5}
+    found = lo.micro_batches(batch, 3)
+    assert [part["x"].tolist() for part, _ in found] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [share for _, share in found] == [2 / 7, 2 / 7, 3 / 7]
+    with pytest.raises(ValueError, match="at least 1"):
+        lo.micro_batches(batch, 0)
