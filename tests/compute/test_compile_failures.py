@@ -106,10 +106,14 @@ class BreaksLater(FailsLater):
 
 
 def test_failure_in_mid_window_of_accumulation(lowers_lazily: None) -> None:
-    """The gradients of the window's first batch must survive the failure of the second."""
+    """The gradients of the window's first batch must survive the failure of the second.
+
+    By then the second has added those of the head, which is not compiled, to them.
+    """
     message, _ = compare(
         BreaksLater(1),
         lambda: Varying(batch_size=8),
+        scope="regions",
         limit_val_batches=0,
         accumulate_grad_batches=2,
     )
@@ -122,6 +126,22 @@ def test_failure_of_a_later_shape() -> None:
     )
     assert "planted in the compiler" in message
     assert callback.state_dict() == {"modes": {"blocks.0": "eager"}}
+
+
+class Breaking(Net):
+    """Two graphs, of which the second changes with each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)  # random numbers and buffers
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x)) * self.calls
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_failure_after_a_graph_has_run(graphs: int) -> None:
+    """At the first step, and at one whose shapes have run before."""
+    message, _ = compare(FailsLater(graphs), Breaking, limit_val_batches=0)
+    assert "forward pass" in message
 
 
 class DataDependent(Net):
