@@ -25,9 +25,6 @@ TOLERANCE = 1e-3
 
 TOLERANCE_16_BIT = 5e-2
 
-_TROUBLE = (RuntimeError, MemoryError, OSError, ValueError, TypeError, LookupError, AttributeError)
-"""What a trial may raise: it says nothing about the run, which does without it."""
-
 
 def split_error(
     shop: Workshop, pieces: Sequence[tuple[Any, int]], halve: Any, batch_idx: int = 0
@@ -61,7 +58,7 @@ def split_error(
             for layer in module.modules():
                 _switch_dropout_off(layer, stack)
             error = _measure(shop, piece, halve, batch_idx)
-    except _TROUBLE as trouble:
+    except Exception as trouble:  # it says nothing about the run, whose own step comes next
         failed = is_out_of_memory(trouble)
     if failed:
         let_go(shop.device)  # outside `except`, where the traceback holds it
