@@ -26,7 +26,7 @@ from torch.nn import functional as F
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from compression_accuracy import Bytes
+from compression_tasks import Bytes
 from harness import parse_arguments, publish
 from models import ten_million_transformer
 
@@ -167,7 +167,7 @@ class Autoencoder(OnDigits):
 
 
 class Transformer(Problem):
-    """The byte-level transformer of compression_accuracy.py."""
+    """The byte-level transformer of compression_tasks.py."""
 
     name = "byte-level GPT"
     length = 400
