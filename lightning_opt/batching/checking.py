@@ -58,7 +58,7 @@ def split_error(
             for layer in module.modules():
                 _switch_dropout_off(layer, stack)
             error = _measure(shop, piece, halve, batch_idx)
-    except Exception as trouble:  # it says nothing about the run, whose own step comes next
+    except Exception as trouble:  # noqa: BLE001 - the run's own step comes next
         failed = is_out_of_memory(trouble)
     if failed:
         let_go(shop.device)  # outside `except`, where the traceback holds it
