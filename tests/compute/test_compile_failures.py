@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
 from torch._dynamo.testing import CompileCounterWithBackend
 
 import lightning_opt.compute.compile as compile_module
@@ -142,6 +143,21 @@ def test_failure_after_a_graph_has_run(graphs: int) -> None:
     """At the first step, and at one whose shapes have run before."""
     message, _ = compare(FailsLater(graphs), Breaking, limit_val_batches=0)
     assert "forward pass" in message
+
+
+class Writing(Net):
+    """Writes to its own input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_a_step_whose_input_is_lost_is_not_done_again() -> None:
+    callback = CompileModel(backend=FailsLater(1))
+    with pytest.raises(BackendCompilerFailed, match="planted in the compiler"):
+        train(callback, model=Writing(), **SHORT)
 
 
 class DataDependent(Net):
