@@ -5,15 +5,16 @@ from __future__ import annotations
 import logging
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
 
 from torch.optim import Optimizer
 
 from lightning_opt.batching.growing import Room
 from lightning_opt.batching.planning import Forecast
 from lightning_opt.batching.running import MicroBatchClosure, Workshop, split_with
-from lightning_opt.batching.sizes import LearnedSizes, Proven, kind_of
-from lightning_opt.core.splitting import UnsplittableBatchError, shape_of
+from lightning_opt.batching.sizes import MOST_SHAPES, LearnedSizes, Proven, kind_of
+from lightning_opt.core.preserve import do_nothing
+from lightning_opt.core.splitting import UnsplittableBatchError, shape_of, tensors_of
 
 log = logging.getLogger(__name__)
 
@@ -36,6 +37,22 @@ class Failure(TypedDict):
     failed: int
     problem: str
     hopeless: str
+
+
+class Look(NamedTuple):
+    """A batch by its shapes.
+
+    Attributes:
+        shape: Of the samples, as text.
+        elements: Of one sample.
+        kind: The shape without lengths.
+        samples: How many there are.
+    """
+
+    shape: str
+    elements: int
+    kind: str
+    samples: int
 
 
 class Learner:
@@ -71,6 +88,7 @@ class Learner:
         self._shop: Workshop | None = None
         self._forecast: Forecast | None = None
         self._planned: dict[str, int] = {}
+        self._looks: dict[Any, Look] = {}
 
     def start(self, shop: Workshop, forecast: Forecast | None = None) -> None:
         """Begin a run; what was proven in another one need not hold in this one.
@@ -87,6 +105,7 @@ class Learner:
         self._proven.clear()
         self._careful_until = 0
         self._planned.clear()
+        self._looks.clear()
 
     def stop(self) -> None:
         """Let go of the run."""
@@ -109,18 +128,19 @@ class Learner:
         if sizes.shapes:
             parts, binding = self._parts_of(batch)
         growing = binding is not None and parts > 1 and sizes.is_due(binding)
-        parts = max(parts, self._parts_planned(batch))
+        look = self._look(batch) if self._forecast is not None or ranks.several else None
+        parts = max(parts, self._parts_planned(look))
         room = self._room if growing else None
         if room is not None:
             room.forget()
         if sizes.shapes or self._forecast is not None:  # on all ranks or on none
             parts = self._agree_on(batch, parts)
-        proof = self._proof_of(batch, parts) if ranks.several else None
+        proof = self._proof_of(look, parts) if ranks.several else None
         ranks.begin(risky=self._is_risky(proof), news=growing)
         if parts > 1:
             self._split_first(batch, parts)
         retries = self.retries
-        measured = self._watch(batch, parts)
+        measured = self._watch(look, parts)
 
         def succeeded() -> None:
             sizes.batches += 1
@@ -146,40 +166,53 @@ class Learner:
             return 1, None
         return -(-self._samples(batch) // self.sizes.shapes[binding]["size"]), binding
 
-    def _parts_planned(self, batch: Any) -> int:
-        """Return how many parts leave the memory free that is to be left free."""
-        if self._forecast is None:
-            return 1
+    def _look(self, batch: Any) -> Look | None:
+        """Return what is known of a batch by its shapes; None if it cannot be split."""
+        key = tuple((tensor.dtype, tensor.shape) for tensor in tensors_of(batch))
+        if self.shop.split is None and key in self._looks:  # the frequent case takes a tenth
+            return self._looks[key]
         shape, elements = shape_of(batch)
-        size = self._forecast.largest(shape, elements)
+        try:
+            look = Look(shape, elements, kind_of(shape), self._samples(batch))
+        except UnsplittableBatchError:
+            return None
+        if any(shape for _, shape in key):
+            if len(self._looks) >= MOST_SHAPES:
+                self._looks.clear()
+            self._looks[key] = look
+        return look
+
+    def _parts_planned(self, look: Look | None) -> int:
+        """Return how many parts leave the memory free that is to be left free."""
+        if self._forecast is None or look is None:
+            return 1
+        size = self._forecast.largest(look.shape, look.elements)
         if size is None:
             return 1
-        samples, size = self._samples(batch), max(size, self.sizes.min_size)
-        if size >= samples:
+        size = max(size, self.sizes.min_size)
+        if size >= look.samples:
             return 1
-        if self._planned.get(shape) != size:
-            self._planned[shape] = size
-            self.note("planned", samples, size)
-        return -(-samples // size)
+        if self._planned.get(look.shape) != size:
+            self._planned[look.shape] = size
+            self.note("planned", look.samples, size)
+        return -(-look.samples // size)
 
-    def _watch(self, batch: Any, parts: int) -> Callable[[bool], None]:
+    def _watch(self, look: Look | None, parts: int) -> Callable[[bool], None]:
         """Begin to measure a batch if none as large was, or only long ago; return what ends it."""
-        forecast, seen = self._forecast, None
-        if forecast is not None:
-            seen = self._proof_of(batch, 1)
-        if forecast is None or seen is None:
-            return lambda clean: None
+        forecast = self._forecast
+        if forecast is None or look is None:
+            return do_nothing
+        seen = (look.kind, look.elements, look.samples)
         if self.sizes.batches - self._looked >= self.sizes.regrow_every:
             self._passed.clear()
         if self._passed.covers(*seen):
-            return lambda clean: None
-        shape, elements = shape_of(batch)
+            return do_nothing
         forecast.begin()
 
         def end(clean: bool) -> None:
             if not clean:
                 return
-            forecast.end(shape, elements, -(-seen[2] // parts))
+            forecast.end(look.shape, look.elements, -(-look.samples // parts))
             self._looked = self.sizes.batches
             if self.shop.trainer.global_step > self._start:  # the optimizer's state is there
                 self._passed.add(*seen)
@@ -284,13 +317,10 @@ class Learner:
             if fits:
                 self.note("grown", 0, 2 * size)
 
-    def _proof_of(self, batch: Any, parts: int) -> tuple[str, int, int] | None:
+    @staticmethod
+    def _proof_of(look: Look | None, parts: int) -> tuple[str, int, int] | None:
         """Return kind, elements of a sample, and samples of a micro-batch; None if unknown."""
-        shape, elements = shape_of(batch)
-        try:
-            return kind_of(shape), elements, -(-self._samples(batch) // parts)
-        except UnsplittableBatchError:
-            return None
+        return None if look is None else (look.kind, look.elements, -(-look.samples // parts))
 
     def _is_risky(self, proof: tuple[str, int, int] | None) -> bool:
         if proof is None or self.sizes.batches < self._careful_until:
