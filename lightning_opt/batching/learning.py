@@ -7,13 +7,13 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import Any, NamedTuple, TypedDict
 
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.batching.growing import Room
 from lightning_opt.batching.planning import Forecast
 from lightning_opt.batching.running import MicroBatchClosure, Workshop, split_with
 from lightning_opt.batching.sizes import MOST_SHAPES, LearnedSizes, Proven, kind_of
-from lightning_opt.core.preserve import do_nothing
 from lightning_opt.core.splitting import UnsplittableBatchError, shape_of, tensors_of
 
 log = logging.getLogger(__name__)
@@ -53,6 +53,21 @@ class Look(NamedTuple):
     elements: int
     kind: str
     samples: int
+
+
+_LEAVES = frozenset((Tensor, str, int, float, bool, type(None)))
+
+
+def _signature(batch: Any) -> tuple[Any, ...]:
+    """Return the types and shapes of all tensors; those of the usual batches without a search."""
+    values = batch.values() if type(batch) is dict else batch
+    if type(batch) in (dict, list, tuple) and _LEAVES.issuperset(map(type, values)):
+        return tuple([(value.dtype, value.shape) for value in values if type(value) is Tensor])
+    return tuple((tensor.dtype, tensor.shape) for tensor in tensors_of(batch))
+
+
+def _unmeasured(clean: bool) -> None:
+    """End a batch that was not measured."""
 
 
 class Learner:
@@ -168,7 +183,7 @@ class Learner:
 
     def _look(self, batch: Any) -> Look | None:
         """Return what is known of a batch by its shapes; None if it cannot be split."""
-        key = tuple((tensor.dtype, tensor.shape) for tensor in tensors_of(batch))
+        key = _signature(batch)
         if self.shop.split is None and key in self._looks:  # the frequent case takes a tenth
             return self._looks[key]
         shape, elements = shape_of(batch)
@@ -201,12 +216,12 @@ class Learner:
         """Begin to measure a batch if none as large was, or only long ago; return what ends it."""
         forecast = self._forecast
         if forecast is None or look is None:
-            return do_nothing
+            return _unmeasured
         seen = (look.kind, look.elements, look.samples)
         if self.sizes.batches - self._looked >= self.sizes.regrow_every:
             self._passed.clear()
         if self._passed.covers(*seen):
-            return do_nothing
+            return _unmeasured
         forecast.begin()
 
         def end(clean: bool) -> None:
