@@ -169,6 +169,35 @@ def test_batches_that_would_be_killed_are_split_before(counts):
     assert run["more"] < room < whole["more"]
 
 
+class Fewer(Wide):
+    """Batches of rank 1 have fewer samples."""
+
+    def train_dataloader(self) -> Any:
+        self.counts = [(samples - 3 * self.global_rank, rows) for samples, rows in self.counts]
+        return super().train_dataloader()
+
+
+def train_in_windows() -> list[Any]:
+    found = []
+    for callbacks in ([], [lo.MicroBatching()]):
+        model = Fewer([(8, 1)] * 6, sharded=True)
+        strategy = ModelParallelStrategy(2, 1)
+        quiet_trainer(
+            devices=2, strategy=strategy, callbacks=callbacks, accumulate_grad_batches=3
+        ).fit(model)
+        found += [weights_of(model), [batch for batch, _ in model.ran]]
+    return found
+
+
+def test_ranks_under_fsdp2_take_as_many_micro_batches_while_they_accumulate():
+    ranks = launch(train_in_windows)
+    for expected, _, weights, _ in ranks:
+        torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-6)
+    assert ranks[0][3] == ranks[1][3]
+    assert [ranks[0][3].count(batch) for batch in range(4)] == [5, 5, 5, 5]  # no state yet
+    assert ranks[0][3].count(5) < 5
+
+
 def run_out() -> tuple[str, float]:
     model = Wide([(4, 1)] * 4, sharded=True, failing=2)
     micro = lo.MicroBatching()
