@@ -445,7 +445,10 @@ def find_batch_size(
         >>> import lightning as L
         >>> import lightning_opt as lo
         >>> from lightning.pytorch.demos.boring_classes import BoringModel
-        >>> trainer = L.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False)
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+        >>> trainer = L.Trainer(
+        ...     accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, **quiet
+        ... )
         >>> found = lo.find_batch_size(trainer, BoringModel())
         >>> found.largest  # all samples that there are
         64

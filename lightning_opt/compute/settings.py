@@ -10,7 +10,6 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-import psutil
 import torch
 
 CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
@@ -228,6 +227,8 @@ def _write_back(before: dict[int, Any], usual: Any, write: Callable[[int, Any], 
 
 
 def _threads() -> list[int]:
+    import psutil
+
     return [thread.id for thread in psutil.Process().threads()]
 
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Hashable
-from typing import Literal, TypeAlias
+from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from cachetools import Cache, LRUCache
+if TYPE_CHECKING:
+    from cachetools import Cache
 
 Policy: TypeAlias = Literal["lru", "keep"]
 
@@ -23,6 +24,8 @@ class MemoryStore:
     """
 
     def __init__(self, max_bytes: int, policy: Policy = "lru") -> None:
+        from cachetools import LRUCache
+
         self.max_bytes, self.policy = max_bytes, policy
         self._entries: Cache[Hashable, bytes] = LRUCache(max_bytes, getsizeof=_size)
 

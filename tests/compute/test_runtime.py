@@ -1,10 +1,12 @@
 """Runtime: what is set during a run, what is said of the rest, and that all of it is put back."""
 
+import contextlib
 import errno
 import os
 import sys
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -38,9 +40,17 @@ def state() -> dict[str, Any]:
         "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
         "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
         "threads": torch.get_num_threads(),
-        "affinity": {t: os.sched_getaffinity(t) for t in settings._threads()},
-        "priority": {t: os.getpriority(os.PRIO_PROCESS, t) for t in settings._threads()},
+        "affinity": by_thread(os.sched_getaffinity),
+        "priority": by_thread(lambda thread: os.getpriority(os.PRIO_PROCESS, thread)),
     }
+
+
+def by_thread(read: Callable[[int], Any]) -> dict[int, Any]:
+    found = {}
+    for thread in settings._threads():
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            found[thread] = read(thread)
+    return found
 
 
 class Look(Callback):

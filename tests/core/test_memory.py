@@ -111,8 +111,8 @@ def limited_process() -> dict[str, float]:
 def test_address_space_is_read_only_where_it_is_limited():
     (found,) = launch(limited_process, processes=1)
     # A heap that the C library begins for another thread meanwhile is 64 MB of address space.
-    assert found["grown"] % 64 < 3
-    assert found["grown"] >= 256
+    assert found["grown"] == pytest.approx(64 * round(found["grown"] / 64), abs=3)
+    assert found["grown"] >= 253
     assert found["freed"] == pytest.approx(76, abs=3)  # still mapped, but the next tensor's
     assert found["seen"]
 
