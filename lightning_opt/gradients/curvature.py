@@ -268,8 +268,14 @@ def sample_diagonal(
 
 def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     """Return -1 or 1, each as probable, in the shape of ``like``."""
-    bits = torch.randint(0, 2, like.shape, generator=generator, device=like.device)
-    return bits.to(like.dtype).mul_(2).sub_(1)
+    # A bit an element: drawing a number for each would take as long as a backward pass.
+    drawn = torch.randint(
+        0, 256, (like.numel() // 8 + 1, 1), generator=generator, device=like.device,
+        dtype=torch.uint8,
+    )  # fmt: skip
+    places = torch.arange(8, dtype=torch.uint8, device=like.device)
+    bits = drawn.bitwise_right_shift(places).bitwise_and_(1).flatten()[: like.numel()]
+    return bits.to(like.dtype).mul_(2).sub_(1).view_as(like)
 
 
 def twice_differentiable() -> AbstractContextManager[None]:

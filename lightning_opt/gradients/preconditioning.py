@@ -11,7 +11,7 @@ from torch import Tensor
 from lightning_opt.core.arguments import between, fraction, positive
 from lightning_opt.core.scalars import Scalar
 
-TINY = 1e-30
+TINY, LARGE = 1e-30, 1e30
 
 
 class DiagonalPreconditioner:
@@ -37,7 +37,7 @@ class DiagonalPreconditioner:
         self.clip = None if clip is None else positive("clip", clip)
         self._average: dict[str, Tensor] = {}
         self._mass: dict[str, Tensor] = {}
-        self._divisors: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
 
     @torch.no_grad()
     def update(self, diagonal: Mapping[str, Tensor]) -> None:
@@ -53,7 +53,7 @@ class DiagonalPreconditioner:
             self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
             self._mass[name] = mass.lerp(torch.where(finite, torch.ones_like(mass), mass),
                                          1.0 - self.beta)  # fmt: skip
-        self._divisors = {}
+        self._factors = {}
 
     @torch.no_grad()
     def apply(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Scalar = 1.0) -> None:
@@ -64,18 +64,16 @@ class DiagonalPreconditioner:
             gradients: Multiplied with ``scale``.
             scale: What a loss scaler has multiplied them with; the result is again.
         """
-        divisors = [self._divisor(name, like) for name, like in zip(names, gradients, strict=True)]
-        results = torch._foreach_div(list(gradients), divisors)
-        if isinstance(scale, Tensor):
-            torch._foreach_div_(results, scale)
-        if self.clip is not None:
-            torch._foreach_clamp_max_(results, self.clip)
-            torch._foreach_clamp_min_(results, -self.clip)
-            # The bound would make infinity look sound; 0 x infinity is NaN.
-            torch._foreach_add_(results, list(gradients), alpha=0.0)
-        if isinstance(scale, Tensor):
-            torch._foreach_mul_(results, scale)
-        torch._foreach_copy_(list(gradients), results)
+        factors = [self._factor(name, like) for name, like in zip(names, gradients, strict=True)]
+        tensors = list(gradients)
+        largest = torch._foreach_norm(tensors, torch.inf) if self.clip is not None else []
+        torch._foreach_mul_(tensors, factors)
+        if self.clip is None:
+            return
+        for gradient, size in zip(tensors, largest, strict=True):
+            # The bound would make infinity look sound; 0 x infinity is NaN, and so are its bounds.
+            bound = self.clip * scale + 0.0 * size
+            gradient.clamp_(-bound, bound)
 
     def average(self) -> dict[str, Tensor]:
         """Return the average by name, in float32, corrected for its start at zero."""
@@ -90,14 +88,16 @@ class DiagonalPreconditioner:
             self._mass[name] = torch.zeros((), device=like.device)
         return self._average[name].to(like.device), self._mass[name].to(like.device)
 
-    def _divisor(self, name: str, like: Tensor) -> Tensor:
-        divisor = self._divisors.get(name)
-        if divisor is None:
+    def _factor(self, name: str, like: Tensor) -> Tensor:
+        factor = self._factors.get(name)
+        if factor is None:
             average, mass = self._of(name, like)
             divisor = (average / mass.clamp_min(TINY)).abs_().pow_(self.power).add_(self.damping)
-            divisor = torch.where(mass > 0, divisor, 1.0).to(like.dtype)
-            self._divisors[name] = divisor
-        return divisor
+            factor = torch.where(mass > 0, divisor.reciprocal_().clamp_max_(LARGE), 1.0).to(
+                like.dtype
+            )
+            self._factors[name] = factor
+        return factor
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and their masses."""
@@ -106,4 +106,4 @@ class DiagonalPreconditioner:
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._average, self._mass = dict(state_dict["average"]), dict(state_dict["mass"])
-        self._divisors = {}
+        self._factors = {}
