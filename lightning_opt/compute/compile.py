@@ -303,6 +303,7 @@ class CompileModel(Callback):
             return
         rungs = torch.tensor([r.rung for r in self.regions], device=trainer.strategy.root_device)
         dist.all_reduce(rungs, op=dist.ReduceOp.MAX)
+        # Waits for the device: after the first batch, and once an epoch.
         for region, rung in zip(self.regions, rungs.tolist(), strict=True):
             if rung > region.rung:
                 region.reason = "compilation failed on another rank"

@@ -139,7 +139,7 @@ def _works_fused(base: Callable[..., Optimizer], device: str, dtype: torch.dtype
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base([parameter], lr=0.5, fused=True).step()
-        return bool(parameter.item() < 0)
+        return bool(parameter.item() < 0)  # once for each kind of optimizer
     except (RuntimeError, TypeError, ValueError):  # which of them depends on the version of torch
         return False
 
@@ -236,6 +236,7 @@ class Switch:
                 for key in group["params"]:
                     state = saved["state"].get(key)
                     if state is not None and isinstance(state.get("step"), Tensor):
+                        # A checkpoint is read from the device anyway.
                         saved["state"][key] = {**state, "step": state["step"].cpu()}
 
     def _users_flags(self) -> list[dict[str, Any]]:
@@ -257,7 +258,7 @@ class Switch:
                 for parameter in group["params"]:
                     state = optimizer.state.get(parameter)
                     if state and isinstance(state.get("step"), Tensor):
-                        state["step"] = state["step"].cpu()
+                        state["step"] = state["step"].cpu()  # at the end of the run
         _put_back(optimizer.defaults, self._defaults)
         _put_back(vars(optimizer), self._attributes)
 

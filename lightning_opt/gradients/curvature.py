@@ -222,15 +222,7 @@ def top_eigenvalue(
 
 def hessian_product(loss: Tensor, params: Tensors) -> Product:
     """Return what multiplies the Hessian with vectors, from one graph, as often as wanted."""
-    if loss.ndim or loss.is_complex():
-        raise ValueError(
-            f"The loss must be one real number, got a tensor of shape {tuple(loss.shape)} and "
-            f"type {loss.dtype}. Take its mean or sum."
-        )
-    gradients: Sequence[Tensor | None] = torch.autograd.grad(
-        loss, list(params), create_graph=True, allow_unused=True
-    )
-    _check_differentiable(gradients)
+    gradients = _gradients(loss, params)
     # A gradient without a graph is a constant: its row of the Hessian is zero.
     curved = [
         (place, gradient)
@@ -284,6 +276,18 @@ def twice_differentiable() -> AbstractContextManager[None]:
     Enter it for the forward pass.
     """
     return sdpa_kernel(SDPBackend.MATH)
+
+
+def _gradients(loss: Tensor, params: Tensors) -> Sequence[Tensor | None]:
+    """Return the gradients with a graph of their own; None where the loss does not depend."""
+    if loss.ndim or loss.is_complex():
+        raise ValueError(
+            f"The loss must be one real number, got a tensor of shape {tuple(loss.shape)} and "
+            f"type {loss.dtype}. Take its mean or sum."
+        )
+    gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
+    _check_differentiable(gradients)
+    return gradients
 
 
 def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
@@ -343,10 +347,7 @@ def _forward_over_reverse(
 
 
 def _exact_diagonal(loss: Tensor, params: Tensors) -> list[Tensor]:
-    gradients: Sequence[Tensor | None] = torch.autograd.grad(
-        loss, list(params), create_graph=True, allow_unused=True
-    )
-    _check_differentiable(gradients)
+    gradients = _gradients(loss, params)
     return [
         torch.zeros_like(parameter)
         if gradient is None or not gradient.requires_grad

@@ -165,7 +165,7 @@ class CurvatureMonitor(Callback):
             except (RuntimeError, NotImplementedError) as error:
                 raise derivative_error(NAME, error) from error
             del product, loss
-        samples = torch.stack(traces)
+        samples = torch.stack(traces)  # read below, at a look only
         return {
             "sharpness": top.value,
             "residual": top.residual,

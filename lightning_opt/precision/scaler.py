@@ -54,7 +54,7 @@ class CountingScaler(torch.amp.GradScaler):
     def note_loss(self, loss: Tensor) -> None:
         """Take note of the loss of a batch before its backward pass."""
         finite = torch.isfinite(loss.detach()).all()
-        known = bool(finite.item()) if wants_host(loss.device) else finite
+        known = bool(finite.item()) if wants_host(loss.device) else finite  # on a CPU
         self._finite = logical_and(self._finite, known)
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
