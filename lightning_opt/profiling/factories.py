@@ -1,0 +1,168 @@
+"""Models, data and Trainer settings as recipes, from which a new process can make them."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import operator
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeAlias
+
+Factory: TypeAlias = Callable[[], Any] | str
+"""A callable without arguments, ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
+"""
+
+Settings: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | str
+"""Arguments of a Trainer, or a :data:`Factory` that returns them."""
+
+SHORT_NAMES = (
+    "lightning_opt",
+    "lightning.pytorch.callbacks",
+    "lightning.pytorch.strategies",
+    "lightning.pytorch.plugins",
+    "lightning.pytorch.loggers",
+    "lightning.pytorch.profilers",
+)
+"""Where a ``class_path`` without a module is looked for."""
+
+
+def check_factory(name: str, given: Any) -> Any:
+    """Return a factory that can be one; what its path names is found out only when it is made.
+
+    Args:
+        name: Of the argument, for the error.
+        given: What the user gave.
+
+    Raises:
+        TypeError: If it is no factory, above all if it is the made thing itself.
+        ValueError: If it is a string without a colon.
+    """
+    if isinstance(given, str):
+        if not all(given.rpartition(":")[::2]):
+            raise ValueError(
+                f"{name} as a string must be 'package.module:attribute' or "
+                f"'path/to/file.py:attribute', got {given!r}."
+            )
+        return given
+    _check_callable(name, given)
+    return given
+
+
+def check_settings(name: str, given: Any) -> Any:
+    """Return Trainer settings that can be such.
+
+    Raises:
+        TypeError: If they are neither a mapping nor a factory.
+        ValueError: If they are a string without a colon.
+    """
+    if given is None:
+        return {}
+    return dict(given) if isinstance(given, Mapping) else check_factory(name, given)
+
+
+def _check_callable(name: str, given: Any) -> None:
+    import torch
+
+    made = isinstance(given, torch.nn.Module)  # callable, but it is not called to make one
+    if made or not callable(given):
+        raise TypeError(
+            f"{name} must be a function without arguments that makes it, or its import path such "
+            f"as 'package.module:attribute', because each process makes its own. Got an object of "
+            f"type {type(given).__name__}; write a function that returns it."
+        )
+
+
+def make(name: str, factory: Factory) -> Any:
+    """Find what the factory is, if it is a path, and call it.
+
+    Raises:
+        ImportError: If the path leads nowhere.
+        TypeError: If it leads to something that cannot be called.
+    """
+    found = find(factory) if isinstance(factory, str) else factory
+    _check_callable(name, found)
+    return found()
+
+
+def make_settings(given: Settings) -> dict[str, Any]:
+    """Return the settings, with what ``class_path`` and ``init_args`` describe made.
+
+    Raises:
+        TypeError: If a factory returns no mapping.
+    """
+    settings = given if isinstance(given, Mapping) else make("settings", given)
+    if not isinstance(settings, Mapping):
+        raise TypeError(
+            "settings must be a dict of Trainer arguments or a function that returns one, and it "
+            f"returned {type(settings).__name__}."
+        )
+    return {name: instantiate(value) for name, value in settings.items()}
+
+
+def find(path: str) -> Any:
+    """Return what ``"package.module:attribute"`` or ``"path/to/file.py:attribute"`` names.
+
+    Raises:
+        ImportError: If there is none.
+    """
+    place, _, attribute = path.rpartition(":")
+    module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
+    try:
+        return operator.attrgetter(attribute)(module)
+    except AttributeError as error:
+        raise ImportError(f"There is no {attribute!r} in {place!r}, named by {path!r}.") from error
+
+
+def _module_of_file(path: str) -> ModuleType:
+    """Import a file, once, under the name that ``import`` would give it from its own folder."""
+    file = Path(path).resolve()
+    name = file.stem
+    loaded = sys.modules.get(name)
+    if loaded is not None and Path(getattr(loaded, "__file__", None) or "").resolve() != file:
+        name = f"_{name}_{abs(hash(file)):x}"  # another module has the name
+        loaded = sys.modules.get(name)
+    if loaded is not None:
+        return loaded
+    if not file.exists():
+        raise ImportError(f"There is no file {str(path)!r}.")
+    if str(file.parent) not in sys.path:
+        sys.path.insert(0, str(file.parent))  # of its neighbours, as in a script
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def instantiate(value: Any) -> Any:
+    """Make what ``{"class_path": ..., "init_args": {...}}`` describes, inside lists and dicts too.
+
+    It is what a LightningCLI makes of such an entry, but for its conversion of types.
+    """
+    if isinstance(value, Mapping):
+        made = {key: instantiate(item) for key, item in value.items()}
+        if "class_path" not in made or not made.keys() <= {"class_path", "init_args"}:
+            return made
+        return _class_of(made["class_path"])(**(made.get("init_args") or {}))
+    if isinstance(value, list):
+        return [instantiate(item) for item in value]
+    return value
+
+
+def _class_of(path: str) -> Any:
+    module, _, name = path.rpartition(".")
+    places: Iterable[str] = (module,) if module else SHORT_NAMES
+    for place in places:
+        found = getattr(importlib.import_module(place), name, None)
+        if found is not None:
+            return found
+    raise ImportError(f"There is no class {path!r}; looked in {', '.join(places)}.")
