@@ -1,6 +1,7 @@
 """The process of a :class:`~lightning_opt.profiling.fits.Fit`: trains, when told to, step by step.
 
-It is started as ``python -m lightning_opt.profiling.child FOLDER`` and finds there what to train.
+It is started as ``python -m lightning_opt.profiling.child FOLDER``, or forked from one started with
+``--serve``, and finds in the folder what to train.
 Commands come by its standard input, one number of steps each; messages leave by what was its
 standard output. What the training prints goes to its standard error. When the input is closed,
 because whoever asked for the training is gone, it kills itself and all that it has started.
@@ -24,6 +25,7 @@ import torch
 
 from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.profiling.channel import receive, send
+from lightning_opt.profiling.forking import serve
 from lightning_opt.profiling.processes import kill_tree
 from lightning_opt.profiling.stepping import PeakMeter, Step, StepGate, fit, prepare
 
@@ -145,9 +147,9 @@ def _listen(stream: IO[bytes], commands: queue.Queue[int]) -> None:
         os._exit(1)
 
 
-def main() -> int:
-    """Read the payload and train."""
-    folder = Path(sys.argv[1])
+def train(folder: str) -> int:
+    """Read the payload and train; return the exit status."""
+    sys.argv[1:] = [folder]  # Lightning repeats them where it starts the other ranks
     commands: queue.Queue[int] = queue.Queue()
     messages: IO[bytes] | None = None
     faulthandler.enable()
@@ -161,10 +163,12 @@ def main() -> int:
         os.dup2(nothing, 0)
         os.close(nothing)
         threading.Thread(target=_listen, args=(stream, commands), daemon=True).start()
-    payload = pickle.loads((folder / PAYLOAD).read_bytes())
+    payload = pickle.loads((Path(folder) / PAYLOAD).read_bytes())
     sys.path[:] = payload["path"]
     return Worker(messages, commands).run(payload)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    if sys.argv[1] == "--serve":
+        sys.exit(serve(int(sys.argv[2]), train))
+    sys.exit(train(sys.argv[1]))

@@ -15,17 +15,22 @@ import threading
 import time
 import weakref
 from pathlib import Path
-from typing import IO, Any, NoReturn
+from typing import IO, Any, NoReturn, TypeAlias
 
 import torch
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.profiling.channel import receive, send
 from lightning_opt.profiling.factories import Factory, Settings, check_factory, check_settings
+from lightning_opt.profiling.forking import Forked, ForkServer
 from lightning_opt.profiling.processes import kill_tree
 from lightning_opt.profiling.stepping import Step
 
 __all__ = ["Fit", "FitFailed", "Step"]
+
+CHILD = "lightning_opt.profiling.child"
+
+Process: TypeAlias = subprocess.Popen[bytes] | Forked
 
 RANKS = (
     "GROUP_RANK",
@@ -90,6 +95,9 @@ class Fit:
         memory_limit: Bytes that the training may take; an allocation beyond fails as it would where
             memory ends. On CUDA of device memory; on a CPU of address space, which is more than
             what is resident.
+        fork: Fork the process from a server that has imported torch and Lightning, which takes
+            tenths of a second, instead of starting a new interpreter, which takes seconds. None
+            does so on Linux, unless there is CUDA, which processes should not share.
         wait: Wait until the training is ready. False returns at once, and the first
             :meth:`advance`, or asking for the summary, waits.
 
@@ -113,6 +121,7 @@ class Fit:
         timeout: float = 120.0,
         label: str = "",
         memory_limit: int | None = None,
+        fork: bool | None = None,
         wait: bool = True,
     ) -> None:
         recipe = {
@@ -138,7 +147,7 @@ class Fit:
         }
         self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))
         (self._folder / "payload.pkl").write_bytes(pickle.dumps(payload))
-        self._process = _start(self._folder, path)
+        self._process = _start(self._folder, path, fork)
         self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
         self._messages: queue.Queue[Any] = queue.Queue()
         assert self._process.stdout is not None
@@ -327,16 +336,20 @@ def _pickled(recipe: dict[str, Any]) -> bytes:
         ) from error
 
 
-def _start(folder: Path, path: list[str]) -> subprocess.Popen[bytes]:
+def _start(folder: Path, path: list[str], fork: bool | None) -> Process:
     environment = {
         name: value
         for name, value in os.environ.items()
         if name not in RANKS and not name.startswith("TORCHELASTIC_")
     }
     environment["PYTHONPATH"] = os.pathsep.join(path)
+    if fork is None:
+        fork = sys.platform == "linux" and not torch.cuda.is_available()
     with (folder / "log").open("wb") as log:
+        if fork:
+            return _fork(environment, folder, log)
         return subprocess.Popen(
-            [sys.executable, "-m", "lightning_opt.profiling.child", str(folder)],
+            [sys.executable, "-m", CHILD, str(folder)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=log,
@@ -345,13 +358,32 @@ def _start(folder: Path, path: list[str]) -> subprocess.Popen[bytes]:
         )
 
 
+_servers: list[ForkServer] = []
+_servers_lock = threading.Lock()
+
+
+def _fork(environment: dict[str, str], folder: Path, log: IO[bytes]) -> Process:
+    """Ask the server for a process, after starting one if there is none of this environment."""
+    with _servers_lock:
+        if not (_servers and _servers[0].alive and _servers[0].environment == environment):
+            _servers[:] = [ForkServer(CHILD, environment)]
+        server = _servers[0]
+    try:
+        return server.fork(str(folder), log)
+    except OSError:  # it has ended since; a new one is asked only once
+        with _servers_lock:
+            _servers[:] = [ForkServer(CHILD, environment)]
+            server = _servers[0]
+        return server.fork(str(folder), log)
+
+
 def _read(stream: IO[bytes], messages: queue.Queue[Any]) -> None:
     with contextlib.suppress(EOFError, OSError), stream:
         while True:
             messages.put(receive(stream))
 
 
-def _end(process: subprocess.Popen[bytes], folder: Path) -> None:
+def _end(process: Process, folder: Path) -> None:
     """Kill what is left of the process and what it has started, and remove its folder."""
     kill_tree(process.pid)
     process.wait()
