@@ -48,6 +48,8 @@ from lightning_opt.memory.garbage import GarbageCollection
 from lightning_opt.memory.leaks import LeakDetector
 from lightning_opt.memory.profiler import MemoryProfiler
 from lightning_opt.precision.loss_scale import DynamicLossScale
+from lightning_opt.presets.preset import Preset
+from lightning_opt.presets.registry import preset, register_preset
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
@@ -92,6 +94,7 @@ __all__ = [
     "NormRule",
     "PerParameter",
     "Percentile",
+    "Preset",
     "Quantize",
     "Report",
     "Robust",
@@ -109,6 +112,8 @@ __all__ = [
     "hessian_trace",
     "hessian_vector_product",
     "micro_batches",
+    "preset",
+    "register_preset",
     "split_batch",
     "top_eigenvalue",
 ]

@@ -1,0 +1,1 @@
+"""Lists of callbacks and Trainer arguments that fit the machine, by name."""

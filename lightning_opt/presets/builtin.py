@@ -1,0 +1,349 @@
+"""The presets that come with the package: each adds to the one before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_opt.batching.accumulation import Accumulation
+from lightning_opt.batching.dynamic_size import DynamicBatchSize
+from lightning_opt.batching.micro_batching import MicroBatching
+from lightning_opt.compute.attention import AttentionBackend
+from lightning_opt.compute.compile import CompileModel
+from lightning_opt.compute.memory_format import ChannelsLast
+from lightning_opt.compute.optimizers import FusedOptimizer
+from lightning_opt.compute.runtime import Runtime
+from lightning_opt.data.tuning import DataPipelineTuner
+from lightning_opt.gradients.clipping import AdaptiveClipping
+from lightning_opt.gradients.guard import NonFiniteGuard
+from lightning_opt.gradients.health import GradientHealth
+from lightning_opt.memory.checkpointing import ActivationCheckpointing
+from lightning_opt.memory.cleanup import MemoryCleanup
+from lightning_opt.presets.parts import Obstacle
+from lightning_opt.presets.preset import Preset
+from lightning_opt.presets.situation import Situation
+
+SINGLE_OPERATORS = ("auto", "selective")
+"""Policies of ActivationCheckpointing that cannot look into a compiled graph."""
+
+
+def basic() -> Preset:
+    """Return what watches and protects, and leaves the numbers of a healthy run nearly alone."""
+    return (
+        Preset("basic")
+        .plus(
+            GradientHealth,
+            settings=_figure,
+            why="says what is wrong with gradients, where, and what to do",
+            costs="1% of a step of 9.5 M weights, 10% of a tiny MLP's; a figure at the end",
+            obstacle=_deepspeed,
+        )
+        .plus(
+            NonFiniteGuard,
+            why="leaves out steps that are NaN or infinite",
+            costs="1% of a step of 9.5 M weights, 6% of a tiny MLP's; one small all-reduce",
+            obstacle=_deepspeed,
+        )
+        .plus(
+            AdaptiveClipping,
+            why="clips gradients at a threshold learnt from the run",
+            costs="shares its norms with the two above; changes the steps that it clips",
+            obstacle=_first(_deepspeed, _clips_itself),
+        )
+        .plus(
+            MemoryCleanup,
+            why="collects garbage and trims caches when memory runs short",
+            costs="0.4% of a step of 14 ms; a pause when memory is short",
+        )
+    )
+
+
+def advanced() -> Preset:
+    """Return ``basic`` with what makes steps faster and gives the same result up to rounding."""
+    return (
+        basic()
+        .named("advanced")
+        .plus_argument(
+            "precision",
+            "bf16-mixed",
+            why="matrix products in bfloat16: faster, and half the bytes of activations",
+            costs="activations have 8 bits of precision; weights and updates stay in float32",
+            obstacle=_no_bf16,
+        )
+        .plus(
+            Runtime,
+            why="TF32 and cuDNN's fastest kernels on CUDA, put back afterwards",
+            costs="matrix products of float32 are less exact on GPUs that have TF32",
+        )
+        .plus(
+            FusedOptimizer,
+            why="the update in one pass over each tensor, where torch has that",
+            costs="rounds in another order",
+            obstacle=_deepspeed,
+        )
+        .plus(
+            ChannelsLast,
+            why="convolutions with the channels last in memory, where that is faster",
+            costs="eight steps on the first batch, where it can be measured",
+        )
+        .plus(
+            AttentionBackend,
+            why="flash attention first, and a warning where the slow kernel serves",
+            costs="the first batch is looked at",
+        )
+        .plus(
+            CompileModel,
+            settings=_compile_scope,
+            why="torch.compile, with a way back where it fails",
+            costs="seconds to minutes in the first step, and again for new shapes",
+            obstacle=_no_compile,
+        )
+        .plus(
+            ActivationCheckpointing,
+            settings=_checkpointing_policy,
+            why="recomputes blocks in the backward pass instead of keeping them",
+            costs="up to a third of a step; with 'auto' some tens of steps on the first batch",
+            obstacle=_no_checkpointing,
+        )
+        .plus(
+            DataPipelineTuner,
+            settings=_tuner_settings,
+            why="measures workers and prefetching of the training loader",
+            costs="up to 20 s before the first step; workers take memory",
+        )
+    )
+
+
+def ultra() -> Preset:
+    """Return ``advanced`` with what may take minutes before it pays, or changes the training."""
+    return (
+        advanced()
+        .named("ultra")
+        .plus(
+            CompileModel,
+            settings=_tuned_compile,
+            why="torch.compile, on CUDA block by block with the fastest kernels by trial",
+            costs="minutes in the first step on CUDA, and again for new shapes",
+            obstacle=_no_compile,
+        )
+        .plus(
+            MicroBatching,
+            settings={"size": "auto"},
+            why="takes a batch that runs out of memory in the largest parts that fit",
+            costs="0.3 ms a step; BatchNorm sees one part at a time, once there are parts",
+            obstacle=_no_micro_batching,
+        )
+        .plus(
+            DynamicBatchSize,
+            settings={"find": "largest"},
+            why="the largest batch that fits, at the same number of samples a step",
+            costs="up to 12 trials of four steps before training",
+            obstacle=_no_batch_search,
+        )
+        .plus(
+            Accumulation,
+            settings=_accumulation_settings,
+            why="accumulated gradients that are a mean, in a short last window too",
+            costs="nothing that could be measured",
+            obstacle=_no_accumulation,
+        )
+        .plus_argument(
+            "strategy",
+            "ddp_compressed",
+            why="compressed gradients with error feedback, where the network is what is waited for",
+            costs="a copy of the gradients; Top-K, if it comes to that, changes the training",
+            obstacle=_no_network,
+        )
+    )
+
+
+# --- why not --------------------------------------------------------------------------------------
+
+
+def _first(*obstacles: Obstacle) -> Obstacle:
+    """Return the obstacle that gives the first reason of several."""
+
+    def obstacle(situation: Situation) -> str | None:
+        return next((reason for one in obstacles if (reason := one(situation))), None)
+
+    return obstacle
+
+
+def _deepspeed(situation: Situation) -> str | None:
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed keeps gradients and optimizers to itself"
+    return None
+
+
+def _clips_itself(situation: Situation) -> str | None:
+    if situation.arguments.get("gradient_clip_val"):
+        return "the Trainer clips by gradient_clip_val, and both would clip twice"
+    return None
+
+
+def _no_bf16(situation: Situation) -> str | None:
+    if situation.precision_plugin:
+        return "a plugin of yours brings the precision"
+    return situation.why_no_bf16
+
+
+def _no_compile(situation: Situation) -> str | None:
+    if situation.strategy in ("deepspeed", "fsdp1", "tensor_parallel", "other"):
+        return f"not tried, or refused, under {situation.strategy_name}"
+    if situation.compiled:
+        return "the model is compiled already"
+    recompute = situation.wants("ActivationCheckpointing")
+    if recompute is not None and looks_at_operators(recompute):
+        return (
+            "ActivationCheckpointing as you want it looks at single operators; 'every_layer' would "
+            "go with it"
+        )
+    return situation.why_no_compiler
+
+
+def looks_at_operators(settings: Any) -> bool:
+    """Return whether ActivationCheckpointing with these settings is refused by CompileModel.
+
+    Args:
+        settings: A dict of settings, the attributes of an instance, or True for the defaults.
+    """
+    if not isinstance(settings, Mapping):
+        return True
+    packing = settings.get("packing")
+    wanted = getattr(packing, "wanted", "") if packing is not None else ""
+    return bool(
+        settings.get("policy", "auto") in SINGLE_OPERATORS
+        or settings.get("offload")
+        or settings.get("compress_saved")
+        or wanted
+    )
+
+
+def _no_checkpointing(situation: Situation) -> str | None:
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed has a checkpointing of its own"
+    if situation.checkpoints_itself or situation.checkpointed:
+        return "the model is checkpointed already"
+    if situation.wants("ActivationCheckpointing") is not None:
+        return None
+    if situation.model is None:
+        return (
+            "nothing says that memory is short: ActivationCheckpointing={'policy': 'every_layer'} "
+            "or {'budget_mb': ...} asks for it, for_model(model) finds out"
+        )
+    if situation.memory_is_tight is None:
+        return "the model leaves enough memory for activations"
+    if not situation.has_blocks:
+        return "the model has no repeated blocks"
+    return None
+
+
+def _no_micro_batching(situation: Situation) -> str | None:
+    if situation.manual:
+        return "the model steps its optimizers itself: use lightning_opt.micro_batches there"
+    if situation.takes_iterator:
+        return "training_step takes dataloader_iter, so there is no batch to split"
+    if situation.wants("DynamicBatchSize") is not None:
+        return "in the trials of DynamicBatchSize nothing would run out of memory"
+    wish = situation.wishes.get("MicroBatching")
+    size = wish.get("size", "auto") if isinstance(wish, Mapping) else "auto"
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed accumulates gradients itself"
+    if size != "auto":
+        return None
+    if situation.strategy not in ("single", "ddp", "fsdp2"):
+        return (
+            f"under {situation.strategy_name} a rank that runs out of memory would leave the "
+            "others waiting: MicroBatching={'size': 8} works"
+        )
+    if situation.strategy == "ddp" and situation.static_graph:
+        return "DDP's static_graph expects the same backward passes at every step"
+    return None
+
+
+def _no_batch_search(situation: Situation) -> str | None:
+    wish = situation.wants("DynamicBatchSize")
+    if not isinstance(wish, Mapping) or not wish.get("keep_effective"):
+        return (
+            "the samples of a step are not known: DynamicBatchSize={'keep_effective': 256} says "
+            "them, in place of MicroBatching"
+        )
+    if situation.manual:
+        return "the model accumulates by itself"
+    if situation.accumulates:
+        return "the Trainer sets the accumulation too"
+    if wish["keep_effective"] % situation.processes:
+        return f"{situation.processes} processes cannot share {wish['keep_effective']} samples"
+    if situation.strategy not in ("single", "ddp"):
+        return f"its trials are refused under {situation.strategy_name}"
+    if situation.processes > 1 and situation.arguments.get("sync_batchnorm"):
+        return "its trials are refused with SyncBatchNorm"
+    return None
+
+
+def _no_accumulation(situation: Situation) -> str | None:
+    if situation.manual:
+        return "the model accumulates by itself: use lightning_opt.GradientAccumulator there"
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed accumulates gradients itself"
+    wish = situation.wants("Accumulation")
+    if isinstance(wish, Mapping) and (wish.get("schedule") or wish.get("effective_batch")):
+        if situation.accumulates:
+            return "the Trainer sets the accumulation too"
+        return None
+    if situation.accumulates or _no_batch_search(situation) is None:
+        return None
+    return "nothing accumulates: give accumulate_grad_batches, or Accumulation={'schedule': 4}"
+
+
+def _no_network(situation: Situation) -> str | None:
+    if situation.nodes == 1:
+        return "all processes are on one machine: no network between them"
+    if situation.device not in ("cpu", "cuda"):
+        return f"not tried on {situation.device!r}"
+    return None
+
+
+# --- settings that depend -------------------------------------------------------------------------
+
+
+def _figure(situation: Situation) -> dict[str, Any]:
+    # Without a logger there is no folder of the run that it would belong to.
+    return {"figure": None} if situation.arguments.get("logger") is False else {}
+
+
+def _compile_scope(situation: Situation) -> dict[str, Any]:
+    # Hooks that gather sharded parameters would each end a graph of the whole model.
+    return {"scope": "regions"} if situation.strategy == "fsdp2" else {"scope": "model"}
+
+
+def _tuned_compile(situation: Situation) -> dict[str, Any]:
+    if situation.device != "cuda":
+        return _compile_scope(
+            situation
+        )  # on a CPU the search takes minutes, and regions are slower
+    # CUDA graphs overwrite gradients that are still being accumulated.
+    return {"mode": "max-autotune-no-cudagraphs", "scope": "regions"}
+
+
+def _checkpointing_policy(situation: Situation) -> dict[str, Any]:
+    wish = situation.wishes.get("ActivationCheckpointing")
+    if isinstance(wish, Mapping) or wish is True:
+        return {}
+    compiles = (
+        situation.compiled
+        or situation.wants("CompileModel") is not None
+        or not (situation.refuses("CompileModel") or _no_compile(situation))
+    )
+    return {"policy": "every_layer"} if compiles else {"policy": "auto", "strict": False}
+
+
+def _tuner_settings(situation: Situation) -> dict[str, Any]:
+    # Random augmentation draws other numbers in other workers.
+    return {"random_items": "refuse"} if situation.arguments.get("deterministic") else {}
+
+
+def _accumulation_settings(situation: Situation) -> dict[str, Any]:
+    wish = situation.wishes.get("Accumulation")
+    # Counts the same for each batch, since samples may not be countable.
+    return {} if isinstance(wish, Mapping) else {"normalize": "batches"}

@@ -1,0 +1,114 @@
+"""What presets are made of: callbacks and Trainer arguments, each with its reasons."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning.pytorch import Callback
+
+from lightning_opt.presets.situation import Situation
+from lightning_opt.profiling.factories import instantiate
+
+Obstacle = Callable[[Situation], str | None]
+"""Returns why a part is to be left out, or None."""
+
+
+def no_obstacle(situation: Situation) -> str | None:
+    """Return None: the part goes everywhere."""
+    return None
+
+
+@dataclass(frozen=True)
+class Part:
+    """A callback, or an argument of the Trainer, that a preset switches on.
+
+    Args:
+        name: Name of the callback's class, or of the argument.
+        value: The callback's class and its settings, or the argument's value. Settings may depend
+            on the situation.
+        why: What it is for, in a few words.
+        costs: What it costs, in a few words.
+        obstacle: Why to leave it out, if so.
+    """
+
+    name: str
+    value: Any
+    why: str = ""
+    costs: str = ""
+    obstacle: Obstacle = no_obstacle
+    kind: type[Callback] | None = None
+
+    @property
+    def is_callback(self) -> bool:
+        """Whether it is a callback and no argument of the Trainer."""
+        return self.kind is not None
+
+    def settings(self, situation: Situation) -> Any:
+        """Return the callback's settings, the user's among them, or the argument's value."""
+        value = self.value(situation) if callable(self.value) else self.value
+        if self.kind is None:
+            return value
+        wish = situation.wishes.get(self.name)
+        return {**value, **wish} if isinstance(wish, Mapping) else dict(value)
+
+    def left_out(self, situation: Situation) -> str | None:
+        """Return why it is left out, or None if it is switched on."""
+        if self.kind is not None and situation.refuses(self.name):
+            return "you leave it out"
+        if situation.wishes.get(self.name) is True:
+            return None
+        return self.obstacle(situation)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """A part as decided for a situation.
+
+    Attributes:
+        part: The part.
+        settings: Of the callback, or the argument's value.
+        because: Why it is left out; None if it is switched on.
+    """
+
+    part: Part
+    settings: Any
+    because: str | None
+    theirs: bool = field(default=False)
+    """Whether the user brings an own one instead."""
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the preset switches it on."""
+        return self.because is None
+
+    def make(self) -> Callback:
+        """Return a new callback."""
+        assert self.part.kind is not None
+        made: Callback = self.part.kind(**instantiate(self.settings))
+        return made
+
+
+def check_settings(kind: type[Callback], settings: Mapping[str, Any]) -> None:
+    """Refuse settings that the callback does not have, or does not take.
+
+    Raises:
+        ValueError: With what is allowed.
+    """
+    allowed = [name for name in inspect.signature(kind).parameters if name != "self"]
+    unknown = [name for name in settings if name not in allowed]
+    if unknown:
+        raise ValueError(
+            f"{kind.__name__} has no setting {unknown[0]!r}; it has "
+            f"{', '.join(allowed) if allowed else 'none'}."
+        )
+    kind(**instantiate(dict(settings)))
+
+
+def written(value: Any) -> str:
+    """Return settings as they are written in Python."""
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={setting!r}" for name, setting in value.items())
+    return repr(value)

@@ -1,0 +1,352 @@
+"""A list of callbacks and Trainer arguments that knows where it can be used."""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningModule, Trainer
+
+from lightning_opt.core.report import Report
+from lightning_opt.presets.machine import describe_machine
+from lightning_opt.presets.parts import (
+    Chosen,
+    Obstacle,
+    Part,
+    check_settings,
+    no_obstacle,
+    written,
+)
+from lightning_opt.presets.situation import Situation
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+ORDER = (
+    "Runtime",
+    "Accumulation",
+    "GradientHealth",
+    "NonFiniteGuard",
+    "CurvatureMonitor",
+    "CurvaturePreconditioner",
+    "AdaptiveClipping",
+)
+"""Callbacks whose order matters, first to last: settings of the process, then what makes the
+gradient, sees it, judges it, and last what changes it. The others follow."""
+
+TRAINER = tuple(name for name in inspect.signature(Trainer.__init__).parameters if name != "self")
+OWN = ("callbacks",)
+
+
+class Preset:
+    """Callbacks and Trainer arguments under a name, of which each says why it is there.
+
+    What a part needs and the machine, the strategy or another part does not allow is left out, and
+    :meth:`describe` says so; nothing that a preset puts together is refused by its parts. What you
+    give yourself wins: an argument of the Trainer, or a callback of a class that is in the preset.
+
+    Presets do not change: each method returns a new one. They are made by :func:`preset` and
+    :func:`register_preset`.
+
+    Args:
+        name: What it is called.
+        parts: What it is made of; :meth:`plus` adds to them.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> careful = lo.preset("basic", AdaptiveClipping={"rule": "zclip"})
+        >>> trainer = L.Trainer(**careful.trainer_kwargs(max_epochs=3, logger=False))
+        >>> [type(callback).__name__ for callback in careful.callbacks()][:3]
+        ['GradientHealth', 'NonFiniteGuard', 'AdaptiveClipping']
+    """
+
+    def __init__(self, name: str, parts: Sequence[Part] = ()) -> None:
+        self.name = name
+        self.parts = tuple(parts)
+        self._wishes: dict[str, Any] = {}
+        self._arguments: dict[str, Any] = {}
+        self._model: LightningModule | None = None
+
+    # --- making others from it ------------------------------------------------------------------
+
+    def plus(
+        self,
+        kind: type[Callback],
+        settings: Mapping[str, Any] | Callable[[Situation], Mapping[str, Any]] | None = None,
+        why: str = "",
+        costs: str = "",
+        obstacle: Obstacle = no_obstacle,
+    ) -> Self:
+        """Return this preset with one more callback, in the place of one of the same class.
+
+        Args:
+            kind: The callback's class.
+            settings: Its arguments, or a function of the situation that returns them.
+            why: What it is for.
+            costs: What it costs.
+            obstacle: A function of the situation (``device``, ``strategy``, ``processes``, ...)
+                that returns why to leave it out, or None.
+        """
+        part = Part(kind.__name__, settings or {}, why, costs, obstacle, kind)
+        return self._with(part)
+
+    def plus_argument(
+        self,
+        name: str,
+        value: Any,
+        why: str = "",
+        costs: str = "",
+        obstacle: Obstacle = no_obstacle,
+    ) -> Self:
+        """Return this preset with one more argument of the Trainer; see :meth:`plus`."""
+        if name not in TRAINER or name in OWN:
+            raise ValueError(f"The Trainer has no argument {name!r} that a preset could set.")
+        return self._with(Part(name, value, why, costs, obstacle))
+
+    def named(self, name: str) -> Self:
+        """Return this preset under another name."""
+        other = self._copy()
+        other.name = name
+        return other
+
+    def minus(self, *names: str) -> Self:
+        """Return this preset without some of its parts."""
+        for name in names:
+            self._check_name(name, [part.name for part in self.parts])
+        other = self._copy()
+        other.parts = tuple(part for part in self.parts if part.name not in names)
+        return other
+
+    def override(self, **overrides: Any) -> Self:
+        """Return this preset with settings of one's own.
+
+        Args:
+            overrides: By the name of a callback: a dict of settings; None or False to leave it out;
+                True to have it also where the preset would leave it out. By the name of an argument
+                of the Trainer: its value.
+
+        Raises:
+            ValueError: For an unknown name, or settings that the callback does not take.
+        """
+        other = self._copy()
+        kinds = {part.name: part.kind for part in self.parts if part.kind is not None}
+        arguments = [name for name in TRAINER if name not in OWN]
+        for name, value in overrides.items():
+            if name in OWN:
+                raise ValueError(
+                    f"preset({self.name!r}) takes no callbacks; give yours to "
+                    "trainer_kwargs(callbacks=[...])."
+                )
+            self._check_name(name, [*kinds, *arguments])
+            if name not in kinds:
+                other._arguments[name] = value
+            elif isinstance(value, Mapping):
+                other._wishes[name] = dict(value)
+                check_settings(kinds[name], value)
+            elif value is None or isinstance(value, bool):
+                other._wishes[name] = value
+            else:
+                raise ValueError(
+                    f"{name} must be a dict of its settings, True, or None to leave it out; got "
+                    f"{value!r}. Give callbacks of your own to trainer_kwargs(callbacks=[...])."
+                )
+        return other
+
+    def for_model(self, model: LightningModule) -> Self:
+        """Return this preset without what this model refuses, and with what its size asks for.
+
+        A model under manual optimisation, one that is compiled or checkpointed already, and one
+        whose states leave little memory for activations get other parts.
+        """
+        other = self._copy()
+        other._model = model
+        return other
+
+    def _with(self, part: Part) -> Self:
+        other = self._copy()
+        names = [own.name for own in self.parts]
+        if part.name in names:
+            place = names.index(part.name)
+            other.parts = (*self.parts[:place], part, *self.parts[place + 1 :])
+        else:
+            other.parts = (*self.parts, part)
+        return other
+
+    def _copy(self) -> Self:
+        other = type(self)(self.name, self.parts)
+        other._wishes, other._arguments = dict(self._wishes), dict(self._arguments)
+        other._model = self._model
+        return other
+
+    def _check_name(self, name: str, allowed: Sequence[str]) -> None:
+        if name in allowed:
+            return
+        near = difflib.get_close_matches(name, allowed, n=1)
+        callbacks = ", ".join(part.name for part in self.parts if part.is_callback)
+        raise ValueError(
+            f"preset({self.name!r}) has no {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + f" Its callbacks are {callbacks}; arguments of the Trainer can be given too."
+        )
+
+    # --- what comes of it -----------------------------------------------------------------------
+
+    def choose(self, **trainer: Any) -> list[Chosen]:
+        """Return each part with what was decided for these arguments of the Trainer."""
+        arguments = {**self._arguments, **trainer}
+        situation = Situation(arguments, self._wishes, self._model)
+        found = []
+        for part in self.parts:
+            theirs = self._is_theirs(part, situation)
+            because = "yours is taken" if theirs else part.left_out(situation)
+            found.append(Chosen(part, part.settings(situation), because, theirs))
+        return found
+
+    @staticmethod
+    def _is_theirs(part: Part, situation: Situation) -> bool:
+        if part.kind is None:
+            return part.name in situation.arguments
+        return any(isinstance(callback, part.kind) for callback in situation.given)
+
+    def callbacks(self) -> list[Callback]:
+        """Return new callbacks, for a Trainer with no further arguments of weight."""
+        found: list[Callback] = self.trainer_kwargs()["callbacks"]
+        return found
+
+    def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
+        """Return arguments for the Trainer.
+
+        Args:
+            more: Arguments of your own, which win. A callback of a class that is in the preset
+                stands for the preset's; others follow the preset's, those of this package in the
+                order that they need.
+        """
+        chosen = self.choose(**more)
+        ours = [choice.make() for choice in chosen if choice.is_on and choice.part.is_callback]
+        arguments = {
+            choice.part.name: choice.settings
+            for choice in chosen
+            if choice.is_on and not choice.part.is_callback
+        }
+        given = Situation({**self._arguments, **more}).given
+        return {
+            **arguments,
+            **self._arguments,
+            **more,
+            "callbacks": sorted([*ours, *given], key=_rank),
+        }
+
+    def describe(self, **trainer: Any) -> Report:
+        """Return one row a part: whether it is on, why, and what it costs or why it is left out.
+
+        Args:
+            trainer: Arguments that the Trainer will have, such as ``devices=4``.
+        """
+        arguments = {**self._arguments, **trainer}
+        situation = Situation(arguments, self._wishes, self._model)
+        rows = [
+            {
+                "part": choice.part.name,
+                "on": "yes" if choice.is_on else "no",
+                "settings": written(choice.settings) if choice.is_on else "",
+                "for": choice.part.why,
+                "costs, or why not": choice.part.costs if choice.is_on else choice.because,
+            }
+            for choice in self.choose(**trainer)
+        ]
+        processes = situation.processes
+        notes = [
+            f"For {situation.device}, strategy {situation.strategy}, {processes} "
+            f"process{'es' if processes > 1 else ''}: {describe_machine(situation.device)}.",
+        ]
+        if self._arguments:
+            notes.append(f"Your arguments of the Trainer: {written(self._arguments)}.")
+        return Report(f"Preset {self.name!r}", rows, notes)
+
+    def to_dict(self, **more: Any) -> dict[str, Any]:
+        """Return the arguments of the Trainer as a LightningCLI configuration has them.
+
+        Args:
+            more: Arguments of your own, of plain types; ``callbacks`` as dicts with ``class_path``.
+
+        Raises:
+            ValueError: For settings that are objects, which a file cannot hold.
+        """
+        more = dict(more)
+        given: list[dict[str, Any]] = list(more.pop("callbacks", None) or [])
+        theirs = {_class_name(entry) for entry in given}
+        arguments: dict[str, Any] = {}
+        callbacks: list[dict[str, Any]] = []
+        for choice in self.choose(**more):
+            if not choice.is_on:
+                continue
+            if choice.part.kind is None:
+                arguments[choice.part.name] = choice.settings
+            elif choice.part.name not in theirs:
+                path, settings = _path_of(choice.part.kind), dict(choice.settings)
+                callbacks.append({"class_path": path, "init_args": settings})
+        callbacks = sorted([*callbacks, *given], key=lambda entry: _rank_of(_class_name(entry)))
+        found = {**arguments, **self._arguments, **more, "callbacks": callbacks}
+        _check_plain(found, "the Trainer")
+        return found
+
+    def to_yaml(self, **more: Any) -> str:
+        """Return a configuration that any LightningCLI can read; see :meth:`to_dict`."""
+        import yaml  # type: ignore[import-untyped]
+
+        trainer = _plain(self.to_dict(**more))
+        head = f"# preset {self.name!r} of lightning_opt on this machine\n"
+        text: str = yaml.safe_dump({"trainer": trainer}, sort_keys=False)
+        return head + text
+
+    def __repr__(self) -> str:
+        changes = {**self._wishes, **self._arguments}
+        return f"preset({self.name!r}{', ' if changes else ''}{written(changes)})"
+
+    def __str__(self) -> str:
+        return str(self.describe())
+
+
+def _rank(callback: Callback) -> int:
+    names = [base.__name__ for base in type(callback).__mro__]
+    return min((_rank_of(name) for name in names), default=len(ORDER))
+
+
+def _rank_of(name: str) -> int:
+    return ORDER.index(name) if name in ORDER else len(ORDER)
+
+
+def _class_name(entry: Mapping[str, Any]) -> str:
+    return str(entry["class_path"]).rpartition(".")[2]
+
+
+def _path_of(kind: type[Callback]) -> str:
+    import lightning_opt
+
+    name = kind.__name__
+    if getattr(lightning_opt, name, None) is kind:
+        return f"lightning_opt.{name}"
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def _check_plain(value: Any, where: str) -> None:
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            _check_plain(inner, f"{where}, {name}" if name != "init_args" else where)
+    elif isinstance(value, (list, tuple)):
+        for inner in value:
+            _check_plain(inner, where)
+    elif value is not None and not isinstance(value, (bool, int, float, str)):
+        raise ValueError(
+            f"A configuration file cannot hold {value!r} ({where}). Give it as a name or as "
+            "{'class_path': ..., 'init_args': {...}}."
+        )
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value

@@ -1,0 +1,277 @@
+"""What a preset looks at before it decides: the Trainer's arguments, the machine, the model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.accelerators import (
+    Accelerator,
+    CPUAccelerator,
+    CUDAAccelerator,
+    MPSAccelerator,
+    XLAAccelerator,
+)
+from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.strategies import (
+    DDPStrategy,
+    DeepSpeedStrategy,
+    FSDPStrategy,
+    ModelParallelStrategy,
+    SingleDeviceStrategy,
+    Strategy,
+    StrategyRegistry,
+)
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
+from lightning_opt.core.blocks import find_blocks
+from lightning_opt.core.memory import MemoryLimits
+from lightning_opt.presets.machine import why_no_bf16, why_no_compiler
+
+KINDS: dict[type[Accelerator], str] = {
+    CPUAccelerator: "cpu",
+    CUDAAccelerator: "cuda",
+    MPSAccelerator: "mps",
+    XLAAccelerator: "tpu",
+}
+
+STANDING = 4
+"""Parameters, their gradients and two states of Adam, in sizes of the parameters."""
+
+TIGHT = 0.5
+"""Share of the free memory that these may take before activations are in want of it."""
+
+
+@dataclass(frozen=True)
+class Situation:
+    """Where a preset is to be used.
+
+    Args:
+        arguments: Of the Trainer, as given by the user.
+        wishes: What the user said of single callbacks: settings, True, or False.
+        model: The model, if it is known.
+    """
+
+    arguments: Mapping[str, Any]
+    wishes: Mapping[str, Any] = field(default_factory=dict)
+    model: LightningModule | None = None
+
+    # --- the Trainer's arguments ----------------------------------------------------------------
+
+    @cached_property
+    def given(self) -> list[Callback]:
+        """The callbacks that the user brings."""
+        callbacks = self.arguments.get("callbacks")
+        if callbacks is None:
+            return []
+        return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
+
+    def wants(self, name: str) -> Any:
+        """Return the settings that are asked for of a callback or that a given one has, or None."""
+        for callback in self.given:
+            if any(base.__name__ == name for base in type(callback).__mro__):
+                return vars(callback)
+        wish = self.wishes.get(name)
+        return wish if wish is not None and wish is not False else None
+
+    def refuses(self, name: str) -> bool:
+        """Return whether the user has said that a callback is to be left out."""
+        return name in self.wishes and self.wishes[name] in (None, False)
+
+    def has(self, argument: str) -> bool:
+        """Return whether the user gives an argument of the Trainer."""
+        return self.arguments.get(argument) is not None
+
+    @cached_property
+    def device(self) -> str:
+        """``"cpu"``, ``"cuda"``, ``"mps"``, ``"tpu"``, or the name of another accelerator."""
+        given = self.arguments.get("accelerator", "auto")
+        given = getattr(self.arguments.get("strategy"), "accelerator", None) or given
+        if isinstance(given, Accelerator):
+            return next(
+                (kind for base, kind in KINDS.items() if isinstance(given, base)),
+                type(given).__name__,
+            )
+        name = str(given or "auto").lower()
+        if name in ("auto", "gpu"):
+            if name == "auto" and XLAAccelerator.is_available():
+                return "tpu"
+            if MPSAccelerator.is_available():
+                return "mps"
+            return "cuda" if CUDAAccelerator.is_available() or name == "gpu" else "cpu"
+        return name
+
+    @cached_property
+    def nodes(self) -> int:
+        """How many machines."""
+        return int(self.arguments.get("num_nodes") or 1)
+
+    @cached_property
+    def processes(self) -> int:
+        """How many processes on all machines."""
+        return self.nodes * self._devices(self.arguments.get("devices", "auto"))
+
+    def _devices(self, given: Any) -> int:
+        if isinstance(given, str):
+            text = given.strip().lower()
+            if "," in text:
+                return len([part for part in text.split(",") if part.strip()])
+            given = "auto" if text in ("auto", "") else int(text)
+        if isinstance(given, Sequence) and not isinstance(given, str):
+            return max(1, len(given))
+        if given in ("auto", None, -1):
+            return max(1, torch.cuda.device_count()) if self.device == "cuda" else 1
+        return int(given)
+
+    @cached_property
+    def _strategy(self) -> tuple[type[Strategy] | None, Mapping[str, Any], Strategy | None]:
+        """The strategy's class and settings, and itself if it is given."""
+        given = self.arguments.get("strategy") or "auto"
+        if isinstance(given, Strategy):
+            return type(given), getattr(given, "_ddp_kwargs", {}), given
+        name = str(given).lower()
+        if name == "auto":
+            return (DDPStrategy if self.processes > 1 else SingleDeviceStrategy), {}, None
+        if name in StrategyRegistry:
+            entry = StrategyRegistry[name]
+            return entry["strategy"], entry["init_params"], None
+        return None, {}, None
+
+    @cached_property
+    def strategy(self) -> str:
+        """``single``, ``ddp``, ``fsdp1``, ``fsdp2``, ``tensor_parallel``, ``deepspeed``, ``other``.
+
+        ``ddp`` includes compressed DDP.
+        """
+        kind, _, strategy = self._strategy
+        if kind is None:
+            return "other"
+        if issubclass(kind, ModelParallelStrategy):
+            # "auto" stands for all the processes of a machine.
+            size = getattr(strategy, "_tensor_parallel_size", "auto")
+            return "fsdp2" if size == 1 else "tensor_parallel"
+        for base, name in (
+            (DeepSpeedStrategy, "deepspeed"),
+            (FSDPStrategy, "fsdp1"),
+            (DDPStrategy, "ddp"),
+            (SingleDeviceStrategy, "single"),
+        ):
+            if issubclass(kind, base):
+                return name
+        return "other"
+
+    @property
+    def strategy_name(self) -> str:
+        """The strategy in words, for reasons."""
+        kind = self._strategy[0]
+        return kind.__name__ if kind is not None else repr(self.arguments.get("strategy"))
+
+    @property
+    def static_graph(self) -> bool:
+        """Whether DDP is told that each step has the same graph."""
+        return bool(self._strategy[1].get("static_graph"))
+
+    @property
+    def checkpoints_itself(self) -> bool:
+        """Whether the strategy recomputes activations already."""
+        return bool(getattr(self._strategy[2], "_activation_checkpointing_kwargs", None))
+
+    @property
+    def forks(self) -> bool:
+        """Whether the strategy may fork processes, which then could not use CUDA."""
+        name = str(self.arguments.get("strategy") or "auto").lower()
+        interactive = hasattr(sys, "ps1")
+        return name.endswith(("_fork", "_notebook")) or (interactive and self.processes > 1)
+
+    @property
+    def accumulates(self) -> bool:
+        """Whether a step of the optimizer takes several batches."""
+        return (self.arguments.get("accumulate_grad_batches") or 1) != 1 or any(
+            isinstance(callback, GradientAccumulationScheduler) for callback in self.given
+        )
+
+    @property
+    def precision_plugin(self) -> bool:
+        """Whether a plugin brings the precision."""
+        from lightning.pytorch.plugins import Precision
+
+        plugins = self.arguments.get("plugins") or []
+        plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+        return any(isinstance(plugin, Precision) for plugin in plugins)
+
+    # --- the machine ----------------------------------------------------------------------------
+
+    @cached_property
+    def why_no_bf16(self) -> str | None:
+        """Why bfloat16 would not be fast, or None."""
+        return why_no_bf16(self.device, self.forks)
+
+    @cached_property
+    def why_no_compiler(self) -> str | None:
+        """Why torch.compile could not compile, or None."""
+        return why_no_compiler(self.device, self.forks)
+
+    # --- the model ------------------------------------------------------------------------------
+
+    @property
+    def manual(self) -> bool:
+        """Whether the model steps its optimizers itself."""
+        return self.model is not None and not self.model.automatic_optimization
+
+    @property
+    def takes_iterator(self) -> bool:
+        """Whether ``training_step`` fetches its batches itself."""
+        return self.model is not None and is_param_in_hook_signature(
+            self.model.training_step, "dataloader_iter", explicit=True
+        )
+
+    @property
+    def compiled(self) -> bool:
+        """Whether a part of the model has been passed to torch.compile."""
+        return self.model is not None and (
+            getattr(self.model, "_compiler_ctx", None) is not None  # it was unpacked by a Trainer
+            or any(
+                type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
+                for module in self.model.modules()
+            )
+        )
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether a part of the model is recomputed in the backward pass already."""
+        return self.model is not None and any(
+            type(module).__name__ == "CheckpointWrapper"
+            or getattr(module, "gradient_checkpointing", False) is True
+            for module in self.model.modules()
+        )
+
+    @cached_property
+    def memory_is_tight(self) -> str | None:
+        """Why memory asks for less activations, or None; where the model is known."""
+        if self.model is None or self.device not in ("cpu", "cuda"):
+            return None
+        if self.device == "cuda" and self.forks:
+            return None
+        standing = STANDING * sum(
+            parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
+        )
+        if self.strategy in ("fsdp1", "fsdp2"):
+            standing //= self.processes
+        limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
+        free = min((usage.total - usage.used for usage in limits.read()), default=None)
+        if free is None or standing <= TIGHT * free:
+            return None
+        return (
+            f"weights, gradients and two states of each weight take {standing / 1e9:.3g} GB of the "
+            f"{max(free, 0) / 1e9:.3g} GB that are free"
+        )
+
+    @cached_property
+    def has_blocks(self) -> bool:
+        """Whether the model has repeated blocks."""
+        return self.model is not None and bool(find_blocks(self.model))

@@ -1,0 +1,464 @@
+"""Presets in real Trainers: nothing that they put together is refused, on no strategy."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader, Subset
+
+import lightning_opt as lo
+from lightning_opt.presets import machine, situation
+from tests.helpers.models import (
+    AdversarialNet,
+    SmallNet,
+    assert_same_weights,
+    batches_of,
+    loader_of,
+)
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = [
+    # What torch's compiler does when it looks at a gradient's tensor.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+NAMES = ("basic", "advanced", "ultra")
+
+QUICK: dict[str, Any] = {
+    # Inductor takes seconds for each run, and tests of its own try it.
+    "CompileModel": {"backend": "eager"},
+    "DataPipelineTuner": {"max_workers": 1, "verbose": False},
+}
+"""Settings under which a run of a tiny model takes no longer than it must."""
+
+
+def quick(name: str, **overrides: Any) -> lo.Preset:
+    """Return a preset that is quick, and leaves the numbers alone."""
+    settings = QUICK if name != "basic" else {}
+    return lo.preset(name, **{"GradientHealth": {"figure": None}, **settings, **overrides})
+
+
+def fit(preset: lo.Preset, model: LightningModule, **settings: Any) -> Any:
+    defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 2}
+    trainer = quiet_trainer(**preset.trainer_kwargs(**{**defaults, **settings}))
+    trainer.fit(model)
+    return trainer
+
+
+def on(preset: lo.Preset, **trainer: Any) -> list[str]:
+    return [choice.part.name for choice in preset.choose(**trainer) if choice.is_on]
+
+
+def reason(preset: lo.Preset, name: str, **trainer: Any) -> str:
+    (found,) = [c.because for c in preset.choose(**trainer) if c.part.name == name]
+    assert found, f"{name} is on"
+    return found
+
+
+# --- they train -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_trains_as_without_it(name):
+    """Without clipping, nothing in a preset changes a healthy run but for rounding."""
+    plain = SmallNet("AdamW")
+    quiet_trainer(max_epochs=2).fit(plain)
+    model = SmallNet("AdamW")
+    trainer = fit(quick(name, AdaptiveClipping=None), model)
+    assert_same_weights(model, plain, rtol=0 if name == "basic" else 1e-5)
+    assert trainer.global_step == 24
+
+
+def test_presets_add_up():
+    """Each has the callbacks of the one before, in the order that they need."""
+    names = [[type(callback).__name__ for callback in lo.preset(n).callbacks()] for n in NAMES]
+    for less, more in itertools.pairwise(names):
+        assert set(less) < set(more)
+    for found in names:
+        assert len(found) == len(set(found))
+        order = [n for n in found if n in ("GradientHealth", "NonFiniteGuard", "AdaptiveClipping")]
+        assert order == ["GradientHealth", "NonFiniteGuard", "AdaptiveClipping"]
+
+
+class Ranked(SmallNet):
+    """Each rank loads the rows of its own, so that a batch can be split."""
+
+    def step(self, batch: Any) -> torch.Tensor:
+        return self.loss(self(batch[0]), batch[1])
+
+    def train_dataloader(self) -> Any:
+        rank, ranks = self.global_rank, self.trainer.world_size
+        rows = Subset(batches_of(12), range(rank, 48, ranks))
+        return DataLoader(rows, batch_size=4 // ranks)
+
+
+class Sharded(Ranked):
+    """The same under FSDP2."""
+
+    def configure_model(self) -> None:
+        mesh = self.device_mesh["data_parallel"]
+        for layer in self.layer:
+            fully_shard(layer, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+class FSDPOnCPU(FSDPStrategy):
+    """Lightning's FSDP1, which asks for an accelerator and then would not need it."""
+
+    def setup_environment(self) -> None:
+        super(FSDPStrategy, self).setup_environment()
+
+    @property
+    def root_device(self) -> torch.device:
+        return torch.device("cpu")
+
+
+STRATEGIES: dict[str, Any] = {
+    "ddp": (Ranked, lambda: DDPStrategy(process_group_backend="gloo")),
+    "ddp_static": (Ranked, lambda: DDPStrategy(process_group_backend="gloo", static_graph=True)),
+    "ddp_compressed": (Ranked, lambda: "ddp_compressed"),
+    "fsdp2": (Sharded, lambda: ModelParallelStrategy(2, 1)),
+}
+
+
+def under_each_strategy() -> dict[str, Any]:
+    found = {}
+    for strategy, (kind, make) in STRATEGIES.items():
+        for name in NAMES if strategy in ("ddp", "fsdp2") else ("ultra",):
+            model = kind("AdamW")
+            preset = quick(name, AdaptiveClipping=None).for_model(model)
+            trainer = fit(preset, model, strategy=make(), devices=2, max_epochs=1)
+            state = {
+                key: getattr(value, "full_tensor", lambda v=value: v)().clone()
+                for key, value in model.state_dict().items()
+            }
+            callbacks = [type(c).__name__ for c in trainer.callbacks]
+            found[strategy, name] = (state, callbacks)
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
+def test_trains_on_two_processes_as_on_one():
+    plain = SmallNet("AdamW")
+    quiet_trainer().fit(plain)
+    first, second = launch(under_each_strategy)
+    for (strategy, name), (state, callbacks) in first.items():
+        assert_same_weights(state, second[strategy, name][0])
+        assert_same_weights(state, plain, rtol=1e-3, atol=1e-4)
+        assert ("MicroBatching" in callbacks) == (name == "ultra" and strategy != "ddp_static")
+        assert ("CompileModel" in callbacks) == (name != "basic")
+
+
+# --- what would be refused ------------------------------------------------------------------------
+
+
+def test_leaves_out_what_the_trainer_does_itself():
+    model = SmallNet()
+    trainer = fit(quick("ultra"), model, gradient_clip_val=0.5, accumulate_grad_batches=5)
+    names = [type(callback).__name__ for callback in trainer.callbacks]
+    assert "AdaptiveClipping" not in names
+    assert "Accumulation" in names  # a short last window is a mean too
+    assert trainer.global_step == 2 * 3
+    assert "gradient_clip_val" in reason(quick("ultra"), "AdaptiveClipping", gradient_clip_val=0.5)
+
+
+def test_a_model_under_manual_optimisation():
+    model = AdversarialNet()
+    trainer = fit(quick("ultra").for_model(model), model)
+    assert "MicroBatching" not in [type(callback).__name__ for callback in trainer.callbacks]
+    with pytest.raises(ValueError, match=r"MicroBatching does not work under manual"):
+        fit(quick("ultra"), AdversarialNet())  # not known: the callback itself says so
+
+
+def test_a_compiled_model():
+    model = torch.compile(SmallNet(), backend="eager")
+    preset = quick("ultra").for_model(model)
+    assert reason(preset, "CompileModel") == "the model is compiled already"
+    fit(preset, model)
+
+
+@pytest.mark.parametrize(
+    ("trainer", "missing"),
+    [
+        ({"strategy": "deepspeed"}, {"GradientHealth", "NonFiniteGuard", "AdaptiveClipping"}),
+        ({"strategy": "deepspeed_stage_2"}, {"CompileModel", "MicroBatching", "FusedOptimizer"}),
+        ({"strategy": "fsdp", "accelerator": "cuda"}, {"CompileModel", "MicroBatching"}),
+        ({"strategy": FSDPOnCPU(), "devices": 2}, {"CompileModel", "MicroBatching"}),
+        ({"strategy": ModelParallelStrategy(), "devices": 2}, {"CompileModel", "MicroBatching"}),
+        ({"strategy": DDPStrategy(static_graph=True), "devices": 2}, {"MicroBatching"}),
+        ({"strategy": "no_such_thing"}, {"CompileModel", "MicroBatching"}),
+        ({"accelerator": "mps"}, {"CompileModel", "precision"}),
+        ({"gradient_clip_val": 1.0}, {"AdaptiveClipping"}),
+        ({"callbacks": [lo.ActivationCheckpointing("auto")]}, {"CompileModel"}),
+        ({"callbacks": [lo.DynamicBatchSize()]}, {"MicroBatching"}),
+    ],
+    ids=str,
+)
+def test_leaves_out_what_is_refused(trainer, missing):
+    preset = lo.preset("ultra")
+    assert not missing & set(on(preset, **trainer))
+    for name in missing:
+        assert reason(preset, name, **trainer)
+
+
+def test_deepspeed_keeps_what_works():
+    assert on(lo.preset("basic"), strategy="deepspeed") == ["MemoryCleanup"]
+
+
+def test_a_network_gets_compressed_gradients():
+    preset = lo.preset("ultra")
+    assert preset.trainer_kwargs(devices=2, num_nodes=2)["strategy"] == "ddp_compressed"
+    assert "strategy" not in preset.trainer_kwargs(devices=4)
+    assert preset.trainer_kwargs(num_nodes=2, strategy="fsdp")["strategy"] == "fsdp"
+    assert "strategy" not in lo.preset("advanced").trainer_kwargs(num_nodes=2)
+
+
+# --- checkpointing and batch sizes, where they are asked for --------------------------------------
+
+
+class Blocks(SmallNet):
+    """Repeated blocks, which can be recomputed."""
+
+    def __init__(self) -> None:
+        super().__init__("AdamW")
+        wide = [nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6)) for _ in range(4)]
+        self.layer = nn.Sequential(*wide, nn.Linear(6, 1))
+
+
+def test_checkpointing_comes_with_a_budget_and_compilation_goes():
+    settings = {"budget": 0.9, "strict": False}
+    asked = quick("advanced", ActivationCheckpointing=settings)
+    assert "single operators" in reason(asked, "CompileModel")
+    torch.manual_seed(0)
+    model = Blocks()
+    trainer = fit(asked, model)
+    (callback,) = [c for c in trainer.callbacks if isinstance(c, lo.ActivationCheckpointing)]
+    assert callback.planning is not None
+
+
+def test_checkpointing_by_blocks_goes_with_compilation():
+    asked = quick("advanced", ActivationCheckpointing={"policy": "every_layer"})
+    assert {"CompileModel", "ActivationCheckpointing"} <= set(on(asked))
+    trainer = fit(asked, Blocks())
+    (callback,) = [c for c in trainer.callbacks if isinstance(c, lo.ActivationCheckpointing)]
+    assert len(callback.blocks) == 4
+
+
+class Huge(LightningModule):
+    """More weights than any machine has memory for, without taking any."""
+
+    def __init__(self, features: int) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            self.layers = nn.Sequential(
+                *(nn.Sequential(nn.Linear(features, features), nn.ReLU()) for _ in range(4))
+            )
+
+
+def test_checkpointing_comes_where_memory_asks_for_it(monkeypatch):
+    monkeypatch.setattr(situation, "why_no_compiler", lambda *_: None)
+    preset, trainer = lo.preset("advanced"), {"accelerator": "cpu"}
+    assert "ActivationCheckpointing" not in on(preset, **trainer)
+    assert "enough memory" in reason(
+        preset.for_model(Huge(8)), "ActivationCheckpointing", **trainer
+    )
+
+    huge = preset.for_model(Huge(2**22))
+    assert {"ActivationCheckpointing", "CompileModel"} <= set(on(huge, **trainer))
+    settings = {c.part.name: c.settings for c in huge.choose(**trainer)}
+    assert settings["ActivationCheckpointing"] == {"policy": "every_layer"}
+    without = huge.override(CompileModel=None)
+    settings = {c.part.name: c.settings for c in without.choose(**trainer)}
+    assert settings["ActivationCheckpointing"] == {"policy": "auto", "strict": False}
+
+
+def test_the_largest_batch_at_the_same_effective_one():
+    preset = quick("ultra", DynamicBatchSize={"keep_effective": 16, "max_size": 8, "find": False})
+    assert {"DynamicBatchSize", "Accumulation"} <= set(on(preset))
+    assert "MicroBatching" not in on(preset)
+    trainer = fit(preset, SmallNet())
+    assert trainer.global_step == 2 * 3  # 48 samples an epoch
+    default = quick("ultra", DynamicBatchSize={"keep_effective": 16})
+    (settings,) = [c.settings for c in default.choose() if c.part.name == "DynamicBatchSize"]
+    assert settings == {"find": "largest", "keep_effective": 16}
+    assert reason(default, "DynamicBatchSize", accumulate_grad_batches=2)
+    assert "3 processes" in reason(default, "DynamicBatchSize", devices=3)
+
+
+# --- the machine ----------------------------------------------------------------------------------
+
+
+def test_bf16_where_the_cpu_multiplies_in_it(monkeypatch, tmp_path):
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
+    preset = lo.preset("advanced")
+    assert preset.trainer_kwargs(accelerator="cpu")["precision"] == "bf16-mixed"
+    given = preset.trainer_kwargs(accelerator="cpu", precision="32-true")
+    assert given["precision"] == "32-true"
+    plugin = lo.DynamicLossScale()
+    assert "precision" not in preset.trainer_kwargs(accelerator="cpu", plugins=[plugin])
+
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "avx2"}))
+    assert "precision" not in preset.trainer_kwargs(accelerator="cpu")
+    assert "avx512_bf16" in reason(preset, "precision", accelerator="cpu")
+    forced = lo.preset("advanced", precision="bf16-mixed")
+    assert forced.trainer_kwargs(accelerator="cpu")["precision"] == "bf16-mixed"
+
+
+def test_flags_of_the_cpu(tmp_path):
+    listing = tmp_path / "cpuinfo"
+    listing.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_tile\n\nflags\t: other\n")
+    assert machine.cpu_flags.__wrapped__(listing) == {"fpu", "avx512_bf16", "amx_tile"}
+    assert machine.cpu_flags.__wrapped__(tmp_path / "missing") == frozenset()
+
+
+@pytest.mark.parametrize(
+    ("capability", "bf16", "compiles"),
+    [((6, 1), False, False), ((7, 5), False, True), ((9, 0), True, True)],
+)
+def test_gpus_by_their_capability(capability, bf16, compiles, monkeypatch):
+    monkeypatch.setattr(machine, "cuda_capability", lambda forks: capability)
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    found = lo.preset("ultra").choose(accelerator="cuda", devices=1)
+    settings = {c.part.name: c.settings for c in found if c.is_on}
+    assert ("precision" in settings) == bf16
+    assert ("CompileModel" in settings) == compiles
+    if compiles:  # CUDA graphs would overwrite gradients that are being accumulated
+        assert settings["CompileModel"]["mode"] == "max-autotune-no-cudagraphs"
+        assert settings["CompileModel"]["scope"] == "regions"
+
+
+def test_without_a_compiler(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    monkeypatch.delenv("CXX", raising=False)
+    assert "C++ compiler" in reason(lo.preset("advanced"), "CompileModel", accelerator="cpu")
+    forced = lo.preset("advanced", CompileModel=True)
+    assert "CompileModel" in on(forced, accelerator="cpu")
+
+
+# --- what the user says ---------------------------------------------------------------------------
+
+
+class Own(lo.AdaptiveClipping):
+    """A subclass, which stands for the preset's as well."""
+
+
+class Mine(Callback):
+    pass
+
+
+def test_callbacks_of_ones_own_win():
+    own, mine = Own("zclip"), Mine()
+    curvature = lo.CurvatureMonitor(figure=None)
+    found = lo.preset("basic").trainer_kwargs(callbacks=[mine, own, curvature])["callbacks"]
+    assert [type(callback).__name__ for callback in found] == [
+        "GradientHealth", "NonFiniteGuard", "CurvatureMonitor", "Own", "MemoryCleanup", "Mine",
+    ]  # fmt: skip
+    assert found[3] is own
+    single = lo.preset("basic").trainer_kwargs(callbacks=mine)["callbacks"]
+    assert single[-1] is mine
+    assert lo.preset("basic").trainer_kwargs(callbacks=None)["callbacks"]
+
+
+def test_callbacks_are_new_each_time():
+    preset = lo.preset("advanced")
+    first, second = preset.callbacks(), preset.callbacks()
+    assert not {*map(id, first)} & {*map(id, second)}
+
+
+def test_overrides():
+    preset = lo.preset(
+        "advanced",
+        AdaptiveClipping={"rule": {"class_path": "lightning_opt.ZClip", "init_args": {"z": 3.0}}},
+        NonFiniteGuard={"spike": 6.0},
+        MemoryCleanup=None,
+        CompileModel=False,
+        max_epochs=3,
+    )
+    arguments = preset.trainer_kwargs(max_steps=5)
+    found = {type(callback).__name__: callback for callback in arguments["callbacks"]}
+    assert found["AdaptiveClipping"].rule.z == 3.0
+    assert found["NonFiniteGuard"].spike == 6.0
+    assert not {"MemoryCleanup", "CompileModel"} & found.keys()
+    assert (arguments["max_epochs"], arguments["max_steps"]) == (3, 5)
+    assert preset.trainer_kwargs(max_epochs=7)["max_epochs"] == 7
+    assert "AdaptiveClipping" in on(lo.preset("basic"))  # the other was not changed
+    assert repr(lo.preset("basic", MemoryCleanup=None)) == "preset('basic', MemoryCleanup=None)"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            {"AdaptivClipping": None},
+            r"no 'AdaptivClipping'; did you mean 'AdaptiveClipping'\?.*Gra",
+        ),
+        ({"max_epoch": 3}, r"did you mean 'max_epochs'"),
+        ({"CompileModel": {}}, r"no 'CompileModel'"),
+        ({"AdaptiveClipping": {"rul": "zclip"}}, r"no setting 'rul'; it has rule, every_n_steps"),
+        ({"AdaptiveClipping": {"rule": "clip"}}, r"no clipping rule 'clip'"),
+        ({"AdaptiveClipping": "zclip"}, r"must be a dict of its settings, True, or None"),
+        ({"callbacks": []}, r"trainer_kwargs\(callbacks=\[...\]\)"),
+    ],
+)
+def test_refuses_overrides_that_fit_nothing(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        lo.preset("basic", **overrides)
+
+
+def test_describe_says_what_is_on_and_why():
+    report = lo.preset("ultra", MemoryCleanup=None).describe(accelerator="cpu", devices=1)
+    rows = {row["part"]: row for row in report.rows}
+    assert rows["GradientHealth"]["on"] == "yes"
+    assert rows["MemoryCleanup"]["costs, or why not"] == "you leave it out"
+    assert all(row["for"] and row["costs, or why not"] for row in report.rows)
+    assert rows["MicroBatching"]["settings"] == "size='auto'"
+    assert "single" in report.notes[0]
+    assert str(lo.preset("basic")).startswith("Preset 'basic'")
+
+
+# --- situations -----------------------------------------------------------------------------------
+
+
+TENSOR = "tensor_parallel"
+
+
+@pytest.mark.parametrize(
+    ("trainer", "expected"),
+    [
+        ({"accelerator": "cpu"}, ("cpu", 1, "single")),
+        ({"accelerator": "cpu", "devices": 3}, ("cpu", 3, "ddp")),
+        ({"accelerator": "cpu", "devices": "2", "num_nodes": 4}, ("cpu", 8, "ddp")),
+        ({"accelerator": "cuda", "devices": [0, 3]}, ("cuda", 2, "ddp")),
+        ({"accelerator": "cuda", "devices": "0,1,"}, ("cuda", 2, "ddp")),
+        ({"accelerator": "cpu", "devices": 1, "strategy": "ddp"}, ("cpu", 1, "ddp")),
+        ({"accelerator": "cpu", "strategy": "ddp_topk_spawn"}, ("cpu", 1, "ddp")),
+        ({"accelerator": "cpu", "strategy": "fsdp"}, ("cpu", 1, "fsdp1")),
+        ({"accelerator": "cpu", "strategy": ModelParallelStrategy(2, 1)}, ("cpu", 1, "fsdp2")),
+        (
+            {"accelerator": "cpu", "strategy": ModelParallelStrategy()},
+            ("cpu", 1, "tensor_parallel"),
+        ),
+    ],
+    ids=str,
+)
+def test_situations(trainer, expected):
+    found = situation.Situation(trainer)
+    assert (found.device, found.processes, found.strategy) == expected
+
+
+def test_a_loader_of_the_users(monkeypatch):
+    """The tuner of the preset says what it measured where it is asked for determinism."""
+    settings = {c.part.name: c.settings for c in lo.preset("advanced").choose(deterministic=True)}
+    assert settings["DataPipelineTuner"] == {"random_items": "refuse"}
+    trainer = quiet_trainer(**quick("advanced").trainer_kwargs(deterministic=True))
+    trainer.fit(SmallNet(), loader_of(4))
+    assert isinstance(trainer.callback_metrics, dict)
