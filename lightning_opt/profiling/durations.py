@@ -1,0 +1,95 @@
+"""Counts, totals and quantiles of durations in bounded memory, and how phases change over a run."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+_PER_LOG = 1 / math.log(1.01)
+_SHORTEST, _LONGEST = 1e-9, 1e7  # seconds
+
+
+class Durations:
+    """Count, total and quantiles of numbers of seconds, however many there are.
+
+    Durations are counted in cells that are 1% wide each, so a quantile is within 0.5% of a true
+    one, and there are at most some 3700 cells.
+
+    References:
+        C. Masson, J. Rim, H. Lee, *DDSketch: A Fast and Fully-Mergeable Quantile Sketch with
+        Relative-Error Guarantees*, 2019.
+
+    Example:
+        >>> durations = Durations()
+        >>> for milliseconds in (1, 2, 3, 4, 100):
+        ...     durations.add(milliseconds / 1e3)
+        >>> durations.count, round(durations.total, 3), round(durations.quantile(0.5), 4)
+        (5, 0.11, 0.003)
+    """
+
+    __slots__ = ("_cells", "count", "total")
+
+    def __init__(self) -> None:
+        self.count = 0
+        self.total = 0.0
+        self._cells: dict[int, int] = {}
+
+    def add(self, seconds: float) -> None:
+        """Count one duration."""
+        self.count += 1
+        self.total += seconds
+        cell = math.floor(math.log(min(max(seconds, _SHORTEST), _LONGEST)) * _PER_LOG)
+        self._cells[cell] = self._cells.get(cell, 0) + 1
+
+    @property
+    def mean(self) -> float:
+        """The mean, or 0.0 of none."""
+        return self.total / self.count if self.count else 0.0
+
+    def quantile(self, q: float) -> float:
+        """Return what a share ``q`` (0 to 1) of the durations do not exceed, or 0.0 of none."""
+        seen = 0
+        for cell in sorted(self._cells):
+            seen += self._cells[cell]
+            if seen >= q * self.count:
+                return math.exp((cell + 0.5) / _PER_LOG)
+        return 0.0
+
+
+class Timeline:
+    """Seconds of each phase along a run, in at most ``length`` stretches of as many steps each.
+
+    When all are full, neighbours are merged, and each stretch takes twice as many steps.
+
+    Args:
+        length: Most stretches, an even number.
+    """
+
+    def __init__(self, length: int = 60) -> None:
+        self.length = length
+        self.steps_each = 1
+        self.stretches: list[dict[int, float]] = []
+        self.steps: list[int] = []
+
+    def add(self, seconds: Mapping[int, float]) -> None:
+        """Add one step: seconds by the number of the phase."""
+        if not self.steps or self.steps[-1] >= self.steps_each:
+            if len(self.steps) == self.length:
+                self._merge()
+            self.stretches.append({})
+            self.steps.append(0)
+        last = self.stretches[-1]
+        self.steps[-1] += 1
+        for phase, value in seconds.items():
+            last[phase] = last.get(phase, 0.0) + value
+
+    def _merge(self) -> None:
+        self.steps_each *= 2
+        pairs = zip(self.stretches[::2], self.stretches[1::2], strict=True)
+        self.stretches = [_sum((first, second)) for first, second in pairs]
+        self.steps = [sum(self.steps[i : i + 2]) for i in range(0, self.length, 2)]
+
+
+def _sum(parts: Sequence[Mapping[int, float]]) -> dict[int, float]:
+    keys = dict.fromkeys(key for part in parts for key in part)
+    return {key: sum(part.get(key, 0.0) for part in parts) for key in keys}

@@ -1,0 +1,146 @@
+"""Floating-point operations of a forward and a backward pass, counted and not estimated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from lightning_opt.core.preserve import isolated_random, preserved
+
+
+class Flops(NamedTuple):
+    """Floating-point operations, a multiplication and an addition counting as two.
+
+    Attributes:
+        forward: Of the forward pass.
+        backward: Of the backward pass, without what it has computed again.
+        recomputed: Of forward passes within the backward pass, as activation checkpointing makes.
+    """
+
+    forward: int
+    backward: int
+    recomputed: int
+
+    @property
+    def model(self) -> int:
+        """What the model needs: forward and backward. The numerator of MFU."""
+        return self.forward + self.backward
+
+    @property
+    def hardware(self) -> int:
+        """What the hardware does: with what is computed again."""
+        return self.model + self.recomputed
+
+
+class StepFlops(FlopCounterMode):
+    """torch's counter, which also tells forward, backward and recomputation apart.
+
+    Within a backward pass autograd makes no graph, so what runs there with gradients enabled is a
+    forward pass again. A backward pass with ``create_graph=True`` looks the same and counts as
+    recomputation. Nothing is sorted by module, which needs hooks on all of them.
+
+    Attributes:
+        failures: Operators whose formula failed, and why; they are not counted.
+    """
+
+    def __init__(self) -> None:
+        super().__init__(display=False)
+        self.mod_tracker = _NoModules()  # type: ignore[assignment]
+        self.failures: dict[str, str] = {}
+        self._counts = [0, 0, 0]
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        formula = self.flop_registry.get(func_packet)
+        if formula is not None:
+            if torch._C._current_graph_task_id() == -1:  # outside of any backward pass
+                part = 0
+            else:
+                part = 2 if torch.is_grad_enabled() else 1
+            try:
+                self._counts[part] += formula(*args, **kwargs, out_val=out)
+            except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+                self.failures[str(func_packet)] = f"{type(error).__name__}: {error}"
+        return out
+
+    @property
+    def flops(self) -> Flops:
+        """What was counted."""
+        return Flops(*self._counts)
+
+
+class _NoModules:
+    """In the place of torch's tracker, which puts hooks on all modules."""
+
+    parents = ("Global",)
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, *exception: object) -> None:
+        pass
+
+
+def count_flops(
+    model: nn.Module,
+    *batch: Any,
+    backward: bool = True,
+    loss: Callable[[Any], Tensor] | None = None,
+    **inputs: Any,
+) -> Flops:
+    """Count the floating-point operations of a model on a batch, and leave both as they were.
+
+    The model runs once. Parameters may be on the ``meta`` device, where that takes no memory.
+    Counted are matrix products, convolutions and attention, as
+    :mod:`torch.utils.flop_counter` does; the elementwise rest is a few percent at most. An operator
+    of one's own counts if it is registered with ``torch.utils.flop_counter.register_flop_formula``.
+
+    Args:
+        model: What is called as ``model(*batch, **inputs)``.
+        *batch: Its inputs.
+        backward: Whether to count a backward pass too.
+        loss: Makes a scalar of the output; by default the sum of every floating-point tensor in it.
+        **inputs: Its named inputs.
+
+    Returns:
+        The operations of the forward and the backward pass.
+
+    Raises:
+        ValueError: If there is nothing to go backward from, or an operator could not be counted.
+
+    Example:
+        >>> import torch
+        >>> flops = count_flops(torch.nn.Linear(10, 5), torch.ones(2, 10))
+        >>> flops.forward, flops.backward  # 2 * 2 * 10 * 5, and the weight's gradient
+        (200, 200)
+    """
+    devices = {tensor.device for tensor in (*model.parameters(), *_tensors(batch))}
+    device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
+    counter = StepFlops()
+    with isolated_random(device), preserved(model), torch.set_grad_enabled(backward), counter:
+        output = model(*batch, **inputs)
+        if backward:
+            _loss_of(output, loss).backward()
+    if counter.failures:
+        raise ValueError(f"The FLOPs of these operators could not be counted: {counter.failures}.")
+    return counter.flops
+
+
+def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
+    if loss is not None:
+        return loss(output)
+    parts = [t.sum() for t in _tensors(output) if t.requires_grad]
+    if not parts:
+        raise ValueError(
+            "The output has no tensor with a gradient, so there is no backward pass to count: pass "
+            "backward=False, or a loss that makes a scalar of the output."
+        )
+    return sum(parts[1:], parts[0])
+
+
+def _tensors(tree: Any) -> Iterator[Tensor]:
+    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

@@ -1,0 +1,180 @@
+"""The phases of a run that a person knows, and which of Lightning's actions belongs to which."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback, LightningDataModule, LightningModule
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+NAMES = (
+    "data wait",
+    "transfer",
+    "forward",
+    "loss",
+    "forward and loss",
+    "backward",
+    "gradient communication",
+    "clipping",
+    "optimizer step",
+    "LR scheduler",
+    "logging",
+    "hooks of the module",
+    "waiting for ranks",
+    "Lightning's loop",
+    "validation",
+    "checkpoint",
+    "setup",
+    "profiler",
+    "other",
+)
+(
+    DATA, TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
+    SCHEDULER, LOGGING, HOOKS, RANKS, LOOP, VALIDATION, CHECKPOINT, SETUP, PROFILER, OTHER,
+) = range(len(NAMES))  # fmt: skip
+
+IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
+"""Actions that are no phase: left to what encloses them, or with a meaning of their own."""
+
+MOST_PHASES = 200
+"""So many names are told apart; callbacks, regions and actions beyond those are ``other``."""
+
+NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, PROFILER, OTHER))
+"""Phases whose time is not that of a training step."""
+
+WAITS = frozenset((COMMUNICATION, RANKS))
+"""Phases in which a rank waits for others."""
+
+_ON_DEVICE = frozenset(
+    (TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
+     HOOKS, VALIDATION)
+)  # fmt: skip
+_OWN_HOOKS = {
+    "optimizer_step": OPTIMIZER,
+    "optimizer_zero_grad": OPTIMIZER,
+    "configure_gradient_clipping": CLIPPING,
+    "lr_scheduler_step": SCHEDULER,
+    "on_before_batch_transfer": TRANSFER,
+    "transfer_batch_to_device": TRANSFER,
+    "on_after_batch_transfer": TRANSFER,
+    "on_validation_model_zero_grad": VALIDATION,
+    "on_validation_model_eval": VALIDATION,
+    "on_validation_model_train": VALIDATION,
+    "on_save_checkpoint": CHECKPOINT,
+    "on_load_checkpoint": CHECKPOINT,
+    "prepare_data": SETUP,
+    "setup": SETUP,
+    "configure_model": SETUP,
+    "configure_optimizers": SETUP,
+    "train_dataloader": SETUP,
+    "val_dataloader": SETUP,
+}
+_GRADIENT_HOOKS = frozenset(
+    ("on_before_backward", "on_after_backward", "on_before_zero_grad", "on_before_optimizer_step")
+)
+_EVALUATION = ("validation_step", "test_step", "predict_step")
+
+
+class Phases:
+    """Numbers for names: the fixed ones, then callbacks, regions and a user's own actions.
+
+    Attributes:
+        names: By number.
+        on_device: Whether a phase gives a device work, so that its time there is of interest.
+        level: How strongly a phase asserts itself within another one.
+        cap: From which level on a phase within this one is told apart; others belong to it.
+    """
+
+    def __init__(self) -> None:
+        self.names = list(NAMES)
+        self.on_device = [phase in _ON_DEVICE for phase in range(len(NAMES))]
+        self.level = [{CHECKPOINT: 2, PROFILER: 3}.get(phase, 0) for phase in range(len(NAMES))]
+        self.cap = [
+            {VALIDATION: 1, CHECKPOINT: 2, PROFILER: 3}.get(phase, 0) for phase in range(len(NAMES))
+        ]
+        self._numbers = {name: number for number, name in enumerate(NAMES)}
+
+    def number(self, name: str, on_device: bool) -> int:
+        """Return the number of a phase, a new one if the name is new."""
+        found = self._numbers.get(name)
+        if found is None:
+            if len(self.names) >= MOST_PHASES:
+                return OTHER
+            found = self._numbers[name] = len(self.names)
+            self.names.append(name)
+            self.on_device.append(on_device)
+            self.level.append(1)
+            self.cap.append(1)  # a region around the forward pass is the region's
+        elif on_device:
+            self.on_device[found] = True
+        return found
+
+    def of(self, action: str, trainer: pl.Trainer | None) -> int:
+        """Return the phase of one of Lightning's actions, or what it means.
+
+        Args:
+            action: As Lightning names it, such as ``"[Callback]EarlyStopping{...}.on_fit_start"``.
+            trainer: Whose; a hook that nobody has overridden is ``IGNORED``.
+        """
+        fixed = {
+            "run_training_epoch": EPOCH,
+            "run_training_batch": BATCH,
+            "save_checkpoint": CHECKPOINT,
+            "optimizer_step": OPTIMIZER,
+        }
+        if action in fixed:
+            return fixed[action]
+        owner, _, rest = action.partition("]")
+        if not owner.startswith("[") or "." not in rest:
+            return self.number(action, on_device=True)  # `trainer.profiler.profile("my part")`
+        name, _, hook = rest.rpartition(".")
+        training = trainer is None or trainer.state.fn == "fit"
+        if owner == "[Strategy":
+            return self._of_strategy(hook, training)
+        if owner == "[Callback":
+            return self._of_callback(name, hook, trainer)
+        if owner in ("[LightningModule", "[LightningDataModule"):
+            return _of_module(owner, hook, trainer)
+        if hook == "train_dataloader_next":
+            return FETCH
+        if hook.endswith("_next"):
+            return VALIDATION if training else DATA
+        return IGNORED
+
+    @staticmethod
+    def _of_strategy(hook: str, training: bool) -> int:
+        known = {"training_step": STEP, "batch_to_device": TRANSFER, "on_train_end": TRAIN_END}
+        if hook in _EVALUATION:
+            return VALIDATION if training else FORWARD
+        return known.get(hook, IGNORED)  # the backward pass is looked at more closely: `Watch`
+
+    def _of_callback(self, key: str, hook: str, trainer: pl.Trainer | None) -> int:
+        callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+        owner = next((callback for callback in callbacks if callback.state_key == key), None)
+        if owner is not None and not _overrides(owner, hook, Callback):
+            return IGNORED
+        if hook in ("on_save_checkpoint", "on_load_checkpoint"):
+            return CHECKPOINT
+        return self.number(f"callback {key.partition('{')[0]}", hook in _GRADIENT_HOOKS)
+
+
+def _of_module(owner: str, hook: str, trainer: pl.Trainer | None) -> int:
+    phase = _OWN_HOOKS.get(hook, HOOKS)
+    if phase == VALIDATION and trainer is not None and trainer.state.fn != "fit":
+        return IGNORED
+    if trainer is None or phase not in (HOOKS, CLIPPING):
+        return phase
+    if phase == CLIPPING and trainer.gradient_clip_val:
+        return phase
+    thing: Any = (
+        trainer.lightning_module if owner == "[LightningModule" else trainer.datamodule  # type: ignore[attr-defined]
+    )
+    base = LightningModule if owner == "[LightningModule" else LightningDataModule
+    return phase if _overrides(thing, hook, base) else IGNORED
+
+
+def _overrides(thing: Any, hook: str, base: type) -> bool:
+    own = getattr(thing, hook, None)
+    return getattr(own, "__func__", own) is not getattr(base, hook, None)
