@@ -32,11 +32,13 @@ from typing import Any
 
 import lightning as L
 import torch
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from harness import parse_arguments, publish, wait
 from hog import Limit, Sequences, limit_address_space, some_batches
+from lightning_opt.core.malloc import malloc_trim
 from models import Regression, forty_tensor_mlp, ten_million_transformer
 
 TIMEOUT = 120.0
@@ -305,17 +307,35 @@ def halving() -> lo.MicroBatching:
     return micro
 
 
+class Layers(L.LightningModule):
+    """Layers whose steps are work rather than overhead, some 20 ms for a short batch."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        super().__init__()
+        self.batches = batches
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU())] * 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean(dim=(1, 2)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+
 def regrow(kind: str, steps: int, queue: Any) -> None:
     """Time a run in which one batch in a hundred has sequences eight times longer."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
-    short, long = torch.randn(16, 32, 64), torch.randn(16, 256, 64)
-    ids = torch.arange(16)
-    batches = [{"id": ids, "x": long if n % 100 == 10 else short} for n in range(steps)]
-    train = quiet_trainer().fit
-    train(Sequences(batches[:12], "forward", 40))  # warms up, the long one included
+    short, long = torch.randn(16, 64, 128), torch.randn(16, 512, 128)
+    batches = [long if n % 100 == 10 else short for n in range(steps)]
+    quiet_trainer().fit(Layers(batches[:12]))  # warms up, the long one included
+    malloc_trim()
     if kind != "no limit":
-        limit_address_space(30.0)  # the long batch needs 42 MB in one piece
+        limit_address_space(30.0)  # the long batch keeps 71 MB for its backward pass
     # A quarter of the batch fits: where halving without growth stays after the first long batch.
     callback: list[L.Callback] = {
         "no limit": [],
@@ -324,7 +344,7 @@ def regrow(kind: str, steps: int, queue: Any) -> None:
         "halving without regrowth": [halving()],
     }[kind]
     trainer = quiet_trainer(callbacks=callback)
-    model = Sequences(batches, "forward", 40)
+    model = Layers(batches)
     start = time.perf_counter()
     trainer.fit(model)
     seconds = time.perf_counter() - start
@@ -363,15 +383,8 @@ def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
     ]
 
 
-def main() -> None:
-    """Measure all of them and publish their tables."""
-    own = argparse.ArgumentParser(add_help=False)
-    own.add_argument("--trainings", type=int, default=100, help="in one process")
-    own.add_argument("--pairs", type=int, default=20, help="trainings on two ranks")
-    counts, others = own.parse_known_args()
-    arguments = parse_arguments(__doc__, others)
-    device, quick = arguments.device, arguments.quick
-    warnings.simplefilter("ignore")
+def publish_cost(arguments: Any, counts: Any) -> None:
+    """Measure a step with and without, and publish the table."""
     rows = []
     for name, make, accumulate, pairs in (
         ("MLP of 40 tensors", forty_tensor_mlp, 1, 1500),
@@ -379,24 +392,53 @@ def main() -> None:
         ("transformer, 9.5M", ten_million_transformer, 4, 10),
     ):
         torch.manual_seed(0)
-        pairs = 10 if quick else pairs
-        rows.append(measure_cost(name, make(), accumulate, pairs, device))
-    publish(
-        "micro_batching_cost",
-        lo.Report("A step with MicroBatching('auto') while everything fits", rows),
-        arguments,
-    )
-    if device != "cpu":
-        return
-    rows = measure_survival(3 if quick else counts.trainings)
+        pairs = 10 if arguments.quick else pairs
+        rows.append(measure_cost(name, make(), accumulate, pairs, arguments.device))
+    title = "A step with MicroBatching('auto') while everything fits"
+    publish("micro_batching_cost", lo.Report(title, rows), arguments)
+
+
+def publish_survival(arguments: Any, counts: Any) -> None:
+    """Let trainings in one process run out of memory, and publish how they ended."""
+    rows = measure_survival(3 if arguments.quick else counts.trainings)
     title = "Trainings under a limited address space, with MicroBatching('auto')"
     publish("micro_batching_survival", lo.Report(title, rows), arguments)
-    rows = measure_pairs(2 if quick else counts.pairs)
+
+
+def publish_pairs(arguments: Any, counts: Any) -> None:
+    """The same for one of two ranks."""
+    rows = measure_pairs(2 if arguments.quick else counts.pairs)
     title = "Trainings on two ranks of DDP, of which one alone has a limited address space"
     publish("micro_batching_pairs", lo.Report(title, rows), arguments)
-    rows = measure_regrowth(110 if quick else 400, 1 if quick else 3)
+
+
+def publish_regrowth(arguments: Any, counts: Any) -> None:
+    """Measure the throughput with rare long batches, and publish the table."""
+    rows = measure_regrowth(110 if arguments.quick else 400, 1 if arguments.quick else 3)
     title = "Throughput where one batch in a hundred is eight times longer and does not fit"
     publish("micro_batching_regrowth", lo.Report(title, rows), arguments)
+
+
+PARTS = {
+    "cost": publish_cost,
+    "survival": publish_survival,
+    "pairs": publish_pairs,
+    "regrowth": publish_regrowth,
+}
+"""All but the first are for CPUs, whose address space can be limited."""
+
+
+def main() -> None:
+    """Measure what is asked for and publish its tables."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--trainings", type=int, default=100, help="in one process")
+    own.add_argument("--pairs", type=int, default=20, help="trainings on two ranks")
+    own.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    counts, others = own.parse_known_args()
+    arguments = parse_arguments(__doc__, others)
+    warnings.simplefilter("ignore")
+    for part in counts.parts if arguments.device == "cpu" else ["cost"]:
+        PARTS[part](arguments, counts)
 
 
 if __name__ == "__main__":
