@@ -50,6 +50,8 @@ from lightning_opt.memory.profiler import MemoryProfiler
 from lightning_opt.precision.loss_scale import DynamicLossScale
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, register_preset
+from lightning_opt.profiling.flops import count_flops
+from lightning_opt.profiling.step_profiler import StepProfiler
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
@@ -101,12 +103,14 @@ __all__ = [
     "RotaryEmbedding",
     "Runtime",
     "SelfAttention",
+    "StepProfiler",
     "Threshold",
     "TopK",
     "UnitWise",
     "UnsplittableBatchError",
     "ZClip",
     "cached",
+    "count_flops",
     "find_batch_size",
     "hessian_diagonal",
     "hessian_trace",
