@@ -1,0 +1,1 @@
+"""Which optimisations pay for a model on a machine: tried, measured, checked and written down."""

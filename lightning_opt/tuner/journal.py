@@ -1,0 +1,114 @@
+"""A file with one line a trial, from which an interrupted search goes on."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import IO, Any
+
+FORMAT = 1
+
+
+class Journal:
+    """Appends records to a file of JSON lines, and reads those that are there.
+
+    The first line says what the records are worth something for: machine, versions and settings.
+    Where it says something else than ``key``, the file is moved aside and begun anew.
+
+    Args:
+        path: Of the file; None keeps records in memory only.
+        key: What has to be the same for records to be taken over.
+        resume: Whether to go on from what is there; otherwise it is moved aside too.
+
+    Attributes:
+        records: All records, old ones first.
+        note: A sentence about what became of an existing file; empty where there was none.
+    """
+
+    def __init__(
+        self, path: str | Path | None, key: Mapping[str, Any], *, resume: bool = True
+    ) -> None:
+        self.records: list[dict[str, Any]] = []
+        self.note = ""
+        self._file: IO[str] | None = None
+        if path is None:
+            return
+        path = Path(path)
+        header = {"lightning_opt_tuner": FORMAT, "key": json.loads(json.dumps(dict(key)))}
+        if path.exists() and path.stat().st_size:
+            self._read(path, header, resume)
+        else:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a", encoding="utf-8")
+        if path.stat().st_size == 0:
+            self._append(header)
+
+    def _read(self, path: Path, header: Mapping[str, Any], resume: bool) -> None:
+        lines, whole = _lines(path)
+        first = lines[0] if lines else {}
+        if resume and first == header:
+            self.records = lines[1:]
+            self.note = f"{path} has {len(self.records)} records; going on from there."
+            if whole < path.stat().st_size:  # a line that was being written when the end came
+                os.truncate(path, whole)
+            return
+        aside = _free_name(path)
+        path.rename(aside)
+        if not resume:
+            self.note = f"{path} was moved to {aside.name}, as asked."
+            return
+        said = first.get("key") if isinstance(first.get("key"), dict) else None
+        if said is None:
+            self.note = f"{path} is no journal of this version; it was moved to {aside.name}."
+            return
+        differing = [
+            name for name in {**said, **header["key"]} if said.get(name) != header["key"].get(name)
+        ]
+        self.note = (
+            f"{path} is about something else ({', '.join(differing)} differ), so this search "
+            f"begins anew; the old journal is now {aside.name}."
+        )
+
+    def add(self, record: Mapping[str, Any]) -> None:
+        """Append a record; it is on the disk when this returns."""
+        self.records.append(dict(record))
+        if self._file is not None:
+            self._append(record)
+
+    def _append(self, record: Mapping[str, Any]) -> None:
+        assert self._file is not None
+        # One write of a whole line, so that a kill leaves it there or not, or cut at the end.
+        self._file.write(json.dumps(record) + "\n")
+        self._file.flush()
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._file is not None:
+            self._file.close()
+            self._file = None
+
+
+def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
+    """Return the records of a file until the first that is broken, and the bytes that they take."""
+    found: list[dict[str, Any]] = []
+    whole = 0
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            record = json.loads(line)
+        except ValueError:
+            break
+        if not line.endswith(b"\n") or not isinstance(record, dict):
+            break
+        found.append(record)
+        whole += len(line)
+    return found, whole
+
+
+def _free_name(path: Path) -> Path:
+    number = 1
+    while (aside := path.with_name(f"{path.name}.old{number}")).exists():
+        number += 1
+    return aside
