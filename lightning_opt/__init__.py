@@ -50,7 +50,9 @@ from lightning_opt.memory.profiler import MemoryProfiler
 from lightning_opt.precision.loss_scale import DynamicLossScale
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, register_preset
+from lightning_opt.profiling.doctor import Diagnosis, doctor
 from lightning_opt.profiling.flops import count_flops
+from lightning_opt.profiling.monitor import PerformanceMonitor
 from lightning_opt.profiling.step_profiler import StepProfiler
 from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
@@ -76,6 +78,7 @@ __all__ = [
     "DataMonitor",
     "DataPipelineTuner",
     "DevicePrefetcher",
+    "Diagnosis",
     "DynamicBatchSize",
     "DynamicLossScale",
     "FixedNorm",
@@ -96,6 +99,7 @@ __all__ = [
     "NormRule",
     "PerParameter",
     "Percentile",
+    "PerformanceMonitor",
     "Preset",
     "Quantize",
     "Report",
@@ -111,6 +115,7 @@ __all__ = [
     "ZClip",
     "cached",
     "count_flops",
+    "doctor",
     "find_batch_size",
     "hessian_diagonal",
     "hessian_trace",

@@ -69,6 +69,10 @@ SETTINGS: dict[str, list[Settings]] = {
         {"every_n_steps": 5, "modules": True, "figure": None, "file": None},
     ],
     "MicroBatching": [{"size": 3}],
+    "PerformanceMonitor": [
+        # Its history of times cannot be the same twice, so it keeps none here.
+        {"every_n_steps": 3, "sample_seconds": 0.01, "tokens": 7, "slowdown": None},
+    ],
     "Runtime": [{"matmul_precision": "highest", "deterministic": True, "threads": 1}],
 }
 """Settings to try beside the defaults, so that within a few steps each does something."""

@@ -59,11 +59,16 @@ class _Driver:
 
     def handle(self, library: ModuleType, uuid: str) -> Any:
         if uuid not in self._handles:
-            self._handles[uuid] = _find(library, uuid)
+            self._handles[uuid] = find_handle(library, uuid)
         return self._handles[uuid]
 
 
 _driver = _Driver()
+
+
+def open_nvml() -> ModuleType | None:
+    """Return the library, ready to be asked, or None without it; a notice is logged once."""
+    return _driver.open()
 
 
 def nvml_memory(uuid: str) -> NvmlMemory | None:
@@ -76,8 +81,11 @@ def nvml_memory(uuid: str) -> NvmlMemory | None:
     if library is None:
         return None
     handle = _driver.handle(library, uuid)
-    if handle is None:
-        return None
+    return None if handle is None else read_memory(library, handle)
+
+
+def read_memory(library: ModuleType, handle: Any) -> NvmlMemory | None:
+    """Return the memory of the device behind ``handle``; None if the driver does not say."""
     try:
         memory = library.nvmlDeviceGetMemoryInfo(handle, version=library.nvmlMemory_v2)
         reserved: int | None = memory.reserved
@@ -85,12 +93,13 @@ def nvml_memory(uuid: str) -> NvmlMemory | None:
         try:  # drivers before 510, where the driver's own share is part of `used`
             memory, reserved = library.nvmlDeviceGetMemoryInfo(handle), None
         except library.NVMLError as error:
-            log.debug("NVML does not say how much memory %s has: %s", uuid, error)
+            log.debug("NVML does not say how much memory the device has: %s", error)
             return None
     return NvmlMemory(memory.used, memory.free, memory.total, reserved)
 
 
-def _find(library: ModuleType, uuid: str) -> Any:
+def find_handle(library: ModuleType, uuid: str) -> Any:
+    """Return NVML's handle of the device or MIG slice with this UUID; None if it knows none."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names:
         try:

@@ -1,0 +1,182 @@
+"""What a Trainer itself shows of a run, without any callback."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.optim import Optimizer
+
+from lightning_opt.core.sharding import local_part
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.profiling.batch_flops import is_compiled
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+NOBODY_SEEDED = 67280421310721
+"""The seed of torch's generator in a process that never sets one."""
+
+FULL, ROOMY = 0.95, 0.5
+"""Shares of a GPU's memory: above the one a run may soon end, below the other a batch can grow."""
+
+
+def _profile(trainer: pl.Trainer) -> Verdict | None:
+    name = type(trainer.profiler).__name__  # type: ignore[attr-defined]
+    if name == "PassThroughProfiler" or hasattr(trainer.profiler, "diagnose"):  # type: ignore[attr-defined]
+        return None
+    return Verdict("profile", "ok", f"{name} has profiled the run.")
+
+
+def _memory(trainer: pl.Trainer) -> Verdict | None:
+    used = _share_of_gpu(trainer)
+    if used is None:
+        return None
+    finding = f"At its peak the tensors took {used:.0%} of the GPU's memory."
+    if used > FULL:
+        advice = "Make room before a longer batch ends the run: MicroBatching('auto') survives it."
+        return Verdict("memory", "look", finding, advice)
+    return Verdict("memory", "ok", finding)
+
+
+def _batch_size(trainer: pl.Trainer) -> Verdict | None:
+    used = _share_of_gpu(trainer)
+    if used is None:
+        return None
+    finding = f"The tensors took {used:.0%} of the GPU's memory at most."
+    if used < ROOMY:
+        advice = "find_batch_size() measures how large it can be, and which is the fastest."
+        return Verdict("batch size", "look", finding, advice)
+    return Verdict("batch size", "ok", finding)
+
+
+def _share_of_gpu(trainer: pl.Trainer) -> float | None:
+    device = trainer.strategy.root_device
+    if device.type != "cuda" or not torch.cuda.is_initialized():
+        return None
+    peak = torch.cuda.max_memory_allocated(device)
+    return peak / torch.cuda.get_device_properties(device).total_memory if peak else None
+
+
+def _precision(trainer: pl.Trainer) -> Verdict | None:
+    precision, device = str(trainer.precision), trainer.strategy.root_device
+    if not precision.startswith(("32", "64")):
+        return Verdict("precision", "ok", f"It computes in {precision}.")
+    if device.type == "cuda":
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+        what = f"It computes in {precision} on a GPU that has bfloat16"
+    else:
+        fast = device.type == "cpu" and _has_amx()
+        what = f"It computes in {precision} on a CPU with matrix units for bfloat16 (AMX)"
+    if not fast:
+        return Verdict("precision", "ok", f"It computes in {precision} on {device}.")
+    advice = "Try Trainer(precision='bf16-mixed'); compare() measures what it brings, and the loss."
+    return Verdict("precision", "look", f"{what}.", advice)
+
+
+def _has_amx() -> bool:
+    question: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return question is not None and bool(question())
+
+
+def _optimizer(trainer: pl.Trainer) -> Verdict | None:
+    optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
+    if not optimizers:
+        return None
+    slow = [
+        type(optimizer).__name__
+        for optimizer in optimizers
+        if "fused" in optimizer.defaults
+        and not all(group.get("fused") for group in optimizer.param_groups)
+    ]
+    if slow:
+        finding = f"{', '.join(slow)} can run fused, and does not."
+        return Verdict("optimizer", "look", finding, "Add FusedOptimizer(), or pass fused=True.")
+    names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
+    return Verdict("optimizer", "ok", f"{names}: fused, or without a fused kernel in torch.")
+
+
+def _compilation(trainer: pl.Trainer) -> Verdict | None:
+    module = trainer.lightning_module
+    if module is None or not is_compiled(module):
+        return None
+    return Verdict("compilation", "ok", "The model, or a part of it, is compiled.")
+
+
+def _stability(trainer: pl.Trainer) -> Verdict | None:
+    module = trainer.lightning_module
+    if module is None:
+        return None
+    # This process's parts, and no state_dict: ranks may not be asked together here.
+    bad = [
+        name
+        for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers())
+        if tensor.is_floating_point()
+        and not bool(torch.isfinite(local_part(tensor.detach())).all())
+    ]
+    if not bad:
+        return None  # that alone does not say that none would come
+    more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
+    finding = f"{bad[0]}{more} of the model's tensors are NaN or infinite."
+    advice = "Go back to a good checkpoint, and add NonFiniteGuard(policy='rollback')."
+    return Verdict("stability", "look", finding, advice)
+
+
+def _clipping(trainer: pl.Trainer) -> Verdict | None:
+    value = trainer.gradient_clip_val
+    if not value:
+        return None
+    finding = f"gradient_clip_val={value}; how often that clips is not counted."
+    return Verdict(
+        "clipping", "unknown", finding, "Replace it by AdaptiveClipping(), which counts."
+    )
+
+
+def _determinism(trainer: pl.Trainer) -> Verdict | None:
+    seeded = "PL_GLOBAL_SEED" in os.environ or torch.initial_seed() != NOBODY_SEEDED
+    if not seeded:
+        advice = "Call lightning.seed_everything(seed, workers=True) first."
+        return Verdict("determinism", "look", "No seed was set.", advice)
+    if torch.are_deterministic_algorithms_enabled():
+        return Verdict("determinism", "ok", "Seeded, with deterministic algorithms.")
+    finding = "Seeded; algorithms may differ in the last digits from run to run."
+    return Verdict("determinism", "ok", finding)
+
+
+def _checkpoints(trainer: pl.Trainer) -> Verdict | None:
+    callbacks: list[Any] = trainer.checkpoint_callbacks
+    if not callbacks:
+        advice = "Add ModelCheckpoint(every_n_train_steps=..., save_last=True)."
+        return Verdict("checkpoints", "look", "Nothing saves checkpoints.", advice)
+    names = ("last_model_path", "best_model_path", "_last_checkpoint_saved")
+    saved = [path for c in callbacks for path in (getattr(c, name, "") for name in names) if path]
+    if not saved:
+        advice = "Save more often: ModelCheckpoint(every_n_train_steps=..., save_last=True)."
+        return Verdict("checkpoints", "look", "No checkpoint has been saved yet.", advice)
+    return Verdict("checkpoints", "ok", f"The newest is {saved[0]}.")
+
+
+def _monitoring(trainer: pl.Trainer) -> Verdict | None:
+    if not trainer.loggers:
+        advice = "Give the Trainer a logger, such as CSVLogger or TensorBoardLogger."
+        return Verdict("monitoring", "look", "The Trainer has no logger.", advice)
+    names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
+    return Verdict("monitoring", "ok", f"It is logged by {names}.")
+
+
+LOOKS: tuple[Callable[[Any], Verdict | None], ...] = (
+    _profile,
+    _memory,
+    _batch_size,
+    _precision,
+    _optimizer,
+    _compilation,
+    _stability,
+    _clipping,
+    _determinism,
+    _checkpoints,
+    _monitoring,
+)

@@ -1,0 +1,189 @@
+"""Whether a run gets slower, and since when."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+POINTS = 96
+"""Points of a history at most; even."""
+
+BEFORE, FEWEST = 10, 5
+"""Points before a fall and after it, at least."""
+
+Z = 4.0
+"""Deviations from chance of the rank sum; beyond 4 lie 3 in 100,000, before many looks."""
+
+
+class Fall(NamedTuple):
+    """A throughput that has fallen and not risen again.
+
+    Attributes:
+        step: At which it began.
+        before: Throughput up to then.
+        after: Throughput of late.
+    """
+
+    step: int
+    before: float
+    after: float
+
+    @property
+    def drop(self) -> float:
+        """The share that is lost."""
+        return 1 - self.after / self.before
+
+
+def find_fall(steps: Sequence[int], rates: Sequence[float], least: float) -> Fall | None:
+    """Return the fall of a series, or None.
+
+    A fall has to pass three tests. At some split of the series the later values are lower, by the
+    rank sum of Wilcoxon and Mann and Whitney, so that outliers count no more than other values.
+    Where the best step or ramp begins, the level of late is lower by ``least``. And of the newest
+    values most are that low, so that what has recovered is no fall.
+
+    Args:
+        steps: One for each value, rising.
+        rates: Throughputs, above 0.
+        least: Share of the throughput that has to be lost.
+
+    References:
+        Mann and Whitney (1947), *On a Test of Whether One of Two Random Variables is Stochastically
+        Larger than the Other*. Pettitt (1979), *A Non-Parametric Approach to the Change-Point
+        Problem*.
+    """
+    if len(rates) < BEFORE + FEWEST or (z := _rank_sum(rates)) < Z:
+        return None
+    begin, residuals = _begin(rates)
+    # Noise that wanders has fewer values that are independent than it has values.
+    memory = _memory(residuals)
+    if z * math.sqrt((1 - memory) / (1 + memory)) < Z:
+        return None
+    before = statistics.median(rates[:begin])
+    newest = rates[max(begin, len(rates) - max(FEWEST, (len(rates) - begin) // 3)) :]
+    fall = Fall(steps[begin], before, statistics.median(newest))
+    low = sum(rate < before * (1 - least / 2) for rate in newest)
+    return fall if fall.drop >= least and low >= 0.8 * len(newest) else None
+
+
+def _rank_sum(values: Sequence[float]) -> float:
+    """Return by how many deviations values are lower after the best split than before it."""
+    n = len(values)
+    largest, ranks = 0.0, 0.0
+    for k, rank in enumerate(_ranks(values)[: n - FEWEST], start=1):
+        ranks += rank
+        if k >= BEFORE:
+            deviation = math.sqrt(k * (n - k) * (n + 1) / 12)
+            largest = max(largest, (ranks - k * (n + 1) / 2) / deviation)
+    return largest
+
+
+def _ranks(values: Sequence[float]) -> list[float]:
+    """Return the place of each value in order of size, from 1; equal ones share the mean."""
+    order = sorted(range(len(values)), key=values.__getitem__)
+    ranks = [0.0] * len(values)
+    start = 0
+    while start < len(order):
+        end = start
+        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
+            end += 1
+        for index in order[start : end + 1]:
+            ranks[index] = (start + end) / 2 + 1
+        start = end + 1
+    return ranks
+
+
+def _begin(values: Sequence[float]) -> tuple[int, list[float]]:
+    """Return where the best step or ramp downwards begins, and what it leaves unexplained."""
+    best, begin, residuals = math.inf, BEFORE, [0.0] * len(values)
+    for start in range(BEFORE, len(values) - FEWEST + 1):
+        level, rest = statistics.median(values[:start]), values[start:]
+        lower = statistics.median(rest)
+        if lower >= level:
+            continue
+        slope = statistics.median((value - level) / i for i, value in enumerate(rest, start=1))
+        head = [value - level for value in values[:start]]
+        for tail in (
+            [value - lower for value in rest],
+            [value - level - i * slope for i, value in enumerate(rest, start=1)],
+        ):
+            error = sum(map(abs, head)) + sum(map(abs, tail))
+            if error < best:
+                best, begin, residuals = error, start, head + tail
+    return begin, residuals
+
+
+def _memory(residuals: Sequence[float]) -> float:
+    """Return the correlation of neighbours, between 0 and 0.95."""
+    scale = sum(value * value for value in residuals)
+    if not scale:
+        return 0.0
+    pairs = itertools.pairwise(residuals)
+    # A short series makes it look smaller than it is.
+    found = sum(a * b for a, b in pairs) / scale + 4 / len(residuals)
+    return min(0.95, max(0.0, found))
+
+
+class Throughput:
+    """The throughput over a run, in a bounded number of points.
+
+    It is kept twice: of the newest reports each, and of the whole run at a resolution that is
+    halved whenever there is no more room. So a sudden fall is seen soon after a long run as well,
+    and a slow one at all.
+
+    Attributes:
+        whole: Points of the whole run: step, amount and seconds.
+        newest: Points of the newest reports.
+    """
+
+    def __init__(self) -> None:
+        self.whole: list[list[float]] = []
+        self.newest: list[list[float]] = []
+        self._reports_a_point = 1
+        self._open = 0
+
+    def add(self, step: int, amount: float, seconds: float) -> None:
+        """Take in a report: ``amount`` done in ``seconds`` up to ``step``."""
+        self.newest = [*self.newest[1 - POINTS :], [step, amount, seconds]]
+        if self._open:
+            self.whole[-1] = _joined(self.whole[-1], [step, amount, seconds])
+        else:
+            if len(self.whole) == POINTS:
+                pairs = zip(self.whole[::2], self.whole[1::2], strict=True)
+                self.whole = [_joined(*pair) for pair in pairs]
+                self._reports_a_point *= 2
+            self.whole.append([step, amount, seconds])
+        self._open = (self._open + 1) % self._reports_a_point
+
+    def find_fall(self, least: float) -> Fall | None:
+        """Return the fall of the whole run, else that of late, else None."""
+        full = self.whole[: len(self.whole) - bool(self._open)]
+        for points in (full, self.newest):
+            steps, rates = [int(point[0]) for point in points], [p[1] / p[2] for p in points]
+            fall = find_fall(steps, rates, least)
+            if fall is not None:
+                return fall
+        return None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything, as plain types."""
+        return {
+            "whole": [list(point) for point in self.whole],
+            "newest": [list(point) for point in self.newest],
+            "reports_a_point": self._reports_a_point,
+            "open": self._open,
+        }
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.whole = [list(point) for point in state["whole"]]
+        self.newest = [list(point) for point in state["newest"]]
+        self._reports_a_point, self._open = state["reports_a_point"], state["open"]
+
+
+def _joined(first: Sequence[float], second: Sequence[float]) -> list[float]:
+    # The step is that of the first, because a fall begins with it.
+    return [first[0], first[1] + second[1], first[2] + second[2]]

@@ -1,0 +1,111 @@
+"""How long steps take: on the host's clock, or on the device's without waiting for it."""
+
+from __future__ import annotations
+
+import time
+from typing import Any, NamedTuple
+
+import torch
+
+WAITING = 256
+"""Steps on a device that wait to be read before some are."""
+
+
+class StepTime(NamedTuple):
+    """One step.
+
+    Attributes:
+        seconds: From the end of the step before to its own.
+        lead: From the end of the step before to its first backward pass: fetching the batch and the
+            forward pass, in which no rank waits for another. None if there was no backward pass.
+        samples: How many samples it had.
+        tokens: How many tokens; 0 where they are not counted.
+    """
+
+    seconds: float
+    lead: float | None
+    samples: int
+    tokens: int
+
+
+class StepTimer:
+    """Takes the time of steps, each from the end of the last one.
+
+    On CUDA each mark is an event in the stream, which costs the host microseconds and which is read
+    when it has passed. Elsewhere it is the host's clock.
+
+    Args:
+        device: Where the steps run.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._on_device = device.type == "cuda"
+        self._start: Any = None
+        self._lead: Any = None
+        self._pending: list[tuple[Any, Any, Any, int, int]] = []
+        self._times: list[StepTime] = []
+
+    def _mark(self) -> Any:
+        if not self._on_device:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def interrupt(self) -> None:
+        """Something else comes now (an epoch's end, validation): the next step begins anew."""
+        self._start = None
+
+    def begin(self) -> None:
+        """A batch is there. Its step has begun when the last one ended, if nothing was between."""
+        self._lead = None
+        if self._start is None:
+            self._start = self._mark()
+
+    def backward(self) -> None:
+        """A backward pass begins; only the first one of a step counts."""
+        if self._lead is None:
+            self._lead = self._mark()
+
+    def end(self, samples: int, tokens: int, *, keep: bool = True) -> None:
+        """The step has ended, with so many samples and tokens; without ``keep`` it is dropped."""
+        now = self._mark()
+        if self._start is not None and keep:
+            self._pending.append((self._start, self._lead, now, samples, tokens))
+            if not self._on_device or len(self._pending) >= WAITING:
+                self._read()
+        self._start, self._lead = now, None
+
+    def take(self, *, wait: bool = False) -> list[StepTime]:
+        """Return the steps that are over and were not returned before.
+
+        Args:
+            wait: For the device, so that these are all.
+        """
+        if wait and self._on_device and self._pending:
+            self._pending[-1][2].synchronize()
+        self._read()
+        times, self._times = self._times, []
+        return times
+
+    def _read(self) -> None:
+        done = 0
+        for start, lead, end, samples, tokens in self._pending:
+            if self._on_device and not end.query():
+                break
+            self._times.append(
+                StepTime(
+                    self._between(start, end),
+                    None if lead is None else self._between(start, lead),
+                    samples,
+                    tokens,
+                )
+            )
+            done += 1
+        del self._pending[:done]
+
+    def _between(self, start: Any, end: Any) -> float:
+        if self._on_device:
+            return start.elapsed_time(end) / 1000  # type: ignore[no-any-return]
+        return end - start  # type: ignore[no-any-return]
