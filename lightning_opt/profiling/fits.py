@@ -365,16 +365,16 @@ _servers_lock = threading.Lock()
 def _fork(environment: dict[str, str], folder: Path, log: IO[bytes]) -> Process:
     """Ask the server for a process, after starting one if there is none of this environment."""
     with _servers_lock:
-        if not (_servers and _servers[0].alive and _servers[0].environment == environment):
+        if not (_servers and _servers[0].serves(environment)):
             _servers[:] = [ForkServer(CHILD, environment)]
         server = _servers[0]
     try:
-        return server.fork(str(folder), log)
+        return server.fork(str(folder), environment, log)
     except OSError:  # it has ended since; a new one is asked only once
         with _servers_lock:
             _servers[:] = [ForkServer(CHILD, environment)]
             server = _servers[0]
-        return server.fork(str(folder), log)
+        return server.fork(str(folder), environment, log)
 
 
 def _read(stream: IO[bytes], messages: queue.Queue[Any]) -> None:

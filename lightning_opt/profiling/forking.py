@@ -26,8 +26,24 @@ from typing import IO, Any
 IDLE = 120.0
 """Seconds after which a server that has no process and no request ends."""
 
-_REQUEST = 1 << 20
-"""Bytes that a request may have; it is mostly the environment."""
+READ_EARLY = (
+    "CUDA",
+    "GOMP",
+    "KMP",
+    "LD_",
+    "MALLOC",
+    "MKL",
+    "NUM",
+    "NVIDIA",
+    "OMP",
+    "OPENBLAS",
+    "PYTHON",
+    "PYTORCH",
+    "TORCH",
+)
+"""How variables begin that Python, libraries or torch may read when they start, and not again."""
+
+_LENGTH = 8
 
 
 class Forked:
@@ -80,13 +96,13 @@ class ForkServer:
 
     Args:
         module: What the server runs as ``python -m MODULE --serve FD``; it calls :func:`serve`.
-        environment: Of the server, and so of what it forks.
+        environment: Of the server. What it forks may have another, but for what is read early.
     """
 
     def __init__(self, module: str, environment: dict[str, str]) -> None:
-        self.environment = environment
+        self._early = _read_early(environment)
         self._lock = threading.Lock()
-        self._socket, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._socket, theirs = socket.socketpair()
         with theirs:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", module, "--serve", str(theirs.fileno())],
@@ -98,12 +114,11 @@ class ForkServer:
             )
         weakref.finalize(self, _stop, self._socket, self._process)
 
-    @property
-    def alive(self) -> bool:
-        """Whether it still serves."""
-        return self._process.poll() is None
+    def serves(self, environment: dict[str, str]) -> bool:
+        """Whether it is there, and its processes can be as if started in this environment."""
+        return self._process.poll() is None and self._early == _read_early(environment)
 
-    def fork(self, argument: str, log: IO[bytes]) -> Forked:
+    def fork(self, argument: str, environment: dict[str, str], log: IO[bytes]) -> Forked:
         """Return a new process that runs what the server was told to, with one argument.
 
         Raises:
@@ -115,9 +130,11 @@ class ForkServer:
         theirs = [their_input, their_output, log.fileno(), their_status]
         try:
             with self._lock:
-                request = pickle.dumps((argument, str(Path.cwd())))
-                socket.send_fds(self._socket, [request], theirs)
-                reply = self._socket.recv(8)
+                request = pickle.dumps((argument, environment, str(Path.cwd())))
+                # The descriptors come with the length, so that a request may be long.
+                socket.send_fds(self._socket, [len(request).to_bytes(_LENGTH, "big")], theirs)
+                self._socket.sendall(request)
+                reply = self._socket.recv(_LENGTH)
             if not reply:
                 raise OSError("The process that forks others has ended.")
         except BaseException:
@@ -129,6 +146,10 @@ class ForkServer:
                 os.close(descriptor)
         pid = int.from_bytes(reply, "big")
         return Forked(pid, os.fdopen(stdin, "wb"), os.fdopen(stdout, "rb"), status)
+
+
+def _read_early(environment: dict[str, str]) -> dict[str, str]:
+    return {name: value for name, value in environment.items() if name.startswith(READ_EARLY)}
 
 
 def _stop(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
@@ -165,10 +186,11 @@ def serve(descriptor: int, run: Callable[[str], int]) -> int:
         if wake in ready:
             _reap(wake, running)
         if connection in ready:
-            request, descriptors, _, _ = socket.recv_fds(connection, _REQUEST, 4)
-            if not request:
+            length, descriptors, _, _ = socket.recv_fds(connection, _LENGTH, 4)
+            if not length:
                 asking = False
                 continue
+            request = connection.recv(int.from_bytes(length, "big"), socket.MSG_WAITALL)
             pid = os.fork()
             if pid == 0:
                 signal.set_wakeup_fd(-1)
@@ -180,7 +202,7 @@ def serve(descriptor: int, run: Callable[[str], int]) -> int:
             running[pid] = descriptors.pop()
             for other in descriptors:
                 os.close(other)
-            connection.send(pid.to_bytes(8, "big"))
+            connection.sendall(pid.to_bytes(_LENGTH, "big"))
     return 0
 
 
@@ -202,12 +224,14 @@ def _reap(wake: int, running: dict[int, int]) -> None:
 
 
 def _become(request: bytes, descriptors: Sequence[int], run: Callable[[str], int]) -> int:
-    argument, folder = pickle.loads(request)
+    argument, environment, folder = pickle.loads(request)
     os.setsid()
     for number, descriptor in enumerate(descriptors[:3]):
         os.dup2(descriptor, number)
     for descriptor in descriptors:
         os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
     os.chdir(folder)
     _stir()
     return run(argument)
