@@ -58,6 +58,8 @@ from lightning_opt.strategies.baselines import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Compressor, Quantize, Threshold, TopK
 from lightning_opt.strategies.ddp import CompressedDDPStrategy
 from lightning_opt.strategies.registry import register_strategies as _register_strategies
+from lightning_opt.tuner.autotune import autotune
+from lightning_opt.tuner.result import TuneResult
 
 __version__ = "0.1.0"
 
@@ -110,9 +112,11 @@ __all__ = [
     "StepProfiler",
     "Threshold",
     "TopK",
+    "TuneResult",
     "UnitWise",
     "UnsplittableBatchError",
     "ZClip",
+    "autotune",
     "cached",
     "count_flops",
     "doctor",
