@@ -6,7 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 FORMAT = 1
 
@@ -32,17 +32,16 @@ class Journal:
     ) -> None:
         self.records: list[dict[str, Any]] = []
         self.note = ""
-        self._file: IO[str] | None = None
-        if path is None:
+        self._path = None if path is None else Path(path)
+        if self._path is None:
             return
-        path = Path(path)
+        path = self._path
         header = {"lightning_opt_tuner": FORMAT, "key": json.loads(json.dumps(dict(key)))}
         if path.exists() and path.stat().st_size:
             self._read(path, header, resume)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
-        self._file = path.open("a", encoding="utf-8")
-        if path.stat().st_size == 0:
+        if not (path.exists() and path.stat().st_size):
             self._append(header)
 
     def _read(self, path: Path, header: Mapping[str, Any], resume: bool) -> None:
@@ -74,21 +73,16 @@ class Journal:
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record; it is on the disk when this returns."""
         self.records.append(dict(record))
-        if self._file is not None:
+        if self._path is not None:
             self._append(record)
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        assert self._file is not None
+        assert self._path is not None
         # One write of a whole line, so that a kill leaves it there or not, or cut at the end.
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        os.fsync(self._file.fileno())
-
-    def close(self) -> None:
-        """Close the file."""
-        if self._file is not None:
-            self._file.close()
-            self._file = None
+        with self._path.open("a", encoding="utf-8") as file:
+            file.write(json.dumps(record) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
 
 
 def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:

@@ -118,7 +118,6 @@ class Tuning:
                 raise
             finally:
                 self._arena.close()
-                self._journal.close()
                 self._progress.close()
         return TuneResult(
             self._plan.objective.name,

@@ -1,0 +1,92 @@
+"""A journal survives kills, and serves only the search that it was written for."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from lightning_opt.tuner.journal import Journal
+from lightning_opt.tuner.trial import Trial
+
+KEY = {"machine": "here", "settings": "abc", "versions": {"torch": "2"}}
+RECORDS = [{"kind": "trial", "switches": ["a"]}, {"kind": "trial", "switches": ["b"]}]
+
+
+def written(path: Path) -> bytes:
+    journal = Journal(path, KEY)
+    for record in RECORDS:
+        journal.add(record)
+    return path.read_bytes()
+
+
+def test_records_are_there_for_the_next_search(tmp_path: Path) -> None:
+    path = tmp_path / "new" / "tune.jsonl"
+    content = written(path)
+    journal = Journal(path, KEY)
+    assert journal.records == RECORDS
+    assert "2 records; going on" in journal.note
+    journal.add({"kind": "trial", "switches": ["c"]})
+    assert path.read_bytes().startswith(content)
+    assert len(path.read_bytes().splitlines()) == 4
+
+
+def test_a_record_is_on_the_disk_when_add_returns(tmp_path: Path) -> None:
+    journal = Journal(tmp_path / "j", KEY)
+    journal.add(RECORDS[0])
+    assert json.loads((tmp_path / "j").read_text().splitlines()[-1]) == RECORDS[0]
+
+
+def test_wherever_a_kill_cuts_the_file_whole_records_are_kept(tmp_path: Path) -> None:
+    content = written(tmp_path / "whole")
+    header = content.index(b"\n") + 1
+    for end in range(header, len(content)):
+        path = tmp_path / f"{end}"
+        path.write_bytes(content[:end])
+        journal = Journal(path, KEY)
+        assert journal.records == RECORDS[: content[:end].count(b"\n") - 1]
+        journal.add(RECORDS[1])
+        again = Journal(path, KEY)
+        assert again.records == journal.records
+
+
+def test_a_header_that_was_cut_begins_anew(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    content = written(path)
+    path.write_bytes(content[:20])
+    journal = Journal(path, KEY)
+    assert journal.records == []
+    assert "no journal of this version; it was moved to j.old1" in journal.note
+    assert (tmp_path / "j.old1").read_bytes() == content[:20]
+
+
+def test_another_machine_or_setting_begins_anew_and_says_what_differs(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    content = written(path)
+    (tmp_path / "j.old1").write_text("in the way")
+    journal = Journal(path, {**KEY, "settings": "xyz", "more": 1})
+    assert journal.records == []
+    assert "(settings, more differ)" in journal.note
+    assert (tmp_path / "j.old2").read_bytes() == content
+    journal.add(RECORDS[0])
+    assert Journal(path, {**KEY, "settings": "xyz", "more": 1}).records == [RECORDS[0]]
+
+
+def test_on_request_it_begins_anew(tmp_path: Path) -> None:
+    written(tmp_path / "j")
+    journal = Journal(tmp_path / "j", KEY, resume=False)
+    assert journal.records == []
+    assert journal.note.endswith("as asked.")
+
+
+def test_without_a_path_records_are_kept_in_memory() -> None:
+    journal = Journal(None, KEY)
+    journal.add(RECORDS[0])
+    assert journal.records == RECORDS[:1]
+    assert journal.note == ""
+
+
+@pytest.mark.parametrize("loss", [1.5, float("nan"), float("-inf")])
+def test_a_trial_comes_back_as_it_was(loss: float) -> None:
+    trial = Trial(("a", "b"), "rejected", "nan", 0.5, low=0.4, losses=[1.0, loss], difference=loss)
+    back = Trial.from_dict(json.loads(json.dumps(trial.to_dict(), allow_nan=False)) | {"new": 1})
+    assert repr(back) == repr(trial)  # a NaN equals nothing, but is written alike
