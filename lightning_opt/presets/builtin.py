@@ -22,6 +22,7 @@ from lightning_opt.memory.cleanup import MemoryCleanup
 from lightning_opt.presets.parts import Obstacle
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.situation import Situation
+from lightning_opt.profiling.monitor import PerformanceMonitor
 
 SINGLE_OPERATORS = ("auto", "selective")
 """Policies of ActivationCheckpointing that cannot look into a compiled graph."""
@@ -49,6 +50,11 @@ def basic() -> Preset:
             why="clips gradients at a threshold learnt from the run",
             costs="shares its norms with the two above; changes the steps that it clips",
             obstacle=_first(_deepspeed, _clips_itself),
+        )
+        .plus(
+            PerformanceMonitor,
+            why="logs speed and use of the machine, warns when the run gets slower",
+            costs="a thread that looks each second; the second step counts FLOPs",
         )
         .plus(
             MemoryCleanup,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -286,9 +287,9 @@ class Preset:
             if choice.part.kind is None:
                 arguments[choice.part.name] = choice.settings
             elif choice.part.name not in theirs:
-                path, settings = _path_of(choice.part.kind), dict(choice.settings)
+                path, settings = path_of(choice.part.kind), dict(choice.settings)
                 callbacks.append({"class_path": path, "init_args": settings})
-        callbacks = sorted([*callbacks, *given], key=lambda entry: _rank_of(_class_name(entry)))
+        callbacks = sorted([*callbacks, *given], key=lambda entry: rank_of(_class_name(entry)))
         found = {**arguments, **self._arguments, **more, "callbacks": callbacks}
         _check_plain(found, "the Trainer")
         return found
@@ -312,10 +313,11 @@ class Preset:
 
 def _rank(callback: Callback) -> int:
     names = [base.__name__ for base in type(callback).__mro__]
-    return min((_rank_of(name) for name in names), default=len(ORDER))
+    return min((rank_of(name) for name in names), default=len(ORDER))
 
 
-def _rank_of(name: str) -> int:
+def rank_of(name: str) -> int:
+    """Return the place in :data:`ORDER` of a callback by the name of its class."""
     return ORDER.index(name) if name in ORDER else len(ORDER)
 
 
@@ -323,11 +325,11 @@ def _class_name(entry: Mapping[str, Any]) -> str:
     return str(entry["class_path"]).rpartition(".")[2]
 
 
-def _path_of(kind: type[Callback]) -> str:
-    import lightning_opt
-
+def path_of(kind: type[Callback]) -> str:
+    """Return the import path of a callback's class, the short one if it has one."""
     name = kind.__name__
-    if getattr(lightning_opt, name, None) is kind:
+    # Importing the package here would tie this layer to all that it exports.
+    if getattr(sys.modules.get("lightning_opt"), name, None) is kind:
         return f"lightning_opt.{name}"
     return f"{kind.__module__}.{kind.__qualname__}"
 

@@ -210,7 +210,7 @@ def test_leaves_out_what_is_refused(trainer, missing):
 
 
 def test_deepspeed_keeps_what_works():
-    assert on(lo.preset("basic"), strategy="deepspeed") == ["MemoryCleanup"]
+    assert on(lo.preset("basic"), strategy="deepspeed") == ["PerformanceMonitor", "MemoryCleanup"]
 
 
 def test_a_network_gets_compressed_gradients():
@@ -360,7 +360,8 @@ def test_callbacks_of_ones_own_win():
     curvature = lo.CurvatureMonitor(figure=None)
     found = lo.preset("basic").trainer_kwargs(callbacks=[mine, own, curvature])["callbacks"]
     assert [type(callback).__name__ for callback in found] == [
-        "GradientHealth", "NonFiniteGuard", "CurvatureMonitor", "Own", "MemoryCleanup", "Mine",
+        "GradientHealth", "NonFiniteGuard", "CurvatureMonitor", "Own", "PerformanceMonitor", "MemoryCleanup",
+        "Mine",
     ]  # fmt: skip
     assert found[3] is own
     single = lo.preset("basic").trainer_kwargs(callbacks=mine)["callbacks"]

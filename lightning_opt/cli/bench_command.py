@@ -1,0 +1,135 @@
+"""``lightning-opt bench``: presets and configurations beside plain Lightning, measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_opt.cli.errors import FAILED, OK, UsageError
+from lightning_opt.cli.parsing import (
+    Job,
+    add_targets,
+    folder_of,
+    given_arguments,
+    list_of_presets,
+    make_parser,
+    parse_job,
+)
+from lightning_opt.cli.settings import settings_of
+from lightning_opt.profiling.comparing import compare
+from lightning_opt.profiling.comparison import Comparison
+
+DESCRIPTION = """\
+Trains your model under several presets and configurations, each in a process of its own, in turns of
+a few steps, and says which differ in time, memory and loss, with confidence intervals. The first is
+plain Lightning with the --trainer arguments that you give."""
+
+EXAMPLES = """\
+  lightning-opt bench train.py
+  lightning-opt bench my_project:Model --data my_project:Data --preset basic,advanced,ultra
+  lightning-opt bench train.py --preset advanced --without CompileModel --seconds 60
+  lightning-opt bench config.yaml --against tuned/trainer.yaml,other.yaml --out bench
+"""
+
+
+def parser() -> LightningArgumentParser:
+    """Return the parser of the command."""
+    made = make_parser("bench", DESCRIPTION, EXAMPLES)
+    made.add_argument(
+        "--preset",
+        type=str | None,
+        metavar="NAMES",
+        help=f"With commas, of {list_of_presets()}; 'basic,advanced' if there is no --against.",
+    )
+    made.add_argument(
+        "--without", type=str | None, metavar="NAMES", help="Parts to leave out of all of them."
+    )
+    made.add_argument(
+        "--against",
+        type=str | None,
+        metavar="FILES",
+        help="Configurations of LightningCLI, with commas, whose trainer section is measured too.",
+    )
+    made.add_argument(
+        "--seconds", type=float | None, default=120.0, help="Time for all, starting included."
+    )
+    made.add_argument(
+        "--steps", type=PositiveInt | None, help="Timed steps of each training; by default turns."
+    )
+    made.add_argument("--rounds", type=PositiveInt, default=12, help="Turns of each training.")
+    made.add_argument("--starts", type=PositiveInt, default=3, help="New processes for each.")
+    made.add_argument(
+        "--timeout", type=float, default=300.0, help="Seconds that a start or a turn may take."
+    )
+    made.add_argument(
+        "--out", type=str | None, metavar="FOLDER", help="Where to write JSON, table and figure."
+    )
+    made.add_argument("--json", action="store_true", help="Write the result as JSON.")
+    add_targets(made)
+    return made
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command."""
+    made = parser()
+    job = parse_job(made, words)
+    options = job.options
+    folder = folder_of(options.out)
+    result = compare(
+        job.model,
+        job.data,
+        configurations(made, job),
+        steps=options.steps,
+        rounds=options.rounds,
+        starts=options.starts,
+        seed=job.seed,
+        seconds=options.seconds,
+        timeout=options.timeout,
+    )
+    if options.json:
+        sys.stdout.write(result.to_json() + "\n")
+    else:
+        result.report.print()
+    if folder is not None:
+        _save(result, folder)
+        sys.stdout.write(f"Written to {folder}.\n")
+    return FAILED if result.runs["plain"].failure is not None else OK
+
+
+def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[str, Any]]:
+    """Return what is compared, by name: plain Lightning, presets, files.
+
+    Raises:
+        UsageError: For an unknown preset or file.
+    """
+    options = job.options
+    default = None if options.against else "basic,advanced"
+    found = {"plain": dict(job.trainer)}
+    for name in _names(options.preset or default):
+        found[name] = settings_of(job, name, options.without)
+    for path in _names(options.against):
+        if not Path(path).is_file():
+            raise UsageError(f"There is no file {path}, which --against names.")
+        config = parser.parse_path(path)
+        found[path] = {**job.trainer, **given_arguments(parser, config.trainer)}
+    return found
+
+
+def _save(result: Comparison, folder: Path) -> None:
+    (folder / "bench.json").write_text(result.to_json() + "\n", encoding="utf-8")
+    (folder / "bench.md").write_text(result.report.to_markdown() + "\n", encoding="utf-8")
+    try:
+        figure = result.plot()
+    except ImportError as error:
+        sys.stderr.write(f"There is no figure: {error}\n")
+        return
+    figure.savefig(folder / "bench.png")
+
+
+def _names(listed: str | None) -> list[str]:
+    return [name.strip() for name in (listed or "").split(",") if name.strip()]

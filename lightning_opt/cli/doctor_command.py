@@ -1,0 +1,84 @@
+"""``lightning-opt doctor``: a checklist, answered by a short training."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_opt.cli.errors import FAILED, OK
+from lightning_opt.cli.parsing import Job, add_preset, add_targets, make_parser, parse_job
+from lightning_opt.cli.shortfit import fit_shortly
+from lightning_opt.data.monitor import DataMonitor
+from lightning_opt.gradients.health import GradientHealth
+from lightning_opt.memory.leaks import LeakDetector
+from lightning_opt.memory.profiler import MemoryProfiler
+from lightning_opt.profiling.doctor import Diagnosis, doctor
+from lightning_opt.profiling.monitor import PerformanceMonitor
+from lightning_opt.profiling.step_profiler import StepProfiler
+
+DESCRIPTION = """\
+Trains some steps, watched by the preset 'basic' and by what measures data, memory and time, and
+answers a checklist: does it wait for data, is there room in memory, are gradients healthy, does the
+loss go down, could it go on after a crash, ... with an advice where there is something to do."""
+
+EXAMPLES = """\
+  lightning-opt doctor train.py
+  lightning-opt doctor my_project:Model --data my_project:Data --steps 200
+  lightning-opt doctor config.yaml --strict     (exit code 1 if there is something to look at)
+"""
+
+
+def parser() -> LightningArgumentParser:
+    """Return the parser of the command."""
+    made = make_parser("doctor", DESCRIPTION, EXAMPLES)
+    made.add_argument("--steps", type=PositiveInt, default=100, help="Optimizer steps to train.")
+    add_preset(made, "basic")
+    made.add_argument(
+        "--strict", action="store_true", help="Exit with 1 if there is something to look at."
+    )
+    made.add_argument("--json", action="store_true", help="Write the answers as JSON.")
+    add_targets(made)
+    return made
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command."""
+    job = parse_job(parser(), words)
+    steps = job.options.steps
+    often = max(1, steps // 10)
+    trainer = fit_shortly(
+        job,
+        steps,
+        profiler=StepProfiler(log_every_n_steps=0, print_table=False),
+        callbacks=[
+            GradientHealth(every_n_steps=often, figure=None),
+            PerformanceMonitor(every_n_steps=often),
+            DataMonitor(every_n_steps=often),
+            MemoryProfiler(every_n_steps=often, figure=None, file=None),
+            LeakDetector(every_n_steps=max(1, steps // 20), warmup_steps=steps // 5),
+        ],
+        enable_progress_bar=False,
+    )
+    if not trainer.is_global_zero:
+        return OK
+    diagnosis = _about_the_job(doctor(trainer), job)
+    if job.options.json:
+        sys.stdout.write(diagnosis.to_json() + "\n")
+    else:
+        sys.stdout.write(diagnosis.to_text() + "\n")
+    return FAILED if job.options.strict and diagnosis.topics("look") else OK
+
+
+def _about_the_job(diagnosis: Diagnosis, job: Job) -> Diagnosis:
+    """Leave out what is so because a short training has no logger and no checkpoints."""
+    ours = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
+    left_out = {topic for topic, argument in ours.items() if argument not in job.trainer}
+    if not left_out:
+        return diagnosis
+    kept = [verdict for verdict in diagnosis.verdicts if verdict.topic not in left_out]
+    names = " and ".join(sorted(left_out))
+    note = f"Not asked: {names}, since this short training has none unless you give them."
+    return Diagnosis(kept, [*diagnosis.notes, note])

@@ -1,0 +1,188 @@
+"""The parsers of the commands that train something for a short while."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from jsonargparse import (  # type: ignore[attr-defined]
+    ActionConfigFile,
+    DefaultHelpFormatter,
+    Namespace,
+)
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
+from torch.optim import Optimizer
+
+from lightning_opt.cli.errors import UsageError
+from lightning_opt.cli.targets import Recipe, Targets, no_data
+from lightning_opt.presets.preset import Preset
+from lightning_opt.presets.registry import preset, preset_names
+
+if TYPE_CHECKING:
+    from collections.abc import Callable
+
+TARGETS = """\
+model and data:
+  module:Class, path/to/file.py:Class, or path/to/file.py if there is only one in it. Instead of the
+  class it may be a function without arguments that makes it; for data also one that makes a
+  DataLoader. Arguments of a class follow its name: --model.width 64. Without --data the model's own
+  loaders serve. --config takes a configuration of LightningCLI with all of this.
+"""
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
+    """Leaves examples as they are written."""
+
+
+class Job(NamedTuple):
+    """What is to be trained.
+
+    Attributes:
+        model: Makes the LightningModule.
+        data: Makes the data; nothing where the model brings its own.
+        trainer: Arguments of the Trainer that were given, as plain values.
+        seed: Of everything random.
+        options: The command's own options.
+    """
+
+    model: Recipe
+    data: Recipe | Callable[[], None]
+    trainer: dict[str, Any]
+    seed: int
+    options: Namespace
+
+
+def make_parser(command: str, description: str, examples: str) -> LightningArgumentParser:
+    """Return a parser for model, data and Trainer, whose help shows the command's own options."""
+    parser = LightningArgumentParser(
+        prog=f"lightning-opt {command}",
+        usage=f"lightning-opt {command} [options] [model | config.yaml] [--data data]",
+        description=description,
+        epilog=f"{TARGETS}\nexamples:\n{examples}",
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument(
+        "-c",
+        "--config",
+        action=ActionConfigFile,
+        help="A configuration of LightningCLI; given again, the later one wins.",
+    )
+    return parser
+
+
+def add_targets(parser: LightningArgumentParser) -> None:
+    """Add model, data, Trainer and what else a configuration of LightningCLI may have."""
+    shown = {id(action) for action in parser._actions}
+    parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
+    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_optimizer_args((Optimizer,))
+    parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+    parser.add_argument("--ckpt_path", default=None)
+    parser.add_argument("--weights_only", default=None)
+    for action in parser._actions:
+        if id(action) not in shown:
+            action.help = argparse.SUPPRESS
+    for group in parser._action_groups:
+        if not any(action.help != argparse.SUPPRESS for action in group._group_actions):
+            group.title = group.description = None
+    group = parser.add_argument_group(
+        "what is trained",
+        "--model, --data: see below. --trainer.<argument>: any argument of lightning.Trainer, such "
+        "as --trainer.devices 2 (lightning-opt fit --help lists them).",
+    )
+    group.add_argument("--seed_everything", type=int | bool, default=0, help="Seed.")
+
+
+def add_preset(parser: LightningArgumentParser, default: str | None) -> None:
+    """Add the choice of a preset."""
+    parser.add_argument(
+        "--preset",
+        type=str | None,
+        default=default,
+        metavar="NAME",
+        help=f"Preset to train with: {list_of_presets()}.",
+    )
+    parser.add_argument(
+        "--without", type=str | None, metavar="NAMES", help="Parts of it to leave out, with commas."
+    )
+
+
+def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
+    """Return what the words ask for.
+
+    Raises:
+        UsageError: If there is no model.
+    """
+    targets = Targets()
+    config = parser.parse_args(targets.translate(words))
+    optimizer = plain(config.pop("optimizer", None))
+    scheduler = plain(config.pop("lr_scheduler", None))
+    model = targets.recipe(
+        "model", plain(config.pop("model", None)), optimizer=optimizer, scheduler=scheduler
+    )
+    if model is None:
+        raise UsageError(
+            f"{parser.prog} needs a model: module:Class, path/to/file.py:Class or a configuration "
+            f"of LightningCLI. {parser.prog} --help has examples."
+        )
+    data = targets.recipe("data", plain(config.pop("data", None)))
+    trainer = given_arguments(parser, config.pop("trainer"))
+    seed = config.pop("seed_everything")
+    return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
+
+
+def given_arguments(parser: LightningArgumentParser, trainer: Namespace) -> dict[str, Any]:
+    """Return the arguments of the Trainer that are not the defaults, as plain values."""
+    defaults = parser.get_defaults().trainer
+    return {
+        name: plain(value)
+        for name, value in vars(trainer).items()
+        if value != vars(defaults).get(name)
+    }
+
+
+def plain(value: Any) -> Any:
+    """Return namespaces as dicts, inside of lists and dicts too."""
+    if isinstance(value, Namespace):
+        return {name: plain(inner) for name, inner in vars(value).items()}
+    if isinstance(value, Mapping):
+        return {name: plain(inner) for name, inner in value.items()}
+    return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+
+
+def preset_of(name: str, without: str | None = None, **arguments: Any) -> Preset:
+    """Return a preset without the callbacks of a list with commas.
+
+    Raises:
+        UsageError: For an unknown name.
+    """
+    left_out = [part.strip() for part in (without or "").split(",") if part.strip()]
+    try:
+        return preset(name, **dict.fromkeys(left_out), **arguments)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def list_of_presets() -> str:
+    """Return the names of all presets, for a help text."""
+    return ", ".join(preset_names())
+
+
+def folder_of(path: str | None) -> Path | None:
+    """Return a folder for results, which is made.
+
+    Raises:
+        UsageError: If it cannot be.
+    """
+    if path is None:
+        return None
+    folder = Path(path)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"The folder {path} cannot be made: {error.strerror}.") from error
+    return folder

@@ -1,0 +1,98 @@
+"""``lightning-opt presets``: what they are, here and now."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from lightning.pytorch import Trainer
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_opt.cli.errors import OK, UsageError
+from lightning_opt.cli.parsing import HelpFormatter, given_arguments, list_of_presets, preset_of
+from lightning_opt.core.report import Report
+from lightning_opt.presets.registry import preset, preset_names
+
+EXAMPLES = """\
+examples:
+  lightning-opt presets                              what there is
+  lightning-opt presets advanced                     what is in it on this machine, and why
+  lightning-opt presets ultra --trainer.devices 4    and what it would be on four devices
+  lightning-opt presets --yaml advanced > trainer.yaml
+                                                     a section for any LightningCLI: --config
+"""
+
+
+def make_parser() -> LightningArgumentParser:
+    """Return the parser of the command."""
+    parser = LightningArgumentParser(
+        prog="lightning-opt presets",
+        usage="lightning-opt presets [preset] [options]",
+        description="Lists presets, says what is in one here and why, writes one as YAML.",
+        epilog=EXAMPLES,
+        formatter_class=HelpFormatter,
+    )
+    parser.add_argument("--describe", type=str | None, metavar="PRESET", help="Say what is in it.")
+    parser.add_argument("--yaml", type=str | None, metavar="PRESET", help="Write it as YAML.")
+    parser.add_argument(
+        "--without", type=str | None, metavar="NAMES", help="Callbacks to leave out, with commas."
+    )
+    parser.add_argument("--json", action="store_true", help="Write tables as JSON.")
+    shown = {id(action) for action in parser._actions}
+    parser.add_lightning_class_args(Trainer, "trainer")
+    for action in parser._actions:
+        if id(action) not in shown:
+            action.help = argparse.SUPPRESS
+    parser._action_groups[-1].title = "where it is to be"
+    parser._action_groups[
+        -1
+    ].description = (
+        "--trainer.<argument>: what the Trainer will have, such as --trainer.strategy ddp."
+    )
+    return parser
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command."""
+    words = list(words)
+    if words and not words[0].startswith("-"):
+        words.insert(0, "--describe")
+    parser = make_parser()
+    config = parser.parse_args(words)
+    if config.describe and config.yaml:
+        raise UsageError("Give one preset, to describe it or to write it as YAML.")
+    trainer = given_arguments(parser, config.trainer)
+    if config.yaml:
+        chosen = preset_of(config.yaml, config.without)
+        sys.stdout.write(chosen.to_yaml(**trainer))
+        return OK
+    if config.describe:
+        report = preset_of(config.describe, config.without).describe(**trainer)
+    else:
+        report = overview()
+    if config.json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        report.print()
+    return OK
+
+
+def overview() -> Report:
+    """Return one row a preset."""
+    rows = []
+    for name in preset_names():
+        try:
+            chosen = preset(name).choose()
+        except (ValueError, TypeError) as error:
+            rows.append({"preset": name, "here": f"cannot be loaded: {error}", "left out": ""})
+            continue
+        rows.append(
+            {
+                "preset": name,
+                "here": ", ".join(choice.part.name for choice in chosen if choice.is_on),
+                "left out": ", ".join(choice.part.name for choice in chosen if not choice.is_on),
+            }
+        )
+    note = f"lightning-opt presets <name> says why. Presets: {list_of_presets()}."
+    return Report("Presets on this machine", rows, [note])

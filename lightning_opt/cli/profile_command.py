@@ -1,0 +1,75 @@
+"""``lightning-opt profile``: where the time of a step goes."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_opt.cli.errors import OK
+from lightning_opt.cli.parsing import (
+    add_preset,
+    add_targets,
+    folder_of,
+    make_parser,
+    parse_job,
+)
+from lightning_opt.cli.shortfit import fit_shortly
+
+DESCRIPTION = """\
+Trains some steps and says where their time went, phase by phase: waiting for data, transfer,
+forward, backward, each callback, the optimizer, logging, Lightning's own loop."""
+
+EXAMPLES = """\
+  lightning-opt profile train.py
+  lightning-opt profile my_project:Model --data my_project:Data --steps 200 --out profile
+  lightning-opt profile config.yaml --preset advanced --trainer.devices 2
+  lightning-opt profile train.py --trace 10 12 --out profile    (open in Perfetto)
+"""
+
+
+def parser() -> LightningArgumentParser:
+    """Return the parser of the command."""
+    made = make_parser("profile", DESCRIPTION, EXAMPLES)
+    made.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
+    add_preset(made, None)
+    made.add_argument(
+        "--trace",
+        type=int,
+        nargs=2,
+        metavar=("FIRST", "LAST"),
+        help="Batches, from 0, that torch's profiler records operator by operator.",
+    )
+    made.add_argument(
+        "--out", type=str | None, metavar="FOLDER", help="Where to write table, figure and trace."
+    )
+    made.add_argument("--json", action="store_true", help="Write the table as JSON.")
+    add_targets(made)
+    return made
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command."""
+    from lightning_opt.profiling.step_profiler import StepProfiler
+
+    job = parse_job(parser(), words)
+    folder = folder_of(job.options.out)
+    profiler = StepProfiler(
+        dirpath=folder,
+        filename=None if folder is None else "profile",
+        log_every_n_steps=0,
+        trace=job.options.trace,
+        print_table=False,
+    )
+    trainer = fit_shortly(job, job.options.steps, profiler=profiler, enable_progress_bar=False)
+    if trainer.is_global_zero:
+        report = profiler.report()
+        if job.options.json:
+            sys.stdout.write(report.to_json() + "\n")
+        else:
+            report.print()
+        if folder is not None:
+            sys.stdout.write(f"Written to {folder}.\n")
+    return OK

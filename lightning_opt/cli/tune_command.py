@@ -1,0 +1,130 @@
+"""``lightning-opt tune``: which optimisations pay, tried and written down."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, Literal
+
+from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from lightning.pytorch.cli import LightningArgumentParser
+
+from lightning_opt.cli.errors import OK, UsageError
+from lightning_opt.cli.parsing import (
+    Job,
+    add_targets,
+    folder_of,
+    make_parser,
+    parse_job,
+)
+from lightning_opt.cli.settings import settings_of
+
+DESCRIPTION = """\
+Tries optimisations on your model and data, each in a process of its own, in turn with a training
+without them; puts together what pays; rejects what changes what the model learns; and writes the
+answer down as Python, YAML and JSON, with a table of every trial. It may well be "leave it as it
+is". Interrupted, it goes on where it was when the same command is given again."""
+
+EXAMPLES = """\
+  lightning-opt tune train.py --budget 2m
+  lightning-opt tune my_project:Model --data my_project:Data --objective memory --out tuned
+  lightning-opt tune config.yaml --preset basic --candidates bf16,compile
+  lightning-opt fit config.yaml --config tuned/trainer.yaml
+"""
+
+
+def parser() -> LightningArgumentParser:
+    """Return the parser of the command."""
+    made = make_parser("tune", DESCRIPTION, EXAMPLES)
+    made.add_argument(
+        "--objective",
+        type=Literal["throughput", "memory", "time_to_loss"],
+        default="throughput",
+        help="What to make better.",
+    )
+    made.add_argument(
+        "--budget", type=str | float, default="10m", help="Time for the search: 90s, 10m, 1h."
+    )
+    made.add_argument(
+        "--out", type=str, default="tuned", metavar="FOLDER", help="Where to write the answer."
+    )
+    made.add_argument(
+        "--accept",
+        type=NonNegativeFloat | None,
+        help="Share of the loss by which the result may differ; by default what the noise between "
+        "seeds explains.",
+    )
+    made.add_argument(
+        "--candidates",
+        type=str | None,
+        metavar="NAMES",
+        help="What to try, with commas, instead of all that may pay.",
+    )
+    made.add_argument(
+        "--preset", type=str | None, metavar="NAME", help="Preset that every trial has, too."
+    )
+    made.add_argument("--without", type=str | None, metavar="NAMES", help="Parts of it left out.")
+    made.add_argument(
+        "--max_slowdown", type=float, default=1.5, help="With --objective memory: of a step."
+    )
+    made.add_argument("--min_gain", type=float, default=0.03, help="Share worth another switch.")
+    made.add_argument("--seeds", type=PositiveInt, default=3, help="Seeds that tell the noise.")
+    made.add_argument(
+        "--timeout", type=float | None, help="Seconds that a trial may take to start, or to answer."
+    )
+    made.add_argument(
+        "--memory_limit_mb", type=PositiveInt | None, help="Megabytes that a trial may take."
+    )
+    made.add_argument(
+        "--fresh", action="store_true", help="Begin anew instead of going on where it was."
+    )
+    made.add_argument("--quiet", action="store_true", help="No progress.")
+    add_targets(made)
+    return made
+
+
+def run(words: Sequence[str]) -> int:
+    """Run the command."""
+    from lightning_opt.tuner.autotune import autotune, parse_budget
+
+    job = parse_job(parser(), words)
+    options = job.options
+    try:
+        parse_budget(options.budget)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+    folder = folder_of(options.out)
+    assert folder is not None
+    limit = options.memory_limit_mb
+    result = autotune(
+        job.model,
+        job.data,
+        objective=options.objective,
+        budget=options.budget,
+        accept=options.accept,
+        candidates=_names(options.candidates),
+        base=_base(job),
+        journal=folder / "journal.jsonl",
+        resume=not options.fresh,
+        seeds=options.seeds,
+        max_slowdown=options.max_slowdown,
+        min_gain=options.min_gain,
+        timeout=options.timeout,
+        memory_limit=None if limit is None else limit * 2**20,
+        progress=not options.quiet,
+    )
+    result.table.print()
+    sys.stdout.write(f"\n{result.explain()}\n\n")
+    for path in result.save(folder):
+        sys.stdout.write(f"{path}\n")
+    return OK
+
+
+def _base(job: Job) -> dict[str, Any]:
+    return settings_of(job, job.options.preset, job.options.without)
+
+
+def _names(listed: str | None) -> list[str] | None:
+    if listed is None:
+        return None
+    return [name.strip() for name in listed.split(",") if name.strip()]
