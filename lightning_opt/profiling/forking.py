@@ -8,6 +8,7 @@ asked it for anything in a while.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import gc
 import os
@@ -21,7 +22,7 @@ import threading
 import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NoReturn
 
 IDLE = 120.0
 """Seconds after which a server that has no process and no request ends."""
@@ -198,7 +199,7 @@ def serve(descriptor: int, run: Callable[[str], int]) -> int:
                 for other in (wake, waker, *running.values()):
                     os.close(other)
                 connection.close()
-                return _become(request, descriptors, run)
+                _leave(_become(request, descriptors, run))
             running[pid] = descriptors.pop()
             for other in descriptors:
                 os.close(other)
@@ -235,6 +236,15 @@ def _become(request: bytes, descriptors: Sequence[int], run: Callable[[str], int
     os.chdir(folder)
     _stir()
     return run(argument)
+
+
+def _leave(status: int) -> NoReturn:
+    """End the process, but do not spend a tenth of a second on taking every module apart."""
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(status)
 
 
 _PADDING: list[Any] = []
