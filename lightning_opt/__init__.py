@@ -50,6 +50,9 @@ from lightning_opt.memory.profiler import MemoryProfiler
 from lightning_opt.precision.loss_scale import DynamicLossScale
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, register_preset
+from lightning_opt.profiling.benchmark import BenchmarkResult, benchmark
+from lightning_opt.profiling.comparing import compare
+from lightning_opt.profiling.comparison import Comparison
 from lightning_opt.profiling.doctor import Diagnosis, doctor
 from lightning_opt.profiling.flops import count_flops
 from lightning_opt.profiling.monitor import PerformanceMonitor
@@ -68,10 +71,12 @@ __all__ = [
     "ActivationCheckpointing",
     "AdaptiveClipping",
     "AttentionBackend",
+    "BenchmarkResult",
     "BudgetError",
     "CachedDataset",
     "ChannelsLast",
     "ClippingRule",
+    "Comparison",
     "CompileModel",
     "CompressedDDPStrategy",
     "Compressor",
@@ -117,7 +122,9 @@ __all__ = [
     "UnsplittableBatchError",
     "ZClip",
     "autotune",
+    "benchmark",
     "cached",
+    "compare",
     "count_flops",
     "doctor",
     "find_batch_size",
