@@ -18,7 +18,7 @@ ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
 BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l '__main__' benchmarks/*.py))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports docs bench gpu format lock clean
+.PHONY: help demo test lint types imports docs matrix bench gpu format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -51,6 +51,9 @@ imports: $(INSTALLED) ## import-linter: which package may import which
 docs: $(INSTALLED) ## the documentation into docs/_build/html, and its examples run
 	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
 	$(BIN)/sphinx-build -q -n -W --keep-going -b doctest docs docs/_build/doctest
+
+matrix: $(INSTALLED) ## run every cell of the compatibility matrix and write docs/matrix.json
+	$(ONE_THREAD) $(BIN)/python -m tests.matrix
 
 bench: $(INSTALLED) ## every benchmark on this machine, tables and JSON into OUT
 	for script in $(BENCHMARKS); do $(ONE_THREAD) $(BIN)/python $$script --out '$(OUT)' || exit 1; done

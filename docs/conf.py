@@ -1,6 +1,8 @@
 """How the documentation is built: `make docs`, with warnings as errors."""
 
+import json
 import shutil
+import sys
 from pathlib import Path
 
 import lightning_opt
@@ -8,6 +10,9 @@ import lightning_opt
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
 GENERATED = DOCS / "_generated"
+sys.path.insert(0, str(DOCS))
+
+import pages  # noqa: E402
 
 project = "lightning_opt"
 author = "The lightning_opt developers"
@@ -21,7 +26,7 @@ extensions = [
     "sphinx.ext.napoleon",
     "sphinx_copybutton",
 ]
-exclude_patterns = ["_build", "_generated/benchmarks.md"]
+exclude_patterns = ["_build", "_generated/*.md"]
 html_theme = "furo"
 html_title = f"{project} {release}"
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -47,15 +52,19 @@ nitpick_ignore_regex = [("py:.*", r"(?!lightning_opt\.[A-Z]\w*$).*")]
 
 
 def collect() -> None:
-    """Bring the notebooks and the recorded benchmark tables to where Sphinx looks for pages."""
+    """Bring the notebooks to where Sphinx looks for pages, and write what is made from records."""
     shutil.rmtree(GENERATED, ignore_errors=True)
     (GENERATED / "examples").mkdir(parents=True)
     for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
         shutil.copy(notebook, GENERATED / "examples")
-    tables = [path.read_text() for path in sorted((ROOT / "benchmarks/results").glob("*.md"))]
-    (GENERATED / "benchmarks.md").write_text(
-        "\n\n".join(tables) or "No results are recorded in this source tree: run `make bench`.\n"
-    )
+    matrix = json.loads((DOCS / "matrix.json").read_text())
+    made = {
+        "features.md": pages.feature_lists(),
+        "matrix.md": pages.matrix_tables(matrix["rows"]),
+        "benchmarks.md": pages.benchmark_tables(),
+    }
+    for name, text in made.items():
+        (GENERATED / name).write_text(text)
 
 
 collect()

@@ -1,0 +1,272 @@
+"""Runs cells: one small fit each, or two where a run is resumed.
+
+A cell that works says how its final weights compare with those of the same run without the plugin:
+``identical``, ``close`` or ``changed``; one that resumes, with those of the same run in one piece.
+A cell that is refused says what the error says, which must come before the first training step.
+Anything else is a failure. Cells that are not run are not in the results: they are untested.
+"""
+
+import os
+import tempfile
+import traceback
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, strategies
+from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+
+import lightning_opt as lo
+from tests.helpers.trainers import quiet_trainer
+from tests.matrix.nets import MatrixNet
+from tests.matrix.subjects import CHANGES, RESUMES_OTHERWISE, ROUNDS, Subject
+
+STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2")
+PRECISIONS = ("32-true", "bf16-mixed", "float16")
+STEPS = ("plain", "resume", "accumulation", "manual")
+
+SAVE_AT = 4
+CLOSE = {"32-true": 1e-4, "bf16-mixed": 0.1, "float16": 0.1}
+"""Largest difference to count as rounding, of the distance that training has moved the weights."""
+
+Cells = dict[str, str]
+"""What was found, by ``strategy / precision / steps``."""
+
+
+@dataclass(frozen=True)
+class Condition:
+    """One column.
+
+    Attributes:
+        strategy: Of :data:`STRATEGIES`.
+        precision: Of :data:`PRECISIONS`; float16 is :class:`lightning_opt.DynamicLossScale`, since
+            ``16-mixed`` exists on CUDA only.
+        steps: Of :data:`STEPS`.
+    """
+
+    strategy: str
+    precision: str = "32-true"
+    steps: str = "plain"
+
+    def __str__(self) -> str:
+        return f"{self.strategy} / {self.precision} / {self.steps}"
+
+    def applies_to(self, subject: Subject) -> bool:
+        """Return whether this can be asked for at all beside what the subject is."""
+        if subject.kind == "strategy":
+            return self.strategy == "ddp"  # it stands in for it
+        return subject.kind != "precision" or self.precision == "float16"
+
+
+def conditions_of(strategy: str) -> list[Condition]:
+    """Return the columns of a strategy: all pairs on one process, fewer on two.
+
+    A run that is resumed goes on from one without, which stands before it.
+    """
+    if strategy == "single":
+        return [Condition(strategy, p, s) for p in PRECISIONS for s in STEPS]
+    pairs = [("32-true", "plain"), ("32-true", "resume")]
+    if strategy != "fsdp1":  # Lightning wraps the whole module: there is no backward pass in a step
+        pairs.append(("32-true", "manual"))
+    pairs.append(("bf16-mixed", "accumulation"))
+    if strategy == "ddp":
+        pairs.append(("float16", "accumulation"))
+    return [Condition(strategy, *pair) for pair in pairs]
+
+
+class FSDPStrategy(strategies.FSDPStrategy):
+    """Lightning's FSDP1 on CPUs, which asks for an accelerator and then would not need it."""
+
+    def _setup_model(self, model: nn.Module) -> nn.Module:
+        return FullyShardedDataParallel(
+            model,
+            sharding_strategy=self.sharding_strategy,
+            mixed_precision=self.mixed_precision_config,
+            device_id=torch.device("cpu"),
+            **self.kwargs,
+        )
+
+
+def make_strategy(name: str) -> dict[str, Any]:
+    """Return the Trainer's settings for a strategy of the matrix."""
+    if name == "single":
+        return {}
+    kinds: dict[str, Callable[[], Any]] = {
+        "ddp": lambda: strategies.DDPStrategy(process_group_backend="gloo"),
+        "fsdp1": lambda: FSDPStrategy(use_orig_params=True, state_dict_type="sharded"),
+        "fsdp2": lambda: strategies.ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+    }
+    return {"strategy": kinds[name](), "devices": 2}
+
+
+class Record(Callback):
+    """Keeps the whole final weights, however they are sharded, and saves once if it is told."""
+
+    def __init__(self, file: Path | None = None) -> None:
+        self.file = file
+        self.weights: dict[str, Tensor] = {}
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.file is not None and batch_idx + 1 == SAVE_AT:
+            trainer.save_checkpoint(self.file)
+
+    def on_train_end(self, trainer, pl_module):
+        with FullyShardedDataParallel.summon_full_params(trainer.model, writeback=False):
+            for name, value in pl_module.named_parameters():
+                for wrapper in ("_fsdp_wrapped_module.", "_orig_mod."):
+                    name = name.replace(wrapper, "")
+                whole = value.full_tensor() if hasattr(value, "full_tensor") else value
+                self.weights[name] = whole.detach().float().clone()
+
+
+def train(
+    condition: Condition,
+    subject: Subject | None,
+    model: MatrixNet,
+    save: Path | None = None,
+    resume: Path | None = None,
+) -> dict[str, Tensor]:
+    """Fit, and return the final weights."""
+    torch.manual_seed(0)
+    settings = make_strategy(condition.strategy)
+    if not _is_precision(subject):
+        if condition.precision == "float16":
+            settings["plugins"] = [lo.DynamicLossScale(init_scale=1024.0)]
+        else:
+            settings["precision"] = condition.precision
+    if condition.steps == "accumulation":
+        settings["accumulate_grad_batches"] = 2
+    record = Record(save)
+    if subject is not None:
+        settings.update(subject.trainer_settings())
+    settings["callbacks"] = [*settings.get("callbacks", []), record]
+    quiet_trainer(limit_val_batches=0, **settings).fit(model, ckpt_path=resume)
+    return record.weights
+
+
+class Runner:
+    """Runs the cells of one strategy, with the runs without a plugin that they are compared with.
+
+    Args:
+        strategy: Of :data:`STRATEGIES`.
+        folder: For checkpoints, the same on all ranks.
+    """
+
+    def __init__(self, strategy: str, folder: Path) -> None:
+        self.strategy, self.folder = strategy, folder
+        self.start = {name: value.clone() for name, value in MatrixNet().named_parameters()}
+        self.plain: dict[Condition, dict[str, Tensor]] = {}
+        # The last run in one piece, from which one that is resumed goes on, and what came of it.
+        self.whole: dict[str, Tensor] = {}
+        self.outcome = ""
+        for condition in conditions_of(strategy):
+            outcome = self.run(None, condition)
+            if outcome != "identical":
+                raise RuntimeError(f"Without a plugin, {condition} gives {outcome!r}.")
+
+    def run(self, subject: Subject | None, condition: Condition) -> str:
+        """Return what the cell says."""
+        if condition.steps == "resume" and self.outcome.startswith(("refused", "fails")):
+            return self.outcome
+        model = MatrixNet(manual=condition.steps == "manual")
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                outcome = self._compare(subject, condition, model)
+        except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
+            outcome = _describe(error, model)
+        if dist.is_initialized():
+            outcomes: list[Any] = [None] * dist.get_world_size()
+            dist.all_gather_object(outcomes, outcome)
+            if len(set(outcomes)) > 1:
+                outcome = f"fails: the ranks differ: {outcomes}"
+        if condition.steps == "plain":
+            self.outcome = outcome
+        return outcome
+
+    def _compare(self, subject: Subject | None, condition: Condition, model: MatrixNet) -> str:
+        file = self.folder / "checkpoint.ckpt"
+        save = resume = None
+        if condition.steps == "plain":
+            save = file
+        elif condition.steps == "resume":
+            resume = file
+        weights = train(condition, subject, model, save=save, resume=resume)
+        if condition.steps == "plain":
+            self.whole = weights
+        if condition.steps == "resume":
+            expected = self.whole
+        else:
+            # A precision is compared with float32, everything else with a run that differs in
+            # nothing else.
+            alike = replace(condition, precision="32-true") if _is_precision(subject) else condition
+            expected = self.plain.setdefault(alike, weights)
+        if not all(value.isfinite().all() for value in weights.values()):
+            return "fails: the weights are not finite"
+        moved = _distance(expected, self.start)
+        if not _distance(weights, self.start) > 0.0 or not moved > 0.0:
+            return "fails: nothing was learnt"
+        distance = _distance(weights, expected)
+        if distance == 0.0 and (subject is None or subject.name not in ROUNDS):
+            return "identical"
+        if distance <= CLOSE[condition.precision] * moved:
+            return "close"
+        share = f"their distance is {distance / moved:.2g} of the way"
+        if condition.steps == "resume":
+            if subject is not None and subject.strategy in RESUMES_OTHERWISE:
+                return "changed"
+            return f"fails: resumed, it ends with other weights; {share}"
+        if subject is not None and subject.name in CHANGES:
+            return "changed"
+        return f"fails: it changes the weights; {share}"
+
+
+def _is_precision(subject: Subject | None) -> bool:
+    return subject is not None and subject.kind == "precision"
+
+
+def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
+    if a.keys() != b.keys():
+        raise RuntimeError(f"The parameters differ: {sorted(a.keys() ^ b.keys())}.")
+    return max(float((a[name] - b[name]).abs().max()) for name in a)
+
+
+def _describe(error: Exception, model: MatrixNet) -> str:
+    message = " ".join(str(error).split())
+    if model.begun:
+        return f"fails: {type(error).__name__} in training: {message}"
+    # An error that torch runs into by itself is no refusal, however early it comes.
+    by = traceback.extract_tb(error.__traceback__)[-1].filename
+    if "/lightning_opt/" not in by and "/lightning/" not in by:
+        return f"fails: {type(error).__name__} from {Path(by).name}: {message}"
+    return f"refused: {message}"
+
+
+def run_cells(strategy: str, subjects: list[Subject], folder: Path) -> dict[str, Cells]:
+    """Return the cells of one strategy by the subject's label, in this process (of several)."""
+    os.chdir(folder)  # some write files of their own
+    runner = Runner(strategy, folder)
+    found: dict[str, Cells] = {}
+    for subject in subjects:
+        cells = found.setdefault(subject.label, {})
+        for condition in conditions_of(strategy):
+            if condition.applies_to(subject):
+                print(subject.label, condition, flush=True)  # a hang shows where it hangs
+                cells[str(condition)] = runner.run(subject, condition)
+    return found
+
+
+def run_strategy(strategy: str, subjects: list[Subject]) -> dict[str, Cells]:
+    """Return the cells of one strategy, found in fresh processes."""
+    from tests.helpers.processes import launch
+
+    with tempfile.TemporaryDirectory() as folder:
+        processes = 1 if strategy == "single" else 2
+        return launch(
+            run_cells, strategy, subjects, Path(folder), processes=processes, timeout=280.0
+        )[0]
