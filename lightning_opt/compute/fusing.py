@@ -82,6 +82,8 @@ def _obstacle_in_parameters(
     meshes = {getattr(parameter, "device_mesh", None) for parameter in parameters}
     if len(meshes) > 1:
         return "parameters that are sharded in different ways"  # the kernel takes them all at once
+    if base not in (Adam, AdamW) and any(is_dtensor(parameter) for parameter in parameters):
+        return f"torch has no fused {base.__name__} for sharded parameters"
     for parameter in parameters:
         if parameter in odd:
             return "sparse gradients"
