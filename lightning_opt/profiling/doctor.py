@@ -36,6 +36,9 @@ MEASURES: dict[str, str] = {
 }
 """Who would answer what was not measured."""
 
+PUT_BACK = ("optimizer", "compilation")
+"""What callbacks undo at the end of a run, so that they know better than the Trainer."""
+
 GRAVITY: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
 MARKS: dict[State, str] = {"look": "LOOK", "ok": "ok", "unknown": "?"}
 
@@ -113,12 +116,14 @@ def doctor(trainer: pl.Trainer) -> Diagnosis:
     """
     found: list[Verdict] = []
     notes: list[str] = []
-    for question in LOOKS:
-        found += _ask(question, question.__name__.strip("_"), notes, trainer)
     for part in _parts(trainer):
         diagnose = getattr(part, "diagnose", None)
         if callable(diagnose):
             found += _ask(diagnose, type(part).__name__, notes)
+    told = {verdict.topic for verdict in found if verdict.state != "unknown"}
+    for question in LOOKS:
+        seen = _ask(question, question.__name__.strip("_"), notes, trainer)
+        found += [v for v in seen if v.topic not in told or v.topic not in PUT_BACK]
     verdicts = []
     for topic in TOPICS:
         answers = [verdict for verdict in found if verdict.topic == topic]

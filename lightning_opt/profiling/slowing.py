@@ -14,8 +14,9 @@ POINTS = 96
 BEFORE, FEWEST = 10, 5
 """Points before a fall and after it, at least."""
 
-Z = 4.0
-"""Deviations from chance of the rank sum; beyond 4 lie 3 in 100,000, before many looks."""
+SURE, CLEAR = 4.0, 5.0
+"""Deviations from chance, of the rank sum, and standard errors, of the difference. Many looks are
+taken, and the noise is estimated from what a fitted step or ramp leaves, so both are strict."""
 
 
 class Fall(NamedTuple):
@@ -41,9 +42,9 @@ def find_fall(steps: Sequence[int], rates: Sequence[float], least: float) -> Fal
     """Return the fall of a series, or None.
 
     A fall has to pass three tests. At some split of the series the later values are lower, by the
-    rank sum of Wilcoxon and Mann and Whitney, so that outliers count no more than other values.
-    Where the best step or ramp begins, the level of late is lower by ``least``. And of the newest
-    values most are that low, so that what has recovered is no fall.
+    rank sum of Mann and Whitney, in which outliers count no more than other values. The newest
+    values are lower by ``least`` than those before the best step or ramp, most of them, so that
+    what has recovered is no fall. And that difference is clear of the noise, whose memory counts.
 
     Args:
         steps: One for each value, rising.
@@ -55,18 +56,20 @@ def find_fall(steps: Sequence[int], rates: Sequence[float], least: float) -> Fal
         Larger than the Other*. Pettitt (1979), *A Non-Parametric Approach to the Change-Point
         Problem*.
     """
-    if len(rates) < BEFORE + FEWEST or (z := _rank_sum(rates)) < Z:
+    if len(rates) < BEFORE + FEWEST:
+        return None
+    # What is cheap goes first: at most reports of most runs there is nothing to see.
+    top = sorted(rates)[int(0.95 * (len(rates) - 1))]
+    if statistics.median(rates[-FEWEST:]) > (1 - least) * top or _rank_sum(rates) < SURE:
         return None
     begin, residuals = _begin(rates)
-    # Noise that wanders has fewer values that are independent than it has values.
-    memory = _memory(residuals)
-    if z * math.sqrt((1 - memory) / (1 + memory)) < Z:
-        return None
     before = statistics.median(rates[:begin])
     newest = rates[max(begin, len(rates) - max(FEWEST, (len(rates) - begin) // 3)) :]
     fall = Fall(steps[begin], before, statistics.median(newest))
     low = sum(rate < before * (1 - least / 2) for rate in newest)
-    return fall if fall.drop >= least and low >= 0.8 * len(newest) else None
+    if fall.drop < least or low < 0.8 * len(newest):
+        return None
+    return fall if before - fall.after >= CLEAR * _error(residuals, begin, len(newest)) else None
 
 
 def _rank_sum(values: Sequence[float]) -> float:
@@ -116,15 +119,17 @@ def _begin(values: Sequence[float]) -> tuple[int, list[float]]:
     return begin, residuals
 
 
-def _memory(residuals: Sequence[float]) -> float:
-    """Return the correlation of neighbours, between 0 and 0.95."""
+def _error(residuals: Sequence[float], before: int, after: int) -> float:
+    """Return the standard error of the difference of two levels of so many values each."""
     scale = sum(value * value for value in residuals)
     if not scale:
         return 0.0
-    pairs = itertools.pairwise(residuals)
-    # A short series makes it look smaller than it is.
-    found = sum(a * b for a, b in pairs) / scale + 4 / len(residuals)
-    return min(0.95, max(0.0, found))
+    # Noise that wanders has fewer values that are independent than it has values. A short series
+    # makes its memory look shorter than it is.
+    found = sum(a * b for a, b in itertools.pairwise(residuals)) / scale + 8 / len(residuals)
+    memory = min(0.95, max(0.0, found))
+    sigma = 1.4826 * statistics.median(map(abs, residuals))
+    return sigma * math.sqrt((1 + memory) / (1 - memory) * (1 / before + 1 / after))
 
 
 class Throughput:
