@@ -293,12 +293,12 @@ class Arena:
             others = baseline.run_seeds(self.seeds - 1, self._on_seed)
             agreement = compare(own, reference, others)
         trial.difference, trial.tolerance = agreement.difference, agreement.tolerance
-        why = agreement.why
         if callable(self.accept) and seeds:
             why = _refusal(self.accept(trial))
-        elif not why:
+        else:
             baseline.read_facts()
-            why = still(_moved(racer.file), baseline.moved)
+            # What no longer moves says more than what becomes of the loss.
+            why = still(_moved(racer.file), baseline.moved) or agreement.why
         trial.verdict, trial.why = ("rejected", why) if why else ("accepted", "")
 
     def _learn_target(self, racer: Racer, ratio: float) -> None:

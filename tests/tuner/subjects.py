@@ -1,0 +1,110 @@
+"""A model that sleeps, and callbacks that let it sleep less: some harmless, some not."""
+
+import ctypes
+import os
+import signal
+import time
+from typing import Any
+
+import torch
+from lightning.pytorch import Callback, LightningModule, Trainer
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+DELAY = 0.012
+
+
+class Sleeper(LightningModule):
+    """Classifies vectors with a small loss, and sleeps in each step for as long as it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.delay = DELAY
+        self.dtype_used: torch.dtype | None = None
+        self.layers = nn.Sequential(
+            nn.Linear(16, 32), nn.Tanh(), nn.Linear(32, 32), nn.Tanh(), nn.Linear(32, 4)
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        time.sleep(self.delay)
+        enabled = self.dtype_used is not None
+        with torch.autocast("cpu", self.dtype_used or torch.bfloat16, enabled=enabled):
+            outputs = self.layers(batch[0])
+            # So small that its gradients are below what float16 can hold.
+            return 1e-6 * nn.functional.cross_entropy(outputs, batch[1])
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.Adam(self.parameters(), lr=3e-3, eps=1e-20)
+
+
+def batches() -> DataLoader[Any]:
+    """Vectors whose class is a linear function of them."""
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(1024, 16, generator=generator)
+    classes = (inputs @ torch.randn(16, 4, generator=generator)).argmax(1)
+    return DataLoader(TensorDataset(inputs, classes), batch_size=32, shuffle=True)
+
+
+class Faster(Callback):
+    """Takes a share of the sleep."""
+
+    def __init__(self, share: float = 0.25) -> None:
+        self.share = share
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.delay *= self.share  # type: ignore[operator]
+
+
+class Autocast(Faster):
+    """Faster, in a precision of one's choice without any loss scale."""
+
+    def __init__(self, dtype: str = "float16") -> None:
+        super().__init__()
+        self.dtype = dtype
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        pl_module.dtype_used = getattr(torch, self.dtype)
+
+
+class Freezing(Faster):
+    """Faster, and the first layer gets no gradient any more."""
+
+    def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        pl_module.layers[0].weight.grad = None  # type: ignore[index, union-attr]
+
+
+class Stumbling(Faster):
+    """Faster, and steps a tenth as far."""
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        trainer.optimizers[0].param_groups[0]["lr"] *= 0.1
+
+
+class Failing(Callback):
+    """Fails in the fifth batch, in one of several ways."""
+
+    def __init__(self, how: str = "raise") -> None:
+        self.how = how
+
+    def on_train_batch_start(
+        self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        if trainer.global_step != 4:
+            return
+        if self.how == "out of memory":
+            torch.empty(1 << 55, dtype=torch.uint8)
+        elif self.how == "segfault":
+            signal.signal(signal.SIGSEGV, signal.SIG_DFL)
+            ctypes.string_at(0)
+        elif self.how == "hang":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            raise ArithmeticError("planted")
+
+
+def added(name: str, **arguments: Any) -> dict[str, Any]:
+    """Return Trainer arguments with one of these callbacks."""
+    path = f"tests.tuner.subjects.{name}"
+    return {"callbacks": [{"class_path": path, "init_args": arguments}]}

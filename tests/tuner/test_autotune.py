@@ -1,0 +1,175 @@
+"""The tuner on real trainings in processes of their own."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import lightning_opt as lo
+from lightning_opt.tuner.autotune import parse_budget
+from tests.tuner.subjects import added
+
+ROOT = Path(__file__).parents[2]
+MODEL, DATA = "tests.tuner.subjects:Sleeper", "tests.tuner.subjects:batches"
+BASE = {"accelerator": "cpu", "devices": 1}
+
+CANDIDATES: dict[str, Any] = {
+    "less sleep": added("Faster"),
+    "bfloat16": added("Autocast", dtype="bfloat16"),
+    "wrong autocast": added("Autocast", dtype="float16"),
+    "frozen": added("Freezing"),
+    "small steps": added("Stumbling"),
+    "out of memory": added("Failing", how="out of memory"),
+    "segfault": added("Failing", how="segfault"),
+    "raises": added("Failing", how="raise"),
+    "hangs": added("Failing", how="hang"),
+}
+
+
+@pytest.mark.slow
+def test_what_breaks_learning_is_rejected_and_what_fails_is_survived() -> None:
+    candidates = [{name: settings} for name, settings in CANDIDATES.items()]
+    result = lo.autotune(
+        MODEL,
+        DATA,
+        budget="4m",
+        base=BASE,
+        candidates=candidates,
+        timeout=12,
+        parallel=3,
+        progress=False,
+    )
+
+    trials = {trial.name: trial for trial in result.trials}
+    verdicts = {name: trials[name].verdict for name in CANDIDATES}
+    assert verdicts == {
+        "less sleep": "accepted",
+        "bfloat16": "accepted",
+        "wrong autocast": "rejected",
+        "frozen": "rejected",
+        "small steps": "rejected",
+        "out of memory": "out of memory",
+        "segfault": "died",
+        "raises": "error",
+        "hangs": "timeout",
+    }
+    assert trials["less sleep"].difference == 0, "the same seed and batches"
+    assert 0 < abs(trials["bfloat16"].difference or 0) < 0.1 * trials["baseline"].losses[0]
+    assert trials["frozen"].why.startswith("after ")
+    assert "has not changed layers.0.weight" in trials["frozen"].why
+    assert "its loss differs by" in trials["small steps"].why
+    assert "SIGSEGV" in trials["segfault"].why
+    assert "planted" in trials["raises"].why
+    assert "planted" in trials["raises"].details
+    assert "12 s" in trials["hangs"].why
+    assert result.complete
+    assert "less sleep" in result.switches or "bfloat16" in result.switches
+    assert not {"wrong autocast", "frozen", "small steps"} & set(result.switches)
+    explanation = result.explain()
+    for name in ("wrong autocast", "frozen", "small steps"):
+        assert f"Rejected, since it changes the result: {name};" in explanation
+    for kind in ("out of memory", "died", "error", "timeout"):
+        assert f"Failed ({kind})" in explanation
+
+
+def tune(journal: Path) -> lo.TuneResult:
+    own = {f"share {number}": added("Faster", share=number / 10) for number in (9, 8, 3)}
+    return lo.autotune(
+        MODEL, DATA, budget="2m", candidates=[own], base=BASE, journal=journal, parallel=1
+    )
+
+
+def lines_of(journal: Path) -> list[dict[str, Any]]:
+    """Return the records behind the first line, as far as they are whole."""
+    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
+    return [json.loads(line) for line in lines[1:] if line.endswith("\n")]
+
+
+def wait_for(journal: Path, count: int) -> None:
+    deadline = time.monotonic() + 100
+    while len(lines_of(journal)) < count and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+@pytest.mark.slow
+def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    journal = tmp_path / "tune.jsonl"
+    script = f"from tests.tuner.test_autotune import Path, tune; tune(Path({str(journal)!r}))"
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    with subprocess.Popen([sys.executable, "-c", script], env=environment) as process:
+        wait_for(journal, 2)
+        process.kill()
+    killed = lines_of(journal)
+    assert [line["kind"] for line in killed] == ["baseline", "trial"]
+
+    def interrupt() -> None:
+        wait_for(journal, 3)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    capsys.readouterr()
+    usual = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        threading.Thread(target=interrupt, daemon=True).start()
+        with pytest.raises(KeyboardInterrupt):
+            tune(journal)
+    finally:
+        signal.signal(signal.SIGINT, usual)
+    said = capsys.readouterr().err
+    assert "has 2 records; going on from there." in said
+    assert f"Interrupted. The same call goes on from {journal}." in said
+    assert "share 9: accepted" in said
+    assert "from the journal" in said
+
+    result = tune(journal)
+    done = lines_of(journal)
+    assert done[: len(killed)] == killed, "what was there stays as it was"
+    tried = [tuple(line["switches"]) for line in done if line["kind"] == "trial"]
+    assert tried == [("share 9",), ("share 8",), ("share 3",)], "each once"
+    assert result.switches == ("share 3",)
+    assert [trial.switches for trial in result.trials] == [(), *tried]
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("90s", 90), ("10m", 600), (" 1.5 min ", 90), ("1h", 3600), ("45", 45), (12, 12)],
+)
+def test_a_budget_is_seconds_or_a_text(text: str | float, seconds: float) -> None:
+    assert parse_budget(text) == seconds
+
+
+@pytest.mark.parametrize(
+    ("arguments", "match"),
+    [
+        ({"budget": "soon"}, "budget must be seconds or a text such as '90s'"),
+        ({"budget": "0s"}, "budget must be seconds"),
+        ({"budget": -1}, "budget must be a finite number above 0"),
+        ({"objective": "speed"}, "objective must be one of 'throughput', 'memory', 'time_to_loss'"),
+        ({"accept": 0.0}, "accept must be a finite number above 0"),
+        ({"seeds": 1}, "seeds must be a whole number of at least 2"),
+        ({"min_gain": 1.0}, "min_gain must be a number of at least 0 and below 1"),
+        ({"max_slowdown": 0}, "max_slowdown must be"),
+        ({"parallel": 0}, "parallel must be a whole number of at least 1"),
+        ({"timeout": 0}, "timeout must be"),
+    ],
+)
+def test_impossible_arguments_are_refused_before_anything_runs(
+    arguments: dict[str, Any], match: str
+) -> None:
+    with pytest.raises(ValueError, match=match):
+        lo.autotune(MODEL, DATA, **arguments)
+
+
+def test_a_model_instead_of_a_factory_is_refused() -> None:
+    from tests.tuner.subjects import Sleeper
+
+    with pytest.raises(TypeError, match="model must be a function without arguments"):
+        lo.autotune(Sleeper(), DATA)  # type: ignore[arg-type]
