@@ -83,7 +83,7 @@ def variants(half: str) -> list[Variant]:
         return [lo.ActivationCheckpointing("sqrt")]
 
     def diagnostics() -> list[L.Callback]:
-        return [lo.GradientHealth(every_n_steps=10, figure=None)]
+        return [lo.GradientHealth(every_n_steps=5, figure=None)]
 
     return [
         Variant("plain"),
@@ -99,8 +99,8 @@ def train(variant: Variant, data: TensorDataset, warmup: int, seed: int) -> dict
     """Train once over ``data``; return the record, the model, the memory profile and callbacks."""
     L.seed_everything(seed, verbose=False)
     model, record, callbacks = LanguageModel(warmup), Record(), variant.callbacks()
-    # One step in 10 is profiled: too few for the median time to notice.
-    memory = lo.MemoryProfiler(every_n_steps=10, figure=None, file=None)
+    # One batch in 5 is profiled: too few for the median time to notice.
+    memory = lo.MemoryProfiler(every_n_steps=5, figure=None, file=None)
     trainer = quiet_trainer(
         [*callbacks, memory, record],
         max_epochs=1,
@@ -140,7 +140,7 @@ def compare(steps: int, warmup: int, half: str, seed: int) -> tuple[lo.Report, s
         )
         for callback in run["callbacks"]:
             if isinstance(callback, lo.GradientHealth):
-                said = callback.summary()
+                said = str(callback.summary())
     notes = [
         "peak: the highest live memory within a forward and backward pass, beyond what was there "
         "before.",

@@ -31,7 +31,7 @@ import lightning_opt as lo
 from measuring import Record, largest_difference, quiet_trainer, silence_advice
 
 BATCH = 64
-TRAINING = 22 * BATCH  # of 1797 images; the others are for testing
+TRAINING, TESTING = 22 * BATCH, 389  # of 1797 images
 
 
 class RecomputedRotary(nn.Module):
@@ -61,7 +61,7 @@ class Round(nn.Module):
 
     def __init__(self, width: int, heads: int, cached: bool, sdpa: bool) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.sdpa = heads, sdpa
         self.encode = nn.Linear(width, heads * width, bias=False)
         self.gate = nn.Linear(width, width, bias=False)
         self.decode = nn.Linear(heads * width, width, bias=False)
@@ -69,12 +69,13 @@ class Round(nn.Module):
         self.rotary = (
             lo.RotaryEmbedding(width, max_positions=64) if cached else RecomputedRotary(width)
         )
-        self.attend = F.scaled_dot_product_attention if sdpa else attention_by_hand
 
     def forward(self, x: Tensor) -> Tensor:
         codes = F.relu(self.encode(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         turned = self.rotary(codes)  # (batch, heads, places, width)
-        found = self.attend(turned, turned, x[:, None].expand_as(codes))
+        # Looked up at each call, so that AttentionBackend sees it.
+        attend = F.scaled_dot_product_attention if self.sdpa else attention_by_hand
+        found = attend(turned, turned, x[:, None].expand_as(codes))
         gated = codes * F.relu(self.gate(self.found_norm(found)))
         return self.norm(x + self.decode(gated.transpose(1, 2).flatten(2)))
 
@@ -129,7 +130,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
     labels = torch.tensor(data.target)
     return (
         TensorDataset(images[:TRAINING], labels[:TRAINING]),
-        TensorDataset(images[TRAINING:], labels[TRAINING:]),
+        TensorDataset(images[-TESTING:], labels[-TESTING:]),
     )
 
 
@@ -198,8 +199,8 @@ def train(
 ) -> tuple[VisionBDH, Record, list[L.Callback]]:
     """Train for a number of optimizer steps; return the model, the losses and the callbacks."""
     model, record, callbacks = variant.model(seed), Record(), variant.callbacks()
-    if deterministic:
-        callbacks.append(lo.Runtime(deterministic=True))
+    if deterministic:  # first, since ChannelsLast then does not decide by the clock
+        callbacks.insert(0, lo.Runtime(deterministic=True))
     trainer = quiet_trainer(
         [*callbacks, record],
         max_steps=steps,
@@ -265,8 +266,8 @@ def train_and_keep(
         raise SystemExit(f"There is no {last} to resume from: run without --resume first.")
     variant = variants(backend)[-1]
     model, callbacks = variant.model(seed), variant.callbacks()
-    if deterministic:
-        callbacks.append(lo.Runtime(deterministic=True))
+    if deterministic:  # first, since ChannelsLast then does not decide by the clock
+        callbacks.insert(0, lo.Runtime(deterministic=True))
     kept = ModelCheckpoint(folder, save_last=True, save_top_k=0, enable_version_counter=False)
     trainer = quiet_trainer([*callbacks, kept], max_epochs=epochs, enable_checkpointing=True)
     training, test = digits()

@@ -1,0 +1,276 @@
+"""The example systems: original and optimised runs agree, and the optimisations are at work."""
+
+import importlib
+import json
+import math
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+
+# Lightning says it of the GPT, which the demo validates and the other scripts do not.
+pytestmark = pytest.mark.filterwarnings("ignore:.*have no `val_dataloader`")
+
+
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a script, which finds its neighbours as a script does."""
+    monkeypatch.syspath_prepend(EXAMPLES)
+    return importlib.import_module(name)
+
+
+# --- vision ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_vision_runs_agree_and_what_is_switched_on_is_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    vision = load("vision_attention", monkeypatch)
+
+    report = vision.compare(steps=3, seed=0, deterministic=False, backend="aot_eager")
+
+    assert len(report.rows) == 8
+    assert [row["run"] for row in report.rows][::7] == ["original", "all together"]
+    assert all(row["difference"] < 1e-3 for row in report.rows)
+    notes = "\n".join(report.notes)
+    assert "FusedOptimizer: the optimizer is fused." in notes
+    assert "SDPA: backend 'flash' serves." in notes
+    assert "CompileModel: compiled in" in notes
+
+
+def test_cached_and_recomputed_rotary_positions_are_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    vision = load("vision_attention", monkeypatch)
+    codes = torch.randn(2, 4, 64, 32)
+    original, optimised = vision.Round(32, 4, False, False), vision.Round(32, 4, True, True)
+    torch.testing.assert_close(original.rotary(codes), optimised.rotary(codes), atol=1e-5, rtol=0)
+    assert not torch.allclose(original.rotary(codes), codes)
+    optimised.load_state_dict(original.state_dict())
+    x = torch.randn(2, 64, 32)
+    torch.testing.assert_close(original(x), optimised(x), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_resumed_vision_run_ends_with_the_same_bits(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vision = load("vision_attention", monkeypatch)
+    same_weights = load("measuring", monkeypatch).same_weights
+    monkeypatch.setattr(vision, "TRAINING", 8 * vision.BATCH)
+    settings = {"seed": 0, "deterministic": True, "backend": "none"}
+
+    whole = vision.train_and_keep(tmp_path / "whole", 2, resume=False, **settings)
+    half = vision.train_and_keep(tmp_path / "parts", 1, resume=False, **settings)
+    resumed = vision.train_and_keep(tmp_path / "parts", 2, resume=True, **settings)
+
+    assert same_weights(whole, resumed)
+    assert not same_weights(whole, half)
+    assert vision.accuracy(whole, vision.digits()[1]) > 0.5
+    assert not torch.are_deterministic_algorithms_enabled()  # put back
+
+
+def test_resuming_from_nothing_says_what_to_do(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    vision = load("vision_attention", monkeypatch)
+    with pytest.raises(SystemExit, match="run without --resume first"):
+        vision.train_and_keep(tmp_path, 1, 0, False, True, "none")
+
+
+# --- language -------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_language_runs_agree_in_less_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = load("language_model", monkeypatch)
+
+    report, said = language.compare(steps=5, warmup=2, half="bf16", seed=0)
+
+    plain, health, checkpointed, accumulated, mixed, together = report.rows
+    assert plain["last loss"] < math.log(256)
+    assert health["difference"] == checkpointed["difference"] == 0.0
+    assert accumulated["difference"] < 1e-4
+    assert 0.0 < mixed["difference"] < 0.02
+    assert 0.0 < together["difference"] < 0.02
+    assert checkpointed["peak MB"] < 0.5 * plain["peak MB"]
+    assert accumulated["peak MB"] < 0.7 * plain["peak MB"]
+    assert mixed["peak MB"] < 0.8 * plain["peak MB"]
+    assert together["peak MB"] < 0.3 * plain["peak MB"]
+    assert said == "healthy: no issue in 5 steps"
+
+
+def test_the_learning_rate_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    language = load("language_model", monkeypatch)
+    made = language.LanguageModel(warmup=4, lr=1.0).configure_optimizers()
+    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
+    rates = []
+    for _ in range(6):
+        rates.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        scheduler.step()
+    assert rates == pytest.approx([0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0])
+
+
+# --- pairwise distances ---------------------------------------------------------------------------
+
+
+def test_a_distance_is_computed_once_and_training_is_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pairwise = load("pairwise_distance", monkeypatch)
+
+    report = pairwise.compare(samples=9, batch_size=4, epochs=6, seed=0)
+
+    original, cached, first, second = report.rows
+    asked = 6 * 2 * 4  # epochs, batches, pairs
+    assert [row["distances"] for row in report.rows] == [asked] * 4
+    assert original["computed"] == asked
+    assert cached["computed"] == first["computed"] <= 9 * 8 // 2
+    assert second["computed"] == 0  # what the first run has left on the disk
+    assert all(row["same weights"] for row in report.rows)
+
+
+def test_the_distance_is_the_way_of_the_ink(monkeypatch: pytest.MonkeyPatch) -> None:
+    pairwise = load("pairwise_distance", monkeypatch)
+
+    def image(**ink: int) -> bytes:
+        grey = [0] * 64
+        for place, value in ink.items():
+            grey[8 * int(place[1]) + int(place[2])] = value
+        return bytes(grey)
+
+    distance = pairwise.earth_movers_distance
+    assert distance(image(p00=5), image(p34=9)) == pytest.approx(5.0)  # 3 down, 4 to the right
+    # Half of the ink stays, the other goes one pixel: shares count, not amounts.
+    assert distance(image(p11=2, p12=2), image(p11=7, p13=7)) == pytest.approx(0.5)
+    assert distance(image(p11=2, p12=6), image(p11=2, p12=6)) == pytest.approx(0.0)
+
+
+@pytest.mark.parametrize("samples", [8, 9, 10, 11, 12, 2])
+def test_all_batches_are_even(samples: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    pairwise = load("pairwise_distance", monkeypatch)
+    order = torch.utils.data.DistributedSampler(range(samples), num_replicas=1, rank=0)
+    batches = pairwise.EvenBatches(order, 4)
+    drawn = list(batches)
+    assert len(drawn) == len(batches)
+    assert all(len(batch) % 2 == 0 for batch in drawn)
+    # One is left out at most.
+    assert [place for batch in drawn for place in batch] == list(order)[: samples // 2 * 2]
+    with pytest.raises(ValueError, match="batch_size must be even"):
+        pairwise.EvenBatches(order, 5)
+
+
+# --- curvature ------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_a_loop_and_its_trainer_agree_and_curvature_saves_steps(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    curvature = load("curvature", monkeypatch)
+
+    report = curvature.compare(steps=100)
+
+    original, parts, trainer, curved = report.rows
+    assert parts["difference"] < 1e-5
+    assert trainer["difference"] < 1e-5
+    assert curved["steps to the loop's end"] < 0.7 * original["steps to the loop's end"]
+
+
+# --- many machines --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def environment() -> dict[str, str]:
+    """What a process needs that is started as if by hand."""
+    left_out = ("SLURM", "TORCHELASTIC", "MASTER_", "RANK", "LOCAL_", "WORLD_SIZE", "GROUP_")
+    kept = {name: value for name, value in os.environ.items() if not name.startswith(left_out)}
+    paths = [str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return kept | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
+
+
+def free_port() -> int:
+    with socket.socket() as server:
+        server.bind(("127.0.0.1", 0))
+        return int(server.getsockname()[1])
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.timeout(240)
+def test_one_process_and_two_machines_train_alike(
+    tmp_path: Path, environment: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    out = tmp_path / "new" / "table.json"
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
+    torchrun += ["--nproc-per-node", "1", "--master-addr", "127.0.0.1"]
+    torchrun += ["--master-port", str(free_port())]
+    script = [str(EXAMPLES / "many_machines.py"), "--steps", "30", "--out", str(out)]
+    machines = [
+        subprocess.Popen(
+            [*torchrun, "--node-rank", str(rank), *script, "--strategy", "ddp", "ddp_topk"],
+            env=environment,
+            cwd=tmp_path,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        alone = load("many_machines", monkeypatch).train("ddp", 30, 1, 1, False)
+        said = [machine.communicate(timeout=200)[0] for machine in machines]
+    finally:
+        for machine in machines:
+            machine.terminate()  # torchrun then ends its workers
+            machine.wait()
+
+    assert [machine.returncode for machine in machines] == [0, 0], said
+    table = json.loads(out.read_text())
+    assert "machines: 2, processes on each: 1" in table["title"]
+    assert len(set(table["processes"])) == 2
+    dense, topk = table["rows"]
+    assert (dense["strategy"], topk["strategy"]) == ("ddp", "ddp_topk")
+    assert dense["replicas equal"]
+    assert topk["replicas equal"]
+    assert dense["loss"] == pytest.approx(alone["loss"], rel=1e-3)
+    assert topk["loss"] == pytest.approx(alone["loss"], rel=0.3)  # compressed or not, it learns
+    assert alone["loss"] < 0.8 * math.log(256)
+    assert "How gradients are sent" in "".join(said)  # the strategy has measured the network
+
+
+@pytest.mark.parametrize(
+    ("variables", "layout"),
+    [
+        ({}, (1, 3)),
+        ({"TORCHELASTIC_RUN_ID": "none", "WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, (2, 4)),
+        ({"SLURM_JOB_ID": "7", "SLURM_NTASKS": "6", "SLURM_NNODES": "2"}, (2, 3)),
+        ({"SLURM_JOB_ID": "7", "SLURM_NNODES": "2"}, (1, 3)),  # salloc, without srun
+    ],
+)
+def test_the_layout_is_found_in_the_environment(
+    variables: dict[str, str], layout: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    machines = load("many_machines", monkeypatch)
+    for name in list(os.environ):
+        if name.startswith(("SLURM", "TORCHELASTIC", "WORLD_SIZE", "LOCAL_WORLD_SIZE")):
+            monkeypatch.delenv(name)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    assert machines.find_layout(3) == layout
+
+
+def test_strings_go_to_the_trainer_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    machines = load("many_machines", monkeypatch)
+    assert machines.make_strategy("ddp_topk", 2, always=False) == "ddp_topk"
+    assert machines.make_strategy("ddp_topk", 1, always=False) == "auto"
+    always = machines.make_strategy("ddp_int8", 2, always=True)
+    assert always.fallback == "never"
+    assert always.compressor.bits == 8
