@@ -1,0 +1,115 @@
+"""The README's snippets, run as a reader would run them."""
+
+import re
+import shlex
+import subprocess
+import sys
+
+import lightning as L
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from tests.docs.pages import ROOT, blocks_of
+
+TEXT = (ROOT / "README.md").read_text()
+PYTHON = blocks_of(TEXT, "python")
+COMMANDS = [
+    line.partition("#")[0].removeprefix("$ ").strip()
+    for block in blocks_of(TEXT, "console", "bash")
+    for line in block.splitlines()
+    if line.startswith("$ ")
+]
+KNOWN = ("make", "pip", "lightning-opt", "python", "cd", "torchrun")
+
+
+class Regression(L.LightningModule):
+    """The reader's model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1)
+        )
+
+    def training_step(self, batch, batch_idx):
+        return self.layers(batch).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters())
+
+
+@pytest.mark.parametrize("code", PYTHON, ids=range(len(PYTHON)))
+@pytest.mark.filterwarnings("ignore:The number of training batches")
+@pytest.mark.filterwarnings("ignore:.*will duplicate the data")
+def test_python_snippets_run(code, tmp_path, monkeypatch):
+    """With ``model`` and ``data`` as the reader has them, and a Trainer that is quick and quiet."""
+    monkeypatch.chdir(tmp_path)
+    quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
+    trainer = L.Trainer
+
+    def quick(**settings):
+        settings.pop("strategy", None)  # several processes start with a script, not with a snippet
+        return trainer(
+            **{**settings, **quiet, "max_epochs": 1, "limit_train_batches": 4},
+            accelerator="cpu",
+            enable_model_summary=False,
+        )
+
+    monkeypatch.setattr(L, "Trainer", quick)
+    data = DataLoader(torch.randn(64, 8), batch_size=8)
+    names = {"model": Regression(), "data": data, "L": L, "lo": lo, "torch": torch}
+    exec(compile(code, "README.md", "exec"), names)
+
+
+def test_there_are_snippets():
+    assert PYTHON
+    assert any(command.startswith("lightning-opt tune") for command in COMMANDS)
+    assert any(command.startswith("pip install") for command in COMMANDS)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_of_a_kind_that_is_checked(command):
+    assert shlex.split(command)[0] in KNOWN
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
+def test_make_targets_exist(command):
+    targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
+    assert set(shlex.split(command)[1:]) <= set(targets)
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("pip install")])
+def test_extras_that_are_installed_exist(command):
+    extras = set(re.findall(r"\[([\w,]+)\]", command))
+    project = (ROOT / "pyproject.toml").read_text()
+    section = project[project.index("[project.optional-dependencies]") :]
+    known = set(re.findall(r"^(\w+) = \[", section[: section.index("\n[dep")], re.M))
+    assert {name for names in extras for name in names.split(",")} <= known
+
+
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("lightning-opt")])
+def test_commands_of_the_package_parse(command):
+    """All options are known, and what they point to exists; nothing is run."""
+    words = shlex.split(command)[1:]
+    helped = subprocess.run(
+        [sys.executable, "-m", "lightning_opt", words[0], "--help"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=120,
+    )
+    assert helped.returncode == 0, helped.stderr
+    for word in words[1:]:
+        if word.startswith("--"):
+            assert re.search(rf"{re.escape(word.partition('=')[0])}\b", helped.stdout), word
+        if ".py:" in word:
+            file, _, attribute = word.partition(":")
+            assert re.search(rf"^class {attribute}\b", (ROOT / file).read_text(), re.M), word
+
+
+def test_links_to_pages_are_rows_of_what_exists():
+    for name in re.findall(r"docs/features/(\w+)\.md", TEXT):
+        assert (ROOT / f"docs/features/{name}.md").exists()
