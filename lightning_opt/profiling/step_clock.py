@@ -50,6 +50,11 @@ class StepClock:
         """How many phases are open."""
         return len(self._stack)
 
+    @property
+    def elapsed(self) -> float:
+        """Seconds from the start to what was charged last: the sum of all phases."""
+        return self._since - self.started
+
     def enter(self, phase: int, key: Any) -> None:
         """Begin a phase; ``key`` is what :meth:`leave` will be given."""
         now = perf_counter()

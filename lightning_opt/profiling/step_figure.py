@@ -16,7 +16,7 @@ COLOURS = dict(
         NAMES,
         (
             "#c0504d", "#e39a98", "#1f4e79", "#4f81bd", "#1f4e79", "#2e8b57", "#7b3f99", "#b8860b",
-            "#d98c21", "#e6c35c", "#8c8c8c", "#6b8e9e", "#b39ddb", "#bfbfbf",
+            "#d98c21", "#f0b27a", "#e6c35c", "#8c8c8c", "#6b8e9e", "#b39ddb", "#bfbfbf",
         ),
         strict=False,
     )

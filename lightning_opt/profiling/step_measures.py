@@ -161,7 +161,8 @@ class Measures:
             busy, slowest = self.ranks.busy, self.ranks.slowest
             notes.append(
                 f"Slowest rank: {slowest}, busy {1e3 * busy[slowest]:.3g} ms a batch, "
-                f"{1e3 * self.ranks.lag:.3g} ms more than the mean of the others."
+                f"{1e3 * self.ranks.lag:.3g} ms ({100 * self.ranks.lag / busy[slowest]:.1f}%) more "
+                "than the mean of the others."
             )
         if self.clock.device is not None:
             notes.append(

@@ -19,6 +19,7 @@ NAMES = (
     "gradient communication",
     "clipping",
     "optimizer step",
+    "zeroing gradients",
     "LR scheduler",
     "logging",
     "hooks of the module",
@@ -27,12 +28,15 @@ NAMES = (
     "validation",
     "checkpoint",
     "setup",
+    "between epochs",
+    "teardown",
     "profiler",
     "other",
 )
 (
     DATA, TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
-    SCHEDULER, LOGGING, HOOKS, RANKS, LOOP, VALIDATION, CHECKPOINT, SETUP, PROFILER, OTHER,
+    ZEROING, SCHEDULER, LOGGING, HOOKS, RANKS, LOOP, VALIDATION, CHECKPOINT, SETUP, BETWEEN,
+    TEARDOWN, PROFILER, OTHER,
 ) = range(len(NAMES))  # fmt: skip
 
 IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
@@ -41,7 +45,7 @@ IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
 MOST_PHASES = 200
 """So many names are told apart; callbacks, regions and actions beyond those are ``other``."""
 
-NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, PROFILER, OTHER))
+NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, BETWEEN, TEARDOWN, PROFILER, OTHER))
 """Phases whose time is not that of a training step."""
 
 WAITS = frozenset((COMMUNICATION, RANKS))
@@ -49,11 +53,11 @@ WAITS = frozenset((COMMUNICATION, RANKS))
 
 _ON_DEVICE = frozenset(
     (TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
-     HOOKS, VALIDATION)
+     ZEROING, HOOKS, VALIDATION)
 )  # fmt: skip
 _OWN_HOOKS = {
     "optimizer_step": OPTIMIZER,
-    "optimizer_zero_grad": OPTIMIZER,
+    "optimizer_zero_grad": ZEROING,
     "configure_gradient_clipping": CLIPPING,
     "lr_scheduler_step": SCHEDULER,
     "on_before_batch_transfer": TRANSFER,

@@ -21,6 +21,7 @@ from lightning_opt.profiling.step_clock import StepClock
 from lightning_opt.profiling.step_measures import Measures, Ranks, Region, phase_means
 from lightning_opt.profiling.step_phases import (
     BATCH,
+    BETWEEN,
     DATA,
     EPOCH,
     FETCH,
@@ -33,6 +34,7 @@ from lightning_opt.profiling.step_phases import (
     PROFILER,
     SETUP,
     STEP,
+    TEARDOWN,
     TRAIN_END,
     Phases,
 )
@@ -113,6 +115,8 @@ class StepRun:
         if len(self._phase_of) >= MOST_ACTIONS:
             return IGNORED
         phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
+        if phase == DATA and self.clock.depth == 0:  # the first batch of an evaluation
+            self.clock.rest(LOOP)
         return phase
 
     def _begin(self, phase: int, action: str) -> None:
@@ -133,7 +137,7 @@ class StepRun:
         elif phase == EPOCH:
             clock.end_step(trained=False)
             if clock.depth == 0:
-                clock.rest(OTHER)
+                clock.rest(BETWEEN)
             clock.enter(LOOP, action)
             self._epoch_depth = clock.depth
             if self.trainer is not None:
@@ -236,6 +240,8 @@ class StepRun:
 
     def _end_training(self) -> None:
         trainer, measures = self.trainer, self.measures
+        if self.clock.depth == 0:
+            self.clock.rest(TEARDOWN)
         if trainer is None:
             return
         measures.optimizer_steps = trainer.global_step
@@ -282,7 +288,7 @@ class StepRun:
         """End the run and return what it came to. This waits for the device."""
         clock, measures = self.clock, self.measures
         clock.end_step(trained=False)
-        measures.wall = perf_counter() - clock.started
+        measures.wall = clock.elapsed
         self.end_epoch()
         self.trainer = None
         if clock.device is not None:

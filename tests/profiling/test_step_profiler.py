@@ -1,0 +1,789 @@
+"""StepProfiler in real trainings, against timers placed by hand and planted sleeps."""
+
+import contextlib
+import copy
+import io
+import json
+import logging
+import os
+import pickle
+import statistics
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.cli import LightningCLI
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_opt as lo
+from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
+from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
+from tests.helpers.processes import launch
+from tests.helpers.syncs import SyncCounter
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+NAP = 0.02
+"""Seconds of a planted sleep: long against what lies around it."""
+
+
+def profiler(**settings: Any) -> lo.StepProfiler:
+    return lo.StepProfiler(**{"print_table": False, **settings})
+
+
+def fit(
+    profiler: Any, model: LightningModule | None = None, *callbacks: Callback, **settings: Any
+) -> Any:
+    trainer = quiet_trainer(profiler=profiler, callbacks=list(callbacks), **settings)
+    trainer.fit(SmallNet() if model is None else model)
+    return trainer
+
+
+def rows_of(profiler: lo.StepProfiler, stage: str | None = None) -> dict[str, dict[str, Any]]:
+    return {row["phase"]: row for row in profiler.report(stage).rows}
+
+
+# --- the sum ------------------------------------------------------------------------------------
+
+
+class Batches(Dataset[Any]):
+    def __init__(self, inputs: Tensor, count: int) -> None:
+        self.inputs, self.count = inputs, count
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, index: int) -> Tensor:
+        return self.inputs
+
+
+class Model(SmallNet):
+    """A model whose loss is the mean of its outputs' squares."""
+
+    def __init__(self, kind: str, batches: int) -> None:
+        super().__init__(lr=1e-4)
+        self.batches = batches
+        if kind == "mlp":
+            layers = [nn.Linear(512, 512) for _ in range(3)]
+            self.layer, self.inputs = nn.Sequential(*layers), torch.randn(128, 512)
+        elif kind == "convnet":
+            self.layer = nn.Sequential(
+                nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)
+            )
+            self.inputs = torch.randn(8, 3, 32, 32)
+        else:
+            self.layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
+            self.inputs = torch.randn(8, 32, 64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self(batch).square().mean()
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self(batch)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(Batches(self.inputs, self.batches), batch_size=None)
+
+    def val_dataloader(self) -> Any:
+        return DataLoader(Batches(self.inputs, 4), batch_size=None)
+
+
+class Wall(Callback):
+    """A person's watch: from the Trainer's first hook to its last."""
+
+    def setup(self, *args: Any, **kwargs: Any) -> None:
+        self.start = time.perf_counter()
+
+    def teardown(self, *args: Any, **kwargs: Any) -> None:
+        self.seconds = time.perf_counter() - self.start
+
+
+def account_for(kind: str, batches: int, **settings: Any) -> dict[str, Any]:
+    """Return the phases of a fit, and how they compare with the time that it took from outside."""
+    model, watched, wall = Model(kind, batches), profiler(), Wall()
+    trainer = quiet_trainer(
+        profiler=watched, logger=MemoryLogger(), num_sanity_val_steps=2, callbacks=[wall],
+        **settings,
+    )  # fmt: skip
+    start = time.perf_counter()
+    trainer.fit(model)
+    seconds = time.perf_counter() - start
+    measures = watched.measures()
+    assert sum(measures.seconds.values()) == pytest.approx(measures.wall, rel=1e-6)
+    named = sum(s for name, s in measures.seconds.items() if name != "other")
+    return {
+        "of the fit": named / seconds,
+        "of the hooks": named / wall.seconds,
+        "accounted": measures.accounted,
+        "rows": rows_of(watched),
+        "measures": (measures.batches, measures.optimizer_steps),
+        "ranks": None if measures.ranks is None else measures.ranks.busy,
+        "notes": watched.report().notes,
+    }
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("kind", ["mlp", "convnet", "transformer"])
+def test_phases_account_for_the_wall_time(kind, accumulate):
+    found = account_for(kind, 60, accumulate_grad_batches=accumulate, val_check_interval=30)
+    assert found["of the fit"] > 0.97
+    assert found["accounted"] > 0.97
+    assert found["measures"] == (60, 60 // accumulate)
+    rows = found["rows"]
+    # The first batch is that in which FLOPs are counted; with accumulation it does not step.
+    assert rows["backward"]["count"] == rows["forward"]["count"] == 59
+    assert rows["optimizer step"]["count"] == (59 if accumulate == 1 else 20)
+    assert rows["validation"]["count"] == 3  # the sanity check, and two
+    assert rows["logging"]["count"] >= 59
+    assert "gradient communication" not in rows
+    shares = sum(float(row["share"].rstrip("%")) for row in rows.values())
+    assert shares == pytest.approx(100.0, abs=0.1 * len(rows))
+
+
+def account_in_ddp() -> list[dict[str, Any]]:
+    torch.manual_seed(0)
+    return [
+        account_for("mlp", 30, accumulate_grad_batches=accumulate, devices=2, strategy="ddp")
+        for accumulate in (1, 3)
+    ]
+
+
+@pytest.mark.distributed
+def test_phases_account_for_the_wall_time_under_ddp():
+    results = launch(account_in_ddp)
+    for fits in results:
+        # Communication is waited for on the batches that step alone; the first one is counted.
+        for found, steps in zip(fits, (29, 10), strict=True):
+            rows = found["rows"]
+            assert found["of the hooks"] > 0.97
+            assert rows["gradient communication"]["count"] == steps
+            assert rows["optimizer step"]["count"] == steps
+            assert rows["forward"]["count"] == rows["loss"]["count"] == 29
+            assert rows["waiting for ranks"]["count"] >= 29
+            assert len(found["ranks"]) == 2
+            assert any("DDP's own clock" in note for note in found["notes"])
+    for first, second in zip(*results, strict=True):
+        assert first["ranks"] == second["ranks"]
+
+
+# --- timers placed by hand ----------------------------------------------------------------------
+
+
+class Timers:
+    """Seconds by name, as a person would measure them."""
+
+    def __init__(self) -> None:
+        self.all: dict[str, list[float]] = defaultdict(list)
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        start = time.perf_counter()
+        yield
+        self.all[name].append(time.perf_counter() - start)
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        return {name: sum(values) for name, values in self.all.items()}
+
+    def assert_agree(self, profiler: lo.StepProfiler, *names: str) -> None:
+        """Compare the medians of a step, which a pause of a busy machine does not move."""
+        clock = profiler.measures().clock
+        for name in names or self.all:
+            durations = clock.durations[clock.phases.names.index(name)]
+            values, in_a_step = self.all[name], len(self.all[name]) // durations.count
+            sums = [sum(values[i : i + in_a_step]) for i in range(0, len(values), in_a_step)]
+            by_hand = statistics.median_low(sums)
+            assert durations.quantile(0.5) == pytest.approx(by_hand, rel=0.05), name
+
+
+class Napping(nn.Module):
+    """Sleeps in the forward and in the backward pass."""
+
+    def __init__(self, timers: Timers) -> None:
+        super().__init__()
+        self.timers = timers
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.register_hook(self.backward_nap)
+        with self.timers("forward"):
+            time.sleep(NAP)
+            return x * 1
+
+    def backward_nap(self, gradient: Tensor) -> None:
+        with self.timers("backward"):
+            time.sleep(1.5 * NAP)
+
+
+class Napper(SmallNet):
+    """Naps in each phase, and takes the time."""
+
+    def __init__(self, timers: Timers) -> None:
+        super().__init__()
+        self.timers, self.napping = timers, Napping(timers)
+        self.lasts = 1.0  # of the naps
+        self.automatic = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.napping(self.layer(x))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        outputs = self(batch[0])
+        with self.timers("loss"):
+            time.sleep(0.5 * NAP)
+        loss = nn.functional.mse_loss(outputs, batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        with self.timers("validation"):
+            time.sleep(4 * NAP)  # a run of validation has some milliseconds of its own
+
+    def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
+        with self.timers("clipping"):
+            time.sleep(NAP)
+
+    def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
+        if not self.trainer.training:
+            return batch
+        with self.timers("transfer"):
+            time.sleep(NAP)
+        return batch
+
+    def on_train_batch_start(self, *args: Any) -> None:
+        with self.timers("hooks of the module"):
+            time.sleep(NAP)
+
+    def configure_optimizers(self) -> Any:
+        timers = self.timers
+
+        class Slow(torch.optim.SGD):
+            def step(self, closure: Any = None) -> Any:
+                loss = closure()
+                with timers("optimizer step"):
+                    time.sleep(2 * NAP)
+                    super().step()
+                return loss
+
+        return Slow(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        timers, batch = self.timers, (torch.randn(4, 6), torch.randn(4, 1))
+
+        class Slow(Dataset[Any]):
+            def __len__(self) -> int:
+                return 5
+
+            def __getitem__(self, index: int) -> Any:
+                with timers("data wait"):
+                    time.sleep(3 * NAP)
+                return batch
+
+        return DataLoader(Slow(), batch_size=None)
+
+
+class NappingCallback(Callback):
+    def __init__(self, timers: Timers) -> None:
+        self.timers = timers
+
+    def nap(self, *args: Any) -> None:
+        with self.timers("callback NappingCallback"):
+            time.sleep(0.5 * NAP)
+
+    on_after_backward = on_train_batch_end = nap
+
+
+class NappingCheckpoint(Callback):
+    def __init__(self, timers: Timers) -> None:
+        self.timers = timers
+
+    def on_save_checkpoint(self, *args: Any) -> None:
+        with self.timers("checkpoint"):
+            time.sleep(3 * NAP)
+
+
+class NappingLogger(MemoryLogger):
+    def __init__(self, timers: Timers) -> None:
+        super().__init__()
+        self.timers = timers
+
+    def log_metrics(self, *args: Any, **kwargs: Any) -> None:
+        with self.timers("logging"):
+            time.sleep(NAP)
+
+
+def test_phases_agree_with_timers_placed_by_hand(tmp_path):
+    timers = Timers()
+    logger, watched = NappingLogger(timers), profiler(flops=False, log_every_n_steps=0)
+    checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1)
+    callbacks = [NappingCallback(timers), NappingCheckpoint(timers), checkpoint]
+    settings = {"enable_checkpointing": True, "val_check_interval": 1, "limit_val_batches": 1}
+    fit(watched, Napper(timers), *callbacks, logger=logger, **settings)
+    assert len(timers.all) == 12
+    timers.assert_agree(watched)
+
+
+# --- forward and loss ---------------------------------------------------------------------------
+
+
+class WithParts(Napper):
+    """Calls its parts itself, in a list, and a loss that is a module."""
+
+    def __init__(self, timers: Timers) -> None:
+        super().__init__(timers)
+        self.parts = nn.ModuleList([self.layer, self.napping])
+        self.criterion = Criterion(timers)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for part in self.parts:
+            x = part(x)
+        return self.criterion(x, batch[1])
+
+
+class Criterion(nn.Module):
+    def __init__(self, timers: Timers) -> None:
+        super().__init__()
+        self.timers = timers
+
+    def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        with self.timers("loss"):
+            time.sleep(NAP)
+        return nn.functional.mse_loss(outputs, targets)
+
+
+def test_tells_parts_from_losses():
+    timers, watched = Timers(), profiler(flops=False)
+    fit(watched, WithParts(timers), limit_val_batches=0)
+    timers.assert_agree(watched, "forward", "loss")
+
+
+class Inline(SmallNet):
+    """Has no module that it calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = None  # type: ignore[assignment]
+        self.weight = nn.Parameter(torch.ones(6, 1))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return (batch[0] @ self.weight - batch[1]).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        pass
+
+
+def test_says_when_forward_and_loss_cannot_be_told_apart():
+    watched = profiler()
+    fit(watched, Inline())
+    rows = rows_of(watched)
+    assert rows["forward and loss"]["count"] == 11
+    assert not {"forward", "loss"} & set(rows)
+
+    compiled = SmallNet()
+    compiled.layer.compile(backend="eager")
+    watched = profiler()
+    fit(watched, compiled, limit_val_batches=0)
+    rows = rows_of(watched)
+    assert rows["forward and loss"]["count"] == 12
+    assert "forward" not in rows
+    assert any("compiled" in note for note in watched.report().notes)
+
+
+# --- several ranks ------------------------------------------------------------------------------
+
+
+def nap_on_a_rank() -> dict[str, Any]:
+    timers, watched = Timers(), profiler(flops=False)
+    model = SmallNet()
+    if os.environ["RANK"] == "1":
+        model.layer = nn.Sequential(*model.layer, Napping(timers))
+    out = io.StringIO()
+    with contextlib.redirect_stdout(out):
+        watched.print_table = True
+        fit(watched, model, devices=2, strategy="ddp", limit_val_batches=0)
+    ranks = watched.measures().ranks
+    assert ranks is not None
+    return {
+        "slowest": ranks.slowest,
+        "lag": ranks.lag,
+        "seconds": watched.measures().seconds,
+        "naps": dict(timers.seconds),
+        "printed": out.getvalue(),
+    }
+
+
+@pytest.mark.distributed
+def test_names_the_slowest_rank():
+    first, second = launch(nap_on_a_rank)
+    assert first["slowest"] == second["slowest"] == 1
+    assert first["lag"] == pytest.approx(sum(second["naps"].values()) / 12, rel=0.3)
+    # Ranks go in step, so what one is slower, the other waits longer.
+    waited = [
+        found["seconds"]["gradient communication"] + found["seconds"]["waiting for ranks"]
+        for found in (first, second)
+    ]
+    assert waited[0] - waited[1] == pytest.approx(12 * first["lag"], rel=0.15)
+    assert second["seconds"]["forward"] == pytest.approx(second["naps"]["forward"], rel=0.1)
+    assert "Slowest rank: 1" in first["printed"]
+    assert second["printed"] == ""
+
+
+# --- leaves nothing, changes nothing ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("fail_at", [None, 0, 4])
+def test_leaves_nothing_behind(fail_at, tmp_path):
+    def footprints(watched: Any) -> tuple[Any, ...]:
+        model, trainer = SmallNet(fail_at=fail_at), quiet_trainer(profiler=watched, max_epochs=2)
+        try:
+            trainer.fit(model)
+        except ArithmeticError:
+            assert fail_at is not None
+        found = trainer_footprint(trainer)
+        found["trainer"]["attributes"].pop("profiler")
+        assert torch._C._len_torch_dispatch_stack() == 0
+        return model_footprint(model), found, process_footprint()
+
+    footprints(None)  # whatever a first run makes for good
+    assert footprints(profiler(trace=(3, 9), dirpath=tmp_path)) == footprints(None)
+    if fail_at != 4:
+        return
+    with torch.profiler.profile():  # would be refused if the trace were still on
+        pass
+
+
+class Regular(SmallNet):
+    """Draws random numbers and has statistics."""
+
+    def __init__(self) -> None:
+        super().__init__(optimizer="Adam")
+        self.layer = nn.Sequential(
+            nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Dropout(), nn.Linear(8, 1)
+        )
+
+
+def test_changes_nothing():
+    torch.manual_seed(3)
+    model = Regular()
+    twin = copy.deepcopy(model)
+    torch.manual_seed(4)
+    fit(None, model)
+    torch.manual_seed(4)
+    fit(profiler(), twin)
+    assert_same_weights(twin, model)
+
+
+class Copies(Callback):
+    """Copies the module in the middle of an epoch, as averaging callbacks do."""
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        self.copy = copy.deepcopy(pl_module.layer)
+        pickle.dumps(pl_module.layer)
+        self.log = pickle.loads(pickle.dumps(vars(pl_module).get("log")))
+
+
+def test_copies_of_the_module_know_nothing_of_it():
+    copies, model = Copies(), SmallNet()
+    fit(profiler(flops=False), model, copies)
+    assert copies.copy(torch.ones(2, 6)).shape == (2, 1)
+    assert all(hook.__name__ == "_do_nothing" for hook in copies.copy._forward_hooks.values())
+    assert copies.log.__func__ is LightningModule.log
+
+
+def test_reads_nothing_from_the_device_in_a_step():
+    def syncs(watched: Any) -> dict[str, int]:
+        class Counted(SmallNet):
+            def on_train_batch_start(self, *args: Any) -> None:
+                if args[1] == 1:
+                    counter.clear()
+
+            def on_train_batch_end(self, *args: Any) -> None:
+                counted.update(counter.where)
+
+        counted: dict[str, int] = {}
+        with SyncCounter() as counter:
+            fit(watched, Counted())
+        return counted
+
+    assert syncs(profiler(log_every_n_steps=0)) == syncs(None)
+
+
+# --- runs ---------------------------------------------------------------------------------------
+
+
+def test_fits_again_and_evaluates_alone():
+    watched, model = profiler(), SmallNet()
+    trainer = quiet_trainer(profiler=watched, max_epochs=2)
+    trainer.fit(model)
+    first = watched.measures()
+    assert (first.batches, first.samples) == (24, 23 * 4)  # without that of the FLOPs
+    trainer.fit_loop.max_epochs = 3
+    trainer.fit(model)
+    assert watched.measures() is not first
+    assert watched.measures().batches == 12
+    for stage in ("validate", "test", "predict"):
+        getattr(trainer, stage)(model, **({} if stage == "predict" else {"verbose": False}))
+        rows = rows_of(watched, stage)
+        assert {"data wait", "transfer", "forward", "Lightning's loop"} <= set(rows)
+        assert watched.measures(stage).accounted > 0.9
+    assert watched.measures().stage == "fit"
+    assert watched.summary().startswith("StepProfiler: predict")
+
+
+def test_manual_optimization():
+    watched = profiler()
+    fit(watched, AdversarialNet(), limit_val_batches=0)
+    rows = rows_of(watched)
+    for phase in ("forward", "loss", "backward", "optimizer step"):
+        assert rows[phase]["count"] == 11, phase
+
+
+def test_epochs_that_end_early():
+    class Stops(Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> Any:
+            trainer.should_stop = index == 5
+
+    watched = profiler()
+    fit(watched, SmallNet(), Stops(), max_epochs=5)
+    assert watched.measures().batches == 6
+    assert watched.measures().clock.steps.count == 5
+
+
+def test_callbacks_by_name_and_only_those_that_do_something():
+    class Idle(Callback):
+        pass
+
+    watched = profiler()
+    fit(watched, SmallNet(), Copies(), Idle())
+    callbacks = [name for name in rows_of(watched) if name.startswith("callback ")]
+    assert callbacks == ["callback Copies"]
+
+
+def test_actions_of_ones_own():
+    class Profiled(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with self.trainer.profiler.profile("my part"):
+                time.sleep(0.002)
+            return super().training_step(batch, batch_idx)
+
+    watched = profiler(flops=False)
+    fit(watched, Profiled())
+    row = rows_of(watched)["my part"]
+    assert row["count"] == 12
+    assert row["median ms"] >= 2.0
+
+
+# --- regions ------------------------------------------------------------------------------------
+
+
+class WithRegions(SmallNet):
+    """Marks parts of its own, one within another, and one around the forward pass."""
+
+    def __init__(self, profiler: lo.StepProfiler) -> None:
+        super().__init__()
+        self.profiler = profiler
+        self.timers = Timers()
+
+    def forward(self, x: Any) -> Any:
+        with self.profiler.region("outer", bytes=8e6, flops=2e6), self.timers("outer"):
+            time.sleep(NAP)
+            with self.profiler.region("inner"), self.timers("inner"):
+                time.sleep(NAP)
+        return self.layer(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        if batch_idx == 3:
+            with self.profiler.region("all of it"):
+                return super().training_step(batch, batch_idx)
+        return super().training_step(batch, batch_idx)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(list(super().train_dataloader())[:4], batch_size=None)
+
+
+def test_regions():
+    watched = profiler(flops=False)
+    with watched.region("before any run"):
+        pass
+    model = WithRegions(watched)
+    fit(watched, model, limit_val_batches=0)
+    timers, measures, rows = model.timers.seconds, watched.measures(), rows_of(watched)
+    assert measures.seconds["region inner"] == pytest.approx(timers["inner"], rel=0.05)
+    # One within another counts once: what is left is the outer one's own.
+    pairs = zip(model.timers.all["outer"], model.timers.all["inner"], strict=True)
+    own = statistics.median_low(outer - inner for outer, inner in pairs)
+    assert rows["region outer"]["median ms"] == pytest.approx(1e3 * own, rel=0.05)
+    assert rows["forward"]["count"] == 3  # once it was the region's
+    assert rows["region all of it"]["count"] == 1
+    assert set(measures.regions) == {"outer", "inner", "all of it"}
+    outer = measures.regions["outer"]
+    assert (outer.calls, outer.bytes, outer.flops) == (4, 4 * 8e6, 4 * 2e6)
+    assert outer.seconds == pytest.approx(timers["outer"], rel=0.05)
+    rate = 4 * 8e6 / outer.seconds / 1e9
+    assert f"{rate:.4g} GB/s" in "\n".join(watched.report().notes)
+
+
+# --- FLOPs and rates ----------------------------------------------------------------------------
+
+
+def test_flops_throughput_and_mfu():
+    watched = profiler(peak_flops=1e9, tokens=7)
+    model = SmallNet(widths=(5, 5))
+    fit(watched, model)
+    measures = watched.measures()
+    expected = lo.count_flops(model.layer, torch.ones(4, 6))
+    assert measures.flops == expected
+    seconds = measures.clock.steps.total
+    assert measures.samples_per_second == pytest.approx(11 * 4 / seconds)
+    assert measures.tokens_per_second == pytest.approx(7 * 11 * 4 / seconds)
+    assert measures.mfu == pytest.approx(11 * expected.model / seconds / 1e9)
+    assert "MFU" in watched.summary()
+    assert profiler(flops=False).peak_flops is None
+
+
+def test_tokens_by_name():
+    class Named(SmallNet):
+        def train_dataloader(self) -> Any:
+            batches = [{"ids": torch.ones(2, n, dtype=torch.long)} for n in (3, 4, 5)]
+            return DataLoader(batches, batch_size=None)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return self.layer(torch.ones(2, 6)).mean()
+
+    watched = profiler(tokens="ids", flops=False)
+    fit(watched, Named(), limit_val_batches=0)
+    assert (watched.measures().samples, watched.measures().tokens) == (6, 24)
+    with pytest.raises(ValueError, match=r"tokens='words'.*\['ids'\]"):
+        fit(profiler(tokens="words"), Named())
+
+
+def test_an_operator_without_a_count_does_not_stop_the_training(monkeypatch):
+    def fails(*args: Any, **kwargs: Any) -> int:
+        raise AssertionError("odd shapes")
+
+    monkeypatch.setitem(torch.utils.flop_counter.flop_registry, torch.ops.aten.addmm, fails)
+    watched = profiler()
+    fit(watched)
+    assert any("odd shapes" in note for note in watched.report().notes)
+
+
+# --- what comes out -----------------------------------------------------------------------------
+
+
+def test_table_files_and_loggers(tmp_path, capsys):
+    logger = MemoryLogger()
+    watched = lo.StepProfiler(dirpath=tmp_path, filename="steps", log_every_n_steps=5)
+    model = SmallNet()
+    trainer = fit(watched, model, logger=logger)
+    assert capsys.readouterr().out.startswith("StepProfiler: fit")
+    content = json.loads((tmp_path / "steps.json").read_text())
+    assert content["rows"] == watched.report().rows
+    assert (tmp_path / "steps.md").read_text().startswith("**StepProfiler: fit")
+    assert (tmp_path / "steps.png").read_bytes().startswith(b"\x89PNG")
+    # Five batches, five more, and the last one; the first is that of the FLOPs.
+    assert len(logger.series("time/step_ms")) == 3
+    assert [step for step, metrics in logger.records if "time/step_ms" in metrics] == [6, 11, 12]
+    for _, metrics in logger.records:
+        parts = [v for k, v in metrics.items() if k.endswith("_ms") and k != "time/step_ms"]
+        assert sum(parts) == pytest.approx(metrics.get("time/step_ms", 0.0))
+    assert trainer.callback_metrics["time/forward_ms"] > 0
+    trainer.validate(model, verbose=False)
+    assert (tmp_path / "steps_validate.json").exists()
+    with pytest.raises(RuntimeError, match="seen such a run"):
+        watched.report("test")
+
+
+def test_figure_of_a_run():
+    watched = profiler()
+    fit(watched, SmallNet(), Copies())
+    figure = watched.figure()
+    labels = [text.get_text() for text in figure.axes[0].get_legend().get_texts()]
+    assert any(label.startswith("backward ") for label in labels)
+    heights = sum(patch.get_height() for patch in figure.axes[0].patches)
+    assert heights == pytest.approx(1e3 * watched.measures().clock.steps.total)
+    with pytest.raises(RuntimeError, match="give it to a Trainer"):
+        profiler().figure()
+
+
+def test_without_matplotlib_files_are_written_and_it_is_said(tmp_path, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    watched = profiler(dirpath=tmp_path, filename="steps")
+    with caplog.at_level(logging.WARNING):
+        fit(watched)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["steps.json", "steps.md"]
+    assert "lightning-opt[plots]" in caplog.text
+
+
+def test_trace_of_some_batches(tmp_path):
+    class Marked(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            with torch.profiler.record_function(f"batch {batch_idx}"):
+                return super().training_step(batch, batch_idx)
+
+    watched = profiler(dirpath=tmp_path, trace=[3, 5])
+    fit(watched, Marked())
+    events = json.loads((tmp_path / "trace_3_5.json").read_text())["traceEvents"]
+    names = {event["name"] for event in events if event["name"].startswith("batch ")}
+    assert names == {"batch 3", "batch 4", "batch 5"}
+    fit(profiler(dirpath=tmp_path, trace=[10, 99]), Marked())  # the data end before
+    assert (tmp_path / "trace_10_99.json").exists()
+
+
+# --- construction -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"log_every_n_steps": -1}, "log_every_n_steps must be a whole number of at least 0"),
+        ({"log_every_n_steps": 1.5}, "log_every_n_steps must be a whole number"),
+        ({"tokens": 0}, "tokens must be a whole number of at least 1"),
+        ({"peak_flops": 0.0}, "peak_flops must be a finite number above 0"),
+        ({"trace": 3}, "two batch numbers"),
+        ({"trace": [1, 2, 3]}, "two batch numbers"),
+        ({"trace": [1.0, 2.0]}, "two batch numbers"),
+        ({"trace": [5, 3]}, "to a later one"),
+        ({"trace": [-1, 3]}, "at least 0"),
+    ],
+)
+def test_refuses_what_makes_no_sense(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lo.StepProfiler(**settings)
+
+
+def test_a_configuration_file_can_construct_it(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fit"])  # LightningCLI warns of the arguments of pytest
+    # Lightning 2.6 calls jsonargparse 4.53 in a way that is about to go.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    arguments = {"tokens": "ids", "trace": [3, 5], "filename": "steps"}
+    watched = {"class_path": "lightning_opt.StepProfiler", "init_args": arguments}
+    written = tmp_path / "written.yaml"  # JSON is YAML
+    written.write_text(json.dumps({"trainer": {"profiler": watched, "logger": False}}))
+    cli = LightningCLI(
+        SmallNet, run=False, args=["--config", str(written)], seed_everything_default=False
+    )
+    found = cli.trainer.profiler
+    assert type(found) is lo.StepProfiler
+    assert (found.tokens, list(found.trace), found.filename) == ("ids", [3, 5], "steps")
+
+
+def test_pickles_before_and_after_a_run():
+    watched = profiler()
+    for _ in range(2):
+        twin = pickle.loads(pickle.dumps(watched))
+        assert twin.log_every_n_steps == 100
+        fit(watched)
+    fit(twin)
+    assert twin.measures().batches == 12
