@@ -19,15 +19,16 @@ from lightning_opt.cli.parsing import (
     list_of_presets,
     make_parser,
     parse_job,
+    preset_of,
 )
 from lightning_opt.cli.settings import settings_of
 from lightning_opt.profiling.comparing import compare
 from lightning_opt.profiling.comparison import Comparison
 
 DESCRIPTION = """\
-Trains your model under several presets and configurations, each in a process of its own, in turns of
-a few steps, and says which differ in time, memory and loss, with confidence intervals. The first is
-plain Lightning with the --trainer arguments that you give."""
+Trains your model under several presets and configurations, each in a process of its own, in turns
+of a few steps, and says which differ in time, memory and loss, with confidence intervals. The first
+is plain Lightning with the --trainer arguments that you give."""
 
 EXAMPLES = """\
   lightning-opt bench train.py
@@ -110,8 +111,15 @@ def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[
     options = job.options
     default = None if options.against else "basic,advanced"
     found = {"plain": dict(job.trainer)}
-    for name in _names(options.preset or default):
-        found[name] = settings_of(job, name, options.without)
+    presets = _names(options.preset or default)
+    parts = {name: {part.name for part in preset_of(name).parts} for name in presets}
+    for left_out in _names(options.without):
+        if not any(left_out in names for names in parts.values()):
+            known = ", ".join(sorted(set().union(*parts.values())))
+            raise UsageError(f"No preset here has {left_out!r}; they have {known}.")
+    for name in presets:
+        without = [part for part in _names(options.without) if part in parts[name]]
+        found[name] = settings_of(job, name, ",".join(without))
     for path in _names(options.against):
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path}, which --against names.")

@@ -211,13 +211,11 @@ def run(words: Sequence[str]) -> int:
         )
     _Fit(
         args=["fit", *translated],
+        seed_everything_default=0,
         parser_kwargs={
             "prog": "lightning-opt",
-            "fit": {
-                "description": DESCRIPTION,
-                "epilog": EXAMPLES,
-                "formatter_class": HelpFormatter,
-            },
+            "formatter_class": HelpFormatter,  # of the subcommand, too
+            "fit": {"description": DESCRIPTION, "epilog": EXAMPLES},
         },
     )
     return OK

@@ -129,8 +129,7 @@ class Targets:
             return self._only(find_module(value), kind, value)
         if ":" not in value or value.startswith("{"):
             return value  # as LightningCLI takes it: an import path, a name, JSON
-        target = _absolute(value)
-        found = look_up(target)
+        found, target = look_up(value), _absolute(value)
         if not inspect.isclass(found) or not issubclass(found, BASES[kind]):
             if not callable(found):
                 raise UsageError(f"{value} is no class and no function, so it makes no {kind}.")

@@ -1,0 +1,70 @@
+"""What a user of the command has: a model with arguments, data, and functions that make them."""
+
+import lightning as L
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def rows(number: int = 64) -> TensorDataset:
+    generator = torch.Generator().manual_seed(0)
+    inputs = torch.randn(number, 6, generator=generator)
+    return TensorDataset(inputs, inputs.sum(1, keepdim=True))
+
+
+class Small(L.LightningModule):
+    """A small regression.
+
+    Args:
+        width: Of its hidden layer.
+        lr: Learning rate.
+        fail_at: Raise an error in this step.
+    """
+
+    def __init__(self, width: int = 8, lr: float = 0.01, fail_at: int | None = None) -> None:
+        super().__init__()
+        self.save_hyperparameters()
+        self.net = nn.Sequential(nn.Linear(6, width), nn.Tanh(), nn.Linear(width, 1))
+
+    def training_step(self, batch, batch_idx):
+        if self.global_step == self.hparams.fail_at:
+            raise ArithmeticError("planted")
+        inputs, targets = batch
+        return nn.functional.mse_loss(self.net(inputs), targets)
+
+    def configure_optimizers(self):
+        return torch.optim.AdamW(self.parameters(), lr=self.hparams.lr)
+
+
+class SmallData(L.LightningDataModule):
+    """Rows in batches.
+
+    Args:
+        batch_size: Of them.
+    """
+
+    def __init__(self, batch_size: int = 8) -> None:
+        super().__init__()
+        self.batch_size = batch_size
+
+    def train_dataloader(self):
+        return DataLoader(rows(), batch_size=self.batch_size)
+
+
+def make_small() -> Small:
+    return Small(width=4)
+
+
+def make_loader() -> DataLoader:
+    return DataLoader(rows(), batch_size=4)
+
+
+NOT_A_MODEL = 3
+
+
+class Interrupt(L.Callback):
+    """What Ctrl-C does in the third step."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step == 2:
+            raise KeyboardInterrupt

@@ -1,0 +1,456 @@
+"""The command line, called as the console script calls it, on a small project of files."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from lightning.pytorch import Trainer, seed_everything
+from lightning.pytorch.cli import LightningCLI
+
+import lightning_opt as lo
+from lightning_opt.cli import main
+from lightning_opt.cli.fit_command import PresetCLI
+from lightning_opt.cli.targets import Recipe, Targets
+from tests.cli.small_project import Small, SmallData
+from tests.helpers.models import SmallNet
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+PROJECT = Path(__file__).with_name("small_project.py")
+MODULE = "tests.cli.small_project"
+ROOT = Path(__file__).parents[2]
+
+QUIET = [
+    "--trainer.accelerator=cpu",
+    "--trainer.log_every_n_steps=1",
+    "--trainer.devices=1",
+    "--trainer.enable_progress_bar=false",
+    "--trainer.enable_model_summary=false",
+]
+BARE = [*QUIET, "--trainer.logger=false", "--trainer.enable_checkpointing=false"]
+FIT = ["fit", f"{PROJECT}:Small", "--data", f"{PROJECT}:SmallData"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
+
+
+@pytest.fixture(autouse=True)
+def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
+    """In an empty folder, with what a command leaves in the process put back."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.argv", ["lightning-opt"])
+    modules, before = set(sys.modules), {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED",)}
+    handler = signal.getsignal(signal.SIGINT)
+    path = list(sys.path)
+    yield
+    sys.path[:] = path
+    signal.signal(signal.SIGINT, handler)
+    for name in set(sys.modules) - modules:
+        if name.startswith(("small_project", "_small_project", "user_")):
+            del sys.modules[name]
+    for name in [name for name in os.environ if name.startswith("PL_")]:
+        if before.get(name) is None:
+            del os.environ[name]
+
+
+def fails(arguments: list[str], capsys: Any) -> tuple[int, str]:
+    """Return exit code and what was said on standard error, which is no traceback."""
+    path = list(sys.path)
+    code = main(arguments)
+    assert sys.path == path
+    said = capsys.readouterr().err
+    assert "Traceback" not in said
+    assert "error: " in said
+    return code, said
+
+
+# --- help and mistakes ----------------------------------------------------------------------------
+
+
+def test_without_anything_it_says_what_there_is(capsys):
+    assert main([]) == 2
+    text = capsys.readouterr().out
+    for command in ("fit", "presets", "tune", "bench", "profile", "doctor"):
+        assert f"\n  {command} " in text
+    assert main(["--help"]) == 0
+    assert main(["--version"]) == 0
+    assert lo.__version__ in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("command", ["fit", "presets", "tune", "bench", "profile", "doctor"])
+def test_help_teaches(command, capsys):
+    assert main([command, "--help"]) == 0
+    text = capsys.readouterr().out
+    assert "\nexamples:\n" in text
+    assert f"  lightning-opt {command} " in text
+    if command != "fit":  # where the Trainer's many arguments would bury the command's own
+        assert "--trainer.max_epochs" not in text
+        assert len(text.splitlines()) < 80
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (["tun"], "There is no command 'tun'; there are fit, presets"),
+        (["presets", "advancd"], "There is no preset 'advancd'; did you mean 'advanced'?"),
+        (["presets", "basic", "--without", "Clipping"], "has no 'Clipping'"),
+        (["bench"], "bench needs a model"),
+        (["tune", "no_such_module:Model"], "There is no module 'no_such_module' here"),
+        (["tune", "no_such_file.py:Model"], "There is no file no_such_file.py"),
+        (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
+        (["tune", "PROJECT:NOT_A_MODEL"], "is no class and no function"),
+        (["tune", "PROJECT:Small", "--budget", "soon"], "soon"),
+        (["bench", "PROJECT:Small", "--preset", "none"], "There is no preset 'none'"),
+        (["bench", "PROJECT:Small", "--without", "Nothing"], "No preset here has 'Nothing'"),
+        (["bench", "PROJECT:Small", "--against", "no.yaml"], "There is no file no.yaml"),
+        (["profile", "PROJECT:Small", "--trainer.max_steps=3"], "--steps says how many"),
+        (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),
+        (["fit", "PROJECT:Small", "--model.widht", "3"], "widht"),
+        (["fit", "PROJECT:Small", "--preset", "none", *BARE], "There is no preset 'none'"),
+        (["profile", "PROJECT:Small", "--steps", "0"], "steps"),
+        (["fit", "--model"], "--model must be followed by"),
+    ],
+    ids=lambda value: " ".join(value[:6]) if isinstance(value, list) else "",
+)
+def test_mistakes_are_sentences_and_exit_with_2(arguments, sentence, capsys):
+    words = [word.replace("PROJECT", str(PROJECT)) for word in arguments]
+    code, said = fails(words, capsys)
+    assert code == 2
+    assert sentence in said
+
+
+def test_files_that_cannot_be_imported(capsys, tmp_path):
+    (tmp_path / "user_broken.py").write_text("import no_such_thing\n")
+    assert "No module named 'no_such_thing'" in fails(["tune", "user_broken.py:Model"], capsys)[1]
+    (tmp_path / "user_wrong.py").write_text("1 / 0\n")
+    code, said = fails(["tune", "user_wrong.py"], capsys)
+    assert code == 1
+    assert "ZeroDivisionError" in said
+    (tmp_path / "user_empty.py").write_text("")
+    assert "has no LightningModule" in fails(["tune", "user_empty.py"], capsys)[1]
+    two = "from lightning import LightningModule as M\nclass A(M): ...\nclass B(M): ...\n"
+    (tmp_path / "user_two.py").write_text(two)
+    assert "user_two.py:A, user_two.py:B" in fails(["tune", "user_two.py"], capsys)[1]
+
+
+def test_without_the_extra(capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "jsonargparse", None)
+    code, said = fails(["presets"], capsys)
+    assert code == 3
+    assert "pip install 'lightning-opt[cli]'" in said
+
+
+def test_a_training_that_fails(capsys):
+    code, said = fails([*FIT, "--model.fail_at=2", "--trainer.max_steps=4", *BARE], capsys)
+    assert code == 1
+    assert "ArithmeticError: planted" in said
+    assert "--debug" in said
+    assert main(["--debug", *FIT, "--model.fail_at=2", "--trainer.max_steps=4", *BARE]) == 1
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_a_training_that_is_interrupted(capsys):
+    stop = f"--trainer.callbacks={MODULE}.Interrupt"
+    assert main([*FIT, stop, "--trainer.max_steps=4", *BARE]) == 130
+    assert "Interrupted." in capsys.readouterr().err
+
+
+# --- targets --------------------------------------------------------------------------------------
+
+
+def test_targets():
+    assert Targets().translate(["a.yaml", "--x"]) == ["--config", "a.yaml", "--x"]
+    assert Targets().translate(["pkg.Model"]) == ["--model", "pkg.Model"]
+    assert Targets().translate([f"{MODULE}:Small", f"--data={MODULE}:SmallData"]) == [
+        "--model", f"{MODULE}.Small", "--data", f"{MODULE}.SmallData",
+    ]  # fmt: skip
+    alone = Targets().translate([str(PROJECT), "--trainer.max_steps", "3"])
+    assert [word.rpartition(".")[2] for word in alone] == [
+        "--model", "Small", "max_steps", "3", "--data", "SmallData",
+    ]  # fmt: skip
+
+
+def test_recipes_make_what_the_command_line_says():
+    targets = Targets()
+    targets.translate([f"{PROJECT}:Small"])
+    model = targets.recipe(
+        "model",
+        {"class_path": "small_project.Small", "init_args": {"width": 3}},
+        optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.5}},
+        scheduler={"class_path": "torch.optim.lr_scheduler.StepLR", "init_args": {"step_size": 1}},
+    )()
+    assert model.net[0].out_features == 3
+    ((optimizer,), (scheduler,)) = model.configure_optimizers()
+    assert isinstance(optimizer, torch.optim.SGD)
+    assert scheduler.step_size == 1
+    assert len(Recipe(f"{MODULE}:make_loader")().dataset) == 64
+
+
+# --- presets and fit ------------------------------------------------------------------------------
+
+
+def test_presets_are_listed_and_described(capsys):
+    assert main(["presets", "--json"]) == 0
+    rows = json.loads(capsys.readouterr().out)["rows"]
+    assert [row["preset"] for row in rows][:3] == ["basic", "advanced", "ultra"]
+    assert main(["presets", "ultra", "--json", "--trainer.strategy=fsdp"]) == 0
+    found = {row["part"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    assert "FSDP" in found["MicroBatching"]["costs, or why not"]
+
+
+def plain_cli(arguments: list[str], **settings: Any) -> LightningCLI:
+    return LightningCLI(
+        args=arguments, save_config_callback=None, seed_everything_default=0, **settings
+    )
+
+
+@pytest.fixture
+def _quiet_jsonargparse(monkeypatch) -> None:
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+
+
+@pytest.mark.usefixtures("_quiet_jsonargparse")
+def test_a_preset_as_yaml_runs_under_plain_lightning_cli(capsys, tmp_path):
+    written = ["presets", "--yaml", "ultra", "--without", "CompileModel"]
+    assert main([*written, "--trainer.max_epochs=1", *BARE]) == 0
+    file = tmp_path / "trainer.yaml"
+    file.write_text(capsys.readouterr().out)
+    model = [f"--model={MODULE}.Small", f"--data={MODULE}.SmallData"]
+    cli = plain_cli(["fit", "--config", str(file), *model])
+    names = [type(callback).__name__ for callback in cli.trainer.callbacks]
+    expected = lo.preset("ultra", CompileModel=None).trainer_kwargs(accelerator="cpu")["callbacks"]
+    assert names[: len(expected)] == [type(callback).__name__ for callback in expected]
+    assert cli.trainer.global_step == 8
+
+
+def weights_in(folder: Path) -> dict[str, torch.Tensor]:
+    (file,) = folder.rglob("*.ckpt")
+    return torch.load(file, weights_only=True)["state_dict"]
+
+
+@pytest.mark.usefixtures("_quiet_jsonargparse")
+def test_fit_is_the_same_training_as_in_python(tmp_path):
+    arguments = ["--preset=basic", "--without=MemoryCleanup", "--model.width=5", *QUIET]
+    own = ["--trainer.callbacks=lightning_opt.AdaptiveClipping", "--trainer.callbacks.rule=zclip"]
+    short = ["--precision=64-true", "--deterministic", "--seed_everything=3"]
+    assert main([*FIT, *arguments, *own, *short, "--trainer.max_epochs=1"]) == 0
+
+    seed_everything(3, workers=True, verbose=False)
+    model, data = Small(width=5), SmallData()
+    preset = lo.preset("basic", MemoryCleanup=None, precision="64-true", deterministic=True)
+    more = {"callbacks": [lo.AdaptiveClipping("zclip")], "max_epochs": 1, "logger": False}
+    try:
+        quiet_trainer(**preset.trainer_kwargs(**more)).fit(model, datamodule=data)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    found = weights_in(tmp_path)
+    assert found.keys() == model.state_dict().keys()
+    assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
+
+    # What is saved has the preset written out, and any LightningCLI reads it.
+    (saved,) = tmp_path.rglob("config.yaml")
+    content = yaml.safe_load(saved.read_text())
+    callbacks = [entry["class_path"] for entry in content["trainer"]["callbacks"]]
+    assert callbacks == [
+        f"lightning_opt.{name}"
+        for name in ("GradientHealth", "NonFiniteGuard", "AdaptiveClipping", "PerformanceMonitor")
+    ]
+    assert content["trainer"]["callbacks"][2]["init_args"]["rule"] == "zclip"
+    assert content["trainer"]["precision"] == "64-true"
+    assert not {"preset", "without", "precision"} & content.keys()
+    content["model"]["class_path"] = f"{MODULE}.Small"
+    content["data"]["class_path"] = f"{MODULE}.SmallData"
+    del content["ckpt_path"]
+    again = tmp_path / "again.yaml"
+    again.write_text(yaml.safe_dump(content))
+    cli = plain_cli(["fit", "--config", str(again), "--trainer.logger=false"])
+    torch.use_deterministic_algorithms(False)
+    assert all(torch.equal(found[name], v) for name, v in cli.model.state_dict().items())
+
+
+@pytest.mark.filterwarnings("ignore:The dirpath has changed")
+def test_fit_resumes(tmp_path):
+    once, first, resumed = tmp_path / "once", tmp_path / "first", tmp_path / "resumed"
+    start = [*FIT, "--preset=basic", *QUIET]
+    assert main([*start, "--trainer.max_epochs=2", f"--trainer.default_root_dir={once}"]) == 0
+    assert main([*start, "--trainer.max_epochs=1", f"--trainer.default_root_dir={first}"]) == 0
+    (checkpoint,) = first.rglob("*.ckpt")
+    more = ["--trainer.max_epochs=2", f"--trainer.default_root_dir={resumed}"]
+    assert main([*start, *more, f"--ckpt_path={checkpoint}"]) == 0
+    expected, found = weights_in(once), weights_in(resumed)
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_preset_in_a_configuration_file(tmp_path, capsys):
+    file = tmp_path / "user.yaml"
+    content = {
+        "preset": "basic",
+        "deterministic": False,
+        "model": {"class_path": f"{MODULE}.Small", "init_args": {"width": 3}},
+        "data": {"class_path": f"{MODULE}.SmallData"},
+        "trainer": {"max_steps": 2, "strategy": "auto"},
+    }
+    file.write_text(yaml.safe_dump(content))
+    assert main(["fit", str(file), *BARE]) == 0
+    assert main(["fit", str(file), "--print_config"]) == 0
+    assert "preset: basic" in capsys.readouterr().out
+    code, said = fails(
+        ["fit", str(file), "--precision=64-true", "--trainer.precision=32-true", *BARE], capsys
+    )
+    assert (code, "differ; give one of them" in said) == (2, True)
+
+
+@pytest.mark.usefixtures("_quiet_jsonargparse")
+def test_in_a_script_of_ones_own():
+    """Callbacks that the script brings stand for the preset's, and are there once."""
+    mine = lo.AdaptiveClipping("zclip")
+    cli = PresetCLI(
+        Small,
+        SmallData,
+        args=["fit", "--preset=basic", "--trainer.max_steps=1", *BARE],
+        trainer_defaults={"callbacks": [mine], "gradient_clip_val": None},
+        save_config_callback=None,
+        seed_everything_default=0,
+    )
+    found = [c for c in cli.trainer.callbacks if isinstance(c, lo.AdaptiveClipping)]
+    assert found == [mine]
+    assert any(isinstance(callback, lo.NonFiniteGuard) for callback in cli.trainer.callbacks)
+
+
+# --- a whole configuration under plain LightningCLI -----------------------------------------------
+
+WHOLE = {
+    "seed_everything": 0,
+    "model": {"class_path": f"{MODULE}.Small", "init_args": {"width": 16}},
+    "data": {"class_path": f"{MODULE}.SmallData", "init_args": {"batch_size": 2}},
+    "trainer": {
+        "accelerator": "cpu",
+        "devices": 2,
+        "strategy": "ddp_topk",
+        "max_epochs": 1,
+        "logger": False,
+        "enable_checkpointing": False,
+        "enable_progress_bar": False,
+        "enable_model_summary": False,
+        "profiler": {
+            "class_path": "lightning_opt.StepProfiler",
+            "init_args": {"log_every_n_steps": 0, "print_table": False},
+        },
+        "callbacks": [
+            {"class_path": "lightning_opt.GradientHealth", "init_args": {"figure": None}},
+            {"class_path": "lightning_opt.NonFiniteGuard", "init_args": {"spike": 6.0}},
+            {
+                "class_path": "lightning_opt.AdaptiveClipping",
+                "init_args": {"rule": {"class_path": "lightning_opt.ZClip"}},
+            },
+            {"class_path": "lightning_opt.MicroBatching", "init_args": {"size": 1}},
+        ],
+    },
+}
+
+
+def under_plain_lightning_cli(file: str) -> tuple[Any, ...]:
+    os.environ["JSONARGPARSE_DEPRECATION_WARNINGS"] = "off"
+    sys.argv = ["fit"]
+    cli = LightningCLI(args=["fit", "--config", file], save_config_callback=None)
+    trainer: Trainer = cli.trainer
+    state = {name: value.clone() for name, value in cli.model.state_dict().items()}
+    return (
+        type(trainer.strategy).__name__,
+        trainer.global_step,
+        [row["phase"] for row in trainer.profiler.report().rows],
+        state,
+    )
+
+
+@pytest.mark.distributed
+def test_a_whole_configuration_runs_on_two_processes_under_plain_lightning_cli(tmp_path):
+    file = tmp_path / "whole.yaml"
+    file.write_text(yaml.safe_dump(WHOLE))
+    first, second = launch(under_plain_lightning_cli, str(file))
+    assert first[:2] == second[:2] == ("CompressedDDPStrategy", 16)
+    assert "backward" in first[2]
+    assert all(torch.equal(first[3][name], value) for name, value in second[3].items())
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_command_starts_the_processes_of_ddp(tmp_path):
+    """Lightning starts the command anew for the second process."""
+    words = [f"{PROJECT}", "--preset=basic", "--trainer.strategy=ddp_topk", "--trainer.devices=2"]
+    quiet = [word for word in QUIET if "devices" not in word]
+    command = [sys.executable, "-m", "lightning_opt", "fit", *words, *quiet]
+    done = subprocess.run(  # noqa: PLW1510 - looked at below
+        [*command, "--trainer.max_steps=2"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=200,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "MEMBER: 2/2" in done.stderr
+    assert weights_in(tmp_path)
+
+
+# --- commands that measure ------------------------------------------------------------------------
+
+
+def test_profile(capsys, tmp_path):
+    words = ["profile", f"{PROJECT}:make_small", "--data", f"{PROJECT}:make_loader"]
+    assert main([*words, "--steps=6", "--json", "--out=there", "--preset=basic", *QUIET]) == 0
+    text = capsys.readouterr().out
+    report = json.JSONDecoder().raw_decode(text[text.index("{") :])[0]
+    phases = {row["phase"] for row in report["rows"]}
+    assert {"forward", "backward", "callback GradientHealth"} <= phases
+    assert (tmp_path / "there" / "profile.json").exists()
+
+
+def test_doctor(capsys):
+    words = ["doctor", str(PROJECT), "--model.width=4", "--steps=20", "--json", *QUIET]
+    assert main(words) == 0
+    text = capsys.readouterr().out
+    found = {row["topic"]: row for row in json.loads(text[text.index("{") :])["rows"]}
+    assert found["gradients"]["verdict"] == "ok"
+    assert found["optimizer"]["verdict"] == "look"  # AdamW could be fused
+    assert "checkpoints" not in found  # a short training has none, which says nothing of the job
+    assert main([*words, "--strict"]) == 1
+
+
+def test_a_model_that_brings_its_own_data(capsys):
+    path = f"{SmallNet.__module__}:SmallNet"
+    assert main(["profile", path, "--model.lr=0.01", "--steps=2", *QUIET]) == 0
+    assert "backward" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_bench(capsys, tmp_path):
+    config = tmp_path / "other.yaml"
+    config.write_text(yaml.safe_dump({"trainer": {"accumulate_grad_batches": 2}}))
+    words = ["bench", str(PROJECT), "--preset=basic", f"--against={config}", "--out=there"]
+    few = ["--starts=1", "--rounds=2", "--steps=4", "--seconds=20"]
+    assert main([*words, *few, "--json", *BARE]) == 0
+    text = capsys.readouterr().out
+    json.JSONDecoder().raw_decode(text[text.index("{") :])
+    table = (tmp_path / "there" / "bench.md").read_text()
+    for name in ("plain", "basic", str(config)):
+        assert f"| {name} |" in table
+
+
+@pytest.mark.slow
+def test_tune(capsys, tmp_path):
+    words = ["tune", str(PROJECT), "--candidates=fused optimizer", "--budget=60s", "--seeds=2"]
+    assert main([*words, "--quiet", "--trainer.accumulate_grad_batches=2", *BARE]) == 0
+    assert "fused optimizer" in capsys.readouterr().out
+    result = json.loads((tmp_path / "tuned" / "result.json").read_text())
+    assert result["settings"]["accumulate_grad_batches"] == 2
+    # The answer is a configuration for the next command.
+    answer = tmp_path / "tuned" / "trainer.yaml"
+    assert main([*FIT, f"--config={answer}", "--trainer.max_steps=1", *QUIET]) == 0
