@@ -28,6 +28,7 @@ from lightning_opt.core.compiling import CLOCK
 from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
+from lightning_opt.core.verdicts import Verdict
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -382,6 +383,19 @@ class CompileModel(Callback):
             if why
         ]
         return Report(self._report.title, rows, notes)
+
+    def diagnose(self) -> list[Verdict]:
+        """Return whether the regions ran compiled."""
+        rows = self.report().rows
+        if not rows:
+            return []
+        plain = [row["region"] for row in rows if row["mode"] == EAGER]
+        if plain:
+            finding = f"{len(plain)} of {len(rows)} regions run uncompiled: {', '.join(plain[:3])}."
+            advice = "Look at CompileModel's report(), whose notes say why."
+            return [Verdict("compilation", "look", finding, advice)]
+        finding = f"{len(rows)} regions ran compiled."
+        return [Verdict("compilation", "ok", finding)]
 
     def report(self) -> Report:
         """Return one row a region: its mode, the seconds and graphs it took; reasons as notes."""

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_opt.compute.fusing import Switch, choose_implementation
 from lightning_opt.core.report import Report
+from lightning_opt.core.verdicts import Verdict
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -110,6 +111,17 @@ class FusedOptimizer(Callback):
                         f"{obstacle}. Training goes on as without it."
                     )
                 return
+
+    def diagnose(self) -> list[Verdict]:
+        """Return what the optimizers ran on, which the Trainer's no longer show after ``fit``."""
+        if not self._rows:
+            return []
+        finding = "; ".join(
+            f"{row['class']} ran {row['implementation']}"
+            + (f" ({row['reason']})" if row["reason"] else "")
+            for row in self._rows
+        )
+        return [Verdict("optimizer", "ok", f"{finding}.")]
 
     def report(self) -> Report:
         """Return what each optimizer runs on, and why nothing faster."""

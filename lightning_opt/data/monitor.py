@@ -18,6 +18,7 @@ from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -144,6 +145,18 @@ class DataMonitor(Callback):
                 "Training waits for data %.0f%% of the time (step %d). %s",
                 100 * share, trainer.global_step, advice(trainer.train_dataloader, trainer),
             )  # fmt: skip
+
+    def diagnose(self) -> list[Verdict]:
+        """Return whether training has waited for data."""
+        share = self.wait_fraction
+        if share is None:
+            finding = f"DataMonitor has seen {self._batches} batches, too few for a report."
+            return [Verdict("data", "unknown", finding, "Train longer, or report more often.")]
+        finding = f"It waits for data {share:.0%} of the time."
+        if share <= self.threshold:
+            return [Verdict("data", "ok", finding)]
+        advice = "Add DataPipelineTuner(), which measures how many workers the loader should have."
+        return [Verdict("data", "look", finding, advice)]
 
     def report(self) -> Report:
         """Return the shares of the last run."""

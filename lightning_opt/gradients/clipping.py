@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
 from lightning_opt.gradients.access import GradientAccess
 from lightning_opt.gradients.clipper import ClipTally, resolve_rule
 from lightning_opt.gradients.rules import ClippingRule
@@ -21,6 +22,9 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 LOGGED = ("norm", "threshold", "coefficient", "fraction", "nonfinite")
+
+OFTEN = 0.3
+"""Share of clipped steps, tensors or units above which clipping is no exception any more."""
 
 
 class AdaptiveClipping(Callback):
@@ -115,6 +119,18 @@ class AdaptiveClipping(Callback):
             prefix = "clip/" if len(trainer.optimizers) == 1 else f"clip/{index}/"
             values = tally.read()
             log_scalars(trainer, {prefix + key: values[key] for key in LOGGED if key in values})
+
+    def diagnose(self) -> list[Verdict]:
+        """Return how much is clipped."""
+        shares = [tally.read()["fraction"] for tally in self._tallies.values() if tally.last]
+        if not shares:
+            finding = "AdaptiveClipping has seen no step yet."
+            return [Verdict("clipping", "unknown", finding, "Train on: it counts each step.")]
+        finding = f"It clips {max(shares):.1%} of the time."
+        if max(shares) <= OFTEN:
+            return [Verdict("clipping", "ok", finding)]
+        advice = "What is clipped so often sets the step: raise the bound, or use rule='robust'."
+        return [Verdict("clipping", "look", finding, advice)]
 
     def report(self) -> Report:
         """Return one row an optimizer: steps seen, share clipped, the latest norm and threshold."""

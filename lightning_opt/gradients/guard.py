@@ -18,6 +18,7 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.core.verdicts import Verdict
 from lightning_opt.gradients.access import (
     GradientAccess,
     loss_of_step,
@@ -359,6 +360,22 @@ class NonFiniteGuard(Callback):
         """Return all parameters, as the optimizers hold them, and all buffers, by name."""
         parameters = {name: parameter for parameter, name in self._access.names.items()}
         return {**parameters, **dict(pl_module.named_buffers())}
+
+    def diagnose(self) -> list[Verdict]:
+        """Return whether steps were left out."""
+        if not self._steps:
+            finding = "NonFiniteGuard has seen no step yet."
+            return [Verdict("stability", "unknown", finding, "Ask again after fit.")]
+        if not self.events:
+            finding = f"NonFiniteGuard has found nothing in {self._steps} steps."
+            return [Verdict("stability", "ok", finding)]
+        newest = self.events[-1]
+        finding = (
+            f"NonFiniteGuard met {self._log.count} faults in {self._steps} steps, the newest "
+            f"{newest['kind']} at step {newest['step']}."
+        )
+        advice = "Look at its report(): batches, ranks and parameters are named there."
+        return [Verdict("stability", "look", finding, advice)]
 
     def report(self) -> Report:
         """Return the newest events, one a row, with the counts of the run below."""

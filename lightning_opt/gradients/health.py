@@ -17,6 +17,7 @@ from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.loggers import log_scalars, save_figure
 from lightning_opt.core.norms import GradientStep, parameters_of
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
 from lightning_opt.gradients.access import GradientAccess, loss_scale
 from lightning_opt.gradients.activations import ActivationWatch
 from lightning_opt.gradients.forward_order import ForwardOrder
@@ -295,6 +296,16 @@ class GradientHealth(Callback):
         places = self._places()
         names = sorted(merged, key=lambda name: places.get(name, len(places)))
         return [LayerVitals(name, merged[name]) for name in names]
+
+    def diagnose(self) -> list[Verdict]:
+        """Return the worst of what was found."""
+        summary, issues = self.summary(), self.issues
+        if issues:
+            return [Verdict("gradients", "look", f"{issues[0]}", issues[0].advice)]
+        if not any(record.reported_step for record in self._records.values()):
+            finding = "GradientHealth has made no report yet."
+            return [Verdict("gradients", "unknown", finding, "Train longer, or report more often.")]
+        return [Verdict("gradients", "ok", f"{summary.sentence.capitalize()}.")]
 
     def report(self, top: int | None = 10, by: str = "layer") -> HealthReport:
         """Return what was found, with a table of the worst layers, as of the last report.

@@ -18,8 +18,9 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.memory import MemoryLimits
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
 from lightning_opt.memory.census import Census, take_census
-from lightning_opt.memory.leak_signals import Growth, Signals, read_signals
+from lightning_opt.memory.leak_signals import SAMPLES, Growth, Signals, read_signals
 from lightning_opt.memory.search import find_suspects
 from lightning_opt.memory.suspects import WRONG_AT_ONCE, Suspect
 from lightning_opt.memory.walking import Root
@@ -277,6 +278,20 @@ class LeakDetector(Callback):
             for name in names
             if name in sys.modules and not name.startswith(("lightning.", "lightning_opt."))
         ]
+
+    def diagnose(self) -> list[Verdict]:
+        """Return whether memory has grown, and who holds it."""
+        if self._suspects:
+            first = max(self._suspects, key=lambda suspect: suspect.kb_per_step)
+            advice = first.advice[0].upper() + first.advice[1:] + "."
+            return [Verdict("leaks", "look", str(first), advice)]
+        taken = self._signals["train"].taken
+        if taken < SAMPLES:
+            finding = f"LeakDetector has taken {taken} samples, and needs {SAMPLES} for a trend."
+            return [
+                Verdict("leaks", "unknown", finding, "Train longer, or with fewer warmup_steps.")
+            ]
+        return [Verdict("leaks", "ok", f"Nothing has grown steadily in {self._steps} batches.")]
 
     def report(self) -> Report:
         """Return the suspects, one a row."""

@@ -21,6 +21,7 @@ from lightning_opt.core.loggers import log_scalars, save_figure
 from lightning_opt.core.memory import MB, live_bytes, live_source, resident_memory
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
 from lightning_opt.memory.autopsy import perform_autopsy
 from lightning_opt.memory.pauses import PauseWatch
 from lightning_opt.memory.phases import Holdings, PeakMeter
@@ -340,6 +341,16 @@ class MemoryProfiler(Callback):
     def peaks(self) -> dict[str, int]:
         """The largest peak of each phase, in bytes."""
         return {phase: max(peaks) for phase, peaks in self.profile.peaks.items()}
+
+    def diagnose(self) -> list[Verdict]:
+        """Return where the peak of memory was."""
+        peaks = self.peaks
+        if not peaks:
+            finding = "MemoryProfiler has not profiled a step yet."
+            return [Verdict("memory", "unknown", finding, "Train longer, or profile more often.")]
+        phase = max(peaks, key=peaks.__getitem__)
+        finding = f"The peak is {peaks[phase] / MB:.4g} MB, in the phase {phase!r}."
+        return [Verdict("memory", "ok", finding)]
 
     def report(self) -> Report:
         """Return one row a phase: its peak, and what is held at its end."""
