@@ -15,6 +15,7 @@ from torch import Tensor
 
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.splitting import tensors_of
+from lightning_opt.profiling.batch_flops import is_compiled as has_compiled_parts
 from lightning_opt.profiling.device_clock import DeviceClock
 from lightning_opt.profiling.flops import StepFlops
 from lightning_opt.profiling.step_clock import StepClock
@@ -179,7 +180,9 @@ class StepRun:
     def _can_count(self) -> bool:
         if self.trainer is None:
             return False
-        if any(map(is_compiled, self.trainer.lightning_module.modules())):
+        module = self.trainer.lightning_module
+        # Under a counter torch would leave the first call uncompiled, and then all others too.
+        if any(map(is_compiled, module.modules())) or has_compiled_parts(module):
             self.measures.notes.append("FLOPs were not counted: the model is compiled.")
             return False
         return True
