@@ -360,9 +360,14 @@ def test_callbacks_of_ones_own_win():
     curvature = lo.CurvatureMonitor(figure=None)
     found = lo.preset("basic").trainer_kwargs(callbacks=[mine, own, curvature])["callbacks"]
     assert [type(callback).__name__ for callback in found] == [
-        "GradientHealth", "NonFiniteGuard", "CurvatureMonitor", "Own", "PerformanceMonitor", "MemoryCleanup",
+        "GradientHealth",
+        "NonFiniteGuard",
+        "CurvatureMonitor",
+        "Own",
+        "PerformanceMonitor",
+        "MemoryCleanup",
         "Mine",
-    ]  # fmt: skip
+    ]
     assert found[3] is own
     single = lo.preset("basic").trainer_kwargs(callbacks=mine)["callbacks"]
     assert single[-1] is mine

@@ -1,0 +1,160 @@
+"""Presets of one's own: added to, registered, and brought by other packages."""
+
+import itertools
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from lightning.pytorch import Callback
+
+import lightning_opt as lo
+from lightning_opt.presets import registry
+from tests.helpers.models import SmallNet
+from tests.helpers.trainers import quiet_trainer
+
+
+@pytest.fixture(autouse=True)
+def _registry_is_left_as_found() -> Iterator[None]:
+    before = dict(registry._builders)
+    yield
+    registry._builders.clear()
+    registry._builders.update(before)
+
+
+class Mine(Callback):
+    """A callback of one's own, with a setting."""
+
+    def __init__(self, words: int = 3) -> None:
+        self.words = words
+
+
+def names_of(preset: lo.Preset, **trainer: Any) -> list[str]:
+    return [type(callback).__name__ for callback in preset.trainer_kwargs(**trainer)["callbacks"]]
+
+
+def team() -> lo.Preset:
+    return (
+        lo.preset("basic")
+        .minus("MemoryCleanup")
+        .plus(Mine, {"words": 5}, why="we like it", costs="nothing")
+        .plus_argument("max_epochs", 2, why="our habit")
+    )
+
+
+def test_a_preset_of_ones_own_trains_and_takes_overrides():
+    lo.register_preset("team", team)
+    assert "team" in registry.preset_names()
+    preset = lo.preset("team", Mine={"words": 7}, GradientHealth={"figure": None})
+    trainer = quiet_trainer(**{"logger": False, **preset.trainer_kwargs()})
+    trainer.fit(SmallNet())
+    assert trainer.current_epoch == 2
+    (mine,) = [callback for callback in trainer.callbacks if isinstance(callback, Mine)]
+    assert mine.words == 7
+    assert "MemoryCleanup" not in names_of(preset)
+    assert repr(preset).startswith("preset('team', Mine={'words': 7}")
+    assert "Mine" not in names_of(lo.preset("basic"))  # what it was made from stays as it was
+    (row,) = [row for row in preset.describe().rows if row["part"] == "Mine"]
+    assert row == {
+        "part": "Mine", "on": "yes", "settings": "words=7",
+        "for": "we like it", "costs, or why not": "nothing",
+    }  # fmt: skip
+
+
+def test_it_says_where_it_does_not_fit():
+    def build() -> lo.Preset:
+        return lo.Preset("any").plus(
+            Mine,
+            lambda situation: {"words": situation.processes},
+            obstacle=lambda situation: "too many" if situation.processes > 4 else None,
+        )
+
+    lo.register_preset("counted", build)
+    preset = lo.preset("counted")
+    (mine,) = preset.trainer_kwargs(accelerator="cpu", devices=3)["callbacks"]
+    assert mine.words == 3
+    assert names_of(preset, accelerator="cpu", devices=5) == []
+    assert preset.describe(accelerator="cpu", devices=5).rows[0]["costs, or why not"] == "too many"
+
+
+def test_registering_again_replaces():
+    lo.register_preset("team", team)
+    lo.register_preset("team", lambda: lo.Preset("another").plus(Mine))
+    assert names_of(lo.preset("team")) == ["Mine"]
+
+
+@pytest.mark.parametrize(
+    ("name", "builder", "message"),
+    [
+        ("basic", team, "'basic' is a preset of lightning_opt"),
+        ("", team, "must be a string that is not empty"),
+        ("team", "advanced", "must be a function that returns a Preset, got str"),
+    ],
+)
+def test_refuses_what_cannot_be_registered(name, builder, message):
+    with pytest.raises((ValueError, TypeError), match=message):
+        lo.register_preset(name, builder)
+
+
+def test_mistakes_of_builders():
+    lo.register_preset("wrong", lambda: [Mine()])  # type: ignore[arg-type, return-value]
+    with pytest.raises(TypeError, match=r"must return a Preset.*it returned list"):
+        lo.preset("wrong")
+    with pytest.raises(ValueError, match=r"no argument 'max_epoch'"):
+        lo.preset("basic").plus_argument("max_epoch", 3)
+    with pytest.raises(ValueError, match=r"no 'Nothing'"):
+        lo.preset("basic").minus("Nothing")
+
+
+def install(folder: Path, name: str, module: str) -> None:
+    """Make what pip leaves behind for a package that brings a preset."""
+    metadata = folder / "someones_presets-1.0.dist-info"
+    metadata.mkdir()
+    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: someones-presets\n")
+    (metadata / "entry_points.txt").write_text(f"[lightning_opt.presets]\nshared = {name}:build\n")
+    (folder / f"{name}.py").write_text(module)
+
+
+def test_presets_of_installed_packages(tmp_path, monkeypatch):
+    build = "import lightning_opt as lo\ndef build():\n    return lo.preset('basic')\n"
+    install(tmp_path, "someones_presets", build)
+    monkeypatch.syspath_prepend(tmp_path)
+    assert registry.preset_names()[-1] == "shared"
+    assert "someones_presets" not in sys.modules  # not before it is asked for
+    preset = lo.preset("shared", MemoryCleanup=None)
+    assert preset.name == "shared"
+    assert "GradientHealth" in names_of(preset)
+    del sys.modules["someones_presets"]
+
+
+def test_packages_that_are_broken(tmp_path, monkeypatch):
+    install(tmp_path, "broken_presets", "import no_such_module\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ValueError, match=r"'shared' comes from .*No module named 'no_such_module'"):
+        lo.preset("shared")
+    with pytest.raises(ValueError, match=r"There is no preset 'share'; did you mean 'shared'\?"):
+        lo.preset("share")
+
+
+def test_yaml_has_what_python_has():
+    preset = lo.preset("ultra", NonFiniteGuard={"spike": 6.0}, precision="bf16-mixed")
+    written = yaml.safe_load(preset.to_yaml(max_epochs=3, accelerator="cpu"))["trainer"]
+    made = preset.trainer_kwargs(max_epochs=3, accelerator="cpu")
+    callbacks = written.pop("callbacks")
+    for entry, callback in itertools.zip_longest(callbacks, made.pop("callbacks")):
+        assert entry["class_path"] == f"lightning_opt.{type(callback).__name__}"
+    assert written == made
+    (guard,) = [e for e in callbacks if e["class_path"].endswith("NonFiniteGuard")]
+    assert guard["init_args"] == {"spike": 6.0}
+    own = [{"class_path": "lightning_opt.AdaptiveClipping", "init_args": {"rule": "zclip"}}]
+    with_own = lo.preset("basic").to_dict(callbacks=own)["callbacks"]
+    assert [entry for entry in with_own if "Clipping" in entry["class_path"]] == own
+
+
+def test_yaml_cannot_hold_objects():
+    preset = lo.preset("basic", AdaptiveClipping={"rule": lo.ZClip(z=3.0)})
+    assert names_of(preset)[2] == "AdaptiveClipping"
+    with pytest.raises(ValueError, match=r"cannot hold .*class_path"):
+        preset.to_yaml()
