@@ -1,0 +1,124 @@
+"""What ``python -m build`` makes, installed where there is no checkout, and used."""
+
+import os
+import re
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+
+import lightning_opt as lo
+
+ROOT = Path(__file__).parents[1]
+PACKAGE = ROOT / "lightning_opt"
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+USE = """
+import pathlib, sys
+import lightning as L
+import lightning_opt as lo
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning_opt.strategies import native
+
+here = pathlib.Path(lo.__file__)
+assert here.is_relative_to(sys.prefix), here
+assert native.SOURCE.is_relative_to(here.parent) and native.SOURCE.exists()
+clipping = lo.AdaptiveClipping()
+quiet = dict.fromkeys(
+    ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
+)
+trainer = L.Trainer(
+    accelerator="cpu", max_steps=3, limit_val_batches=0, callbacks=[clipping], **quiet
+)
+trainer.fit(BoringModel())
+print(lo.__version__, clipping.report().rows[0]["steps"])
+"""
+
+
+def run(*command: object, cwd: Path, check: bool = True) -> str:
+    """Run a command as if there were no checkout, and return what it prints."""
+    variables = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_REQUIRE_VIRTUALENV"}
+    environment = {key: value for key, value in os.environ.items() if key not in variables}
+    done = subprocess.run(
+        [str(word) for word in command],
+        cwd=cwd,
+        env=environment | {"OMP_NUM_THREADS": "1", "PIP_NO_INDEX": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0 or not check, done.stdout[-3000:] + done.stderr[-3000:]
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory) -> Path:
+    """The wheel, made from the source archive, which has to be whole for that."""
+    out = tmp_path_factory.mktemp("dist")
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
+    assert (out / f"lightning_opt-{lo.__version__}.tar.gz").exists()
+    (wheel,) = out.glob("*.whl")
+    return wheel
+
+
+@pytest.fixture(scope="module")
+def python(wheel, tmp_path_factory) -> Path:
+    """A new environment with the wheel in it, which sees the dependencies, not the checkout."""
+    environment = tmp_path_factory.mktemp("environment")
+    run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
+    python = environment / "bin" / "python"
+    where = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=ROOT)
+    # A folder that a .pth file names is searched for packages, not for further .pth files: that
+    # of an editable installation does not count there.
+    dependencies = Path(torch.__file__).parents[1]
+    (Path(where.strip()) / "dependencies.pth").write_text(f"{dependencies}\n")
+    pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
+    run(*pip, "--force-reinstall", wheel, cwd=environment)
+    return python
+
+
+def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+    assert wheel.name == f"lightning_opt-{lo.__version__}-py3-none-any.whl"
+    with zipfile.ZipFile(wheel) as archive:
+        names = set(archive.namelist())
+        info = f"lightning_opt-{lo.__version__}.dist-info"
+        metadata = archive.read(f"{info}/METADATA").decode()
+        commands = archive.read(f"{info}/entry_points.txt").decode()
+    own = {
+        str(file.relative_to(ROOT))
+        for file in PACKAGE.rglob("*")
+        if file.is_file() and "__pycache__" not in file.parts
+    }
+    assert {name for name in names if not name.startswith(info)} == own
+    assert {"lightning_opt/py.typed", "lightning_opt/strategies/native.c"} <= own
+    assert f"{info}/licenses/LICENSE" in names
+    for line in (
+        "Name: lightning-opt",
+        f"Version: {lo.__version__}",
+        "License-Expression: Apache-2.0",
+        "Requires-Python: >=3.10",
+        "Provides-Extra: cli",
+        "Description-Content-Type: text/markdown",
+    ):
+        assert line in metadata.splitlines()
+    assert "lightning-opt = lightning_opt.cli:main" in commands
+
+
+def test_it_trains_in_an_empty_folder(python, tmp_path):
+    assert run(python, "-c", USE, cwd=tmp_path).splitlines()[-1] == f"{lo.__version__} 3"
+
+
+def test_its_command_runs_in_an_empty_folder(python, tmp_path):
+    printed = run(python.with_name("lightning-opt"), "presets", cwd=tmp_path)
+    assert {"basic", "advanced", "ultra"} <= set(re.findall(r"\w+", printed))
+
+
+def test_the_changelog_has_an_entry_for_the_version():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    entry = re.search(rf"^## \[{re.escape(lo.__version__)}\] - (\S+)", text, re.M)
+    assert entry, f"CHANGELOG.md has no entry for {lo.__version__}"
+    assert entry[1] == "Unreleased" or re.fullmatch(r"\d{4}-\d\d-\d\d", entry[1])
