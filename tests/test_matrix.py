@@ -3,7 +3,7 @@
 import pytest
 
 from tests.matrix import record
-from tests.matrix.cells import STRATEGIES, run_strategy
+from tests.matrix.cells import STRATEGIES, TIMEOUT, run_strategy
 from tests.matrix.subjects import CHANGES, INSTEAD_OF_DEFAULTS, MORE, ROUNDS, find_subjects
 
 SUBJECTS = find_subjects()
@@ -31,11 +31,12 @@ def test_no_cell_fails():
 
 @pytest.mark.slow
 @pytest.mark.distributed
+@pytest.mark.timeout(TIMEOUT + 60.0)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_cells_are_as_recorded(strategy):
     recorded, lines = record.read(), []
     for label, cells in run_strategy(strategy, SUBJECTS).items():
-        old = recorded.get(label, {"cells": {}})["cells"]
-        before = {key: cell for key, cell in old.items() if key.startswith(f"{strategy} /")}
+        row = recorded.get(label, {"cells": {}})["cells"]
+        before = {key: cell for key, cell in row.items() if key.startswith(f"{strategy} /")}
         lines += [f"{label}: {line}" for line in record.differences(before, cells)]
     assert not lines, "\n".join([*lines, record.AGAIN])

@@ -10,7 +10,7 @@ import os
 import tempfile
 import traceback
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 
 import lightning_opt as lo
+from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.matrix.nets import MatrixNet
 from tests.matrix.subjects import CHANGES, RESUMES_OTHERWISE, ROUNDS, Subject
@@ -30,6 +31,7 @@ STRATEGIES = ("single", "ddp", "fsdp1", "fsdp2")
 PRECISIONS = ("32-true", "bf16-mixed", "float16")
 STEPS = ("plain", "resume", "accumulation", "manual")
 
+TIMEOUT = 400.0
 SAVE_AT = 4
 CLOSE = {"32-true": 1e-4, "bf16-mixed": 0.1, "float16": 0.1}
 """Largest difference to count as rounding, of the distance that training has moved the weights."""
@@ -247,7 +249,7 @@ def _describe(error: Exception, model: MatrixNet) -> str:
     return f"refused: {message}"
 
 
-def run_cells(strategy: str, subjects: list[Subject], folder: Path) -> dict[str, Cells]:
+def run_cells(strategy: str, subjects: Sequence[Subject], folder: Path) -> dict[str, Cells]:
     """Return the cells of one strategy by the subject's label, in this process (of several)."""
     os.chdir(folder)  # some write files of their own
     runner = Runner(strategy, folder)
@@ -261,12 +263,11 @@ def run_cells(strategy: str, subjects: list[Subject], folder: Path) -> dict[str,
     return found
 
 
-def run_strategy(strategy: str, subjects: list[Subject]) -> dict[str, Cells]:
-    """Return the cells of one strategy, found in fresh processes."""
-    from tests.helpers.processes import launch
-
+def run_strategy(strategy: str, subjects: Sequence[Subject]) -> dict[str, Cells]:
+    """Return the cells of one strategy, all found in the same fresh processes."""
+    processes = 1 if strategy == "single" else 2
     with tempfile.TemporaryDirectory() as folder:
-        processes = 1 if strategy == "single" else 2
-        return launch(
-            run_cells, strategy, subjects, Path(folder), processes=processes, timeout=280.0
-        )[0]
+        found: list[dict[str, Cells]] = launch(
+            run_cells, strategy, subjects, Path(folder), processes=processes, timeout=TIMEOUT
+        )
+    return found[0]
