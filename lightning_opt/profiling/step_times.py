@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 WAITING = 256
-"""Steps on a device that wait to be read before some are."""
+"""Steps that wait to be read before some are, where a report is far away."""
 
 
 class StepTime(NamedTuple):
@@ -73,7 +73,7 @@ class StepTimer:
         now = self._mark()
         if self._start is not None and keep:
             self._pending.append((self._start, self._lead, now, samples, tokens))
-            if not self._on_device or len(self._pending) >= WAITING:
+            if len(self._pending) >= WAITING:
                 self._read()
         self._start, self._lead = now, None
 
