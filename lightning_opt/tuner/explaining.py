@@ -19,7 +19,7 @@ def explain(
 ) -> str:
     """Return paragraphs, one a line; the first is the answer."""
     tried = [trial for trial in trials if trial.switches]
-    lines = [_answer(objective, best)]
+    lines = [_answer(objective, best, bool(tried))]
     if best.switches:
         about = [
             f"{name}: {space.switches[name].about}"
@@ -44,8 +44,10 @@ def explain(
     return "\n".join(lines)
 
 
-def _answer(objective: str, best: Trial) -> str:
+def _answer(objective: str, best: Trial, tried: bool) -> str:
     goal = GOALS[objective]
+    if not tried:
+        return "Leave it as it is: nothing was tried."
     if not best.switches:
         return f"Leave it as it is: nothing that was tried gains enough in {goal} to be sure of."
     words = []

@@ -1,5 +1,6 @@
 """The examples run as a reader would run them, and their data and measures are what they claim."""
 
+import importlib
 import math
 import os
 import subprocess
@@ -25,13 +26,10 @@ def sources() -> list[bytes]:
     return read_sources()
 
 
-@pytest.fixture
-def demo(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    """The module of the demo, which finds its neighbours as a script does."""
+def load(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
+    """Import a script, which finds its neighbours as a script does."""
     monkeypatch.syspath_prepend(EXAMPLES)
-    import demo
-
-    return demo
+    return importlib.import_module(name)
 
 
 @pytest.fixture
@@ -41,9 +39,11 @@ def environment() -> dict[str, str]:
     return os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "OMP_NUM_THREADS": "1"}
 
 
-def run_demo(*arguments: str, cwd: Path, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
-    """Run the demo in a process of its own, in ``cwd``."""
-    command = [sys.executable, EXAMPLES / "demo.py", *arguments]
+def run_script(
+    name: str, *arguments: str, cwd: Path, env: dict[str, str]
+) -> subprocess.CompletedProcess[str]:
+    """Run an example in a process of its own, in ``cwd``."""
+    command = [sys.executable, EXAMPLES / name, *arguments]
     return subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, check=False)
 
 
@@ -70,10 +70,11 @@ def test_a_notebook_runs_from_top_to_bottom(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_the_demo_prints_a_table_and_draws_a_picture(
+def test_the_comparison_of_clippings_prints_a_table_and_draws_a_picture(
     tmp_path: Path, environment: dict[str, str]
 ) -> None:
-    run = run_demo("--steps", "60", "--out", "new/loss.png", cwd=tmp_path, env=environment)
+    arguments = ("--steps", "40", "--out", "new/loss.png")
+    run = run_script("clipping.py", *arguments, cwd=tmp_path, env=environment)
 
     assert run.returncode == 0, run.stderr
     table = run.stdout[run.stdout.index("A byte-level GPT") :].splitlines()
@@ -88,11 +89,44 @@ def test_the_demo_prints_a_table_and_draws_a_picture(
     assert matplotlib.image.imread(tmp_path / "new/loss.png").std() > 0.1  # not a blank page
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_the_demo_prints_a_table_and_draws_a_picture(
+    tmp_path: Path, environment: dict[str, str]
+) -> None:
+    arguments = ("--steps", "12", "--budget", "1", "--runs", "plain", "basic", "tuned")
+    run = run_script("demo.py", *arguments, "--out", "new/all.png", cwd=tmp_path, env=environment)
+
+    assert run.returncode == 0, run.stderr
+    assert "Trials for throughput: leave it as it is" in run.stdout  # a second is for none
+    table = run.stdout[run.stdout.index("A byte-level GPT on") :].splitlines()
+    rows = [line.split("  ") for line in table[3:6]]
+    rows = [[cell.strip() for cell in row if cell.strip()] for row in rows]
+    assert [row[0] for row in rows] == ["plain", "basic", "tuned"]
+    assert [row[-1] for row in rows] == ["all weights lost", "survived", "survived"]
+    finals = [float(row[5]) for row in rows]
+    assert all(3.0 < final < math.log(256) for final in finals), "a little has been learnt"
+    assert finals[1] == finals[2], "one seed, the same batches and the same settings"
+    assert str(tmp_path / "new/all.png") in run.stdout
+    assert matplotlib.image.imread(tmp_path / "new/all.png").std() > 0.1
+    assert {path.name for path in tmp_path.iterdir()} == {"new"}, "nothing else is left behind"
+
+
 def test_the_demo_says_what_it_takes(tmp_path: Path, environment: dict[str, str]) -> None:
-    run = run_demo("--steps", "0", cwd=tmp_path, env=environment)
+    run = run_script("demo.py", "--steps", "0", cwd=tmp_path, env=environment)
 
     assert run.returncode == 2
     assert "--steps must be at least 1, got 0" in run.stderr
+
+
+def test_the_demo_counts_what_did_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
+    demo = load("demo", monkeypatch)
+    run = demo.Run("plain", "", dict, rises={"60": -0.01, "75": 0.029, "80": 0.2})
+    assert run.harmless == 2
+    run.seconds = [9.0, 2.0, 1.0, 1.0, *[1.0] * 40]
+    assert run.step == 1.0
+    assert run.start == pytest.approx(9.0)
+    assert demo.moving_mean([1.0, 3.0, 5.0, 7.0], width=2) == [1.0, 2.0, 4.0, 6.0]
 
 
 def test_batches_depend_on_seed_and_index_alone(sources: list[bytes]) -> None:
@@ -152,8 +186,8 @@ def test_the_model_is_causal_and_starts_knowing_nothing() -> None:
     assert model.loss(torch.randint(256, (8, 17))).item() == pytest.approx(math.log(256), abs=0.1)
 
 
-def test_the_record_finds_spikes_and_what_they_did(demo: ModuleType) -> None:
-    record = demo.Recorder()
+def test_the_record_finds_spikes_and_what_they_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    record = load("clipping", monkeypatch).Recorder()
     record.norms = [1.0] * 100
     record.norms[10] = record.norms[70] = 50.0  # the first comes before there is a median
     record.thresholds = [math.inf] * 20 + [3.0] * 80
