@@ -39,7 +39,7 @@ class StepClock:
         self.steps = Durations()
         self.busy = 0.0
         self.timeline = Timeline()
-        self.window: dict[int, float] = {}
+        self._window: dict[int, float] = {}
         self.window_steps = Durations()
 
     def _grow(self) -> None:
@@ -116,29 +116,35 @@ class StepClock:
             Whether it counts as a step of training: not if the profiler itself took part in it.
         """
         self._charge()
-        spent = {phase: value for phase, value in enumerate(self._seconds) if value}
-        self._seconds = [0.0] * len(self._seconds)
-        for phase, value in spent.items():
-            durations = self.durations.get(phase)
+        counted = trained and not self._seconds[PROFILER]
+        stretch = self.timeline.next_step() if counted else {}
+        window = self._window if counted else {}
+        total = waits = 0.0
+        all_durations = self.durations
+        for phase, value in enumerate(self._seconds):
+            if not value:
+                continue
+            self._seconds[phase] = 0.0
+            durations = all_durations.get(phase)
             if durations is None:
-                durations = self.durations[phase] = Durations()
+                durations = all_durations[phase] = Durations()
             durations.add(value)
-        counted = trained and PROFILER not in spent
+            if counted and phase not in NOT_OF_A_STEP:
+                total += value
+                stretch[phase] = stretch.get(phase, 0.0) + value
+                window[phase] = window.get(phase, 0.0) + value
+                if phase in WAITS:
+                    waits += value
         if counted:
-            of_step = {p: value for p, value in spent.items() if p not in NOT_OF_A_STEP}
-            total = sum(of_step.values())
             self.steps.add(total)
             self.window_steps.add(total)
-            self.busy += total - sum(of_step.get(phase, 0.0) for phase in WAITS)
-            self.timeline.add(of_step)
-            for phase, value in of_step.items():
-                self.window[phase] = self.window.get(phase, 0.0) + value
+            self.busy += total - waits
         if self.device is not None:
             self.device.end_step()
         return counted
 
     def end_window(self) -> tuple[dict[int, float], Durations]:
         """Return the seconds of each phase, and the steps, since the last call."""
-        window, steps = self.window, self.window_steps
-        self.window, self.window_steps = {}, Durations()
+        window, steps = self._window, self.window_steps
+        self._window, self.window_steps = {}, Durations()
         return window, steps

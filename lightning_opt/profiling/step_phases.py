@@ -61,8 +61,8 @@ _OWN_HOOKS = {
     "configure_gradient_clipping": CLIPPING,
     "lr_scheduler_step": SCHEDULER,
     "on_before_batch_transfer": TRANSFER,
-    "transfer_batch_to_device": TRANSFER,
-    "on_after_batch_transfer": TRANSFER,
+    "transfer_batch_to_device": IGNORED,  # within the strategy's `batch_to_device`
+    "on_after_batch_transfer": IGNORED,
     "on_validation_model_zero_grad": VALIDATION,
     "on_validation_model_eval": VALIDATION,
     "on_validation_model_train": VALIDATION,
@@ -168,7 +168,7 @@ def _of_module(owner: str, hook: str, trainer: pl.Trainer | None) -> int:
     phase = _OWN_HOOKS.get(hook, HOOKS)
     if phase == VALIDATION and trainer is not None and trainer.state.fn != "fit":
         return IGNORED
-    if trainer is None or phase not in (HOOKS, CLIPPING):
+    if trainer is None or phase not in (HOOKS, CLIPPING, TRANSFER):
         return phase
     if phase == CLIPPING and trainer.gradient_clip_val:
         return phase

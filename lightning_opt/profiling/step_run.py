@@ -79,6 +79,7 @@ class StepRun:
         self._trace = trace
         self._thread = threading.get_ident()
         self._phase_of: dict[str, int] = {}
+        self._actions: dict[str, Any] = {}
         self._watch: Watch | None = None
         self._counter: StepFlops | None = None
         self._trained = False
@@ -90,7 +91,17 @@ class StepRun:
 
     def action(self, name: str) -> Any:
         """Return a context in which an action is measured."""
-        return _NOTHING if self._phase_of.get(name) == IGNORED else _Action(self, name)
+        found = self._actions.get(name)
+        if found is not None:
+            return found
+        phase = self._resolve(name)
+        if phase >= 0:
+            made: Any = _Phase(self.clock, phase, name)
+        else:
+            made = _NOTHING if phase == IGNORED else _Action(self, name)
+        if len(self._actions) < MOST_ACTIONS:
+            self._actions[name] = made
+        return made
 
     def start(self, action: str) -> None:
         """Begin an action."""
@@ -113,6 +124,8 @@ class StepRun:
             self._end(phase, action)
 
     def _resolve(self, action: str) -> int:
+        if action in self._phase_of:
+            return self._phase_of[action]
         if len(self._phase_of) >= MOST_ACTIONS:
             return IGNORED
         phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
@@ -324,8 +337,24 @@ class StepRun:
                 region.flops += flops or 0
 
 
+class _Phase:
+    """An action that is a phase. It has no state, so it may run within itself."""
+
+    __slots__ = ("_clock", "_name", "_phase")
+
+    def __init__(self, clock: StepClock, phase: int, name: str) -> None:
+        self._clock, self._phase, self._name = clock, phase, name
+
+    def __enter__(self) -> str:
+        self._clock.enter(self._phase, self._name)
+        return self._name
+
+    def __exit__(self, *exception: object) -> None:
+        self._clock.leave(self._name)
+
+
 class _Action:
-    """One of the Trainer's actions, while it runs."""
+    """An action with a meaning of its own."""
 
     __slots__ = ("_name", "_run")
 

@@ -155,7 +155,7 @@ def test_phases_account_for_the_wall_time(kind, accumulate):
 def account_in_ddp() -> list[dict[str, Any]]:
     torch.manual_seed(0)
     return [
-        account_for("mlp", 30, accumulate_grad_batches=accumulate, devices=2, strategy="ddp")
+        account_for("mlp", 16, accumulate_grad_batches=accumulate, devices=2, strategy="ddp")
         for accumulate in (1, 3)
     ]
 
@@ -165,13 +165,13 @@ def test_phases_account_for_the_wall_time_under_ddp():
     results = launch(account_in_ddp)
     for fits in results:
         # Communication is waited for on the batches that step alone; the first one is counted.
-        for found, steps in zip(fits, (29, 10), strict=True):
+        for found, steps in zip(fits, (15, 6), strict=True):
             rows = found["rows"]
             assert found["of the hooks"] > 0.97
             assert rows["gradient communication"]["count"] == steps
             assert rows["optimizer step"]["count"] == steps
-            assert rows["forward"]["count"] == rows["loss"]["count"] == 29
-            assert rows["waiting for ranks"]["count"] >= 29
+            assert rows["forward"]["count"] == rows["loss"]["count"] == 15
+            assert rows["waiting for ranks"]["count"] >= 15
             assert len(found["ranks"]) == 2
             assert any("DDP's own clock" in note for note in found["notes"])
     for first, second in zip(*results, strict=True):
@@ -190,8 +190,10 @@ class Timers:
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         start = time.perf_counter()
-        yield
-        self.all[name].append(time.perf_counter() - start)
+        try:
+            yield
+        finally:
+            self.all[name].append(time.perf_counter() - start)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -241,8 +243,8 @@ class Napper(SmallNet):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         outputs = self(batch[0])
         with self.timers("loss"):
-            time.sleep(0.5 * NAP)
-        loss = nn.functional.mse_loss(outputs, batch[1])
+            time.sleep(NAP)
+            loss = nn.functional.mse_loss(outputs, batch[1])
         self.log("loss", loss)
         return loss
 
@@ -360,7 +362,7 @@ class Criterion(nn.Module):
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
         with self.timers("loss"):
             time.sleep(NAP)
-        return nn.functional.mse_loss(outputs, targets)
+            return nn.functional.mse_loss(outputs, targets)
 
 
 def test_tells_parts_from_losses():
