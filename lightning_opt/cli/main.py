@@ -41,7 +41,7 @@ configuration of LightningCLI:
   lightning-opt presets advanced
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
   lightning-opt tune train.py --budget 2m --out tuned
-  lightning-opt fit --config config.yaml --config tuned/config.yaml
+  lightning-opt fit --config config.yaml --config tuned/trainer.yaml
 
 lightning-opt <command> --help says more. --debug, anywhere, shows the traceback of an error.
 

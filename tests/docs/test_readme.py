@@ -1,9 +1,10 @@
 """The README's snippets, run as a reader would run them."""
 
+import contextlib
+import functools
+import io
 import re
 import shlex
-import subprocess
-import sys
 
 import lightning as L
 import pytest
@@ -11,6 +12,7 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.cli import main
 from tests.docs.pages import ROOT, blocks_of
 
 TEXT = (ROOT / "README.md").read_text()
@@ -89,22 +91,26 @@ def test_extras_that_are_installed_exist(command):
     assert {name for names in extras for name in names.split(",")} <= known
 
 
+@functools.cache
+def help_of(command: str) -> str:
+    """Return what a command of the package says with ``--help``."""
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
+        main([command, "--help"])
+    return printed.getvalue()
+
+
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("lightning-opt")])
-def test_commands_of_the_package_parse(command):
-    """All options are known, and what they point to exists; nothing is run."""
+def test_commands_of_the_package_are_understood(command, monkeypatch):
+    """All options are known, and what they point to in this tree exists; nothing is run."""
+    # Lightning 2.6 calls jsonargparse 4.53 in a way that is about to go.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     words = shlex.split(command)[1:]
-    helped = subprocess.run(
-        [sys.executable, "-m", "lightning_opt", words[0], "--help"],
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=120,
-    )
-    assert helped.returncode == 0, helped.stderr
+    text = help_of(words[0])
+    assert text.startswith("usage: lightning-opt")
     for word in words[1:]:
         if word.startswith("--"):
-            assert re.search(rf"{re.escape(word.partition('=')[0])}\b", helped.stdout), word
+            assert re.search(rf"{re.escape(word.partition('=')[0])}\b", text), word
         if ".py:" in word:
             file, _, attribute = word.partition(":")
             assert re.search(rf"^class {attribute}\b", (ROOT / file).read_text(), re.M), word
