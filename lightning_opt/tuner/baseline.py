@@ -118,14 +118,26 @@ class Baseline:
             self.moved = moved_from(written)
             self.facts = facts_from(written)
 
-    def run_seeds(self, count: int, add: Callable[[int, list[float]], None]) -> list[list[float]]:
+    def run_seeds(
+        self, count: int, add: Callable[[int, list[float]], None], *, together: bool = True
+    ) -> list[list[float]]:
         """Return the losses with so many other seeds, which are run if they were not.
 
         Args:
             count: How many.
             add: Told of each that was run.
+            together: Side by side, and beside the baseline; otherwise each has the device alone.
         """
         missing = [seed for seed in range(1, count + 1) if seed not in self.seeds]
+        if together:
+            self._run_seeds(missing, add)
+        else:
+            self.close()
+            for seed in missing:
+                self._run_seeds([seed], add)
+        return [self.seeds[seed] for seed in range(1, count + 1)]
+
+    def _run_seeds(self, missing: Sequence[int], add: Callable[[int, list[float]], None]) -> None:
         fits = {seed: self.start((), seed, f"seed {seed}")[0] for seed in missing}
         actions = [functools.partial(fit.advance, self.horizon) for fit in fits.values()]
         try:
@@ -134,7 +146,6 @@ class Baseline:
                 add(seed, self.seeds[seed])
         finally:
             close_all(fits.values())
-        return [self.seeds[seed] for seed in range(1, count + 1)]
 
     def close(self) -> None:
         """End the process; what is known stays."""

@@ -48,6 +48,7 @@ class Racer:
     reference: list[float] = field(default_factory=list)
     steady: float = math.nan
     done: bool = False
+    alone: bool = False
 
     def __post_init__(self) -> None:
         self.trial = Trial(self.switches)
@@ -263,6 +264,8 @@ class Arena:
         if len(trial.losses) < horizon:
             racer.advance(horizon - len(trial.losses))
         self.baseline.reach(horizon)
+        if racer.alone:  # other seeds need the room
+            close_all([racer.fit] if racer.fit is not None else [])
         self._compare(racer, seeds=True)
 
     def _no_gain(self, trial: Trial) -> tuple[str, str]:
@@ -290,7 +293,7 @@ class Arena:
         agreement = compare(own, reference, tolerance=given)
         needed = not agreement.accepted and math.isfinite(agreement.difference)
         if seeds and needed and self.accept is None and self.seeds > 1:
-            others = baseline.run_seeds(self.seeds - 1, self._on_seed)
+            others = baseline.run_seeds(self.seeds - 1, self._on_seed, together=not racer.alone)
             agreement = compare(own, reference, others)
         trial.difference, trial.tolerance = agreement.difference, agreement.tolerance
         if callable(self.accept) and seeds:
@@ -327,8 +330,10 @@ class Arena:
 
     def _alone(self, switches: Switches) -> list[Trial]:
         """Try one with the device to itself, against the baseline's blocks from before."""
+        self.baseline.reach(self.baseline.horizon)
         self.baseline.close()
         racer = self._racer(switches)
+        racer.alone = True
         try:
             self._guarded(racer, Racer.warm_up)
             self._guarded(racer, self._leave_if_slow)
