@@ -15,9 +15,11 @@ from lightning.pytorch.profilers import Profiler
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.loggers import save_figure
 from lightning_opt.core.report import Report
+from lightning_opt.core.verdicts import Verdict
 from lightning_opt.profiling.devices import multiplied_type, peak_flops
 from lightning_opt.profiling.step_figure import draw_steps
 from lightning_opt.profiling.step_measures import Measures
+from lightning_opt.profiling.step_phases import DATA, NAMES, NOT_OF_A_STEP
 from lightning_opt.profiling.step_run import StepRun
 from lightning_opt.profiling.step_trace import Trace
 
@@ -27,6 +29,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _find_peak = peak_flops
+
+DATA_BOUND = 0.2
+"""Share of a step's time from which waiting for data is too much."""
 
 
 class StepProfiler(Profiler):
@@ -240,6 +245,33 @@ class StepProfiler(Profiler):
     def report(self, stage: str | None = None) -> Report:
         """Return the table: one row a phase, the longest first. Arguments as :meth:`measures`."""
         return self.measures(stage).report()
+
+    def diagnose(self) -> list[Verdict]:
+        """Return that it was profiled, what takes longest, and whether it waits for data."""
+        found = self._runs.get("fit")
+        if found is None:
+            if self._run is None:
+                finding = "StepProfiler has seen no fit yet."
+                return [Verdict("profile", "unknown", finding, "Ask again after fit.")]
+            return [Verdict("profile", "ok", "StepProfiler prints its table when the run ends.")]
+        total = found.clock.steps.total
+        seconds = {
+            name: found.seconds[name]
+            for number, name in enumerate(found.clock.phases.names)
+            if name in found.seconds and number not in NOT_OF_A_STEP
+        }
+        if not seconds or not total:
+            finding = "StepProfiler has seen no training step."
+            return [Verdict("profile", "unknown", finding, "Train on.")]
+        longest = max(seconds, key=seconds.__getitem__)
+        share = seconds[longest] / total
+        verdicts = [Verdict("profile", "ok", f"{longest!r} takes longest, {share:.0%} of a step.")]
+        waiting = seconds.get(NAMES[DATA], 0.0) / total
+        finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
+        if waiting > DATA_BOUND:
+            advice = "Add DataPipelineTuner(), which measures how many workers the loader needs."
+            return [*verdicts, Verdict("data", "look", finding, advice)]
+        return [*verdicts, Verdict("data", "ok", finding)]
 
     def summary(self) -> str:
         """Return the table as text; empty before any run."""
