@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import math
+import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+import torch
+
 from lightning_opt.core.arguments import at_least, between, positive, share
 from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.core.preserve import isolated_random
 from lightning_opt.profiling.comparison import Comparison, Run
 from lightning_opt.profiling.factories import Factory, Settings, check_factory, check_settings
 from lightning_opt.profiling.fits import Fit, FitFailed
@@ -225,28 +230,29 @@ def _in_this_process(
 def _short_training(
     recipe: Mapping[str, Any], settings: Settings, warmup: int, length: int
 ) -> tuple[list[Step], list[Step]]:
-    import copy
-    import os
-
-    from lightning.pytorch.utilities.seed import isolate_rng
-
+    """Return the steps of a new training: those that warm it up, and those that count."""
     orders, blocks = iter((warmup, length, 0)), list[list[Step]]()
     gate = StepGate(lambda trainer: None, lambda: next(orders), blocks.append)
-    seeds = ("PL_GLOBAL_SEED", "PL_SEED_WORKERS")
-    before = {name: os.environ.get(name) for name in seeds}
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with isolated_random(device), _variables_put_back("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
+        # Callbacks that are given made must not carry on what they learnt in the last turn.
+        own = settings if callable(settings) else copy.deepcopy(settings)
+        made = prepare(**recipe, settings=own, gate=gate)
+        fit(made)
+        gate.flush(made.trainer)
+    if not blocks:
+        raise ValueError("The training had no step to take: its data are empty.")
+    return blocks[0], blocks[1] if len(blocks) > 1 else []
+
+
+@contextlib.contextmanager
+def _variables_put_back(*names: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in names}
     try:
-        with isolate_rng():
-            # Callbacks that are given made must not carry on what they learnt in the last turn.
-            own = settings if callable(settings) else copy.deepcopy(settings)
-            made = prepare(**recipe, settings=own, gate=gate)
-            fit(made)
-            gate.flush(made.trainer)
+        yield
     finally:
         for name, value in before.items():
             if value is None:
                 os.environ.pop(name, None)
             else:
                 os.environ[name] = value
-    if not blocks:
-        raise ValueError("The training had no step to take: its data are empty.")
-    return blocks[0], blocks[1] if len(blocks) > 1 else []
