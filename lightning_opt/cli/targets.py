@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import inspect
 from collections.abc import Callable, Mapping, Sequence
@@ -39,6 +40,8 @@ class Recipe:
     ) -> None:
         self.target, self.settings = target, dict(settings or {})
         self.optimizer, self.scheduler = optimizer, scheduler
+        # A journal of the tuner is for this very file, and not for what it is edited to later.
+        self.version = _version(target)
 
     def __call__(self) -> Any:
         """Make it."""
@@ -49,6 +52,14 @@ class Recipe:
 
     def __repr__(self) -> str:
         return self.target
+
+
+def _version(target: str) -> str:
+    try:
+        content = Path(inspect.getfile(find(target))).read_bytes()
+    except (OSError, TypeError):  # made in an interpreter, or compiled
+        return ""
+    return hashlib.sha256(content).hexdigest()[:16]
 
 
 def no_data() -> None:

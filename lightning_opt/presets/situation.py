@@ -44,7 +44,8 @@ STANDING = 4
 """Parameters, their gradients and two states of Adam, in sizes of the parameters."""
 
 TIGHT = 0.5
-"""Share of the free memory that these may take before activations are in want of it."""
+"""Share of the memory that these may take before activations are in want of it. It is of all that
+there is, free or not: each rank decides for itself, and all must come to the same answer."""
 
 
 @dataclass(frozen=True)
@@ -263,12 +264,12 @@ class Situation:
         if self.strategy in ("fsdp1", "fsdp2"):
             standing //= self.processes
         limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
-        free = min((usage.total - usage.used for usage in limits.read()), default=None)
-        if free is None or standing <= TIGHT * free:
+        memory = min((usage.total for usage in limits.read()), default=None)
+        if memory is None or standing <= TIGHT * memory:
             return None
         return (
-            f"weights, gradients and two states of each weight take {standing / 1e9:.3g} GB of the "
-            f"{max(free, 0) / 1e9:.3g} GB that are free"
+            f"weights, gradients and two states of each weight take {standing / 1e9:.3g} GB of "
+            f"{memory / 1e9:.3g} GB"
         )
 
     @cached_property

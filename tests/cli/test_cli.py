@@ -193,6 +193,16 @@ def test_recipes_make_what_the_command_line_says():
     assert len(Recipe(f"{MODULE}:make_loader")().dataset) == 64
 
 
+def test_recipes_differ_where_a_journal_must_not_go_on(tmp_path):
+    """The tuner tells tasks apart by what is plain in a recipe."""
+    file = tmp_path / "user_edited.py"
+    file.write_text("def make(): return 1\n")
+    first = vars(Recipe(f"{file}:make"))
+    assert first == vars(Recipe(f"{file}:make")) != vars(Recipe(f"{file}:make", {"width": 3}))
+    file.write_text("def make(): return 2\n")
+    assert first != vars(Recipe(f"{file}:make"))
+
+
 # --- presets and fit ------------------------------------------------------------------------------
 
 
