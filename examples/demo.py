@@ -288,6 +288,7 @@ def draw_trials(axes: Axes, result: lo.TuneResult | None) -> None:
     """Draw what the tuner tried, by time and memory."""
     axes.set_title("What the tuner tried, beside basic", loc="left", weight="bold")
     axes.set(xlabel="time of a step, share of basic", ylabel="peak memory, share of basic")
+    axes.margins(x=0.2, y=0.1)
     for trial in result.trials if result else []:
         if trial.ratio is None or trial.peak_ratio is None or trial.ratio > 3:
             continue

@@ -116,6 +116,13 @@ def test_two_that_spoil_each_other_are_not_both_taken() -> None:
     assert machine.search().run() == ("a", "c")
 
 
+def test_more_than_one_may_have_to_go() -> None:
+    factors = {"a": 0.7, "b": 0.8, "c": 0.75, "d": 0.85}
+    machine = Machine(factors, {frozenset("ab"): 1.5, frozenset("cd"): 1.4})
+    machine.interacts = lambda one, other: False  # type: ignore[method-assign]
+    assert machine.search().run() == ("a", "c")
+
+
 def test_a_switch_that_only_pays_beside_another_is_found() -> None:
     machine = Machine({"a": 0.8, "b": 1.05, "c": 1.3}, {frozenset("ab"): 0.7})
     assert machine.search().run() == ("a", "b")
