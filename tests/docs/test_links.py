@@ -23,6 +23,8 @@ def broken(page: Path, link: str) -> str | None:
         fine = parts.scheme == "mailto" or re.fullmatch(r"([\w-]+\.)+[a-z]{2,}|localhost", host)
         return None if fine else f"{link}: no host"
     target = (page.parent / parts.path).resolve() if parts.path else page
+    if "_generated/examples/" in parts.path:  # where the build copies the notebooks to
+        target = (ROOT / "examples" / f"{target.stem}.ipynb").resolve()
     if not target.exists():
         return f"{link}: there is no {target}"
     if not target.is_relative_to(ROOT.resolve()):
