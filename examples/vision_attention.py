@@ -280,7 +280,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=110, help="of each run (%(default)s)")
+    parser.add_argument("--steps", type=int, default=66, help="of each run (%(default)s)")
     parser.add_argument("--seed", type=int, default=0, help="of weights and batches (%(default)s)")
     parser.add_argument("--deterministic", action="store_true", help="same bits in each run")
     parser.add_argument(
