@@ -293,6 +293,8 @@ def test_device_time_is_read_later_and_never_waited_for(device, behind):
         clock.end_step()
     assert device.waits == 0
     assert device.events < 1500  # they are used again; at most what the windows hold
+    unread = {id(event) for window in clock._windows for event, _ in window}
+    assert unread.isdisjoint(map(id, clock._free))
     clock.finish()
     kept = clock.durations[FORWARD].count
     assert kept + clock.dropped == pytest.approx(400, abs=16)
