@@ -10,6 +10,9 @@ import lightning_opt as lo
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors_of, links_of, text_of
 from tests.matrix.subjects import find_subjects
 
+GENERATED = "_generated/examples/"
+"""Where the build copies the notebooks to."""
+
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -23,7 +26,7 @@ def broken(page: Path, link: str) -> str | None:
         fine = parts.scheme == "mailto" or re.fullmatch(r"([\w-]+\.)+[a-z]{2,}|localhost", host)
         return None if fine else f"{link}: no host"
     target = (page.parent / parts.path).resolve() if parts.path else page
-    if "_generated/examples/" in parts.path:  # where the build copies the notebooks to
+    if GENERATED in parts.path:
         target = (ROOT / "examples" / f"{target.stem}.ipynb").resolve()
     if not target.exists():
         return f"{link}: there is no {target}"
@@ -53,7 +56,10 @@ def test_roles_name_pages_and_exports(page):
     for role, content in re.findall(r"\{(doc|ref|download)\}`([^`]+)`", text):
         target = re.sub(r".*<([^>]+)>$", r"\1", content)
         base = DOCS if target.startswith("/") else page.parent
-        if role == "doc" and not (base / f"{target.lstrip('/')}.md").exists():
+        file = base / f"{target.lstrip('/')}.md"
+        if GENERATED in target:
+            file = ROOT / "examples" / f"{file.stem}.ipynb"
+        if role == "doc" and not file.exists():
             wrong.append(f"{{{role}}}`{content}`")
         if role != "doc":
             wrong.append(f"{{{role}}}`{content}`: only {{doc}} is checked")
