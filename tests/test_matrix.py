@@ -25,6 +25,17 @@ def test_every_plugin_has_its_row_and_every_row_its_plugin():
         assert not wrong, f"{label}: {wrong}. {record.AGAIN}"
 
 
+def test_a_cell_that_changes_is_noticed():
+    recorded = {"a": "identical", "b": "close", "c": "changed", "d": "refused: why"}
+    assert record.differences(recorded, {**recorded, "b": "identical", "c": "close"}) == []
+    for cell, worse in (("a", "close"), ("b", "changed"), ("c", "fails: NaN"), ("d", "identical")):
+        assert len(record.differences(recorded, {**recorded, cell: worse})) == 1
+    assert len(record.differences(recorded, {**recorded, "d": "refused: other words"})) == 1
+    assert len(record.differences(recorded, {})) == 4
+    assert len(record.differences({}, recorded)) == 4
+    assert record.failures({"A()": {"cells": {"c": "fails: NaN"}}}) == ["A(): c: fails: NaN"]
+
+
 def test_no_cell_fails():
     assert record.failures(record.read()) == []
 
