@@ -507,6 +507,7 @@ def first_alarm(rates):
         ("white", 0.03),
         ("white", 0.2),
         ("wandering", 0.03),
+        ("wandering", 0.05),
         ("spikes", 0.03),
         ("periodic", 0.03),
         ("settling", 0.03),
@@ -538,6 +539,12 @@ def test_what_has_recovered_is_no_fall():
     dip = [1.0] * 30 + [0.6] * 12 + [1.0] * 12
     assert find_fall(range(42), dip[:42], 0.1) is not None
     assert find_fall(range(54), dip, 0.1) is None
+
+
+def test_what_comes_and_goes_is_no_fall():
+    steady, ragged = [1.0] * 30, [0.6, 0.6, 0.6, 1.0, 1.0] * 8
+    assert find_fall(range(70), steady + ragged, 0.1) is None
+    assert find_fall(range(50), steady + [0.6] * 20, 0.1) is not None
 
 
 def test_a_smaller_drop_than_asked_for_is_none():
