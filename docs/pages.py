@@ -39,7 +39,7 @@ BENCHMARK_AREAS = {
     "Speed": ("compute", "attention", "compile", "loss_scale", "advice"),
     "Many processes": ("compression",),
     "Data": ("data", "cache"),
-    "Measuring": ("profiling", "profiler", "step_profiler", "benchmark"),
+    "Measuring": ("profiling", "profiler", "step_profiler", "benchmark", "monitor"),
 }
 """Headings of the benchmarks page, by how the names of the recorded files begin."""
 
