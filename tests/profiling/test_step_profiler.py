@@ -7,7 +7,6 @@ import json
 import logging
 import os
 import pickle
-import statistics
 import sys
 import time
 from collections import defaultdict
@@ -200,14 +199,13 @@ class Timers:
         return {name: sum(values) for name, values in self.all.items()}
 
     def assert_agree(self, profiler: lo.StepProfiler, *names: str) -> None:
-        """Compare the medians of a step, which a pause of a busy machine does not move."""
+        """Compare the shortest time in a step, which a pause of a busy machine does not move."""
         clock = profiler.measures().clock
         for name in names or self.all:
             durations = clock.durations[clock.phases.names.index(name)]
             values, in_a_step = self.all[name], len(self.all[name]) // durations.count
             sums = [sum(values[i : i + in_a_step]) for i in range(0, len(values), in_a_step)]
-            by_hand = statistics.median_low(sums)
-            assert durations.quantile(0.5) == pytest.approx(by_hand, rel=0.05), name
+            assert durations.quantile(0.0) == pytest.approx(min(sums), rel=0.05), name
 
 
 class Napping(nn.Module):
@@ -421,6 +419,11 @@ class SlowLoss(SmallNet):
     def __init__(self, timers: Timers) -> None:
         super().__init__()
         self.timers = timers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with self.timers("loss"):  # so is called what is not the forward pass
+            time.sleep(0.5 * NAP)
+        return super().training_step(batch, batch_idx)
 
     def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
         with self.timers("loss"):
@@ -647,11 +650,10 @@ def test_regions():
     model = WithRegions(watched)
     fit(watched, model, limit_val_batches=0)
     timers, measures, rows = model.timers.seconds, watched.measures(), rows_of(watched)
-    assert measures.seconds["region inner"] == pytest.approx(timers["inner"], rel=0.05)
+    assert measures.seconds["region inner"] == pytest.approx(timers["inner"], rel=0.1)
     # One within another counts once: what is left is the outer one's own.
-    pairs = zip(model.timers.all["outer"], model.timers.all["inner"], strict=True)
-    own = statistics.median_low(outer - inner for outer, inner in pairs)
-    assert rows["region outer"]["median ms"] == pytest.approx(1e3 * own, rel=0.05)
+    own = timers["outer"] - timers["inner"]
+    assert measures.seconds["region outer"] == pytest.approx(own, rel=0.1)
     assert rows["forward"]["count"] == 3  # once it was the region's
     assert rows["region all of it"]["count"] == 1
     assert set(measures.regions) == {"outer", "inner", "all of it"}
