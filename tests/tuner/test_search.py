@@ -143,6 +143,19 @@ def test_what_adds_nothing_is_left_out() -> None:
     assert machine.search().run() == ("a",)
 
 
+def test_what_costs_a_little_is_left_out() -> None:
+    machine = Machine({"a": 0.8, "b": 0.9, "c": 0.98}, {frozenset("ac"): 1.035})
+    machine.interacts = lambda one, other: False  # type: ignore[method-assign]
+    assert machine.search().run() == ("a", "b")
+
+
+def test_of_two_that_are_alike_the_simpler_is_taken() -> None:
+    machine = Machine({"a": 0.8, "b": 0.9, "c": 0.9895}, {frozenset("ac"): 1.005})
+    search = machine.search()
+    assert search.run() == ("a", "b")
+    assert search.best() == ("a", "b", "c"), "by less than is worth a switch"
+
+
 def test_a_failure_is_not_tried_again_unless_another_may_cure_it() -> None:
     broken = Machine({"a": 0.5, "b": 0.9}, {frozenset("ab"): 1.0})
     broken.failing = {"a": Outcome(math.inf)}

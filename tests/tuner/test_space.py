@@ -109,6 +109,9 @@ def test_what_excludes_each_other() -> None:
     space = Space("memory", NET, {"own": {"precision": "16-true"}})
     assert space.allows(["compile", "checkpointing", "bf16-mixed"])
     assert not space.allows(["compile", "compile regions"])
+    assert space.refusals(["compile", "compile regions"]) == [
+        "compile and compile regions: both are about compile"
+    ]
     assert not space.allows(["compile", "checkpointing selective"])
     assert not space.allows(["checkpointing", "checkpointing sqrt"])
     assert space.refusals(["own", "bf16-mixed"]) == ["bf16-mixed and own: both set precision"]
