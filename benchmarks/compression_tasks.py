@@ -48,7 +48,7 @@ class Task(L.LightningModule):
             optimizer = torch.optim.SGD(self.parameters(), lr=self.rates[0], momentum=0.9)
         else:
             optimizer = torch.optim.AdamW(self.parameters(), lr=self.rates[1])
-        steps = int(self.trainer.estimated_stepping_batches)  # num_training_batches is not known yet
+        steps = int(self.trainer.estimated_stepping_batches)  # batches are not counted yet
         schedule = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.0, steps)
         return {
             "optimizer": optimizer,
