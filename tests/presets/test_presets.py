@@ -1,6 +1,7 @@
 """Presets in real Trainers: nothing that they put together is refused, on no strategy."""
 
 import itertools
+import re
 from typing import Any
 
 import pytest
@@ -37,6 +38,11 @@ QUICK: dict[str, Any] = {
     "DataPipelineTuner": {"max_workers": 1, "verbose": False},
 }
 """Settings under which a run of a tiny model takes no longer than it must."""
+
+
+def without_addresses(value: object) -> str:
+    """Name a case, alike in every process."""
+    return re.sub(r"<[\w.]*?(\w+) object at \w+>", r"\1", str(value))
 
 
 def quick(name: str, **overrides: Any) -> lo.Preset:
@@ -194,7 +200,7 @@ def test_a_compiled_model():
         ({"callbacks": [lo.ActivationCheckpointing("auto")]}, {"CompileModel"}),
         ({"callbacks": [lo.DynamicBatchSize()]}, {"MicroBatching"}),
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_leaves_out_what_is_refused(trainer, missing):
     preset = lo.preset("ultra")
@@ -448,7 +454,7 @@ TENSOR = "tensor_parallel"
             ("cpu", 1, "tensor_parallel"),
         ),
     ],
-    ids=str,
+    ids=without_addresses,
 )
 def test_situations(trainer, expected):
     found = situation.Situation(trainer)
