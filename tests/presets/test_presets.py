@@ -42,6 +42,8 @@ QUICK: dict[str, Any] = {
 
 def without_addresses(value: object) -> str:
     """Name a case, alike in every process."""
+    if isinstance(value, set):
+        value = sorted(value)
     return re.sub(r"<[\w.]*?(\w+) object at \w+>", r"\1", str(value))
 
 
