@@ -317,7 +317,8 @@ def _changing() -> None:
         strategy = chooser("topk", examine_every_n_steps=10)
         fit(model, strategy, range(90), callbacks=[Weather(), course])
         assert set(course.best[7:20]) == {0}
-        assert set(course.best[30:60]) == {1}
+        # Noticed at the first look or, where processors are busy just then, at the second.
+        assert set(course.best[40:60]) == {1}
         assert course.best[-1] == 0
         assert on_all_ranks(course)
         books_balance(model, strategy, 90, owed=False)

@@ -43,7 +43,8 @@ def test_the_same_losses_need_no_seed() -> None:
 @pytest.mark.parametrize("seed", range(20))
 def test_rounding_is_accepted(seed: int) -> None:
     assert compare(rounded(BASELINE, 1e-5, seed), BASELINE).by_floor
-    assert compare(rounded(BASELINE, 2e-3, seed), BASELINE, OTHERS).accepted
+    # Up to four percent of the loss after 24 steps, some twenty times what the floor allows.
+    assert compare(rounded(BASELINE, 1e-3, seed), BASELINE, OTHERS).accepted
 
 
 def test_a_run_of_another_seed_is_accepted() -> None:
