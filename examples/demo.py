@@ -217,8 +217,9 @@ def summarise(runs: list[Run], title: str, notes: list[str]) -> lo.Report:
     ]
     units = [
         "time: of a step, median, as a share of plain. start: seconds that the first steps took "
-        "longer. peak: of the process, above what it had before the model. final loss: nats per "
-        "byte on clean files that were not trained on, before the NaN batch.",
+        "longer, while all runs started at once on the same CPUs. peak: of the process, above what "
+        "it had before the model. final loss: nats per byte on clean files that were not trained "
+        "on, before the NaN batch.",
         f"survived: the loss on a clean batch rose by less than {HARM} within {WATCHED} steps of a "
         "damaged batch; worst: the largest rise. One seed decides nothing; try others with --seed.",
     ]
@@ -232,10 +233,10 @@ def draw(runs: list[Run], result: lo.TuneResult | None) -> Figure:
     (losses, bars), (damage, trials) = figure.subplots(2, 2)
     for run in runs:
         smooth = moving_mean([loss for loss in run.losses if math.isfinite(loss)])
-        places = [run.start + run.step * (index + 1) for index in range(len(smooth))]
+        places = [run.step * (index + 1) for index in range(len(smooth))]
         losses.plot(places, smooth, color=COLOURS[run.name], lw=1.4, label=run.name)
     losses.set(
-        xlabel="seconds of training, the start included", ylabel="training loss, mean of 20 steps"
+        xlabel="seconds of training, without the start", ylabel="training loss, mean of 20 steps"
     )
     losses.set_title("Loss over time", loc="left", weight="bold")
     losses.legend()

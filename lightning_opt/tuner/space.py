@@ -29,6 +29,7 @@ INTERACTING = (
     {"compile", "checkpointing"},
     {"batch", "checkpointing"},
     {"compile", "layout"},
+    {"compile", "runtime"},  # threads speed up products most, and so leave more to fusing
 )
 """Kinds whose effects are known not to multiply; precision and a user's own meet everything."""
 

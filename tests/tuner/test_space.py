@@ -126,6 +126,8 @@ def test_what_interacts() -> None:
     assert space.interacts("bf16-mixed", "fused optimizer")
     assert space.interacts("own", "fused optimizer")
     assert not space.interacts("fused optimizer", "half batches")
+    threads = next(name for name in Space("throughput", NET).switches if "thread" in name)
+    assert Space("throughput", NET).interacts("compile", threads)
 
 
 def test_settings_are_joined_in_the_order_of_the_space() -> None:
