@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OFFSET = 0.005
-"""By how much two equal functions of one process may differ for good, through their memory: a guess."""
+"""By how much two equal functions of one process may differ for good, by their memory: a guess."""
 
 _MAX_CALLS = 1 << 20
 

@@ -20,9 +20,9 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 OFFSET = 0.008
-"""By how much two equal trainings in processes of their own differ for good, as a rule: the standard
-deviation of the logarithm of the ratio of their times. In 100 comparisons of equal ones, of two starts
-each, the ratios spread by 0.006, noise included (``benchmarks/compare_calibration.py``)."""
+"""By how much two equal trainings in processes of their own differ for good, as a rule: the
+standard deviation of the logarithm of the ratio of their times. In 100 comparisons of equal ones,
+of two starts each, the ratios spread by 0.006, noise included: ``compare_calibration.py``."""
 
 SMOOTHED = 10
 """Over how many steps at most a loss is averaged."""
