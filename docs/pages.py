@@ -33,13 +33,13 @@ COMMAND_LINE = "command_line", "cli"
 
 BENCHMARK_AREAS = {
     "Choosing": ("autotune", "presets", "tuner"),
-    "Stable training": ("clipping", "guard", "health", "curvature", "monitor"),
+    "Stable training": ("clipping", "guard", "health", "curvature"),
     "Memory": ("checkpointing", "memory"),
     "Batches": ("micro_batching", "batch_size", "accumulation"),
     "Speed": ("compute", "attention", "compile", "loss_scale", "advice"),
     "Many processes": ("compression",),
     "Data": ("data", "cache"),
-    "Measuring": ("profiling", "profiler", "step_profiler", "benchmark", "monitor"),
+    "Measuring": ("step_profiler", "monitor", "compare"),
 }
 """Headings of the benchmarks page, by how the names of the recorded files begin."""
 
