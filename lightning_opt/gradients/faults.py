@@ -162,4 +162,5 @@ def mean_over_ranks(values: Sequence[Scalar], device: torch.device) -> list[Scal
     )
     dist.all_reduce(stacked)
     stacked /= dist.get_world_size()
+    # Numbers that were on the host go back there, which waits; tensors do not.
     return stacked.tolist() if on_host else list(stacked.unbind())

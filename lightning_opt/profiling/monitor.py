@@ -331,6 +331,7 @@ class PerformanceMonitor(Callback):
             )
             of_ranks = [torch.empty_like(mine) for _ in range(trainer.world_size)]
             dist.all_gather(of_ranks, mine)
+            # Waits for the device, once, when training has ended.
             self._facts.leads = torch.stack(of_ranks).tolist()
         self._release()
 

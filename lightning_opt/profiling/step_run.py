@@ -276,6 +276,7 @@ class StepRun:
         own = torch.tensor([busy], dtype=torch.float64, device=device)
         everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
+        # Waits for the device, once, when training has ended.
         self.measures.ranks = Ranks(torch.cat(everyone).tolist())
 
     def _log(self) -> None:
