@@ -15,7 +15,7 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # One thread a process: tests and benchmarks run side by side, and timings must not depend on luck.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-BENCHMARKS = $(filter-out benchmarks/gpu.py,$(shell grep -l '__main__' benchmarks/*.py))
+BENCHMARKS = $(subst /,.,$(basename $(filter-out benchmarks/gpu.py,$(shell grep -rl --include='*.py' '__main__' benchmarks))))
 
 .DEFAULT_GOAL := help
 .PHONY: help demo test lint types imports docs matrix bench gpu format lock clean
@@ -56,7 +56,7 @@ matrix: $(INSTALLED) ## run every cell of the compatibility matrix and write doc
 	$(ONE_THREAD) $(BIN)/python -m tests.matrix
 
 bench: $(INSTALLED) ## every benchmark on this machine, tables and JSON into OUT
-	for script in $(BENCHMARKS); do $(ONE_THREAD) $(BIN)/python $$script --out '$(OUT)' || exit 1; done
+	for module in $(BENCHMARKS); do $(ONE_THREAD) $(BIN)/python -m $$module --out '$(OUT)' || exit 1; done
 
 gpu: ## on a machine with a GPU, no network needed: GPU tests and benchmarks into OUT
 	$(GPU_PYTHON) benchmarks/gpu.py --budget $(GPU_BUDGET) --out '$(OUT)'

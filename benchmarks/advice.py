@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from harness import median_ratio, parse_arguments, publish, time_interleaved, wait
+from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved, wait
+from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt import Report
-from models import Regression, forty_tensor_mlp, ten_million_transformer
 
 GPU = True
 

@@ -212,12 +212,14 @@ def main() -> int:
         # Half at most, so that a test that hangs leaves the benchmarks their share.
         bundle.add("tests", *run(pytest_command(tests), log, arguments.budget / 2))
 
-    scripts = sorted(path for path in (ROOT / "benchmarks").glob("*.py") if declares_gpu(path))
+    scripts = sorted(path for path in (ROOT / "benchmarks").rglob("*.py") if declares_gpu(path))
     for done, script in enumerate(scripts):
         shares = [weight_of(other) for other in scripts[done:]]
         limit = (deadline - time.monotonic()) * shares[0] / sum(shares)
         with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, str(script), "--device", arguments.device, "--out", folder]
+            module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
+            options = ["--device", arguments.device, "--out", folder]
+            command = [sys.executable, "-m", module, *options]
             bundle.add(script.stem, *run(command, log, limit), Path(folder))
 
     print(f"{'all passed' if bundle.passed else 'NOT all passed'}: {out / 'gpu.md'}")

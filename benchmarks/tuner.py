@@ -26,16 +26,16 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-import compute_models
 import lightning_opt as lo
-from compute_models import Batches, Learner, Parts
-from harness import parse_arguments, publish
-from lightning_opt.tuner.intervals import ratio_interval
-from lightning_opt.tuner.objective import Objective
+from benchmarks.harness import parse_arguments, publish
+from benchmarks.kernels import compute_models
+from benchmarks.kernels.kernels_models import Batches, Learner, Parts
 from lightning_opt.tuner.progress import Progress
-from lightning_opt.tuner.search import Search
-from lightning_opt.tuner.space import Switches
-from lightning_opt.tuner.trials import Racer
+from lightning_opt.tuner.search.objective import Objective
+from lightning_opt.tuner.search.search import Search
+from lightning_opt.tuner.search.space import Switches
+from lightning_opt.tuner.trials.arena import Racer
+from lightning_opt.tuner.trials.intervals import ratio_interval
 from lightning_opt.tuner.tuning import Plan, Tuning
 
 GPU = True

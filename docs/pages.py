@@ -20,7 +20,7 @@ AREAS = {
     "gradients": "Stable training",
     "memory": "Memory",
     "batching": "Batches",
-    "compute": "Speed",
+    "kernels": "Speed",
     "precision": "Speed",
     "strategies": "Many processes",
     "data": "Data",
@@ -28,46 +28,27 @@ AREAS = {
 }
 """What the packages of ``lightning_opt`` are called for a reader, in the order of the pages."""
 
-COMMAND_LINE = "command_line", "cli"
-"""Pages about commands, which name no class."""
-
-BENCHMARK_AREAS = {
-    "Choosing": ("autotune", "presets", "tuner"),
-    "Stable training": ("clipping", "guard", "health", "curvature"),
-    "Memory": ("checkpointing", "memory"),
-    "Batches": ("micro_batching", "batch_size", "accumulation"),
-    "Speed": ("compute", "attention", "compile", "loss_scale", "advice"),
-    "Many processes": ("compression",),
-    "Data": ("data", "cache"),
-    "Measuring": ("step_profiler", "monitor", "compare"),
-}
-"""Headings of the benchmarks page, by how the names of the recorded files begin."""
-
-
 # --- features -----------------------------------------------------------------------------------
 
 
-def area_of(page: Path) -> str:
-    """Return the area of a feature page: that of the first public name which it mentions."""
-    if page.stem in COMMAND_LINE:
-        return AREAS["cli"]
-    for name in re.findall(r"\blightning_opt\.(\w+)|\blo\.(\w+)", page.read_text()):
-        export = getattr(lightning_opt, "".join(name), None)
-        module = str(getattr(export, "__module__", "")).split(".")
-        if module[0] == "lightning_opt" and module[1:] and module[1] in AREAS:
-            return AREAS[module[1]]
-    return "More"
+def feature_pages() -> dict[str, Path]:
+    """Return the page of each feature, by the path of its folder below ``lightning_opt``."""
+    found = {}
+    for area in AREAS:
+        for page in (DOCS / f"{area}.md", *sorted((DOCS / area).glob("*.md"))):
+            if page.exists():
+                found[str(page.relative_to(DOCS).with_suffix(""))] = page
+    return found
 
 
 def feature_lists() -> str:
-    """Return a toctree for each area."""
-    pages: dict[str, list[str]] = {area: [] for area in (*AREAS.values(), "More")}
-    for page in sorted((DOCS / "features").glob("*.md")):
-        pages[area_of(page)].append(f"features/{page.stem}")
+    """Return a toctree for each heading of :data:`AREAS`."""
+    pages: dict[str, list[str]] = {}
+    for name in feature_pages():
+        pages.setdefault(AREAS[name.partition("/")[0]], []).append(name)
     return "\n".join(
-        "\n".join(["```{toctree}", ":maxdepth: 1", f":caption: {area}", "", *names, "```", ""])
-        for area, names in pages.items()
-        if names
+        "\n".join(["```{toctree}", ":maxdepth: 1", f":caption: {title}", "", *names, "```", ""])
+        for title, names in pages.items()
     )
 
 
@@ -138,42 +119,42 @@ def benchmark_tables(folder: Path = RESULTS) -> str:
     for file in sorted(folder.glob("*.json")):
         content = json.loads(file.read_text())
         if "rows" in content and "machine" in content:
-            found.setdefault(_benchmark_area(file.stem), []).append((file.stem, content))
+            found.setdefault(_heading_of(file.stem), []).append((file.stem, content))
     if not found:
         return "No results are recorded in this source tree: run `make bench`.\n"
     machines = list(
         dict.fromkeys(_machine(content) for group in found.values() for _, content in group)
     )
     parts = ["Measured on:\n", *(f"{n}. {machine}" for n, machine in enumerate(machines, 1)), ""]
-    for area in (*BENCHMARK_AREAS, "More"):
-        for number, (stem, content) in enumerate(found.get(area, [])):
+    for heading in dict.fromkeys((*AREAS.values(), "More")):
+        for number, (stem, content) in enumerate(found.get(heading, [])):
             if number == 0:
-                parts.append(f"## {area}\n")
+                parts.append(f"## {heading}\n")
             parts.append(_benchmark(stem, content, machines.index(_machine(content)) + 1))
     return "\n".join(parts)
 
 
-def _benchmark_area(stem: str) -> str:
-    for area, beginnings in BENCHMARK_AREAS.items():
-        if stem.startswith(beginnings):
-            return area
-    return "More"
+def _heading_of(stem: str) -> str:
+    script = script_of(stem)
+    area = script.split("/")[0].removesuffix(".py") if script else ""
+    return AREAS.get(area, "More")
 
 
 def _benchmark(stem: str, content: Mapping[str, Any], machine: int) -> str:
     notes = [note for note in content["notes"] if not note.startswith("Machine: ")]
     table = Report("", content["rows"], notes).to_markdown().partition("\n")[2].strip()
     script = script_of(stem)
-    made = f"`python benchmarks/{script}`, machine {machine}" if script else f"Machine {machine}"
+    module = (script or "").removesuffix(".py").replace("/", ".")
+    made = f"`python -m benchmarks.{module}`, machine {machine}" if script else f"Machine {machine}"
     return f"### {content['title']}\n\n{table}\n\n{made}.\n"
 
 
 def script_of(stem: str) -> str | None:
-    """Return the script that writes these results."""
+    """Return the script that writes these results, from ``benchmarks/`` on."""
     quoted = f'"{stem.removesuffix("_cuda")}"'
-    for script in sorted((ROOT / "benchmarks").glob("*.py")):
+    for script in sorted((ROOT / "benchmarks").rglob("*.py")):
         if quoted in script.read_text():
-            return script.name
+            return str(script.relative_to(ROOT / "benchmarks"))
     return None
 
 

@@ -30,7 +30,7 @@ from torch import Tensor
 
 import lightning_opt as lo
 from byte_gpt import Batch, ByteGPT, SourceData
-from lightning_opt.profiling.fits import Fit
+from lightning_opt.worker.training_process import Fit
 
 RUNS = ("plain", "basic", "advanced", "tuned")
 COLOURS = dict(zip(RUNS, ("#D55E00", "#009E73", "#CC79A7", "#0072B2"), strict=True))

@@ -22,7 +22,7 @@ import pathlib, sys
 import lightning as L
 import lightning_opt as lo
 from lightning.pytorch.demos.boring_classes import BoringModel
-from lightning_opt.strategies import native
+from lightning_opt.strategies.compression.codecs import native
 
 here = pathlib.Path(lo.__file__)
 assert here.is_relative_to(sys.prefix), here

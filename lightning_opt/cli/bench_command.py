@@ -22,8 +22,8 @@ from lightning_opt.cli.parsing import (
     preset_of,
 )
 from lightning_opt.cli.settings import settings_of
-from lightning_opt.profiling.comparing import compare
-from lightning_opt.profiling.comparison import Comparison
+from lightning_opt.profiling.comparing.compare import compare
+from lightning_opt.profiling.comparing.result import Comparison
 
 DESCRIPTION = """\
 Trains your model under several presets and configurations, each in a process of its own, in turns

@@ -11,13 +11,13 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_opt.cli.errors import FAILED, OK
 from lightning_opt.cli.parsing import Job, add_preset, add_targets, make_parser, parse_job
 from lightning_opt.cli.shortfit import fit_shortly
-from lightning_opt.data.monitor import DataMonitor
-from lightning_opt.gradients.health import GradientHealth
-from lightning_opt.memory.leaks import LeakDetector
-from lightning_opt.memory.profiler import MemoryProfiler
-from lightning_opt.profiling.doctor import Diagnosis, doctor
-from lightning_opt.profiling.monitor import PerformanceMonitor
-from lightning_opt.profiling.step_profiler import StepProfiler
+from lightning_opt.data.pipeline.data_monitor import DataMonitor
+from lightning_opt.gradients.health.gradient_health import GradientHealth
+from lightning_opt.memory.leaks.leak_detector import LeakDetector
+from lightning_opt.memory.profiler.memory_profiler import MemoryProfiler
+from lightning_opt.profiling.doctor.doctor import Diagnosis, doctor
+from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
+from lightning_opt.profiling.steps.step_profiler import StepProfiler
 
 DESCRIPTION = """\
 Trains some steps, watched by the preset 'basic' and by what measures data, memory and time, and

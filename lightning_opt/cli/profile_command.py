@@ -52,7 +52,7 @@ def parser() -> LightningArgumentParser:
 
 def run(words: Sequence[str]) -> int:
     """Run the command."""
-    from lightning_opt.profiling.step_profiler import StepProfiler
+    from lightning_opt.profiling.steps.step_profiler import StepProfiler
 
     job = parse_job(parser(), words)
     folder = folder_of(job.options.out)

@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 
 from lightning_opt.cli.errors import UsageError
 from lightning_opt.cli.parsing import Job, preset_of
-from lightning_opt.profiling.factories import instantiate
+from lightning_opt.worker.recipes import instantiate
 
 QUIET: dict[str, Any] = {
     "logger": False,

@@ -14,7 +14,7 @@ from typing import Any
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_opt.cli.errors import UsageError
-from lightning_opt.profiling.factories import find, instantiate
+from lightning_opt.worker.recipes import find, instantiate
 
 BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 WORDS = {"model": "LightningModule", "data": "LightningDataModule"}

@@ -5,24 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_opt.batching.accumulation import Accumulation
-from lightning_opt.batching.dynamic_size import DynamicBatchSize
-from lightning_opt.batching.micro_batching import MicroBatching
-from lightning_opt.compute.attention import AttentionBackend
-from lightning_opt.compute.compile import CompileModel
-from lightning_opt.compute.memory_format import ChannelsLast
-from lightning_opt.compute.optimizers import FusedOptimizer
-from lightning_opt.compute.runtime import Runtime
-from lightning_opt.data.tuning import DataPipelineTuner
-from lightning_opt.gradients.clipping import AdaptiveClipping
-from lightning_opt.gradients.guard import NonFiniteGuard
-from lightning_opt.gradients.health import GradientHealth
-from lightning_opt.memory.checkpointing import ActivationCheckpointing
-from lightning_opt.memory.cleanup import MemoryCleanup
+from lightning_opt.batching.accumulation.accumulation import Accumulation
+from lightning_opt.batching.batch_size.dynamic_batch_size import DynamicBatchSize
+from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
+from lightning_opt.data.pipeline.pipeline_tuner import DataPipelineTuner
+from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
+from lightning_opt.gradients.guard.non_finite_guard import NonFiniteGuard
+from lightning_opt.gradients.health.gradient_health import GradientHealth
+from lightning_opt.kernels.attention.attention_backend import AttentionBackend
+from lightning_opt.kernels.channels_last.channels_last import ChannelsLast
+from lightning_opt.kernels.compiling.compile_model import CompileModel
+from lightning_opt.kernels.fused_optimizer.fused_optimizer import FusedOptimizer
+from lightning_opt.kernels.runtime.runtime import Runtime
+from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_opt.memory.cleanup.memory_cleanup import MemoryCleanup
 from lightning_opt.presets.parts import Obstacle
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.situation import Situation
-from lightning_opt.profiling.monitor import PerformanceMonitor
+from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
 
 SINGLE_OPERATORS = ("auto", "selective")
 """Policies of ActivationCheckpointing that cannot look into a compiled graph."""

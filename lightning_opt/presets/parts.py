@@ -10,7 +10,7 @@ from typing import Any
 from lightning.pytorch import Callback
 
 from lightning_opt.presets.situation import Situation
-from lightning_opt.profiling.factories import instantiate
+from lightning_opt.worker.recipes import instantiate
 
 Obstacle = Callable[[Situation], str | None]
 """Returns why a part is to be left out, or None."""

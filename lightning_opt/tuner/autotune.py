@@ -7,13 +7,13 @@ from pathlib import Path
 
 from lightning_opt.core.arguments import at_least, fraction, one_of, positive
 from lightning_opt.core.cpus import available_cpus
-from lightning_opt.profiling.factories import Factory, Settings, check_factory, check_settings
-from lightning_opt.tuner.objective import OBJECTIVES, Objective
 from lightning_opt.tuner.progress import Progress
-from lightning_opt.tuner.result import TuneResult
-from lightning_opt.tuner.space import Candidates
-from lightning_opt.tuner.trials import Accept
+from lightning_opt.tuner.report.result import TuneResult
+from lightning_opt.tuner.search.objective import OBJECTIVES, Objective
+from lightning_opt.tuner.search.space import Candidates
+from lightning_opt.tuner.trials.arena import Accept
 from lightning_opt.tuner.tuning import Plan, Tuning
+from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 
 UNITS = {"": 1.0, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0}
 

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import IO, Any
 
-from lightning_opt.tuner.space import Switches
-from lightning_opt.tuner.trial import Trial
+from lightning_opt.tuner.search.space import Switches
+from lightning_opt.tuner.trials.trial import Trial
 
 
 class Progress:

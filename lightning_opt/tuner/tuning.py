@@ -17,18 +17,18 @@ import lightning
 import torch
 
 from lightning_opt.core.cpus import available_cpus
-from lightning_opt.profiling.factories import Factory, Settings
-from lightning_opt.profiling.fits import Fit
-from lightning_opt.tuner.baseline import Baseline
 from lightning_opt.tuner.journal import Journal
-from lightning_opt.tuner.objective import Objective
 from lightning_opt.tuner.progress import Progress
-from lightning_opt.tuner.result import TuneResult
-from lightning_opt.tuner.search import Outcome, Search, TimeIsUp
-from lightning_opt.tuner.settings import fingerprint
-from lightning_opt.tuner.space import Candidates, Facts, Space, Switches
-from lightning_opt.tuner.trial import Trial
-from lightning_opt.tuner.trials import Accept, Arena
+from lightning_opt.tuner.report.result import TuneResult
+from lightning_opt.tuner.search.objective import Objective
+from lightning_opt.tuner.search.search import Outcome, Search, TimeIsUp
+from lightning_opt.tuner.search.settings import fingerprint
+from lightning_opt.tuner.search.space import Candidates, Facts, Space, Switches
+from lightning_opt.tuner.trials.arena import Accept, Arena
+from lightning_opt.tuner.trials.baseline import Baseline
+from lightning_opt.tuner.trials.trial import Trial
+from lightning_opt.worker.recipes import Factory, Settings
+from lightning_opt.worker.training_process import Fit
 
 SURE = 0.9
 """Score below which an answer is not measured a second time."""
@@ -170,7 +170,7 @@ class Tuning:
         self._processes += 1
         file = self._folder / f"{self._processes}.json"
         watch = {
-            "class_path": "lightning_opt.tuner.watch.TrialWatch",
+            "class_path": "lightning_opt.tuner.trials.probe.TrialWatch",
             "init_args": {"file": str(file)},
         }
         fit = Fit(

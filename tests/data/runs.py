@@ -12,9 +12,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler
 
 import lightning_opt as lo
-from lightning_opt.data import tuning
-from lightning_opt.data.loaders import LoaderSettings
-from lightning_opt.data.search import Search
+from lightning_opt.data.pipeline import pipeline_tuner as tuning
+from lightning_opt.data.pipeline.loaders import LoaderSettings
+from lightning_opt.data.pipeline.search import Search
 from tests.data.datasets import Numbers
 from tests.helpers.models import ResumableLoader, SmallNet
 from tests.helpers.trainers import quiet_trainer

@@ -117,5 +117,5 @@ def test_commands_of_the_package_are_understood(command, monkeypatch):
 
 
 def test_links_to_pages_are_rows_of_what_exists():
-    for name in re.findall(r"docs/features/(\w+)\.md", TEXT):
-        assert (ROOT / f"docs/features/{name}.md").exists()
+    for name in re.findall(r"docs/([\w/]+)\.md", TEXT):
+        assert (ROOT / f"docs/{name}.md").exists()

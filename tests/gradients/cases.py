@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.norms import GradientNorms, Gradients, GradientStep
 from lightning_opt.core.scalars import to_plain
-from lightning_opt.gradients.rules import (
+from lightning_opt.gradients.clipping.norm_rules import (
     Clip,
     ClippingRule,
     FixedNorm,
@@ -22,7 +22,7 @@ from lightning_opt.gradients.rules import (
     Robust,
     ZClip,
 )
-from lightning_opt.gradients.tensor_rules import FixedValue, PerParameter, UnitWise
+from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
 
 # Warm-ups and windows short enough that a run of 60 steps sees what lies beyond them.
 NORM_RULES: dict[str, Callable[[], NormRule]] = {

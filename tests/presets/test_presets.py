@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, Subset
 
 import lightning_opt as lo
 from lightning_opt.presets import machine, situation
-from tests.gradients.test_clipping_distributed import FSDPOnCPU
+from tests.gradients.clipping.test_distributed import FSDPOnCPU
 from tests.helpers.models import (
     AdversarialNet,
     SmallNet,

@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from lightning_opt.profiling.devices import multiplied_type, peak_flops
 from lightning_opt.profiling.flops import Flops, count_flops
+from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
 from tests.helpers.models import assert_same_weights, weights_of
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 50257, 768, 12, 12, 1024

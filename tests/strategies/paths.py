@@ -7,7 +7,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_opt.strategies import native
+from lightning_opt.strategies.compression.codecs import native
 
 COMPILER = shutil.which("cc")
 

@@ -11,7 +11,7 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_opt.strategies.ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from tests.helpers.trainers import quiet_trainer
 
 SIZES = (40, 700, 3, 1500, 260)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from lightning_opt.tuner.journal import Journal
-from lightning_opt.tuner.trial import Trial
+from lightning_opt.tuner.trials.trial import Trial
 
 KEY = {"machine": "here", "settings": "abc", "versions": {"torch": "2"}}
 RECORDS = [{"kind": "trial", "switches": ["a"]}, {"kind": "trial", "switches": ["b"]}]

@@ -1,0 +1,445 @@
+"""What MicroBatching costs while everything fits, what it survives, and how it grows back.
+
+Supports four claims, each with a table of its own.
+
+- Cost: ``MicroBatching("auto")`` takes at most 1% of a step as long as memory does not run out. One
+  training run takes turns between Lightning's closures and ours, step by step, so that both are
+  timed on the same model within the same second. Whole steps, as the Trainer makes them.
+- Survival: trainings under a limited address space with random limits, lengths and batch sizes, in
+  processes of their own, where memory runs out in the forward pass, in the loss or in the backward
+  pass. Each is compared with the run without a limit: weights, and the samples trained on.
+  ``--trainings`` says how many.
+- Pairs: the same on two ranks of DDP, of which one alone has a limit. ``--pairs`` says how many.
+- Regrowth: one batch in a hundred is eight times longer and does not fit. At least 0.95 of the
+  throughput of a fixed size tuned by hand to fit it. Beside halving without regrowth, which is what
+  Composer does, and beside the run without a limit.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import math
+import multiprocessing
+import os
+import random
+import socket
+import statistics
+import time
+import warnings
+from collections import Counter
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from benchmarks.batching.hog import Limit, Sequences, limit_address_space, some_batches
+from benchmarks.harness import parse_arguments, publish, wait
+from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
+from lightning_opt.core.malloc import malloc_trim
+
+TIMEOUT = 120.0
+"""Seconds after which a process counts as hung."""
+
+
+def quiet_trainer(**settings: Any) -> L.Trainer:
+    """Return a Trainer for one epoch that says and saves nothing."""
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    return L.Trainer(
+        **{
+            "accelerator": "cpu",
+            "devices": 1,
+            "max_epochs": 1,
+            "logger": False,
+            "enable_checkpointing": False,
+            "enable_progress_bar": False,
+            "enable_model_summary": False,
+            **settings,
+        }
+    )
+
+
+# --- cost ---------------------------------------------------------------------------------------
+
+
+class Turns(L.Callback):
+    """Lets Lightning's closure and the replacement make a step in turn, and times each."""
+
+    def __init__(self, device: str, accumulate: int) -> None:
+        self.device, self.accumulate = device, accumulate
+        self.seconds: dict[bool, list[float]] = {False: [], True: []}
+        self.ours: Any = None
+
+    def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, batch_idx: int) -> None:
+        optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        if self.ours is None:
+            self.ours = optimization._make_closure
+        if batch_idx % self.accumulate == 0:
+            wait(self.device)
+            self.with_us = batch_idx // self.accumulate % 2 == 1
+            if self.with_us:
+                optimization._make_closure = self.ours
+            else:
+                vars(optimization).pop("_make_closure", None)
+            self.start = time.perf_counter()
+
+    def on_train_batch_end(
+        self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        if (batch_idx + 1) % self.accumulate == 0:
+            wait(self.device)
+            self.seconds[self.with_us].append(time.perf_counter() - self.start)
+            trainer.fit_loop.epoch_loop.automatic_optimization._make_closure = self.ours
+
+
+def measure_cost(
+    name: str, module: Regression, accumulate: int, pairs: int, device: str
+) -> dict[str, Any]:
+    """Time steps of one run, the first tenth left out."""
+    turns = Turns(device, accumulate)
+    trainer = quiet_trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        callbacks=[lo.MicroBatching(), turns],
+        accumulate_grad_batches=accumulate,
+    )
+    batch = module.batch.cpu()
+    trainer.fit(module, DataLoader([batch] * (2 * pairs * accumulate), batch_size=None))
+    bare, with_us = (turns.seconds[kind][pairs // 10 :] for kind in (False, True))
+    ratios = [b / a for a, b in zip(bare, with_us, strict=True)]
+    return {
+        "model": name,
+        "accumulate": accumulate,
+        "ms a bare step": round(1e3 * statistics.median(bare), 3),
+        "us more": round(1e6 * (statistics.median(with_us) - statistics.median(bare)), 1),
+        "of the bare step": round(statistics.median(ratios), 4),
+    }
+
+
+# --- survival -----------------------------------------------------------------------------------
+
+
+def survive(seed: int, queue: Any) -> None:
+    """Train without a limit, then bare and with MicroBatching under one, and say how it ended."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    draw = random.Random(seed)
+    torch.manual_seed(seed)
+    batches = some_batches(draw, 8)
+    where, room = draw.choice(["forward", "loss", "backward"]), draw.uniform(4.0, 120.0)
+    accumulate = draw.choice([1, 3])
+
+    def train(*callbacks: L.Callback) -> tuple[Sequences, str]:
+        model = Sequences(batches, where, 240)
+        trainer = quiet_trainer(callbacks=list(callbacks), accumulate_grad_batches=accumulate)
+        try:
+            trainer.fit(model)
+        except MemoryError as error:
+            return model, "one clear error" if "Even one sample" in str(error) else str(error)
+        except RuntimeError as error:
+            return model, str(error)
+        return model, "completed"
+
+    free, _ = train()
+    limit_address_space(room)
+    _, bare = train()
+    micro = lo.MicroBatching()
+    model, end = train(micro)
+    limit_address_space(math.inf)
+    if end == "completed":
+        end = compare(model, free)
+    retries = micro.state_dict()["retries"]
+    queue.put({"where": where, "bare": bare == "completed", "end": end, "retries": retries})
+
+
+def survive_in_pairs(seed: int, rank: int, port: int, queue: Any) -> None:
+    """Train on two DDP ranks without a limit, then with one on one rank alone."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0")
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    draw = random.Random(seed)  # the same on both ranks
+    where, room = draw.choice(["forward", "loss", "backward"]), draw.uniform(4.0, 120.0)
+    accumulate, limited = draw.choice([1, 3]), draw.choice([0, 1])
+    torch.manual_seed(100 * seed + rank)
+    batches = some_batches(random.Random(100 * seed + rank), 8)
+
+    def train(*callbacks: L.Callback) -> tuple[Sequences, str]:
+        model = Sequences(batches, where, 240)
+        trainer = quiet_trainer(
+            callbacks=list(callbacks),
+            accumulate_grad_batches=accumulate,
+            devices=2,
+            strategy="ddp",
+            use_distributed_sampler=False,
+        )
+        try:
+            trainer.fit(model)
+        except MemoryError as error:
+            return model, "one clear error" if "Even one sample" in str(error) else str(error)
+        except RuntimeError as error:
+            return model, str(error)
+        return model, "completed"
+
+    free, _ = train()
+    micro = lo.MicroBatching()
+    model, end = train(micro, *([Limit(room)] if rank == limited else []))
+    limit_address_space(math.inf)
+    if end == "completed":
+        end = compare(model, free)
+    queue.put({"where": where, "rank": rank, "end": end, "retries": micro.state_dict()["retries"]})
+
+
+def compare(model: Sequences, free: Sequences) -> str:
+    """Return in words whether two trainings came to the same."""
+    pairs = zip(model.parameters(), free.parameters(), strict=True)
+    if not all(torch.allclose(a, b, rtol=0.0, atol=1e-6) for a, b in pairs):
+        return "other weights"
+    return "completed" if sorted(model.seen) == sorted(free.seen) else "samples lost or doubled"
+
+
+def in_processes(*calls: tuple[Any, ...]) -> list[dict[str, Any]]:
+    """Call each function with its arguments and a queue in a process of its own.
+
+    Returns:
+        What they put into the queue, one each, or that one hung or died.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["lightning.pytorch", "lightning_opt"])
+    queue = context.SimpleQueue()  # has no thread, which could not start under a limit
+    processes = [
+        context.Process(target=function, args=(*args, queue), daemon=True)
+        for function, *args in calls
+    ]
+    for process in processes:
+        process.start()
+    found: list[dict[str, Any]] = []
+    deadline = time.monotonic() + TIMEOUT
+    while len(found) < len(calls):
+        if not queue.empty():
+            found.append(queue.get())
+        elif time.monotonic() > deadline:
+            found.append({"end": "hung"})
+            break
+        elif not any(process.is_alive() for process in processes):
+            time.sleep(0.2)
+            found.append(queue.get() if not queue.empty() else {"end": "died"})
+        else:
+            time.sleep(0.02)
+    for process in processes:
+        process.join(0 if {"end": "hung"} in found else 5)
+        process.kill()
+    return found
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def measure_pairs(trainings: int) -> list[dict[str, Any]]:
+    """Return how trainings on two ranks ended, of which one alone has a limit."""
+    rows = []
+    for seed in range(trainings):
+        port = free_port()
+        ranks = in_processes(*((survive_in_pairs, seed, rank, port) for rank in (0, 1)))
+        ends = {rank["end"] for rank in ranks}
+        rows.append(
+            {
+                "where": ranks[0].get("where", "?"),
+                "end": ends.pop() if len(ends) == 1 else " / ".join(sorted(ends)),
+                "retries": max(rank.get("retries", 0) for rank in ranks),
+            }
+        )
+    return tabulate(rows)
+
+
+def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return how the trainings ended, by where memory runs out."""
+    rows = []
+    for where in dict.fromkeys(["forward", "loss", "backward", *(r["where"] for r in results)]):
+        own = [result for result in results if result["where"] == where]
+        if not own:
+            continue
+        ends = Counter(result["end"] for result in own)
+        bare = [result["bare"] for result in own if "bare" in result]
+        rows.append(
+            {
+                "memory runs out in": where,
+                "trainings": len(own),
+                **({"bare run completed": sum(bare)} if bare else {}),
+                "completed, right weights and samples": ends.pop("completed", 0),
+                "one clear error": ends.pop("one clear error", 0),
+                "anything else": sum(ends.values()),
+                "attempts taken back": sum(result["retries"] for result in own),
+            }
+        )
+        for end in ends:
+            print(f"{where}: {end}")
+    return rows
+
+
+def measure_survival(trainings: int) -> list[dict[str, Any]]:
+    """Return how trainings in one process ended."""
+    results = [in_processes((survive, seed))[0] for seed in range(trainings)]
+    return tabulate([{"where": "?", "retries": 0, **result} for result in results])
+
+
+# --- regrowth -----------------------------------------------------------------------------------
+
+
+def halving() -> lo.MicroBatching:
+    """Return what halves the micro-batches of all batches for good when one runs out of memory.
+
+    So does Composer; what ours learns holds for the shape that ran out, and is tried again.
+    """
+    micro = lo.MicroBatching(regrow_every=10**9)
+    sizes = micro._learner.sizes
+
+    def smallest(shape: str, elements: int) -> str | None:
+        return min(sizes.shapes, key=lambda key: sizes.shapes[key]["size"], default=None)
+
+    sizes.binding = smallest  # type: ignore[method-assign]
+    return micro
+
+
+class Layers(L.LightningModule):
+    """Layers whose steps are work rather than overhead, some 20 ms for a short batch."""
+
+    def __init__(self, batches: list[Tensor]) -> None:
+        super().__init__()
+        self.batches = batches
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(*[nn.Sequential(nn.Linear(128, 128), nn.GELU())] * 8)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.layers(batch).square().mean(dim=(1, 2)).mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def regrow(kind: str, steps: int, queue: Any) -> None:
+    """Time a run in which one batch in a hundred has sequences eight times longer."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    short, long = torch.randn(16, 64, 128), torch.randn(16, 512, 128)
+    batches = [long if n % 100 == 10 else short for n in range(steps)]
+    quiet_trainer().fit(Layers(batches[:12]))  # warms up, the long one included
+    malloc_trim()
+    if kind != "no limit":
+        limit_address_space(30.0)  # the long batch keeps 71 MB for its backward pass
+    # A quarter of the batch fits: where halving without growth stays after the first long batch.
+    callback: list[L.Callback] = {
+        "no limit": [],
+        "MicroBatching('auto')": [lo.MicroBatching()],
+        "hand-tuned fixed size": [lo.MicroBatching(4)],
+        "halving without regrowth": [halving()],
+    }[kind]
+    trainer = quiet_trainer(callbacks=callback)
+    model = Layers(batches)
+    start = time.perf_counter()
+    trainer.fit(model)
+    seconds = time.perf_counter() - start
+    limit_address_space(math.inf)
+    retries = callback[0].state_dict()["retries"] if callback else 0
+    queue.put({"kind": kind, "seconds": seconds, "retries": retries})
+
+
+def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
+    """Return the throughput of each kind, of the median of some runs in turn."""
+    kinds = (
+        "no limit",
+        "MicroBatching('auto')",
+        "hand-tuned fixed size",
+        "halving without regrowth",
+    )
+    runs: dict[str, list[dict[str, Any]]] = {kind: [] for kind in kinds}
+    for _ in range(rounds):
+        for kind in kinds:
+            [run] = in_processes((regrow, kind, steps))
+            if "seconds" not in run:
+                raise RuntimeError(f"The run {kind!r} {run['end']}.")
+            runs[kind].append(run)
+    seconds = {kind: statistics.median(run["seconds"] for run in runs[kind]) for kind in kinds}
+    return [
+        {
+            "run": kind,
+            "batches a second": round(steps / seconds[kind], 1),
+            "of the hand-tuned fixed size": round(
+                seconds["hand-tuned fixed size"] / seconds[kind], 3
+            ),
+            "of the run without a limit": round(seconds["no limit"] / seconds[kind], 3),
+            "attempts taken back": runs[kind][0]["retries"],
+        }
+        for kind in kinds
+    ]
+
+
+def publish_cost(arguments: Any, counts: Any) -> None:
+    """Measure a step with and without, and publish the table."""
+    rows = []
+    for name, make, accumulate, pairs in (
+        ("MLP of 40 tensors", forty_tensor_mlp, 1, 1500),
+        ("transformer, 9.5M", ten_million_transformer, 1, 50),
+        ("transformer, 9.5M", ten_million_transformer, 4, 10),
+    ):
+        torch.manual_seed(0)
+        pairs = 10 if arguments.quick else pairs
+        rows.append(measure_cost(name, make(), accumulate, pairs, arguments.device))
+    title = "A step with MicroBatching('auto') while everything fits"
+    publish("micro_batching_cost", lo.Report(title, rows), arguments)
+
+
+def publish_survival(arguments: Any, counts: Any) -> None:
+    """Let trainings in one process run out of memory, and publish how they ended."""
+    rows = measure_survival(3 if arguments.quick else counts.trainings)
+    title = "Trainings under a limited address space, with MicroBatching('auto')"
+    publish("micro_batching_survival", lo.Report(title, rows), arguments)
+
+
+def publish_pairs(arguments: Any, counts: Any) -> None:
+    """The same for one of two ranks."""
+    rows = measure_pairs(2 if arguments.quick else counts.pairs)
+    title = "Trainings on two ranks of DDP, of which one alone has a limited address space"
+    publish("micro_batching_pairs", lo.Report(title, rows), arguments)
+
+
+def publish_regrowth(arguments: Any, counts: Any) -> None:
+    """Measure the throughput with rare long batches, and publish the table."""
+    rows = measure_regrowth(110 if arguments.quick else 400, 1 if arguments.quick else 3)
+    title = "Throughput where one batch in a hundred is eight times longer and does not fit"
+    publish("micro_batching_regrowth", lo.Report(title, rows), arguments)
+
+
+PARTS = {
+    "cost": publish_cost,
+    "survival": publish_survival,
+    "pairs": publish_pairs,
+    "regrowth": publish_regrowth,
+}
+"""All but the first are for CPUs, whose address space can be limited."""
+
+
+def main() -> None:
+    """Measure what is asked for and publish its tables."""
+    own = argparse.ArgumentParser(add_help=False)
+    own.add_argument("--trainings", type=int, default=100, help="in one process")
+    own.add_argument("--pairs", type=int, default=20, help="trainings on two ranks")
+    own.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    counts, others = own.parse_known_args()
+    arguments = parse_arguments(__doc__, others)
+    warnings.simplefilter("ignore")
+    for part in counts.parts if arguments.device == "cpu" else ["cost"]:
+        PARTS[part](arguments, counts)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,296 @@
+"""What each checkpointing policy saves and costs on five kinds of model, and what "auto" does.
+
+Supports the table of the documentation. The bytes held for the backward pass are those of all
+tensors that live when the forward pass ends, once a storage; with policy none they are those that a
+saved-tensor hook sees. The peak is measured in a fresh process for each row: on a CPU as the growth
+of the process's resident memory to its peak within a step, on CUDA as torch's allocator counts it;
+both above parameters and gradients. Times of a step (forward and backward pass) are taken in turns
+and given as the median of the ratios to the unchecked model within a round. Runs in about twelve
+minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import gc
+import json
+import multiprocessing
+from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.flop_counter import (
+    FlopCounterMode,
+    sdpa_backward_flop_count,
+    sdpa_flop_count,
+)
+
+import lightning_opt as lo
+from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved, wait
+from benchmarks.memory.checkpointing_models import MODELS
+from lightning_opt.core.blocks import find_blocks
+from lightning_opt.memory.checkpointing.activation_checkpointing import make_plan
+from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, Plan, Stretch
+from lightning_opt.memory.checkpointing.methods.selective import KeepDear, Selection
+from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner
+from lightning_opt.memory.meters import measuring
+
+GPU = True
+POLICIES: dict[str, dict[str, Any]] = {
+    "none": {},
+    "every_layer": {},
+    "every_nth, 3": {"interval": 3},
+    "block, 3": {"interval": 3},
+    "sqrt": {},
+    "selective": {},
+    "selective, 0.2": {"min_flops": 0.2},
+}
+M_MMAP_THRESHOLD = -3
+"""Of ``mallopt`` in glibc."""
+NOTES = [
+    "held: bytes of all tensors between forward and backward pass. counted: their peak. peak: the "
+    "same of the process (on CUDA of the allocator), above parameters and gradients, with malloc "
+    "told to give back what is freed. FLOPs and time: of forward and backward pass.",
+    "For auto with a budget (a share of the peak): predicted peak, its distance from the measured "
+    "one in points, whether the planner calls the budget feasible, whether the measured peak is "
+    "within it, and the fastest fixed policy whose measured peak is within it. Where a budget is "
+    "not feasible, the row shows the smallest plan.",
+]
+BUDGETS = (0.2, 0.3, 0.4, 0.5, 0.7)
+
+
+class Step:
+    """A forward and backward pass on gradients that are there."""
+
+    def __init__(self, name: str, device: str, quick: bool) -> None:
+        torch.manual_seed(0)
+        model, batch = MODELS[name](quick)
+        self.model, self.batch = model.to(device), batch.to(device)
+        self.device = device
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def __call__(self) -> None:
+        self.loss().backward()
+
+    def loss(self) -> Tensor:
+        return self.model(self.batch).square().mean()
+
+    def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
+        """Run as the planner wants it."""
+        with ExitStack() as stack:
+            if inside is not None:
+                inside(stack)
+            wait(self.device)
+            return time_interleaved({"": self}, rounds=1, warmup=0, device=self.device)[""][0]
+
+    def plan(self, policy: str) -> Plan:
+        settings = POLICIES[policy]
+        name, blocks = policy.split(",")[0], find_blocks(self.model)
+        return make_plan(name, blocks, settings.get("interval"), settings.get("min_flops"))
+
+    def under(self, plan: Plan) -> Callable[[Callable[[], Any]], Any]:
+        """Return what calls a function under ``plan``, and leaves the model as it was."""
+        applied = AppliedPlan(plan)
+        forwards = list(applied.forwards)
+        applied.undo()
+
+        def call(function: Callable[[], Any]) -> Any:
+            for forward in forwards:
+                forward.module.forward = forward
+            try:
+                return function()
+            finally:
+                for forward in forwards:
+                    del forward.module.forward
+
+        return call
+
+
+def count_flops(step: Step) -> int:
+    """Return the operations of a step on one sample, as torch counts them.
+
+    Attention on CPUs is included. The counter holds tensors, so bytes are not counted with it.
+    """
+    aten = torch.ops.aten
+
+    def forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))
+
+    def backward(gradient: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_backward_flop_count(gradient, query, key, value))
+
+    formulas = {
+        aten._scaled_dot_product_flash_attention_for_cpu: forward,
+        aten._scaled_dot_product_flash_attention_for_cpu_backward: backward,
+    }
+    whole, step.batch = step.batch, step.batch[:1]
+    try:
+        with FlopCounterMode(display=False, custom_mapping=formulas) as counter:
+            step()
+    finally:
+        step.batch = whole
+    return int(counter.get_total_flops())
+
+
+def count_bytes(step: Step) -> tuple[int, int]:
+    """Return what lives between forward and backward pass because of the step, and its peak."""
+    with measuring(torch.device(step.device)) as meter:
+        loss = step.loss()
+        held = meter.live()
+        loss.backward()
+    return held, meter.mark()
+
+
+def process_peak(step: Step) -> int:
+    """Return how far one step raises the process's memory; on CUDA, the allocator's."""
+    if step.device == "cuda":
+        start = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        step()
+        return torch.cuda.max_memory_allocated() - start
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system: the peak starts low
+    with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 - a switch of the kernel
+        file.write("5")  # the peak starts anew from the present size
+    start = _status("VmRSS")
+    step()
+    return _status("VmHWM") - start
+
+
+def _status(key: str) -> int:
+    with open("/proc/self/status") as file:  # noqa: PTH123
+        return next(1024 * int(line.split()[1]) for line in file if line.startswith(key))
+
+
+def described(plan: Plan) -> str:
+    """Return a plan as text: names of blocks, and what is kept of them."""
+    return json.dumps(
+        [
+            {
+                "blocks": [block.name for block in stretch.blocks],
+                "kept": None if stretch.choice is None else sorted(stretch.choice().kept or ()),
+                "rule": getattr(stretch.choice and stretch.choice().rule, "min_flops", None),
+            }
+            for stretch in plan
+        ]
+    )
+
+
+def read(plan: str, step: Step) -> Plan:
+    """Return the plan for the step's model that :func:`described` wrote."""
+    blocks = {block.name: block for block in find_blocks(step.model)}
+    stretches = []
+    for entry in json.loads(plan):
+        choice = None
+        if entry["kept"]:
+            choice = partial(Selection, None, frozenset(tuple(place) for place in entry["kept"]))
+        elif entry["kept"] is not None:
+            choice = partial(Selection, KeepDear(entry["rule"]))
+        stretches.append(Stretch(tuple(blocks[name] for name in entry["blocks"]), choice))
+    return stretches
+
+
+def put_peak(results: Any, name: str, plan: str, device: str, quick: bool) -> None:
+    """Measure one peak: what the fresh process does."""
+    torch.set_num_threads(1)
+    # Each tensor in pages of its own: what is freed is gone, whatever lies above it on the heap.
+    ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
+    step = Step(name, device, quick)
+    call = step.under(read(plan, step))
+    call(step)  # what is made once is there afterwards, and a selective policy has learnt
+    results.put(call(partial(process_peak, step)))
+
+
+class FreshProcesses:
+    """Processes in which nothing has run yet but the imports, which one server has done."""
+
+    def __init__(self) -> None:
+        self._context = multiprocessing.get_context("forkserver")
+        self._context.set_forkserver_preload(
+            ["lightning_opt", "lightning_opt.memory.checkpointing.planning.step_planner"]
+        )
+
+    def peak(self, name: str, plan: Plan, device: str, quick: bool) -> int:
+        results = self._context.Queue()
+        arguments = (results, name, described(plan), device, quick)
+        process = self._context.Process(target=put_peak, args=arguments)
+        process.start()
+        peak = int(results.get(timeout=300))
+        process.join()
+        return peak
+
+
+def measure(
+    name: str, device: str, quick: bool, rounds: int, fresh: FreshProcesses
+) -> list[dict[str, Any]]:
+    """Return the rows of one model."""
+    step = Step(name, device, quick)
+    step()
+    plans = {policy: step.plan(policy) for policy in POLICIES}
+    planner = StepPlanner(step, find_blocks(step.model), torch.device(device))
+    unchecked = planner.unchecked_peak + planner.unseen
+    outcomes = {f"auto, {budget}": planner.plan(budget * unchecked) for budget in BUDGETS}
+    plans |= {label: outcome.plan for label, outcome in outcomes.items()}
+    peaks = {label: fresh.peak(name, plan, device, quick) for label, plan in plans.items()}
+    calls = {label: step.under(plan) for label, plan in plans.items()}
+    for policy in POLICIES:  # a selective one learns in its first step
+        if policy.startswith("selective"):
+            calls[policy](step)
+    flops = {label: call(partial(count_flops, step)) for label, call in calls.items()}
+    counts = {label: call(partial(count_bytes, step)) for label, call in calls.items()}
+    held, counted = (
+        {label: numbers[place] for label, numbers in counts.items()} for place in range(2)
+    )
+    seconds = time_interleaved(
+        {label: partial(call, step) for label, call in calls.items()},
+        rounds=rounds,
+        device=device,
+        warmup=0,  # each has run
+    )
+    rows: list[dict[str, Any]] = [
+        {
+            "model": name,
+            "policy": label,
+            "held": round(held[label] / held["none"], 3),
+            "counted": round(counted[label] / counted["none"], 3),
+            "peak": round(peaks[label] / peaks["none"], 3),
+            "FLOPs": round(flops[label] / flops["none"], 3),
+            "time": round(median_ratio(seconds[label], seconds["none"]), 3),
+        }
+        for label in plans
+    ]
+    by_hand = [row for row in rows if row["policy"] in POLICIES]
+    for row in rows:
+        if row["policy"] in outcomes:
+            budget, outcome = float(row["policy"].split(", ")[1]), outcomes[row["policy"]]
+            row["predicted"] = round((outcome.solution.peak + planner.unseen) / unchecked, 3)
+            row["off by"] = round(100 * abs(row["predicted"] - row["peak"]), 1)
+            row["feasible"] = outcome.fits
+            row["within"] = row["peak"] <= budget
+            meeting = [r for r in by_hand if r["peak"] <= budget]
+            best = min(meeting, key=lambda r: r["time"], default=None)
+            row["best by hand"] = f"{best['policy']} {best['time']:.2f}" if best else "none"
+    return rows
+
+
+def main() -> None:
+    """Measure every model and publish the table, anew after each."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
+    own, rest = parser.parse_known_args()
+    arguments = parse_arguments(__doc__ or "", rest)
+    fresh, rows = FreshProcesses(), []
+    for name in own.models:
+        rounds = 3 if name == "transformer" or arguments.quick else 9
+        rows += measure(name, arguments.device, arguments.quick, rounds, fresh)
+        title = "Activation checkpointing: everything as a share of policy none"
+        publish("checkpointing", lo.Report(title, rows, NOTES), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""What StepProfiler costs, and how much of the wall time of a fit its phases account for.
+
+Supports two claims, each with a table of its own.
+
+- Cost: it takes at most 2% of a step of 10 ms. One training run takes turns, step by step, between
+  Lightning's profiler that does nothing and ours, with all that ours has on the model, so that both
+  are timed on the same model within the same second. Whole steps, as the Trainer makes them; with
+  the loggers, callbacks and clipping of an ordinary run, and without any.
+- Account: the phases sum up to at least 97% of the wall time of a fit as it is seen from outside,
+  on three models, with accumulation and on two ranks of DDP. The second share leaves out the phases
+  that no hook of Lightning's has a name for: its own loop, setup, teardown, and between epochs.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import tempfile
+import time
+import warnings
+from typing import Any
+
+import lightning as L
+import torch
+from lightning.pytorch.callbacks import LearningRateMonitor, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger
+from lightning.pytorch.profilers import PassThroughProfiler
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from benchmarks.batching.micro_batching import free_port, in_processes, quiet_trainer
+from benchmarks.harness import parse_arguments, publish, wait
+from benchmarks.models import Regression, forty_tensor_mlp
+from lightning_opt.profiling.steps.hooks import Watch
+
+GPU = True
+
+UNNAMED = ("Lightning's loop", "setup", "teardown", "between epochs", "other")
+
+
+class Logged(Regression):
+    """A regression that logs its loss, as most modules do."""
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch, batch_idx)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1e-4)
+
+
+def mlp(batch: int = 64) -> Logged:
+    """Three layers of 512."""
+    layers = [layer for _ in range(3) for layer in (nn.Linear(512, 512), nn.ReLU())]
+    return Logged(nn.Sequential(*layers), torch.randn(batch, 512))
+
+
+def convnet() -> Logged:
+    """Three convolutions with BatchNorm on images of 32 x 32."""
+    layers: list[nn.Module] = []
+    for fan_in, fan_out in ((3, 32), (32, 32), (32, 32)):
+        layers += [nn.Conv2d(fan_in, fan_out, 3, padding=1), nn.BatchNorm2d(fan_out), nn.ReLU()]
+    return Logged(nn.Sequential(*layers), torch.randn(16, 3, 32, 32))
+
+
+def transformer() -> Logged:
+    """Two encoder layers of width 128."""
+    layer = nn.TransformerEncoderLayer(128, 4, 512, dropout=0.0, batch_first=True)
+    return Logged(nn.TransformerEncoder(layer, 2, enable_nested_tensor=False),
+                  torch.randn(8, 64, 128))  # fmt: skip
+
+
+MODELS = {"MLP": mlp, "ConvNet": convnet, "transformer": transformer}
+
+
+# --- cost ---------------------------------------------------------------------------------------
+
+
+class Turns(L.Callback):
+    """Lets a profiler that does nothing and ours see a step in turn, and times each."""
+
+    def __init__(self, device: str) -> None:
+        self.device, self.seconds = device, {False: [], True: []}
+
+    def on_train_start(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        loop, ours, nothing = trainer.fit_loop.epoch_loop, trainer.profiler, PassThroughProfiler()
+        advance, turn = loop.advance, 0
+
+        def timed(fetcher: Any) -> None:
+            nonlocal turn
+            with_us, run = turn % 2 == 1, ours._run
+            turn += 1
+            if run._watch is not None and not with_us:
+                run._watch.detach()
+                run._watch = None
+            elif run._watch is None and with_us:
+                run._watch = Watch(run.clock, trainer)
+            trainer.profiler = ours if with_us else nothing
+            wait(self.device)
+            start = time.perf_counter()
+            try:
+                advance(fetcher)
+            finally:
+                wait(self.device)
+                self.seconds[with_us].append(time.perf_counter() - start)
+                trainer.profiler = ours
+
+        vars(loop)["advance"] = timed
+
+    def on_train_end(self, trainer: L.Trainer, module: L.LightningModule) -> None:
+        vars(trainer.fit_loop.epoch_loop).pop("advance")
+
+
+def measure_cost(name: str, module: Regression, pairs: int, device: str, **settings: Any) -> Any:
+    """Time steps of one run, the first tenth left out."""
+    turns, ours = Turns(device), lo.StepProfiler(print_table=False, flops=False)
+    callbacks = [turns, *settings.pop("callbacks", [])]
+    trainer = quiet_trainer(
+        accelerator="gpu" if device == "cuda" else "cpu",
+        profiler=ours, callbacks=callbacks, **settings,
+    )  # fmt: skip
+    trainer.fit(module, DataLoader([module.batch.cpu()] * (2 * pairs), batch_size=None))
+    bare, with_us = (turns.seconds[kind][pairs // 10 :] for kind in (False, True))
+    ratios = [b / a for a, b in zip(bare, with_us, strict=True)]
+    return {
+        "model": name,
+        "ms a bare step": round(1e3 * statistics.median(bare), 3),
+        "us more": round(1e6 * (statistics.median(with_us) - statistics.median(bare)), 1),
+        "of the bare step": round(statistics.median(ratios), 4),
+    }
+
+
+def ten_milliseconds(device: str) -> Logged:
+    """Return an MLP with a batch that takes about ten milliseconds a step."""
+    batch = 64
+    for _ in range(3):
+        took = measure_cost("", mlp(batch), 10, device)["ms a bare step"]
+        batch = max(8, round(batch * 10 / took))
+    return mlp(batch)
+
+
+def ordinary(folder: str) -> dict[str, Any]:
+    """Return what an ordinary run has: a logger, a checkpoint, a monitor, clipping."""
+    return {
+        "logger": CSVLogger(folder),
+        "enable_checkpointing": True,
+        "callbacks": [ModelCheckpoint(folder), LearningRateMonitor("step")],
+        "gradient_clip_val": 1.0,
+    }
+
+
+# --- account ------------------------------------------------------------------------------------
+
+
+def account(model: str, batches: int, accumulate: int, **settings: Any) -> dict[str, Any]:
+    """Fit once, and return which share of its wall time the phases account for."""
+    module, ours = MODELS[model](), lo.StepProfiler(print_table=False)
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = quiet_trainer(
+            profiler=ours, logger=CSVLogger(folder), accumulate_grad_batches=accumulate, **settings
+        )
+        loader = DataLoader([module.batch] * batches, batch_size=None)
+        start = time.perf_counter()
+        trainer.fit(module, loader)
+        wall = time.perf_counter() - start
+    measures = ours.measures()
+    seconds = measures.seconds
+    unnamed = sum(seconds.get(name, 0.0) for name in UNNAMED)
+    return {
+        "model": model,
+        "ms a batch": round(1e3 * measures.clock.steps.quantile(0.5), 2),
+        "wall s": round(wall, 2),
+        "all phases": round((sum(seconds.values()) - seconds.get("other", 0.0)) / wall, 4),
+        "without Lightning's own": round((sum(seconds.values()) - unnamed) / wall, 4),
+    }
+
+
+def account_on_a_rank(model: str, batches: int, rank: int, port: int, queue: Any) -> None:
+    """Account for a fit on one of two ranks of DDP."""
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), NODE_RANK="0")
+    os.environ.update(LOCAL_RANK=str(rank), RANK=str(rank), WORLD_SIZE="2")
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    found = account(model, batches, 1, devices=2, strategy="ddp", use_distributed_sampler=False)
+    queue.put({"rank": rank, **found})
+
+
+def measure_accounts(batches: int) -> list[dict[str, Any]]:
+    """Return a row for each model, alone, with accumulation and on two ranks."""
+    rows = []
+    account("MLP", 5, 1)  # what the first fit of a process does once
+    for model in MODELS:
+        for accumulate in (1, 4):
+            kind = "alone" if accumulate == 1 else "accumulation over 4"
+            rows.append({"run": kind, **account(model, batches, accumulate)})
+        port = free_port()
+        ranks = in_processes(*((account_on_a_rank, model, batches, r, port) for r in (0, 1)))
+        for found in sorted(ranks, key=lambda row: row.get("rank", -1)):
+            if "rank" not in found:
+                raise RuntimeError(f"A rank {found['end']}.")
+            rows.append({"run": f"DDP, rank {found.pop('rank')} of 2", **found})
+    return rows
+
+
+def main() -> None:
+    """Measure both and publish their tables."""
+    arguments = parse_arguments(__doc__)
+    device, quick = arguments.device, arguments.quick
+    warnings.simplefilter("ignore")
+    torch.manual_seed(0)
+    rows = [measure_cost("MLP of 40 tensors", forty_tensor_mlp(), 20 if quick else 2000, device)]
+    pairs = 20 if quick else 500
+    rows.append(measure_cost("MLP, 10 ms", ten_milliseconds(device), pairs, device))
+    with tempfile.TemporaryDirectory() as folder:
+        name = "MLP, 10 ms, with logger, checkpoint, monitor, clipping"
+        rows.append(measure_cost(name, ten_milliseconds(device), pairs, device, **ordinary(folder)))
+    title = "A step under StepProfiler, beside one under Lightning's profiler that does nothing"
+    publish("step_profiler_cost", lo.Report(title, rows), arguments)
+    if device != "cpu":
+        return
+    rows = measure_accounts(30 if quick else 400)
+    title = "Which share of a fit's wall time the phases of StepProfiler account for"
+    publish("step_profiler_account", lo.Report(title, rows), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,479 @@
+"""Step time of compressed DDP over slow networks, as a ratio to plain DDP.
+
+Claim: over 1 Gbit/s and slower, sending 1% of the gradient's elements with error feedback, or all
+of them in 8 or 4 bits, takes a fraction of the time of an uncompressed step; `ddp_compressed` finds
+out by itself, and costs next to nothing where there is nothing to win.
+
+Real processes, one a network namespace, joined by a bridge in a namespace of its own; `tc tbf`
+limits what each may send and receive. Nothing outside these namespaces is touched, and they are
+removed at the end, come what may. That needs root, `ip` and `tc`; elsewhere the script says so and
+ends. Model: eight linear layers of 1024 x 1024 (33.6 MB of float32), batch 64, SGD.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import itertools
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy
+from torch import Tensor, nn
+
+import lightning_opt as lo
+from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from lightning_opt.strategies.compression.codecs import native, selection
+
+NETWORKS: dict[str, tuple[str, str] | None] = {
+    "1 Gbit/s": ("1gbit", "256kb"),
+    "100 Mbit/s": ("100mbit", "64kb"),
+    "no limit": None,
+}
+"""Rate and burst for `tc tbf`."""
+
+INTERFACE = "eth0"
+"""What the only interface of a rank is called."""
+
+LEFT_OUT = 5
+LEFT_OUT_OF_AUTO = 22
+"""Steps that do not count; of `ddp_compressed`, until it has chosen and seen whether that pays."""
+
+SECONDS = 80.0
+"""How long to go on with further rounds on one network."""
+
+
+AUTO = "ddp_compressed"
+
+
+class SilentDDP(DDPStrategy):
+    """Exchanges nothing: what the step takes without a network."""
+
+    def _register_ddp_hooks(self) -> None:
+        self.model.register_comm_hook(None, _keep)  # type: ignore[union-attr]
+
+
+def _keep(state, bucket):  # type: ignore[no-untyped-def]
+    future: torch.futures.Future[Tensor] = torch.futures.Future()
+    future.set_result(bucket.buffer())
+    return future
+
+
+def candidates() -> dict[str, Any]:
+    """Return the strategies by name; the first is what the others are compared with."""
+    compressed = partial(lo.CompressedDDPStrategy, warmup_steps=2, ramp_steps=0)
+    return {
+        "dense": lambda: "ddp",
+        "no exchange": SilentDDP,
+        "fp16": lambda: lo.HookedDDPStrategy("fp16"),
+        "PowerSGD rank 1": lambda: lo.HookedDDPStrategy("powersgd", warmup_steps=2),
+        "ddp_topk 1%": lambda: compressed("topk", fallback="never"),
+        "ddp_int8": lambda: compressed("int8", fallback="never"),
+        "ddp_int4": lambda: compressed("int4", fallback="never"),
+        AUTO: lambda: compressed("auto"),
+    }
+
+
+# --- one rank -----------------------------------------------------------------------------------
+
+
+class Network(L.LightningModule):
+    """Eight layers of 1024 x 1024, trained on noise."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        layers = [layer for _ in range(8) for layer in (nn.Linear(1024, 1024, False), nn.ReLU())]
+        self.layers = nn.Sequential(*layers[:-1])
+        self.batch = torch.randn(64, 1024)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layers(self.batch).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1e-3)
+
+
+class Stopwatch(L.Callback):
+    """Notes when each step ended, and what this rank had sent by then."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.sent: list[int] = []
+
+    def on_train_batch_end(self, *args: Any) -> None:
+        self.times.append(time.perf_counter())
+        self.sent.append(sent_bytes())
+
+
+def sent_bytes() -> int:
+    """Return the bytes that have left this network namespace, headers and all."""
+    for line in Path("/proc/net/dev").read_text().splitlines():
+        name, _, counts = line.partition(":")
+        if name.strip() == INTERFACE:
+            return int(counts.split()[8])
+    return 0
+
+
+def run_rank(arguments: argparse.Namespace) -> None:
+    """Time every candidate, round by round, and write what was found as JSON after each round.
+
+    It holds for each candidate the seconds and the bytes of a step, one number a round.
+    """
+    torch.set_num_threads(1)
+    world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after the first fit
+    makers = candidates()
+    found: dict[str, Any] = {kind: {name: [] for name in makers} for kind in ("seconds", "bytes")}
+    start, rounds = time.perf_counter(), 0
+    more = True
+    while more:
+        began = time.perf_counter()
+        turn = rounds % len(makers)
+        for name in [*makers, *makers][turn : turn + len(makers)]:
+            seconds, sent, chosen = time_candidate(name, makers[name](), world, arguments.steps)
+            found["seconds"][name].append(seconds)
+            found["bytes"][name].append(sent)
+            if chosen is not None:
+                found["chosen"] = chosen
+        rounds += 1
+        now = time.perf_counter()
+        # Rank 0 decides whether there is time for another round.
+        goes_on = torch.tensor([now - start + now - began < arguments.seconds])
+        dist.broadcast(goes_on, 0)
+        more = bool(goes_on.item())
+        if dist.get_rank() == 0:
+            unfinished = arguments.result.with_suffix(".part")
+            unfinished.write_text(json.dumps(found))
+            unfinished.replace(arguments.result)
+    dist.barrier()
+
+
+def time_candidate(
+    name: str, strategy: Any, world: int, steps: int
+) -> tuple[float, float, str | None]:
+    """Return the seconds and the bytes of a step, and what ``ddp_compressed`` has chosen."""
+    left_out = LEFT_OUT_OF_AUTO if name == AUTO else LEFT_OUT
+    watch = Stopwatch()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_steps=left_out + steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch, chosen := Chosen()],
+    )
+    trainer.fit(Network(), range(left_out + steps))
+    dist.barrier()
+    taken = [b - a for a, b in itertools.pairwise(watch.times)][left_out - 1 :]
+    sent = watch.sent[-1] - watch.sent[left_out - 1]
+    return statistics.median(taken), sent / steps, chosen.text
+
+
+class Chosen(L.Callback):
+    """Keeps what a strategy says of its choice."""
+
+    def __init__(self) -> None:
+        self.text: str | None = None
+
+    def on_train_end(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        describe = getattr(trainer.strategy, "describe", None)
+        report = None if describe is None else describe()
+        if report is not None:
+            self.text = report.notes[0]
+
+
+# --- the network --------------------------------------------------------------------------------
+
+
+def _run(*command: str) -> None:
+    subprocess.run(command, check=True, capture_output=True, text=True)
+
+
+@contextlib.contextmanager
+def namespaces(ranks: int, limit: tuple[str, str] | None) -> Iterator[list[str]]:
+    """Make one network namespace a rank, joined by a bridge in a further one; remove them after.
+
+    Every command names one of these namespaces, so no interface outside them can be touched.
+
+    Args:
+        ranks: How many.
+        limit: Rate and burst of each rank's link, in both directions.
+    """
+    hub = f"lo-bench-{os.getpid()}"
+    names = [f"{hub}-{rank}" for rank in range(ranks)]
+    try:
+        _run("ip", "netns", "add", hub)
+        _run("ip", "-n", hub, "link", "add", "bridge", "type", "bridge")
+        _run("ip", "-n", hub, "link", "set", "bridge", "up")
+        for rank, name in enumerate(names):
+            port = f"port{rank}"
+            _run("ip", "netns", "add", name)
+            _run(
+                "ip", "-n", hub, "link", "add", port, "type", "veth", "peer", "eth0", "netns", name
+            )
+            _run("ip", "-n", hub, "link", "set", port, "master", "bridge", "up")
+            _run("ip", "-n", name, "addr", "add", f"10.99.0.{rank + 1}/24", "dev", "eth0")
+            _run("ip", "-n", name, "link", "set", "lo", "up")
+            _run("ip", "-n", name, "link", "set", "eth0", "up")
+            if limit is not None:
+                rate, burst = limit
+                for namespace, device in ((name, "eth0"), (hub, port)):
+                    queue = ("root", "tbf", "rate", rate, "burst", burst, "latency", "400ms")
+                    _run("tc", "-n", namespace, "qdisc", "add", "dev", device, *queue)
+        yield names
+    finally:
+        for name in (*names, hub):  # the links go with them
+            subprocess.run(["ip", "netns", "del", name], check=False, capture_output=True)
+
+
+def why_not() -> str | None:
+    """Return why this machine cannot make networks, or None if it can."""
+    missing = [tool for tool in ("ip", "tc") if shutil.which(tool) is None]
+    if missing:
+        return f"{' and '.join(missing)} not found (package iproute2)"
+    try:
+        with namespaces(1, ("1gbit", "256kb")):
+            return None
+    except subprocess.CalledProcessError as error:
+        return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
+
+
+def start_ranks(
+    script: str,
+    ranks: int,
+    options: Sequence[object],
+    *,
+    namespaces: Sequence[str] = (),
+    address: str = "127.0.0.1",
+    port: int = 29500,
+    interface: str = "lo",
+    timeout: float = 3600.0,
+) -> Any:
+    """Run a script once a rank, and return what its rank 0 writes as JSON to ``--result``.
+
+    Args:
+        script: The benchmark; with ``--result`` it is one rank, for which Lightning finds the
+            others in the environment.
+        ranks: How many.
+        options: What else each is given.
+        namespaces: The network namespace of each rank; empty for the machine's own.
+        address: Where rank 0 can be reached.
+        port: The port there.
+        interface: What gloo sends through.
+        timeout: Seconds for each rank; what rank 0 has written until then counts.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        command = [sys.executable, "-W", "ignore", script, "--result", str(result)]
+        command += map(str, options)
+        processes = []
+        try:
+            for rank in range(ranks):
+                environment = {
+                    **os.environ,
+                    "MASTER_ADDR": address,
+                    "MASTER_PORT": str(port),
+                    "WORLD_SIZE": str(ranks),
+                    "NODE_RANK": "0",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "GLOO_SOCKET_IFNAME": interface,
+                    "OMP_NUM_THREADS": "1",
+                }
+                inside = ["ip", "netns", "exec", namespaces[rank]] if namespaces else []
+                with (Path(folder) / f"{rank}.log").open("w") as log:
+                    processes.append(
+                        subprocess.Popen(inside + command, env=environment, stdout=log, stderr=log)
+                    )
+            for process in processes:
+                process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            print(f"{script}: not done after {timeout:g} seconds")
+        finally:
+            for process in processes:
+                process.kill()
+        if not result.exists():
+            raise RuntimeError((Path(folder) / "0.log").read_text()[-3000:])
+        return json.loads(result.read_text())
+
+
+def measure(ranks: int, network: str, steps: int, seconds: float) -> dict[str, Any]:
+    """Return what :func:`run_rank` finds over one of the networks."""
+    with namespaces(ranks, NETWORKS[network]) as names:
+        found: dict[str, Any] = start_ranks(
+            __file__,
+            ranks,
+            ["--steps", steps, "--seconds", seconds],
+            namespaces=names,
+            address="10.99.0.1",
+            interface=INTERFACE,
+            timeout=10 * SECONDS,
+        )
+        return found
+
+
+# --- the processor's part -----------------------------------------------------------------------
+
+
+def cost_of_compression(rounds: int) -> lo.Report:
+    """Time what is done to one bucket of 26 MB in a step, as a ratio to copying it."""
+    numel = 6_553_600
+    generator = torch.Generator().manual_seed(0)
+    gradients = [torch.randn(numel, generator=generator) for _ in range(3)]
+    copy = torch.empty(numel)
+    turn = itertools.count()
+    timed: dict[tuple[str, str], Callable[[], object]] = {
+        ("memory copy", "torch"): lambda: copy.copy_(gradients[next(turn) % 3]),
+        ("torch.topk of 1%", "torch"): lambda: torch.topk(
+            gradients[next(turn) % 3].abs(), numel // 100, sorted=False
+        ),
+    }
+    before = os.environ.get(native.SWITCH)
+    for path, switch in (("native", before or ""), ("torch", "0")):
+        os.environ[native.SWITCH] = switch
+        if path == "native" and native.kernels(torch.device("cpu")) is None:
+            continue
+        selector = selection.Selector(numel, torch.device("cpu"))
+        timed["add the gradient, check it, select 1%", path] = _selecting(selector, gradients)
+        for name, compressor in {
+            "TopK(0.01)": lo.TopK(0.01),
+            "TopK(0.001)": lo.TopK(0.001),
+            "Quantize(8)": lo.Quantize(8),
+            "Quantize(4)": lo.Quantize(4),
+        }.items():
+            codec, residual = compressor.codec(numel, torch.device("cpu")), torch.zeros(numel)
+
+            def compress(codec: Any = codec, residual: Tensor = residual) -> None:
+                codec.compress(residual, gradients[next(turn) % 3])
+
+            def decode(codec: Any = codec) -> None:
+                # expand: two ranks' messages, though both are this rank's
+                codec.decompress_sum(codec.message.expand(2, -1), copy, 0.5)
+
+            timed[f"{name}: compress, keep the rest", path] = compress
+            timed[f"{name}: add up two messages", path] = decode
+    os.environ.pop(native.SWITCH) if before is None else os.environ.update({native.SWITCH: before})
+    seconds = time_interleaved(timed, rounds=rounds, warmup=10)
+    rows: dict[str, dict[str, Any]] = {}
+    for (name, path), own in seconds.items():
+        row = rows.setdefault(name, {"what": name})
+        row[f"{path}: ms"] = round(1000 * statistics.median(own), 2)
+        row[f"{path}: memory copies"] = round(median_ratio(own, seconds["memory copy", "torch"]), 2)
+    columns = [
+        f"{path}: {unit}" for path in ("native", "torch") for unit in ("ms", "memory copies")
+    ]
+    return lo.Report(
+        "The processor's part: one bucket of 6.5 million elements, one thread",
+        [
+            {"what": name, **{key: row.get(key, "") for key in columns}}
+            for name, row in rows.items()
+        ],
+        [
+            "`native`: compiled C; `torch`: torch operations, taken where there is no compiler. "
+            "A step compresses once and adds up the messages of all ranks once."
+        ],
+    )
+
+
+def _selecting(selector: selection.Selector, gradients: list[Tensor]) -> Callable[[], object]:
+    flat, turn = gradients[0].clone(), itertools.count()
+
+    def select() -> object:
+        step = next(turn)  # there and back, so that the elements stay what they are
+        return selector.at_least(flat, 2.576, gradients[1 + step // 2 % 2], (-1) ** step * 2.0**-10)
+
+    return select
+
+
+# --- the report ---------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seconds", type=float, help="time for rounds on each network")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
+    own, rest = parser.parse_known_args(argv)
+    if own.result is not None:
+        run_rank(own)
+        return
+    arguments = parse_arguments(__doc__ or "", rest)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
+    publish("compression_cost", cost_of_compression(5 if arguments.quick else 30), arguments)
+    reason = why_not()
+    if reason is not None:
+        print(f"This machine does not allow the benchmark's own networks: {reason}")
+        return
+    steps = own.steps or (2 if arguments.quick else 5)
+    seconds = 0.0 if arguments.quick else SECONDS
+    seconds = seconds if own.seconds is None else own.seconds
+    rows: list[dict[str, Any]] = []
+    raw: dict[str, Any] = {}
+    failed: list[str] = []
+    for ranks in own.ranks:
+        for network in own.networks:
+            place = f"{ranks} ranks, {network}"
+            try:
+                raw[place] = measure(ranks, network, steps, seconds)
+            except (RuntimeError, subprocess.SubprocessError) as error:
+                # What the other networks show is not to be lost.
+                failed.append(f"Failed: {place}: {str(error)[-300:]}")
+            else:
+                rows += rows_of(ranks, network, raw[place])
+            notes = [
+                "`step`: time of a step, as a ratio to dense. `exchange`: the same for what is "
+                "left after the time of a step without any exchange. `fewer bytes`: what dense "
+                "sends over the interface, headers and all, as a ratio to it. Medians over rounds "
+                f"of the median of {steps} steps, after {LEFT_OUT} that are left out "
+                f"({LEFT_OUT_OF_AUTO} of {AUTO}, which measures and chooses meanwhile).",
+                *failed,
+            ]
+            title = "A step with 33.6 MB of gradients, compared with plain DDP on the same network"
+            publish("compression", lo.Report(title, rows, notes), arguments, found=raw)
+
+
+def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one row a candidate: median ratios within a round."""
+    seconds, sent = found["seconds"], found["bytes"]
+    alone = statistics.median(seconds["no exchange"])
+    dense = seconds["dense"]
+    rows = []
+    for name, own in seconds.items():
+        exchanges = [(a - alone) / (b - alone) for a, b in zip(own, dense, strict=True)]
+        fewer = [a / b for a, b in zip(sent["dense"], sent[name], strict=True) if b > 0]
+        rows.append(
+            {
+                "ranks": ranks,
+                "network": network,
+                "strategy": name,
+                "rounds": len(own),
+                "ms": round(1000 * statistics.median(own), 1),
+                "step": round(median_ratio(own, dense), 3),
+                "exchange": round(statistics.median(exchanges), 3),
+                "fewer bytes": round(statistics.median(fewer), 1) if fewer else None,
+            }
+        )
+    return rows
+
+
+if __name__ == "__main__":
+    main()

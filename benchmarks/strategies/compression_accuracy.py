@@ -1,0 +1,314 @@
+"""Accuracy of compressed DDP after the same number of steps, as a difference to plain DDP.
+
+Claim: with error feedback and a ramp, sending 1% of the gradient's elements costs next to no
+accuracy, and without error feedback visibly more, with SGD with momentum and with AdamW; over a
+slow network the same accuracy is reached in a fraction of the time.
+
+Real processes over gloo. Two tasks: a small ConvNet on scikit-learn's digits (test accuracy), and a
+byte-level transformer on the source of Python's standard library (validation loss). All strategies
+of a seed start from the same weights and see the same batches; learning rates fall to zero
+linearly. The scores do not depend on what else the machine does, so they are collected in pieces:
+a call goes on where the one before ended, ``--minutes`` ends it in time, ``--fresh`` forgets them.
+The second table times the first seed in network namespaces at 100 Mbit/s, see compression.py.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+import lightning_opt as lo
+from benchmarks.harness import parse_arguments, publish
+from benchmarks.strategies.compression import NETWORKS, namespaces, start_ranks, why_not
+from benchmarks.strategies.compression_tasks import TASKS, Task
+
+LOOKS = 20
+"""How often a timed run is scored."""
+
+NETWORK = "100 Mbit/s"
+
+REACHED_BY_DENSE = 0.8
+"""The target of the timed runs is the score that plain DDP has after this share of its steps."""
+
+
+_compressed = partial(lo.CompressedDDPStrategy, fallback="never")
+
+STRATEGIES: dict[str, Callable[[], Any]] = {
+    "dense": lambda: "ddp",
+    "int8": lambda: _compressed("int8"),
+    "int4": lambda: _compressed("int4"),
+    "topk 1%": lambda: _compressed("topk"),
+    "topk 0.1%": lambda: _compressed("topk", ratio=0.001),
+    "topk 1%, no ramp": lambda: _compressed("topk", ramp_steps=0),
+    "topk 1%, no ramp, no error feedback": lambda: _compressed(
+        "topk", ramp_steps=0, error_feedback=False
+    ),
+}
+"""By name; the first is what the others are compared with."""
+
+TIMED = ("dense", "int8", "int4", "topk 1%")
+
+STEPS = {"digits": 1000, "bytes": 1000}
+"""How long a run is."""
+
+PIECE = 1200.0
+"""Seconds after which a piece of the scores is given up."""
+
+
+class Scores(L.Callback):
+    """Scores the model from time to time, beside the seconds of training up to then."""
+
+    def __init__(self, steps: int, looks: int) -> None:
+        self.every = max(steps // looks, 1)
+        self.curve: list[tuple[float, float]] = []
+        self._seconds = 0.0
+        self._since = time.perf_counter()
+
+    def on_train_start(self, *_: Any) -> None:
+        self._since = time.perf_counter()
+
+    def on_train_batch_end(self, trainer: Any, model: Any, *_: Any) -> None:
+        if trainer.global_step % self.every == 0:
+            self._seconds += time.perf_counter() - self._since
+            model.eval()
+            self.curve.append((self._seconds, model.score()))
+            model.train()
+            dist.barrier()
+            self._since = time.perf_counter()
+
+
+OPTIMIZERS = ("SGD", "AdamW")
+
+PARTS = ("score", "time")
+
+
+def run_rank(own: argparse.Namespace) -> None:
+    """Train with every strategy, and write how the scores went as JSON."""
+    torch.set_num_threads(1)
+    world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after a fit
+    curves: dict[str, list[tuple[float, float]]] = {}
+    for name in own.only:
+        scores = Scores(own.steps, own.looks)
+        trainer = L.Trainer(
+            accelerator="cpu",
+            devices=world,
+            strategy=STRATEGIES[name](),
+            max_epochs=1,
+            logger=False,
+            enable_checkpointing=False,
+            enable_progress_bar=False,
+            enable_model_summary=False,
+            use_distributed_sampler=False,
+            callbacks=[scores],
+        )
+        trainer.fit(TASKS[own.task](own.optimizer, world, own.seed), range(own.steps))
+        curves[name] = scores.curve
+        dist.barrier()
+        if dist.get_rank() == 0:
+            own.result.write_text(json.dumps(curves))
+    dist.barrier()
+
+
+def free_port() -> int:
+    """Return a port that nobody listens on."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--task", choices=list(TASKS))
+    parser.add_argument("--tasks", nargs="+", choices=list(TASKS), default=list(TASKS))
+    parser.add_argument("--optimizer")
+    parser.add_argument("--optimizers", nargs="+", choices=OPTIMIZERS, default=list(OPTIMIZERS))
+    parser.add_argument("--only", nargs="*", choices=list(STRATEGIES))
+    parser.add_argument("--steps", type=int)
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--looks", type=int, default=1)
+    parser.add_argument("--seeds", type=int)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no piece after")
+    parser.add_argument("--fresh", action="store_true", help="forget the scores of earlier calls")
+    own, rest = parser.parse_known_args(argv)
+    if own.result is not None:
+        run_rank(own)
+        return
+    arguments = parse_arguments(__doc__ or "", rest)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
+    if "score" in own.parts:
+        collect_scores(own, arguments)
+    if "time" in own.parts:
+        time_runs(own, arguments)
+
+
+def steps_of(task: str, own: argparse.Namespace, arguments: argparse.Namespace) -> int:
+    """Return how long a run of a task is."""
+    return own.steps or (40 if arguments.quick else STEPS[task])
+
+
+def collect_scores(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
+    """Train what no call before has trained, seed by seed, and publish after each piece.
+
+    Two ranks come before four, so that the first calls leave something whole.
+    """
+    end = time.monotonic() + 60 * own.minutes
+    path = arguments.out / f"{ACCURACY}.json"
+    scores: dict[str, dict[str, dict[str, float]]] = {}
+    if path.exists() and not (own.fresh or arguments.quick):
+        scores = json.loads(path.read_text())["scores"]
+    wanted = list(own.only or STRATEGIES)
+    seeds = range(own.seeds or (1 if arguments.quick else 3))
+    places = itertools.product(own.ranks, seeds, own.tasks, own.optimizers)
+    for ranks, seed, task, optimizer in places:
+        steps = steps_of(task, own, arguments)
+        cell = scores.setdefault(f"{task}, {optimizer}, {ranks} ranks, {steps} steps", {})
+        missing = [name for name in wanted if str(seed) not in cell.get(name, {})]
+        if not missing or time.monotonic() > end:
+            continue
+        options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seed", seed]
+        options += ["--only", *missing]
+        curves = start_ranks(__file__, ranks, options, port=free_port(), timeout=PIECE)
+        for name, curve in curves.items():
+            cell.setdefault(name, {})[str(seed)] = curve[-1][1]
+        publish(ACCURACY, accuracy_report(scores), arguments, scores=scores)
+
+
+def time_runs(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
+    """Time the first seed over a slow network."""
+    reason = why_not()
+    if reason is not None:
+        print(f"This machine does not allow the benchmark's own networks: {reason}")
+        return
+    rows = []
+    raw = {}
+    for task, optimizer in itertools.product(own.tasks, own.optimizers):
+        steps = steps_of(task, own, arguments)
+        options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seed", 0]
+        options += ["--looks", LOOKS]
+        with namespaces(2, NETWORKS[NETWORK]) as names:
+            curves = start_ranks(
+                __file__,
+                2,
+                [*options, "--only", *TIMED],
+                namespaces=names,
+                address="10.99.0.1",
+                interface="eth0",
+            )
+        raw[f"{task}, {optimizer}, {steps} steps"] = curves
+        rows += times_of(TASKS[task], optimizer, curves)
+        publish("compression_time_to_accuracy", time_report(rows), arguments, curves=raw)
+
+
+ACCURACY = "compression_accuracy"
+
+
+def accuracy_report(scores: dict[str, dict[str, dict[str, float]]]) -> lo.Report:
+    """Return the table of final scores; of each strategy the seeds that dense has too."""
+    rows = []
+    for place in sorted(scores, key=lambda place: place.split(", ")[::-1]):
+        task, optimizer, ranks, steps = place.split(", ")
+        rows += rows_of(TASKS[task], optimizer, int(ranks.split()[0]), steps, scores[place])
+    return lo.Report(
+        "Scores at the end, compared with plain DDP",
+        rows,
+        [
+            "Means over the seeds. `worse by`: mean over seeds of the difference to dense, in "
+            "percentage points for the accuracy, in percent for the loss; negative is better. "
+            "`spread`: standard deviation of that difference."
+        ],
+    )
+
+
+def time_report(rows: list[dict[str, Any]]) -> lo.Report:
+    """Return the table of seconds to a score."""
+    return lo.Report(
+        f"Seconds to an accuracy between two ranks at {NETWORK}",
+        rows,
+        [
+            f"`target`: what plain DDP has reached after {REACHED_BY_DENSE:.0%} of the steps. "
+            "`seconds`: training until the target is first reached, looked at "
+            f"{LOOKS} times a run; `of dense`: as a ratio to plain DDP. One seed."
+        ],
+    )
+
+
+def rows_of(
+    task: type[Task],
+    optimizer: str,
+    ranks: int,
+    steps: str,
+    scores: dict[str, dict[str, float]],
+) -> list[dict[str, Any]]:
+    """Return one row a strategy: scores by seed."""
+    rows = []
+    baseline = scores.get("dense", {})
+    for name in sorted(scores, key=list(STRATEGIES).index):
+        seeds = [seed for seed in scores[name] if seed in baseline]
+        own = [scores[name][seed] for seed in seeds]
+        worse = [
+            (dense - score) if task.better > 0 else 100 * (score - dense) / dense
+            for score, dense in zip(own, (baseline[seed] for seed in seeds), strict=True)
+        ]
+        if not seeds:
+            continue
+        rows.append(
+            {
+                "task": task.name,
+                "optimizer": optimizer,
+                "steps": steps.split()[0],
+                "ranks": ranks,
+                "seeds": len(seeds),
+                "strategy": name,
+                "score": round(statistics.mean(own), 3),
+                "worse by": round(statistics.mean(worse), 2),
+                "spread": round(statistics.pstdev(worse), 2),
+            }
+        )
+    return rows
+
+
+def times_of(
+    task: type[Task], optimizer: str, curves: dict[str, list[tuple[float, float]]]
+) -> list[dict[str, Any]]:
+    """Return one row a strategy: when its score first reached the target."""
+    dense = curves["dense"]
+    target = dense[max(round(REACHED_BY_DENSE * len(dense)) - 1, 0)][1]
+    reached = {
+        name: next(
+            (seconds for seconds, score in curve if task.better * (score - target) >= 0), None
+        )
+        for name, curve in curves.items()
+    }
+    return [
+        {
+            "task": task.name,
+            "optimizer": optimizer,
+            "target": round(target, 3),
+            "strategy": name,
+            "seconds": "not reached" if seconds is None else round(seconds, 1),
+            "of dense": "" if seconds is None else round(seconds / (reached["dense"] or 1.0), 3),
+        }
+        for name, seconds in reached.items()
+    ]
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Gradients accumulated over batches, as the mean over samples or tokens."""

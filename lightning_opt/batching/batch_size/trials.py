@@ -1,0 +1,469 @@
+"""Trials of batch sizes on the Trainer itself, which leave no trace of themselves."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import statistics
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ProgressBar,
+    Timer,
+)
+from lightning.pytorch.loggers.logger import DummyLogger
+from lightning.pytorch.loops.fit_loop import _FitLoop
+from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
+from lightning.pytorch.profilers import PassThroughProfiler
+from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.utilities.exceptions import _TunerExitException
+from lightning.pytorch.utilities.seed import isolate_rng
+from torch import nn
+
+from lightning_opt.batching.batch_size.search import TRIALS, FoundSizes, Trial, search
+from lightning_opt.batching.loader_sizes import (
+    LoaderSizes,
+    check_loader,
+    samples_of,
+    set_batch_size,
+)
+from lightning_opt.batching.peaks import PeakMeter
+from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
+from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+SAYS = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+
+STEPS = 4
+"""Of a trial at least. The first one makes the optimizer's state and is not timed."""
+
+MOST_STEPS = 30
+TIMED = 0.3
+"""Seconds that are timed at least, within ``MOST_STEPS``, where no other rank must stop too."""
+
+LEFT_OUT = (
+    BatchSizeFinder,
+    Checkpoint,
+    EarlyStopping,
+    LearningRateFinder,
+    LearningRateMonitor,
+    ProgressBar,
+    Timer,
+)
+"""Callbacks of Lightning that take no memory and write, stop or draw."""
+
+
+class _RanOutError(BaseException):
+    """Memory ran out on some rank; nobody's ``except Exception`` is to catch it."""
+
+
+class _Probe(Callback):
+    """Gives loaders the size, takes time and memory, and has ranks agree when one runs out."""
+
+    def __init__(
+        self, size: int | None, target: float, budget_mb: float | None, initial: int | None
+    ) -> None:
+        self.size, self.target, self.budget_mb = size, target, budget_mb
+        self.initial, self.samples = initial, 0
+        self.seconds: list[float] = []
+        self.rows: list[int] = []
+        self.stack = ExitStack()
+        self.meter: PeakMeter | None = None
+        self.peak: Any = None
+        self.model: Any = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.stack.callback(LoaderSizes(trainer, self._resize).close)
+
+    def _resize(self, loader: Any) -> None:
+        size = check_loader(loader)
+        for part in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                self.stack.callback(generator.set_state, generator.get_state())
+        samples = samples_of(loader)
+        self.samples = 10**9 if samples is None else samples
+        if self.size is None:
+            self.size = self.initial = size
+        self.size = min(self.size, self.samples)
+        if size != self.size:
+            set_batch_size(loader, self.size)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        strategy = trainer.strategy
+        self.device, self.ranks = strategy.root_device, trainer.world_size
+        loop = trainer.fit_loop.epoch_loop
+        forward, backward = strategy.training_step, pl_module.backward
+        automatic, manual = loop.automatic_optimization, loop.manual_optimization
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return self._guarded(forward, *args, tell=False, **kwargs)
+
+        def own_backward(*args: Any, **kwargs: Any) -> None:
+            self._guarded(backward, *args, tell=True, **kwargs)
+
+        def step(run: Any) -> Any:
+            def around(*args: Any, **kwargs: Any) -> Any:
+                # Gradients are not reduced, so that no rank waits for one that has run out.
+                with ExitStack() as stack:
+                    if isinstance(strategy, ParallelStrategy):
+                        stack.enter_context(strategy.block_backward_sync())
+                    return self._guarded(run, *args, tell=True, **kwargs)
+
+            return around
+
+        for owner, attributes in (
+            (strategy, {"training_step": training_step}),
+            (pl_module, {"backward": own_backward, "log": _without_ranks(pl_module.log)}),
+            (automatic, {"run": step(automatic.run)}),
+            (manual, {"run": step(manual.run)}),
+        ):
+            self.stack.enter_context(replaced(owner, **attributes))
+        self.meter = PeakMeter(self.device, self.budget_mb)
+        self.meter.start()
+
+    def _guarded(self, function: Any, *args: Any, tell: bool, **kwargs: Any) -> Any:
+        """Call it; if it runs out of memory here or on another rank, raise on all of them."""
+        result, ran_out = None, False
+        try:
+            result = function(*args, **kwargs)
+        except CAUGHT as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
+        # One call for each time that ranks agree: after a forward pass only who has failed calls,
+        # and meets the others at the end of their backward pass.
+        if (tell or ran_out) and self.ranks > 1:
+            flag = torch.tensor([float(ran_out)], device=self.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            ran_out = bool(flag.item())
+        if ran_out:
+            raise _RanOutError
+        return result
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        try:
+            self.rows.append(batch_length(batch))
+        except UnsplittableBatchError:
+            self.rows.append(self.size or 1)
+        self._wait()
+        self.began = time.perf_counter()
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
+    ) -> None:
+        if self.meter is not None:
+            self.meter.look()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        self._wait()
+        self.seconds.append(time.perf_counter() - self.began)
+        # Ranks would not stop at the same step.
+        if self.ranks > 1 or sum(self.seconds[1:]) >= TIMED:
+            trainer.should_stop = len(self.seconds) >= STEPS
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        assert self.meter is not None
+        self.peak = self.meter.read()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def speed(self) -> float:
+        """Return samples a second, of the median full step but the first."""
+        steps = list(zip(self.rows, self.seconds, strict=False))
+        full = [s for rows, s in steps[1:] if rows == self.size] or [s for _, s in steps[-1:]]
+        return (self.size or 0) / statistics.median(full) if full else 0.0
+
+
+def _without_ranks(log_value: Any) -> Any:
+    """Return ``self.log`` that waits for no other rank."""
+
+    def own(*args: Any, **kwargs: Any) -> None:
+        log_value(*args, **{**kwargs, "sync_dist": False})
+
+    return own
+
+
+class Trials:
+    """Runs some steps of a copy of the module, on the Trainer in whose ``setup`` it is.
+
+    Callbacks take part as copies, with the memory that they need; those of Lightning that write,
+    stop or draw do not, nor do loggers. The Trainer has another loop meanwhile.
+
+    Args:
+        trainer: In ``Callback.setup`` of its ``fit``.
+        module: Its module, which is copied.
+        target: Share of the limit that a size may take.
+        budget_mb: A limit of one's own.
+        leave_out: A callback that takes no part.
+
+    Raises:
+        ValueError: Under strategies whose ranks wait for each other within a forward or backward
+            pass.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        target: float,
+        budget_mb: float | None,
+        leave_out: Callback,
+    ) -> None:
+        self._trainer, self._module = trainer, module
+        self._target, self._budget = target, budget_mb
+        callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        self._callbacks = [
+            callback
+            for callback in callbacks
+            if callback is not leave_out and not isinstance(callback, LEFT_OUT)
+        ]
+        self.initial = self.samples = 0
+        strategy = trainer.strategy
+        waits = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
+        if trainer.world_size > 1 and (
+            waits or not isinstance(strategy, DDPStrategy) or not module.automatic_optimization
+        ):
+            raise ValueError(
+                "Batch sizes cannot be tried out under "
+                + ("SyncBatchNorm" if waits else type(strategy).__name__)
+                + (" and manual optimisation" if not module.automatic_optimization else "")
+                + " with several ranks: they wait for each other within forward and backward "
+                "passes, so one that runs out of memory would leave the others waiting. Find the "
+                "size with strategy='ddp' or devices=1, or leave find out: DynamicBatchSize grows "
+                "from epoch to epoch without running out."
+            )
+
+    def run(self, size: int | None) -> Trial:
+        """Try a size; None for that of the loader."""
+        trainer = self._trainer
+        let_go(trainer.strategy.root_device)
+        with ExitStack() as stack:
+            stack.enter_context(isolate_rng())
+            stack.callback(SAYS.setLevel, SAYS.level)
+            SAYS.setLevel(logging.WARNING)  # that training has stopped, after each trial
+            probe = self._swap(stack, size)
+            fits = True
+            try:
+                trainer._run(probe.model)
+            except _RanOutError:
+                fits = False
+            except CAUGHT as error:
+                if not is_out_of_memory(error) or trainer.world_size > 1:
+                    raise
+                fits = False
+            if not fits:
+                self._clean_up()
+        let_go(trainer.strategy.root_device)
+        self.initial, self.samples = probe.initial or self.initial, probe.samples
+        size = probe.size or 0
+        if not fits or probe.peak is None:
+            return Trial(size, False, None, 0.0, 0.0)
+        values = [probe.peak.share, probe.peak.rest, -probe.speed(), -float(probe.samples)]
+        if trainer.world_size > 1:
+            worst = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
+            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+            values = worst.tolist()
+        self.samples = -int(values[3])
+        return Trial(size, values[0] <= self._target, values[0], values[1], -values[2])
+
+    def _swap(self, stack: ExitStack, size: int | None) -> _Probe:
+        """Replace what a run changes, until ``stack`` is closed."""
+        trainer, module = self._trainer, self._module
+        datamodule = getattr(trainer, "datamodule", None)
+        kept = {id(trainer): trainer, id(trainer.strategy): trainer.strategy}
+        if datamodule is not None:
+            kept[id(datamodule)] = datamodule
+        model, callbacks = copy.deepcopy((module, self._callbacks), dict(kept))
+        model.trainer = trainer  # a LightningModule is copied without it
+        probe = _Probe(size, self._target, self._budget, self.initial or None)
+        stack.callback(probe.stack.close)
+
+        loop = _FitLoop(trainer, max_epochs=MOST_STEPS)
+        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=MOST_STEPS)
+        loop._data_source = copy.copy(trainer.fit_loop._data_source)
+        if loop._data_source.instance is module:
+            loop._data_source.instance = model
+        loop.epoch_loop.val_loop._data_source = copy.copy(
+            trainer.fit_loop.epoch_loop.val_loop._data_source
+        )
+        state, strategy = trainer.state, trainer.strategy
+        stack.callback(vars(state).update, dict(vars(state)))
+        stack.callback(
+            vars(trainer._logger_connector).update, dict(vars(trainer._logger_connector))
+        )
+        stack.callback(strategy.connect, module)
+        stack.callback(vars(strategy).update, dict(vars(strategy)))
+        stack.enter_context(
+            replaced(
+                trainer,
+                fit_loop=loop,
+                callbacks=[probe, *callbacks],
+                _loggers=[DummyLogger()] if trainer.loggers else [],
+                profiler=PassThroughProfiler(),
+                limit_train_batches=1.0,
+                limit_val_batches=0,
+                num_sanity_val_steps=0,
+                accumulate_grad_batches=1,
+                reload_dataloaders_every_n_epochs=0,
+                should_stop=False,
+                enable_autolog_hparams=False,
+                val_check_interval=1.0,
+                log_every_n_steps=1,
+            )
+        )
+        stack.enter_context(replaced(trainer._data_connector, prepare_data=do_nothing))
+        if datamodule is not None:
+            stack.enter_context(
+                replaced(datamodule, setup=_ignore, teardown=_ignore, on_exception=_ignore)
+            )
+        strategy.connect(model)
+        probe.model = model
+        return probe
+
+    def _clean_up(self) -> None:
+        """Do after memory ran out what Lightning does after an exception."""
+        trainer = self._trainer
+        error = MemoryError("Out of memory in a trial.")
+        module = trainer.strategy.lightning_module
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            callback.on_exception(trainer, module, error)
+        trainer.strategy.on_exception(error)
+        trainer._teardown()
+
+
+def _ignore(*args: Any, **kwargs: Any) -> None:
+    """Stand in for a hook that has been called already, or is not to be."""
+
+
+def find_within(
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    *,
+    mode: str,
+    target: float,
+    max_size: int | None,
+    budget_mb: float | None,
+    leave_out: Callback,
+    trials: int = TRIALS,
+) -> FoundSizes:
+    """Search batch sizes from within ``Callback.setup``; see :func:`find_batch_size`."""
+    tries = Trials(trainer, module, target, budget_mb, leave_out)
+    first = tries.run(None)
+    known = {first.size: first}
+
+    def run(size: int) -> Trial:
+        trial = known.pop(size, None) or tries.run(size)
+        log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
+        return trial
+
+    most = min(max_size or tries.samples, tries.samples)
+    found = search(
+        run, first.size, max(1, most), target=target, speed=mode == "fastest", trials=trials
+    )
+    found.initial = tries.initial
+    return found
+
+
+class _Finding(Callback):
+    """Searches, and leaves ``fit`` before it begins."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.settings = settings
+        self.found: FoundSizes | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        self.found = find_within(trainer, pl_module, leave_out=self, **self.settings)
+        raise _TunerExitException
+
+
+def find_batch_size(
+    trainer: pl.Trainer,
+    model: pl.LightningModule,
+    train_dataloaders: Any = None,
+    datamodule: pl.LightningDataModule | None = None,
+    mode: str = "largest",
+    target: float = 0.9,
+    max_size: int | None = None,
+    budget_mb: float | None = None,
+    trials: int = TRIALS,
+) -> FoundSizes:
+    """Find the largest batch size that fits into memory, or the one with most samples a second.
+
+    Each trial is some steps of a copy of the model with the Trainer's strategy, precision and
+    callbacks (copies of them), so that their memory is counted. Nothing of it is left: model,
+    optimizers, random numbers, loaders, loggers and checkpoints are as before. Under DDP all ranks
+    find the same size; one that runs out of memory tells the others.
+
+    Args:
+        trainer: As it will train, before its ``fit``.
+        model: As for ``fit``.
+        train_dataloaders: As for ``fit``.
+        datamodule: As for ``fit``.
+        mode: ``"largest"``, or ``"fastest"`` for the size with most samples a second, which is
+            often smaller.
+        target: Share of the nearest limit of memory that a size may take; 1 for all of it.
+        max_size: The largest size to try; None for as many samples as there are.
+        budget_mb: A limit of one's own.
+        trials: How many sizes may be tried.
+
+    Returns:
+        Both sizes and all trials; ``report()`` prints them.
+
+    Raises:
+        ValueError: Under strategies whose ranks wait for each other within a forward or backward
+            pass (FSDP, tensor parallelism), for loaders whose batch size cannot be changed, or for
+            an unknown ``mode``.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> from lightning.pytorch.demos.boring_classes import BoringModel
+        >>> quiet = {"enable_progress_bar": False, "enable_model_summary": False}
+        >>> trainer = L.Trainer(
+        ...     accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, **quiet
+        ... )
+        >>> found = lo.find_batch_size(trainer, BoringModel())
+        >>> found.largest  # all samples that there are
+        64
+    """
+    if mode not in ("largest", "fastest"):
+        raise ValueError(f"mode must be 'largest' or 'fastest', got {mode!r}.")
+    finding = _Finding(
+        mode=mode, target=target, max_size=max_size, budget_mb=budget_mb, trials=trials
+    )
+    with replaced(trainer, callbacks=[finding, *trainer.callbacks]):  # type: ignore[attr-defined]
+        trainer.fit(model, train_dataloaders, datamodule=datamodule)
+    if finding.found is None:
+        raise ValueError(
+            f"The search ran in processes that {type(trainer.strategy).__name__} has started and "
+            "that are gone. Use a strategy that does not start them with spawn or fork, or "
+            "DynamicBatchSize(find=True), which searches where it trains."
+        )
+    return finding.found

@@ -1,0 +1,1 @@
+"""A batch trained in parts that fit, with the gradient of the whole."""

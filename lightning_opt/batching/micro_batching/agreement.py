@@ -1,0 +1,283 @@
+"""What ranks agree on, so that one that runs out of memory alone does not leave the others waiting.
+
+Between two reductions of gradients the ranks of DDP have nothing to do with each other. So each one
+runs its batch up to there on its own, and then they tell each other how it went, over a process
+group of the hosts: nobody waits for a device. If one ran out of memory, all take the batch back.
+
+The last backward pass of a batch is where DDP reduces, bucket by bucket while it goes on. A rank
+that ran out in there would leave the others in a reduction that never ends. So where a rank has
+not yet seen a batch of that size pass, that backward pass is run without reducing, on all ranks.
+They agree once more, and then the reducer reduces everything at once, with the communication hooks
+that are there.
+
+Under FSDP2 each forward pass is a collective as well, so there is nothing to take back: see
+:class:`Sharded`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from lightning_opt.batching.micro_batching.ddp_reduction import (
+    expect_backward,
+    noted_order,
+    reduce_gradients,
+)
+from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.core.undo import GradientsBefore
+
+MID_BATCH = (
+    "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
+    "in a collective with it, so the batch cannot be tried again and the run ends on all ranks: "
+    "resume from the last checkpoint, with a larger `safety`, a smaller batch or min_size=1. "
+)
+"""How a run ends under FSDP2."""
+
+Backward = Callable[[], None]
+
+
+class OtherRankFailedError(Exception):
+    """Another rank has run out of memory, so this one takes its batch back as well."""
+
+
+class Alone:
+    """One process, or ranks that do nothing about out-of-memory: there is nobody to ask.
+
+    Attributes:
+        several: Whether there are others.
+        committed: Whether the batch can no longer be taken back.
+        has_news: Whether a rank has something to tell at the end of this batch.
+    """
+
+    several = False
+    committed = False
+    has_news = False
+
+    def begin(self, risky: bool = False, news: bool = False) -> None:
+        """Begin a batch."""
+
+    def begin_attempt(self) -> None:
+        """Begin an attempt at it."""
+
+    def most(self, number: int) -> int:
+        """Return the largest number of any rank."""
+        return number
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return what each rank has given."""
+        return [item]
+
+    @contextmanager
+    def holding(self, strategy: Strategy, last: bool, accumulating: bool) -> Iterator[None]:
+        """Run a micro-batch without a reduction of gradients, unless it is to bring it about."""
+        with _block_parallel_sync_behavior(strategy, not last and not accumulating):
+            yield
+
+    def last_backward(
+        self, backward: Backward, loss: Tensor, gradients: GradientsBefore | None, keep: bool
+    ) -> None:
+        """Run the last backward pass of a batch, after which gradients are whole.
+
+        Args:
+            backward: Runs it.
+            loss: What it begins with.
+            gradients: Those of earlier batches.
+            keep: Whether they are not reduced yet, in the middle of an accumulation window.
+        """
+        backward()
+        if gradients is not None:
+            gradients.add_up()
+
+    def finish(self) -> None:
+        """End a batch that has no backward pass."""
+
+    def fail(self) -> None:
+        """Tell the others that this rank has run out of memory."""
+
+    def close(self) -> None:
+        """Let go of the process group."""
+
+
+class Replicas(Alone):
+    """The ranks of DDP.
+
+    Args:
+        model: DDP's wrapper.
+        timeout: How long to wait for a rank that does not come; None for torch's default.
+    """
+
+    several = True
+
+    def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
+        self._model = model
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._flags = torch.zeros(3, dtype=torch.int64)
+        self._risky = self._news = False
+
+    def begin(self, risky: bool = False, news: bool = False) -> None:
+        """Begin a batch.
+
+        Args:
+            risky: Whether this rank may run out of memory in the backward pass.
+            news: Whether it will have something to tell.
+        """
+        self._risky, self._news = risky, news
+        self.committed = self.has_news = False
+        self._broadcasts = self._model.require_forward_param_sync
+
+    def begin_attempt(self) -> None:
+        """Have the first forward pass broadcast buffers if that of the first attempt did so."""
+        self._model.require_forward_param_sync = self._broadcasts
+
+    def most(self, number: int) -> int:
+        """Return the largest number of any rank."""
+        self._flags[0] = number
+        self._reduce(self._flags[:1])
+        return int(self._flags[0])
+
+    def gather(self, item: Any) -> list[Any]:
+        """Return what each rank has given."""
+        items: list[Any] = [None] * dist.get_world_size(self._group)
+        with _patience():
+            dist.all_gather_object(items, item, group=self._group)
+        return items
+
+    @contextmanager
+    def holding(self, strategy: Strategy, last: bool, accumulating: bool) -> Iterator[None]:
+        """Run a micro-batch without a reduction of gradients; :meth:`last_backward` sees to it."""
+        with _block_parallel_sync_behavior(strategy, not accumulating):
+            yield
+
+    def last_backward(
+        self, backward: Backward, loss: Tensor, gradients: GradientsBefore | None, keep: bool
+    ) -> None:
+        """Run the last backward pass, and reduce gradients once all ranks have come that far.
+
+        Raises:
+            OtherRankFailedError: If one has run out of memory.
+        """
+        assert gradients is not None
+        if keep:
+            backward()
+            self.finish()
+            gradients.add_up()
+        elif self._agree():
+            with noted_order(self._model) as order:
+                backward()
+            self.finish()
+            gradients.add_up()
+            reduce_gradients(self._model, order)
+        else:
+            gradients.add_up()
+            self.committed = True
+            expect_backward(self._model, loss)
+            backward()
+
+    def finish(self) -> None:
+        """Agree that no rank has failed; from here on the batch stands."""
+        self._agree()
+        self.committed = True
+
+    def fail(self) -> None:
+        """Tell the others, who are or will be at their next agreement."""
+        self._tell(failed=True)
+
+    def _agree(self) -> bool:
+        """Return whether the backward pass is a risk for any rank, if none has failed."""
+        self._tell(failed=False)
+        failed, risky, news = self._flags.tolist()
+        self.has_news = bool(news)
+        if failed:
+            raise OtherRankFailedError
+        return bool(risky)
+
+    def _tell(self, failed: bool) -> None:
+        for place, flag in enumerate((failed, self._risky, self._news)):
+            self._flags[place] = flag
+        self._reduce(self._flags)
+
+    def _reduce(self, flags: Tensor) -> None:
+        with _patience():
+            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
+
+    def close(self) -> None:
+        """Let go of the process group."""
+        _close(self._group)
+
+
+class Sharded(Alone):
+    """The ranks of FSDP2, whose forward passes are collectives: what one begins, all must end.
+
+    So a batch is not taken back. The ranks agree on its micro-batches before it begins. One that
+    runs out of memory nevertheless ends, and tells the others why by the store through which they
+    have met; they hear of it when their collective fails.
+
+    Args:
+        timeout: How long to wait for a rank that does not come; None for torch's default.
+    """
+
+    _runs = 0
+
+    def __init__(self, timeout: timedelta | None) -> None:
+        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        Sharded._runs += 1  # the same on all ranks, and another one in the next run
+        self._key = f"lightning_opt/out_of_memory/{Sharded._runs}"
+
+    def agree(self, parts: int, samples: int) -> int:
+        """Return the most parts that any rank wants, but no more than the fewest samples."""
+        most = torch.tensor([parts, -samples])
+        with _patience():
+            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
+        parts, fewest = map(int, most.tolist())
+        return min(parts, -fewest)
+
+    def explain(self, error: BaseException) -> str:
+        """Return what to say of an error in mid-batch; "" if no rank has run out of memory."""
+        if not is_out_of_memory(error):
+            return self._heard()
+        words = f"Rank {dist.get_rank()}: {type(error).__name__}: {error}"
+        with suppress(RuntimeError):  # the rank that keeps the store may have ended
+            _store().set(self._key, words)
+        return words
+
+    def _heard(self) -> str:
+        try:
+            store = _store()
+            return store.get(self._key).decode() if store.check([self._key]) else ""
+        except RuntimeError:
+            return ""
+
+    def close(self) -> None:
+        """Let go of the process group."""
+        _close(self._group)
+
+
+def _store() -> Any:
+    return dist.distributed_c10d._get_default_store()
+
+
+@contextmanager
+def _patience() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise RuntimeError(
+            "Another rank has ended, or has not come to where ranks agree on micro-batches "
+            "within the timeout of the strategy. Its own error says why; a collective of "
+            f"yours within training_step may also be what it waits in. ({error})"
+        ) from error
+
+
+def _close(group: Any) -> None:
+    if dist.is_initialized():
+        dist.destroy_process_group(group)

@@ -1,0 +1,311 @@
+"""One training batch of automatic optimisation, run as micro-batches."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.trainer import call
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_opt.batching.micro_batching.agreement import Alone, OtherRankFailedError
+from lightning_opt.batching.micro_batching.logs_and_outputs import LogRecorder, merge_outputs
+from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
+from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.splitting import split_into, tensors_of, with_own_containers
+from lightning_opt.core.undo import Before, CannotUndoError, GradientsBefore
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+TOO_LATE = (
+    "Out of memory on this rank while gradients were being reduced, although a batch as large had "
+    "passed before. The other ranks may be waiting in that reduction, so the batch is not tried "
+    "again: resume from the last checkpoint, with a smaller batch. The allocator said: "
+)
+
+Split = Callable[[Any, int], Sequence[tuple[Any, int]]]
+Weigh = Callable[[Any], Any]
+
+
+def split_with(split: Split | None, batch: Any, parts: int) -> Sequence[tuple[Any, int]]:
+    """Return ``parts`` parts of the batch, each with its number of samples.
+
+    Raises:
+        ValueError: If the user's function returns something else.
+    """
+    if split is None:
+        return split_into(batch, parts)
+    pieces = list(split(batch, parts))
+    if len(pieces) != parts or any(len(piece) != 2 or piece[1] < 1 for piece in pieces):
+        raise ValueError(
+            f"split(batch, {parts}) must return {parts} pairs `(part, samples)` with at least one "
+            f"sample each, got {len(pieces)}: {[str(piece)[:60] for piece in pieces]}."
+        )
+    return pieces
+
+
+def _give_up(batch: Any, failed: int, parts: int, problem: str) -> int:
+    raise MemoryError(problem)
+
+
+class Workshop:
+    """What all batches of a run share.
+
+    Args:
+        trainer: The Trainer, when its training starts.
+        module: Its module.
+        split: The user's function.
+        weigh: What a micro-batch counts in the loss; None for its samples.
+        retrying: Whether a batch that runs out of memory is taken back.
+        ranks: Who has to agree to that.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        split: Split | None,
+        weigh: Weigh | None,
+        retrying: bool,
+        ranks: Alone | None = None,
+    ) -> None:
+        self.ranks = Alone() if ranks is None else ranks
+        self.trainer, self.module = trainer, module
+        self.split, self.weigh = split, weigh
+        self.optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        self.recorder = LogRecorder(module)
+        self.device = trainer.strategy.root_device
+        self.parameters: list[nn.Parameter] = list(module.parameters())
+        self.before = Before(module, self.device) if retrying else None
+
+
+class MicroBatchClosure(Closure):
+    """Stands in for Lightning's closure: forward and backward passes of one batch, in parts.
+
+    Callbacks and the module have their hooks called as for one batch: ``on_before_zero_grad`` after
+    the first forward pass, ``on_before_backward`` once with the loss of the whole batch, and
+    ``on_after_backward`` once, when the gradient is whole.
+
+    Args:
+        shop: What batches share.
+        kwargs: Of ``training_step``.
+        optimizer: The optimizer.
+        batch_idx: The batch's index.
+        parts: How many micro-batches to begin with.
+        smaller: Asked for more parts after out-of-memory, given the batch, the largest number of
+            samples that failed (0 for all), the number of parts, and the allocator's words.
+        succeeded: Called when the batch is through.
+        measure: Called with the samples of the first micro-batch before its forward pass, and
+            returns what is called after it.
+    """
+
+    def __init__(
+        self,
+        shop: Workshop,
+        kwargs: OrderedDict[str, Any],
+        optimizer: Optimizer,
+        batch_idx: int,
+        parts: int,
+        smaller: Callable[[Any, int, int, str], int] = _give_up,
+        succeeded: Callable[[], None] = lambda: None,
+        measure: Callable[[int], Callable[[], None]] | None = None,
+    ) -> None:
+        optimization = shop.optimization
+        super().__init__(
+            step_fn=optimization._make_step_fn(kwargs),
+            backward_fn=optimization._make_backward_fn(optimizer),
+            zero_grad_fn=optimization._make_zero_grad_fn(batch_idx, optimizer),
+        )
+        self._shop, self._kwargs, self._parts = shop, kwargs, parts
+        self._smaller, self._succeeded, self._measure = smaller, succeeded, measure
+        self._gradients: GradientsBefore | None = None
+        self._zeroed = self._told = False
+        self.finished = False
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Run the batch, as often as it takes."""
+        try:
+            result = self._run(self._kwargs["batch"], self._parts)
+        except BaseException:
+            if self._gradients is not None:
+                self._gradients.put_back()
+            raise
+        self._succeeded()
+        self.finished = True
+        return result
+
+    def _run(self, batch: Any, parts: int) -> ClosureResult:
+        """Attempt it until it fits."""
+        before = self._shop.before
+        if before is None:
+            return self._attempt(split_with(self._shop.split, batch, parts))
+        before.take()
+        ranks = self._shop.ranks
+        versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
+        # `training_step` may take things out of its containers, so the next attempt has these.
+        kept = with_own_containers(batch)
+        result: ClosureResult | None = None
+        while result is None:
+            problem, sizes = "", [0]
+            pieces: Sequence[tuple[Any, int]] = [(batch, 0)]
+            ranks.begin_attempt()
+            try:
+                if parts > 1:
+                    pieces = split_with(self._shop.split, kept, parts)
+                    sizes = [samples for _, samples in pieces]
+                result = self._attempt(pieces)
+            except CAUGHT as error:
+                if not is_out_of_memory(error):
+                    raise
+                problem = f"{type(error).__name__}: {error}"
+            except OtherRankFailedError:
+                pass
+            if result is None:
+                # Outside `except`: there the traceback holds the memory that is to be freed.
+                pieces = []
+                if ranks.committed:
+                    raise MemoryError(TOO_LATE + problem)
+                if problem:
+                    ranks.fail()
+                self._take_back(versions, problem)
+                parts = self._smaller(kept, max(sizes), parts, problem)
+                if parts == 1:  # another rank's batch is split, and this one cannot be
+                    batch = with_own_containers(kept)
+        if self._gradients is not None:
+            self._gradients.put_back()  # `training_step` returned None, so nothing was added up
+        before.learn()
+        before.forget()
+        return result
+
+    def _attempt(self, pieces: Sequence[tuple[Any, int]]) -> ClosureResult:
+        shop = self._shop
+        trainer, strategy = shop.trainer, shop.trainer.strategy
+        # What blocks the reduction of gradients in mid-window does so for the whole batch.
+        accumulating = (
+            not strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate()
+        )
+        shop.recorder.forget()
+        shares = self._shares(pieces)
+        samples = [count for _, count in pieces]
+        carried: Tensor | None = None
+        results: list[Any] = []
+        skipped = 0
+        for number, (piece, count) in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            with shop.ranks.holding(strategy, is_last, accumulating):
+                measured = self._measure(count) if self._measure and number == 0 else None
+                loss, extra = self._forward(piece, number)
+                if measured is not None:
+                    measured()
+                results.append(extra)
+                self._prepare_gradients()
+                skipped += loss is None
+                if skipped and skipped != number + 1:
+                    raise RuntimeError(
+                        "training_step returned None for some micro-batches of a batch and a loss "
+                        "for others. Return None for none of them: a loss multiplied with 0 leaves "
+                        "samples out."
+                    )
+                if loss is None:
+                    continue
+                if len(pieces) > 1:
+                    loss = loss * shares[number]
+                if carried is not None and is_last:
+                    loss = loss + carried  # the value of the whole batch, the gradient of this part
+                self._backward(loss, is_last, accumulating)
+                loss = loss.detach()
+                carried = loss if carried is None or is_last else carried + loss
+        if self._backward_fn is None:
+            shop.ranks.finish()
+        if skipped:
+            self.warning_cache.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
+        shop.recorder.tell(samples, shares)
+        if len(pieces) > 1 and any(results):
+            results = [merge_outputs(results, samples, shares)]
+        return shop.optimization.output_result_cls(carried, extra=results[0])
+
+    def _shares(self, pieces: Sequence[tuple[Any, int]]) -> list[Any]:
+        """Return what each micro-batch counts; all together 1."""
+        if len(pieces) == 1:
+            return [1.0]
+        weigh = self._shop.weigh
+        weights = [count if weigh is None else weigh(piece) for piece, count in pieces]
+        weights = [w.detach() if isinstance(w, Tensor) else w for w in weights]
+        total = sum(weights[1:], weights[0])
+        return [weight / total for weight in weights]
+
+    def _forward(self, piece: Any, number: int) -> tuple[Tensor | None, dict[str, Any]]:
+        shop = self._shop
+        # As the same keyword at the same place: Lightning passes them on by position.
+        step = shop.optimization._make_step_fn(OrderedDict(self._kwargs, batch=piece))
+        with shop.recorder.listening(number):
+            result = step()
+        return result.closure_loss, result.extra
+
+    def _prepare_gradients(self) -> None:
+        if not self._zeroed:
+            self._zeroed = True
+            if self._zero_grad_fn is not None:
+                self._zero_grad_fn()
+        if self._shop.before is not None and self._gradients is None:
+            self._gradients = GradientsBefore(self._shop.parameters)
+
+    def _backward(self, loss: Tensor, is_last: bool, accumulating: bool) -> None:
+        """Run the backward pass, and the hooks around it if they are due."""
+        if self._backward_fn is None:
+            return
+        shop = self._shop
+        told, self._told = self._told, self._told or is_last
+        with ExitStack() as stack:
+            if is_last and (self._gradients or shop.ranks.several):
+                backward, gradients = shop.module.backward, self._gradients
+
+                def whole(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+                    # So that gradients are whole before any hook looks at them.
+                    run = partial(backward, loss, *args, **kwargs)
+                    shop.ranks.last_backward(run, loss, gradients, accumulating)
+
+                stack.enter_context(replaced(shop.module, backward=whole))
+            if is_last and not told:
+                self._backward_fn(loss)
+            else:
+                self._backward_quietly(loss, is_last)
+
+    def _backward_quietly(self, loss: Tensor, is_last: bool) -> None:
+        """Run it without the hooks that other micro-batches or attempts have called or will."""
+        assert self._backward_fn is not None
+        shop = self._shop
+        quiet: dict[str, Any] = {"on_after_backward": do_nothing}
+        if not is_last:
+            quiet["on_before_backward"] = do_nothing
+        with ExitStack() as stack:
+            stack.enter_context(replaced(shop.trainer, callbacks=[]))
+            stack.enter_context(replaced(shop.module, **quiet))
+            self._backward_fn(loss)
+        if is_last:  # a failed attempt has told callbacks of this batch's loss already
+            call._call_callback_hooks(shop.trainer, "on_after_backward")
+            call._call_lightning_module_hook(shop.trainer, "on_after_backward")
+
+    def _take_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
+        shop = self._shop
+        assert shop.before is not None
+        shop.recorder.forget()
+        shop.before.restore()
+        if self._gradients is not None:
+            self._gradients.drop()
+        let_go(shop.device)
+        if any(tensor._version != version for tensor, version in versions):
+            raise CannotUndoError(
+                "training_step has changed tensors of its batch in place before it ran out of "
+                f"memory ({problem}), so the batch cannot be tried again. Change a copy of them."
+            )

@@ -1,1 +1,0 @@
-"""Ways to compute the same faster: compile, memory format, fused optimizers, attention, runtime."""

@@ -1,0 +1,1 @@
+"""A bounded cache of dataset items."""

@@ -1,0 +1,1 @@
+"""Loaders tuned by measurement, waits for data, copies beside the computation."""

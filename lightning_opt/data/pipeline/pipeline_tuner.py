@@ -1,0 +1,410 @@
+"""Settings of the training loader, chosen by measurement before the first step."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch.nn.parallel import DistributedDataParallel
+from torch.utils.data import DataLoader
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.cpus import available_cpus
+from lightning_opt.core.preserve import isolated_random
+from lightning_opt.core.report import Report
+from lightning_opt.core.trial import loss_of, wait_for, without_a_trace
+from lightning_opt.data.pipeline.loaders import (
+    LoaderSettings,
+    apply,
+    endless_indices,
+    put_back,
+    refusal,
+    settings_of,
+)
+from lightning_opt.data.pipeline.probing import (
+    Probe,
+    ProbeError,
+    batches_to_time,
+    signals_put_back,
+    time_loader,
+)
+from lightning_opt.data.pipeline.search import Measured, Search
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+MEASURE = 0.4
+"""Seconds of one measurement, if workers do what they promise."""
+
+
+class DataPipelineTuner(Callback):
+    """Measures the training loader before the first step, and sets what is fastest.
+
+    It tries a few numbers of workers, values of ``prefetch_factor`` and, on CUDA, pinned memory,
+    on the real dataset with the real training step (forward and backward pass) between the batches,
+    and stops as soon as the loader is no bottleneck. The loader is changed in place and put back
+    after the run: dataset, sampler (of DDP too), collate function, generator and subclass stay.
+
+    The order of samples is that of the user's own settings. Neither the dataset nor the sampler of
+    this process is touched while measuring, and random numbers are put back. What cannot be
+    measured or would come in another order is left alone, with a warning that gives the reason:
+    iterable datasets, several training loaders, datasets that cannot be pickled where workers are
+    spawned, samplers that draw while they go. Random augmentation that runs in workers draws other
+    numbers than without, as with every change of ``num_workers``.
+
+    Under several processes all of them take the same settings, those that are best for the slowest.
+    A resumed run takes the settings of its checkpoint.
+
+    Args:
+        max_workers: The most workers of a process; None for its share of the CPUs that affinity
+            and control groups allow. More can pay where items wait for a disk or a network.
+        prefetch: Values of ``prefetch_factor`` to try, the usual one first.
+        pin: ``"auto"`` tries pinned memory on CUDA; or whether to pin.
+        persistent: Keep workers from one epoch to the next, unless the dataset has ``set_epoch``,
+            which reaches no worker that is running.
+        budget_seconds: When to stop measuring; what runs then is finished.
+        random_items: ``"allow"``, or ``"refuse"`` to leave a loader alone whose items are random.
+        verbose: Print the table.
+
+    Raises:
+        ValueError: In ``__init__`` for arguments out of range; in ``setup`` if there are two.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> tuner = lo.DataPipelineTuner(max_workers=8)
+        >>> trainer = L.Trainer(callbacks=[tuner], logger=False)
+    """
+
+    def __init__(
+        self,
+        max_workers: int | None = None,
+        prefetch: Sequence[int] = (2, 4),
+        pin: Literal["auto"] | bool = "auto",
+        persistent: bool = True,
+        budget_seconds: float = 20.0,
+        random_items: Literal["allow", "refuse"] = "allow",
+        verbose: bool = True,
+    ) -> None:
+        if max_workers is not None:
+            at_least("max_workers", max_workers, 0)
+        if isinstance(prefetch, (str, int)) or not prefetch:
+            raise ValueError(f"prefetch must be one or more whole numbers, got {prefetch!r}.")
+        if not isinstance(pin, bool) and pin != "auto":
+            raise ValueError(f'pin must be "auto", True or False, got {pin!r}.')
+        if random_items not in ("allow", "refuse"):
+            raise ValueError(f'random_items must be "allow" or "refuse", got {random_items!r}.')
+        self.max_workers = max_workers
+        self.prefetch = tuple(at_least("prefetch", factor, 1) for factor in prefetch)
+        self.pin, self.persistent = pin, persistent
+        self.budget_seconds = positive("budget_seconds", budget_seconds)
+        self.random_items, self.verbose = random_items, verbose
+        self._reset()
+
+    def _reset(self) -> None:
+        self._chosen: LoaderSettings | None = None
+        self._tried: list[Measured] = []
+        self._notes: list[str] = []
+        self._undo = ExitStack()
+        self._changed: tuple[DataLoader[Any], dict[str, Any]] | None = None
+        self._several = False
+
+    @property
+    def chosen(self) -> LoaderSettings | None:
+        """The settings that were chosen, or None where the loader was left alone."""
+        return self._chosen
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse a second one."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, DataPipelineTuner) for callback in callbacks) > 1:
+            raise ValueError(
+                "Two DataPipelineTuner callbacks would undo each other's settings; keep one."
+            )
+        if stage == "fit":
+            self._release()
+            self._reset()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ask to be shown each training loader when Lightning has given it its sampler."""
+        source, strategy = trainer.fit_loop._data_source, trainer.strategy
+        request, process = source.dataloader, strategy.process_dataloader
+
+        def requested() -> Any:
+            found = request()
+            self._several = not isinstance(found, DataLoader)
+            return found
+
+        def processed(dataloader: object) -> object:
+            dataloader = process(dataloader)
+            if trainer.training:
+                self._meet(trainer, pl_module, dataloader)
+            return dataloader
+
+        for owner, name, function in (
+            (source, "dataloader", requested),
+            (strategy, "process_dataloader", processed),
+        ):
+            vars(owner)[name] = function
+            self._undo.callback(vars(owner).pop, name, None)
+
+    def _meet(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any) -> None:
+        """Tune ``loader``, or set what was chosen for an earlier one."""
+        if self._changed is not None:  # reloaded for a new epoch
+            put_back(*self._changed)
+            self._changed = None
+        reason = self._refusal(trainer, loader)
+        if _agree(trainer, [float(reason is not None)])[0]:
+            self._leave(reason or "on another rank it has to stay")
+            return
+        if self._chosen is None and not self._notes:
+            try:
+                with isolated_random(trainer.strategy.root_device):
+                    self._chosen = self._tune(trainer, pl_module, loader)
+            except ProbeError as error:
+                self._leave(str(error))
+        if self._chosen is not None:
+            self._changed = (loader, apply(loader, self._chosen))
+
+    def _refusal(self, trainer: pl.Trainer, loader: Any) -> str | None:
+        if self._several:
+            return "there are several training loaders, or none of torch"
+        if trainer.fast_dev_run:  # type: ignore[attr-defined]
+            return "fast_dev_run is too short for it"
+        return refusal(loader)
+
+    def _leave(self, reason: str) -> None:
+        if not self._notes:
+            self._notes = [f"The loader was left as it was: {reason}."]
+            log.warning("DataPipelineTuner leaves the training loader as it is: %s.", reason)
+
+    def _tune(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: DataLoader[Any]
+    ) -> LoaderSettings | None:
+        start, present = time.perf_counter(), settings_of(loader)
+        indices = endless_indices(loader)
+        failure, probe = None, None
+        try:
+            probe = Probe(loader, indices, self.budget_seconds)
+        except (ProbeError, ValueError) as error:
+            failure = str(error)
+        found = probe.random if probe else None
+        failed, fetch, is_random = _agree(
+            trainer,
+            [float(probe is None), probe.seconds if probe else 0.0, float(found is not None)],
+        )
+        if failed or probe is None:
+            raise ProbeError(failure or "on another rank it could not be measured")
+        if is_random and self.random_items == "refuse":
+            raise ProbeError(f"its items are random: {found or 'on another rank'}")
+        step, takes = self._step(trainer, pl_module, probe.batch)
+        persistent = present.persistent or self._may_persist(trainer, loader)
+        search = Search(
+            self._measurement(trainer, loader, indices, step, (fetch, takes), start),
+            max_workers=self._most_workers(trainer),
+            # Kept workers draw a seed less in each epoch, and any run a sampler to its end.
+            min_workers=int(present.persistent or present.workers > 0),
+            prefetch=self.prefetch,
+            pins=self._pins(trainer, present),
+            persistent=persistent,
+        )
+        with without_a_trace(trainer, pl_module), signals_put_back():
+            chosen = search.run(fetch, takes)
+        self._tried = search.tried
+        self._notes = [
+            f"Ended because {search.reason}, after {time.perf_counter() - start:.1f} s. A batch "
+            f"takes {1e3 * fetch:.3g} ms to fetch without workers, "
+            + (f"a step {1e3 * takes:.3g} ms." if takes else "a step an unknown time.")
+        ]
+        if found is not None:
+            self._notes.append(
+                f"Items are random ({found}): the order of samples stays, what is drawn in other "
+                "workers differs."
+            )
+        if self.verbose and trainer.is_global_zero:
+            self._chosen = chosen
+            self.report().print()
+        return chosen
+
+    def _measurement(
+        self,
+        trainer: pl.Trainer,
+        loader: DataLoader[Any],
+        indices: Iterator[Any],
+        step: Callable[[Any], object],
+        known: tuple[float, float],
+        start: float,
+    ) -> Callable[[LoaderSettings], Measured | None]:
+        fetch, takes = known
+
+        # The same number of batches on every rank, since a step may talk to the others.
+        def go_on(seconds: float) -> bool:
+            # Of the same form as the message at the end, which a rank that fails sends instead.
+            failure, late, _ = _agree(trainer, [0.0, float(seconds > 2 * MEASURE), 0.0])
+            if failure:
+                raise _OtherRankError
+            return not late
+
+        def measure(settings: LoaderSettings) -> Measured | None:
+            late = time.perf_counter() - start > self.budget_seconds
+            if _agree(trainer, [float(late)])[0]:
+                return None
+            expected = max(takes, fetch / settings.workers) if settings.workers else fetch + takes
+            batches = batches_to_time(expected, settings.workers, MEASURE)
+            try:
+                seconds, wait = time_loader(loader, indices, settings, step, batches, go_on)
+                failure = 0.0
+            except _OtherRankError:
+                return Measured(settings, float("inf"), 1.0)
+            except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
+                log.warning("DataPipelineTuner could not measure %s: %s", settings, error)
+                seconds, wait, failure = 0.0, 0.0, 1.0
+            failure, seconds, wait = _agree(trainer, [failure, seconds, wait])
+            if failure:
+                seconds, wait = float("inf"), 1.0
+            return Measured(settings, seconds, wait)
+
+        return measure
+
+    def _step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any
+    ) -> tuple[Callable[[Any], object], float]:
+        """Return a training step without consequences, and its seconds; 0 if there is none."""
+
+        def step(batch: Any) -> None:
+            batch = trainer.precision_plugin.convert_input(batch)
+            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
+            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            with torch.enable_grad():
+                loss = loss_of(trainer, pl_module, batch, 0)
+                if pl_module.automatic_optimization and loss is not None:
+                    pl_module.backward(loss)
+            for parameter in pl_module.parameters():
+                parameter.grad = None
+            wait_for(pl_module.device)
+
+        model = trainer.strategy.model
+        failed, times = 0.0, [0.0]
+        if model is pl_module or isinstance(model, DistributedDataParallel):
+            try:
+                with without_a_trace(trainer, pl_module):
+                    step(batch)
+                    times = [_seconds(step, batch) for _ in range(3)]
+            except Exception as error:  # noqa: BLE001 - the user's step, tried where it is not expected
+                failed = 1.0
+                log.info("DataPipelineTuner could not try a training step: %s", error)
+        else:
+            failed = 1.0  # sharded parameters
+        failed, takes = _agree(trainer, [failed, sorted(times)[len(times) // 2]])
+        return (_no_step, 0.0) if failed else (step, takes)
+
+    def _most_workers(self, trainer: pl.Trainer) -> int:
+        if self.max_workers is not None:
+            return self.max_workers
+        share = available_cpus() // max(1, trainer.num_devices)
+        return max(1, int(-_agree(trainer, [-float(share)])[0]))
+
+    def _may_persist(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
+        return (
+            self.persistent
+            and not hasattr(loader.dataset, "set_epoch")
+            and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        )
+
+    def _pins(self, trainer: pl.Trainer, present: LoaderSettings) -> tuple[bool, ...]:
+        if isinstance(self.pin, bool):
+            return (self.pin,)
+        on_cuda = trainer.strategy.root_device.type == "cuda"
+        return (present.pin, not present.pin) if on_cuda else (present.pin,)
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """See to it that kept workers start an epoch with the same random draws as new ones."""
+        if self._changed is None:
+            return
+        loader, before = self._changed
+        iterator = loader._iterator
+        if iterator is None or before["persistent_workers"] or "_reset" in vars(iterator):
+            return
+        reset = iterator._reset
+
+        def reset_as_new(loader: DataLoader[Any], *arguments: Any) -> None:
+            # A new iterator draws a base seed for its workers; one that is kept does not, and the
+            # sampler's next seed would be another one.
+            torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
+            reset(loader, *arguments)
+
+        vars(iterator)["_reset"] = reset_as_new
+
+    def report(self) -> Report:
+        """Return what was measured, with the setting that was taken."""
+        rows = [
+            {
+                "workers": one.settings.workers,
+                "prefetch": one.settings.prefetch,
+                "pinned": one.settings.pin,
+                "ms a batch": 1e3 * one.seconds,
+                "waiting": one.wait,
+                "taken": "yes" if one.settings == self._chosen else "",
+            }
+            for one in self._tried
+        ]
+        notes = self._notes or ["Nothing was measured yet."]
+        if self._chosen is not None and not rows:
+            notes = [f"{self._chosen} was taken from the checkpoint."]
+        return Report("DataPipelineTuner: a batch with its training step", rows, notes)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the settings, so that a resumed run has the same."""
+        return {} if self._chosen is None else {"settings": self._chosen.to_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take the settings of a checkpoint."""
+        self._chosen = LoaderSettings(**state_dict["settings"])
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Put everything back; Lightning calls no ``teardown`` after an exception."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put everything back."""
+        self._release()
+
+    def _release(self) -> None:
+        self._undo.close()
+        if self._changed is not None:
+            put_back(*self._changed)
+            self._changed = None
+
+
+class _OtherRankError(Exception):
+    """Another rank could not measure what this one is measuring."""
+
+
+def _agree(trainer: pl.Trainer, values: list[float]) -> list[float]:
+    """Return the largest of each value over all ranks."""
+    if trainer.world_size == 1 or not dist.is_initialized():
+        return values
+    tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
+    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
+    agreed: list[float] = tensor.tolist()
+    return agreed
+
+
+def _seconds(step: Callable[[Any], object], batch: Any) -> float:
+    start = time.perf_counter()
+    step(batch)
+    return time.perf_counter() - start
+
+
+def _no_step(batch: Any) -> None:
+    """Stand in for a training step that cannot be tried."""

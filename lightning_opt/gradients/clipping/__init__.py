@@ -1,0 +1,1 @@
+"""Gradient clipping: the rules, and the callback that applies them."""

@@ -1,0 +1,169 @@
+"""Adaptive gradient clipping for any Lightning Trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+from torch.optim import Optimizer
+
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.report import Report
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.gradients.access import GradientAccess
+from lightning_opt.gradients.clipping.gradient_clipper import ClipTally, resolve_rule
+from lightning_opt.gradients.clipping.norm_rules import ClippingRule
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+LOGGED = ("norm", "threshold", "coefficient", "fraction", "nonfinite")
+
+OFTEN = 0.3
+"""Share of clipped steps, tensors or units above which clipping is no exception any more."""
+
+
+class AdaptiveClipping(Callback):
+    """Clips gradients before each optimizer step, at a threshold learnt from the run itself.
+
+    A fixed ``gradient_clip_val`` has to be found anew for each model and is wrong for most of a
+    run, since norms shrink by orders of magnitude. This callback learns what is normal and clips
+    what is not. It acts on true gradients: unscaled under fp16 (fused optimizers too), whole under
+    DDP, FSDP and tensor parallelism, once for each accumulation window, and separately for each
+    optimizer, under manual optimisation too. A norm that is NaN or infinite changes no statistic,
+    and its gradients are left as they are, for the loss scaler or a guard.
+
+    On an accelerator nothing is read between reports, so the host never waits for the device.
+
+    Logged every ``every_n_steps`` steps (with several optimizers as ``clip/<index>/...``):
+
+    ====================== =====================================================================
+    ``clip/norm``          total gradient norm before clipping
+    ``clip/threshold``     threshold on it (rules on the total norm)
+    ``clip/coefficient``   what the gradients were multiplied with; the smallest of several
+    ``clip/fraction``      share of steps clipped so far; of tensors, or of units, for rules on them
+    ``clip/nonfinite``     steps so far whose norm was NaN or infinite
+    ====================== =====================================================================
+
+    Args:
+        rule: ``"robust"``, ``"fixed_norm"``, ``"fixed_value"``, ``"mean_std"``, ``"percentile"``,
+            ``"zclip"``, ``"unit_wise"``, ``"per_parameter"``, or a rule object such as
+            ``ZClip(z=3.0)`` for other settings than the default.
+        every_n_steps: Steps from one report to the next, at least 1.
+
+    Raises:
+        ValueError: In ``__init__`` for an unknown rule; in ``setup`` if the Trainer clips too
+            (``gradient_clip_val``), under DeepSpeed, and for ``UnitWise`` under FSDP1, whose flat
+            shards have no units; in ``on_fit_start`` for LBFGS.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> trainer = L.Trainer(callbacks=[lo.AdaptiveClipping()], logger=False)
+    """
+
+    def __init__(self, rule: str | ClippingRule = "robust", every_n_steps: int = 50) -> None:
+        self.rule = resolve_rule(rule)
+        self._schedule = Schedule(every_n_steps)
+        self._access = GradientAccess("AdaptiveClipping")
+        self._tallies: dict[int, ClipTally] = {}
+        self._module: ref[nn.Module] | None = None
+
+    @property
+    def state_key(self) -> str:
+        """Differs between rules and settings: none resumes from another's state."""
+        return self._generate_state_key(rule=repr(self.rule))
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check what can be checked before the model is wrapped."""
+        if stage != "fit":
+            return
+        self._access.check_trainer(trainer)
+        if trainer.gradient_clip_val:
+            raise ValueError(
+                "AdaptiveClipping and Trainer(gradient_clip_val="
+                f"{trainer.gradient_clip_val!r}) would clip twice. Leave gradient_clip_val out; "
+                "for a fixed bound use AdaptiveClipping(rule=FixedNorm(max_norm)) or FixedValue."
+            )
+        if self.rule.needs_whole_tensors and isinstance(trainer.strategy, FSDPStrategy):
+            raise ValueError(
+                f"{type(self.rule).__name__} needs each gradient in its own shape, but "
+                "FSDPStrategy (FSDP1) flattens them. Use a rule on the total norm, such as "
+                "'robust', or FSDP2 through ModelParallelStrategy."
+            )
+        if self._module is None or self._module() is not pl_module:
+            self._tallies = {}  # another model: its norms have nothing to do with the last one's
+            self._module = ref(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Learn the names and shards of the parameters."""
+        self._access.start(trainer, pl_module)
+        self.rule.attach(pl_module)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Clip the gradients of one optimizer."""
+        index, step = self._access.measure(trainer, pl_module, optimizer)
+        if not step.gradients.tensors:
+            return  # `training_step` returned None: nothing happens, so nothing is reported
+        tally = self._tallies.get(index)
+        if tally is None:
+            tally = self._tallies[index] = ClipTally(self.rule)
+        tally.apply(self.rule, step)
+        if self._schedule.is_due(tally.steps):
+            prefix = "clip/" if len(trainer.optimizers) == 1 else f"clip/{index}/"
+            values = tally.read()
+            log_scalars(trainer, {prefix + key: values[key] for key in LOGGED if key in values})
+
+    def diagnose(self) -> list[Verdict]:
+        """Return how much is clipped."""
+        shares = [tally.read()["fraction"] for tally in self._tallies.values() if tally.last]
+        if not shares:
+            finding = "AdaptiveClipping has seen no step yet."
+            return [Verdict("clipping", "unknown", finding, "Train on: it counts each step.")]
+        finding = f"It clips {max(shares):.1%} of the time."
+        if max(shares) <= OFTEN:
+            return [Verdict("clipping", "ok", finding)]
+        advice = "What is clipped so often sets the step: raise the bound, or use rule='robust'."
+        return [Verdict("clipping", "look", finding, advice)]
+
+    def report(self) -> Report:
+        """Return one row an optimizer: steps seen, share clipped, the latest norm and threshold."""
+        rows = []
+        for index, tally in sorted(self._tallies.items()):
+            rows.append({"optimizer": index, "steps": tally.steps, **tally.read()})
+        return Report(f"AdaptiveClipping({self.rule!r})", rows)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Let go of the model; Lightning calls no ``teardown`` after an exception."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go of the model."""
+        self._release()
+
+    def _release(self) -> None:
+        self.rule.detach()
+        self._access.stop()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the rule's state and counts for each optimizer, as plain types."""
+        return {index: tally.state_dict() for index, tally in self._tallies.items()}  # type: ignore[misc]
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model, so that the callback can be sent to another process."""
+        return {**self.__dict__, "_module": None}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._tallies = {}
+        for index, state in state_dict.items():
+            tally = self._tallies[int(index)] = ClipTally(self.rule)
+            tally.load_state_dict(state)

@@ -1,0 +1,197 @@
+"""A rule at work on one set of parameters: usable in a plain PyTorch loop."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_opt.core.norms import GradientStep, collect_gradients, measure_norms
+from lightning_opt.core.scalars import Scalar, isfinite, to_plain
+from lightning_opt.gradients.clipping.norm_rules import (
+    Clip,
+    ClippingRule,
+    FixedNorm,
+    MeanStd,
+    Percentile,
+    Robust,
+    ZClip,
+)
+from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
+
+RULES: dict[str, type[ClippingRule]] = {
+    "robust": Robust,
+    "fixed_norm": FixedNorm,
+    "fixed_value": FixedValue,
+    "mean_std": MeanStd,
+    "percentile": Percentile,
+    "zclip": ZClip,
+    "unit_wise": UnitWise,
+    "per_parameter": PerParameter,
+}
+"""The rules that can be chosen by name, with their default settings."""
+
+
+def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
+    """Return ``rule`` itself, or the rule of that name with its default settings.
+
+    Raises:
+        ValueError: If there is no such name; the message lists all.
+        TypeError: If ``rule`` is neither a name nor a rule.
+    """
+    if isinstance(rule, ClippingRule):
+        return rule
+    if not isinstance(rule, str):
+        raise TypeError(
+            f"rule must be one of {sorted(RULES)} or a ClippingRule object, got {rule!r}."
+        )
+    if rule not in RULES:
+        near = difflib.get_close_matches(rule, RULES, n=1)
+        hint = f" Did you mean {near[0]!r}?" if near else ""
+        raise ValueError(f"There is no clipping rule {rule!r}; there are {sorted(RULES)}.{hint}")
+    return RULES[rule]()
+
+
+class ClipTally:
+    """The state of a rule and the counts of what it did, for one optimizer.
+
+    Attributes:
+        state: The rule's state.
+        steps: How many steps were seen.
+        nonfinite: How many of them had a norm that was NaN or infinite, and were left alone.
+        clipped: Sum of the shares clipped over the other steps.
+        last: Norm and outcome of the latest step.
+    """
+
+    def __init__(self, rule: ClippingRule) -> None:
+        self.state = rule.init()
+        self.steps = 0
+        self.nonfinite: Scalar = 0
+        self.clipped: Scalar = 0.0
+        self.last: tuple[Scalar, Clip] | None = None
+
+    def apply(self, rule: ClippingRule, step: GradientStep) -> Clip:
+        """Clip one step's gradients in place and count. A step without gradients does not count."""
+        if not step.gradients.tensors:
+            return Clip(0.0)
+        norm = step.norms.total
+        clip = rule.clip(step, self.state)
+        finite = isfinite(norm)
+        self.steps += 1
+        self.nonfinite = self.nonfinite + (
+            1 - finite if not isinstance(finite, Tensor) else ~finite
+        )
+        self.clipped = self.clipped + clip.clipped
+        self.last = (norm, clip)
+        return clip
+
+    def read(self) -> dict[str, float]:
+        """Return the latest values and the counts as floats. Waits for the device once."""
+        if self.last is None:
+            return {}
+        norm, clip = self.last
+        values = {
+            "norm": norm,
+            "threshold": clip.threshold,
+            "coefficient": clip.coefficient,
+            "clipped": self.clipped,
+            "nonfinite": self.nonfinite,
+        }
+        read = _read({name: value for name, value in values.items() if value is not None})
+        read["fraction"] = read.pop("clipped") / max(self.steps - read["nonfinite"], 1.0)
+        return read
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything that a resumed run needs, as plain types. Waits for the device."""
+        return {
+            "rule": to_plain(self.state),
+            "steps": self.steps,
+            "nonfinite": to_plain(self.nonfinite),
+            "clipped": to_plain(self.clipped),
+        }
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.state = to_plain(state_dict["rule"])
+        self.steps = state_dict["steps"]
+        self.nonfinite = state_dict["nonfinite"]
+        self.clipped = state_dict["clipped"]
+
+
+def _read(values: dict[str, Scalar]) -> dict[str, float]:
+    devices = [value.device for value in values.values() if isinstance(value, Tensor)]
+    if not devices:
+        return {name: float(value) for name, value in values.items()}
+    stacked = torch.stack(
+        [
+            value.to(devices[0], torch.float64)
+            if isinstance(value, Tensor)
+            else torch.full((), value, dtype=torch.float64, device=devices[0])
+            for value in values.values()
+        ]
+    )
+    return dict(zip(values, stacked.tolist(), strict=True))  # the one read of a report
+
+
+class GradientClipper:
+    """Adaptive gradient clipping for a plain PyTorch loop.
+
+    Call :meth:`clip` between ``backward()`` and ``optimizer.step()``. Under a
+    :class:`torch.amp.GradScaler` call ``scaler.unscale_(optimizer)`` first.
+
+    Args:
+        module: The model whose gradients are clipped.
+        rule: A name (see :func:`resolve_rule`) or a rule.
+        parameters: The parameters to clip together, where that is not all of the model's: one
+            clipper for each optimizer of several.
+
+    Example:
+        >>> model = torch.nn.Linear(4, 1)
+        >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        >>> clipper = GradientClipper(model, FixedNorm(1.0))
+        >>> model(torch.full((8, 4), 100.0)).sum().backward()
+        >>> round(clipper.clip()["norm"])
+        1600
+        >>> optimizer.step()
+        >>> round(torch.nn.utils.get_total_norm([p.grad for p in model.parameters()]).item(), 3)
+        1.0
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        rule: str | ClippingRule = "robust",
+        parameters: Iterable[Tensor] | None = None,
+    ) -> None:
+        self.rule = resolve_rule(rule)
+        self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self._parameters = list(self._names if parameters is None else parameters)
+        if any(parameter not in self._names for parameter in self._parameters):
+            raise ValueError("Every parameter given must be one of the module's.")
+        self.rule.attach(module)
+        self._tally = ClipTally(self.rule)
+
+    def clip(self) -> dict[str, Scalar]:
+        """Clip the gradients in place.
+
+        Returns:
+            ``norm`` before clipping, and ``threshold`` and ``coefficient`` where the rule has them:
+            floats on a CPU, 0-dimensional tensors on a device, where nothing is read.
+        """
+        gradients = collect_gradients(self._parameters)
+        norms = measure_norms(gradients)
+        total = norms.total
+        clip = self._tally.apply(self.rule, GradientStep(gradients, norms, 1.0, self._names))
+        values = {"norm": total, "threshold": clip.threshold, "coefficient": clip.coefficient}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of the rule and the counts."""
+        return self._tally.state_dict()
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._tally.load_state_dict(state_dict)

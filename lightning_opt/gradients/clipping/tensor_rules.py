@@ -1,0 +1,342 @@
+"""Rules that clip tensor by tensor, unit by unit or element by element."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from typing import Any, ClassVar, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvTransposeNd
+
+from lightning_opt.core.arguments import at_least, fraction, positive
+from lightning_opt.core.norms import GradientStep
+from lightning_opt.core.scalars import isfinite, where, wide_dtype
+from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
+from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule, State
+
+
+class FixedValue(ClippingRule):
+    """Every element lies within ``[-max_value, max_value]``, as in ``clip_grad_value_``.
+
+    This changes the direction of the gradient. A gradient with a NaN or an infinity is left as it
+    is, so that whoever looks for those (a guard, a loss scaler) still finds them.
+
+    ``Clip.clipped`` is the share of tensors with an element over the bound; of this rank's shards
+    where gradients are sharded.
+
+    Args:
+        max_value: The largest magnitude of an element, above 0.
+    """
+
+    def __init__(self, max_value: float = 1.0) -> None:
+        self.max_value = positive("max_value", max_value)
+
+    def clip(self, step: GradientStep, state: State) -> Clip:
+        """Clamp the elements of every gradient in place."""
+        tensors = [tensor for tensor in step.gradients.tensors if tensor.numel()]
+        if not tensors:
+            return Clip(0.0)
+        bound = self.max_value * step.grad_scale
+        finite = isfinite(step.norms.total)
+        maxima = torch._foreach_norm(tensors, math.inf)
+        if not isinstance(finite, Tensor):
+            bound = float(bound)
+            over = [t for t, m in zip(tensors, maxima, strict=True) if m.item() > bound]  # on a CPU
+            if not over or not finite:
+                return Clip(0.0)
+            torch._foreach_clamp_min_(over, -bound)
+            torch._foreach_clamp_max_(over, bound)
+            return Clip(len(over) / len(tensors))
+        limit = torch.as_tensor(where(finite, bound, math.inf))
+        for tensor in tensors:
+            high = limit.to(device=tensor.device, dtype=tensor.dtype)
+            tensor.clamp_(min=-high, max=high)
+        home = finite.device
+        shares = torch.stack([m.to(home, non_blocking=True).to(limit.dtype) for m in maxima])
+        return Clip((shares > limit).double().mean())
+
+
+class PerParameter(ClippingRule):
+    """AdaGC: each tensor's norm is held to ``factor`` times its own average so far.
+
+    For the first ``warmup`` steps the total norm is held to ``warmup_norm`` and each tensor's
+    average is the smallest of its clipped norms. From then on a tensor passes up to ``factor``
+    times its average, which follows exponentially the norms that were passed on.
+
+    In departure from the paper a norm of zero never enters an average, else a tensor without a
+    gradient in the warm-up (a zero-initialised layer, a frozen part) would stay at zero for good;
+    and a tensor first seen after the warm-up starts from its own norm.
+
+    ``Clip.clipped`` is the share of tensors that were clipped.
+
+    Args:
+        factor: How much above its average a tensor's norm may be (lambda_rel), above 0.
+        decay: Share of the average that is kept at each step (beta), in [0, 1).
+        warmup: Steps under the global bound, at least 1.
+        warmup_norm: The global bound (lambda_abs), above 0.
+
+    References:
+        Wang, Li, Chen, Zeng, Yang, Yu, Ma and Shen (2025), *AdaGC: Improving Training Stability for
+        Large Language Model Pretraining*.
+    """
+
+    def __init__(
+        self,
+        factor: float = 1.05,
+        decay: float = 0.98,
+        warmup: int = 100,
+        warmup_norm: float = 1.0,
+    ) -> None:
+        self.factor, self.decay = positive("factor", factor), fraction("decay", decay)
+        self.warmup = at_least("warmup", warmup, 1)
+        self.warmup_norm = positive("warmup_norm", warmup_norm)
+
+    def init(self) -> State:
+        """Return the state before any step.
+
+        ``averages`` belong to ``names``, one by one, the tensors of the last step; ``absent`` are
+        those of tensors that had a gradient before it.
+        """
+        return {"count": 0, "names": [], "averages": [], "absent": {}}
+
+    def clip(self, step: GradientStep, state: State) -> Clip:
+        """Scale each gradient in place by its own coefficient."""
+        tensors = step.gradients.tensors
+        if not tensors:
+            return Clip(0.0)
+        norms = step.norms.per_tensor
+        if not isinstance(norms, Tensor):
+            norms = torch.tensor(norms, dtype=torch.float64)
+        total = torch.as_tensor(step.norms.total, dtype=norms.dtype)
+        average = self._averages(step, state, norms)
+        finite = torch.isfinite(total)
+        warm = state["count"] < self.warmup
+        if not isinstance(warm, Tensor):
+            warm = torch.full((), warm, device=norms.device)
+        # Averages start at infinity: nothing is clipped against an average of nothing.
+        limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
+        over = (norms > limit) & finite
+        coefficient = torch.where(over, limit / norms, 1.0)
+        passed = norms * coefficient
+        following = self.decay * average + (1.0 - self.decay) * passed
+        starting = warm | torch.isinf(average)
+        updated = torch.where(starting, torch.minimum(average, passed), following)
+        state["averages"] = torch.where(finite & (passed > 0), updated, average)
+        state["count"] = state["count"] + finite
+
+        smallest = coefficient.min()
+        share = over.to(norms.dtype).mean()
+        if not step.gradients.on_host:
+            for tensor, factor in zip(tensors, coefficient.unbind(), strict=True):
+                tensor.mul_(factor.to(device=tensor.device, dtype=tensor.dtype))
+            return Clip(share, coefficient=smallest)
+        if over.any():
+            torch._foreach_mul_(tensors, coefficient.tolist())  # on a CPU
+        return Clip(share.item(), coefficient=smallest.item())  # on a CPU
+
+    @staticmethod
+    def _averages(step: GradientStep, state: State, norms: Tensor) -> Tensor:
+        """Return the averages in the order of this step's tensors; infinity for new ones."""
+        names = [step.names[parameter] for parameter in step.gradients.parameters]
+        averages = state["averages"]
+        if isinstance(averages, Tensor) and state["names"] == names:
+            return averages.to(norms.device)
+        # The first step, a resumed run, or a change of what is trained; the only copy to the host.
+        known = dict(zip(state["names"], torch.as_tensor(averages).tolist(), strict=True))  # rare
+        known = {**state["absent"], **known}
+        current = [known.pop(name, math.inf) for name in names]
+        state["names"], state["absent"] = names, known
+        return torch.tensor(current, dtype=norms.dtype, device=norms.device)
+
+
+class UnitWise(ClippingRule):
+    """AGC: the gradient norm of each unit is held to ``clip_factor`` times its weights' norm.
+
+    A unit is what makes one output: a row of a linear layer, a filter of a convolution (also of a
+    transposed one, whose filters lie along the second dimension), and the whole tensor for biases,
+    gains and whatever else has one dimension larger than 1.
+
+    ``Clip.clipped`` is the share of units that were clipped.
+
+    Args:
+        clip_factor: Largest ratio of gradient to weight norm, above 0. The paper has 0.01 for large
+            batches of images.
+        eps: Weight norms count as at least this, else a zero-initialised layer could never leave
+            zero.
+        exclude: What is left alone. ``"final_linear"``, as in the paper: the linear layer that runs
+            last in the first step. A list of patterns for parameter names, such as ``["head.*"]``.
+            ``None`` for nothing.
+
+    References:
+        Brock, De, Smith and Simonyan (2021), *High-Performance Large-Scale Image Recognition
+        Without Normalization*.
+    """
+
+    needs_whole_tensors: ClassVar[bool] = True
+
+    _hooks: dict[nn.Module, Any]
+    _linears: list[nn.Linear]
+    _transposed: set[Tensor]
+
+    def __init__(
+        self,
+        clip_factor: float = 0.01,
+        eps: float = 1e-3,
+        exclude: Literal["final_linear"] | list[str] | None = "final_linear",
+    ) -> None:
+        self.clip_factor = positive("clip_factor", clip_factor)
+        self.eps = positive("eps", eps)
+        patterns = isinstance(exclude, list) and all(isinstance(name, str) for name in exclude)
+        if exclude is not None and exclude != "final_linear" and not patterns:
+            raise ValueError(
+                f"exclude must be 'final_linear', a list of patterns of parameter names or None; "
+                f"got {exclude!r}. For one pattern write ['head.*']."
+            )
+        self.exclude = exclude
+        self.detach()
+
+    def attach(self, module: nn.Module) -> None:
+        """Find the transposed convolutions and listen for the order in which linear layers run.
+
+        Raises:
+            ValueError: If a pattern of ``exclude`` matches no parameter.
+        """
+        self.detach()
+        for child in module.modules():
+            if isinstance(child, _ConvTransposeNd):
+                self._transposed.add(child.weight)
+        if isinstance(self.exclude, list):
+            names = [name for name, _ in module.named_parameters()]
+            for pattern in self.exclude:
+                if not any(fnmatchcase(name, pattern) for name in names):
+                    raise ValueError(
+                        f"UnitWise(exclude=...): no parameter is called {pattern!r}. The first "
+                        f"names are {names[:8]}."
+                    )
+        elif self.exclude == "final_linear":
+            linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
+            if any(hasattr(child, "_orig_mod") for child in module.modules()):
+                self._linears += linears  # a hook would force a compiled model to compile again
+            else:
+                for linear in linears:
+                    self._hooks[linear] = linear.register_forward_hook(self._note)
+
+    def _note(self, module: nn.Linear, args: Any, output: Any) -> None:
+        # First runs only: recomputation under activation checkpointing runs layers again, in
+        # another order.
+        self._linears.append(module)
+        self._hooks.pop(module).remove()
+
+    def detach(self) -> None:
+        """Remove the hooks of :meth:`attach`."""
+        for hook in getattr(self, "_hooks", {}).values():
+            hook.remove()
+        self._hooks, self._linears, self._transposed = {}, [], set()
+
+    @torch.no_grad()
+    def clip(self, step: GradientStep, state: State) -> Clip:
+        """Scale each unit's gradient in place by its own coefficient."""
+        finite = isfinite(step.norms.total)
+        accumulated = torch.float32
+        if not isinstance(finite, Tensor):
+            if not finite:
+                return Clip(0.0)
+            if step.norms.total * step.grad_scale > 1e18:  # on a CPU, where float64 measured it
+                accumulated = torch.float64
+        excluded = self._excluded(step)
+        pairs = [
+            (parameter, gradient)
+            for parameter, gradient in zip(
+                step.gradients.parameters, step.gradients.tensors, strict=True
+            )
+            # A sparse gradient holds some rows only, so it has no shape to compare with.
+            if parameter not in excluded and gradient.shape == local_part(parameter).shape
+        ]
+        if not pairs:
+            return Clip(0.0)
+        units = [self._unit(parameter) for parameter, _ in pairs]
+        dims = [extended for extended, _ in units]
+        groups = [members for _, members in units]
+        weights = [_unit_norms(local_part(p), d) for (p, _), d in zip(pairs, dims, strict=True)]
+        owns = [_unit_norms(g, d, accumulated) for (_, g), d in zip(pairs, dims, strict=True)]
+        if any(members != COMPLETE for members in groups):
+            weights, owns = _whole_norms(weights, groups), _whole_norms(owns, groups)
+
+        home = pairs[0][1].device
+        own, weight = (
+            torch.cat([n.flatten().to(home) for n in norms]) for norms in (owns, weights)
+        )
+        if not own.numel():
+            return Clip(0.0)  # this rank holds nothing of these parameters
+        limit = weight.clamp_(min=self.eps) * (self.clip_factor * step.grad_scale)
+        over = own > limit
+        if isinstance(finite, Tensor):
+            over &= finite
+        elif not over.any():  # on a CPU
+            return Clip(0.0, coefficient=1.0)
+        coefficient = torch.where(over, limit / own, 1.0)
+        for (_, gradient), part, shape in zip(
+            pairs, coefficient.split([norm.numel() for norm in owns]), owns, strict=True
+        ):
+            gradient.mul_(part.view_as(shape).to(device=gradient.device, dtype=gradient.dtype))
+        share, least = over.to(wide_dtype(home)).mean(), coefficient.min()
+        if step.gradients.on_host:
+            return Clip(share.item(), coefficient=least.item())  # on a CPU
+        return Clip(share, coefficient=least)
+
+    def _excluded(self, step: GradientStep) -> set[Tensor]:
+        if isinstance(self.exclude, list):
+            return {
+                parameter
+                for parameter in step.gradients.parameters
+                if any(fnmatchcase(step.names[parameter], pattern) for pattern in self.exclude)
+            }
+        mine = set(step.gradients.parameters)
+        for linear in reversed(self._linears):
+            if linear.weight in mine:
+                return {linear.weight, linear.bias} if linear.bias is not None else {linear.weight}
+        return set()
+
+    def _unit(self, parameter: Tensor) -> tuple[tuple[int, ...], Groups]:
+        """Return the dimensions that a unit extends over, and the groups that hold its rest."""
+        dims = tuple(range(parameter.ndim))
+        if sum(size > 1 for size in parameter.shape) > 1:
+            axis = 1 if parameter in self._transposed else 0
+            dims = tuple(dim for dim in dims if dim != axis)
+        if not is_dtensor(parameter):
+            return dims, COMPLETE
+        mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
+        return dims, tuple(
+            mesh.get_group(mesh_dim)
+            for mesh_dim, placement in enumerate(placements)
+            if not placement.is_replicate()
+            and mesh.size(mesh_dim) > 1
+            and placement.dim % parameter.ndim in dims
+        )
+
+
+def _unit_norms(
+    values: Tensor, dims: tuple[int, ...], accumulated: torch.dtype = torch.float32
+) -> Tensor:
+    """Return the L2 norm of each unit, with the unit's dimensions kept at size 1."""
+    dtype = torch.promote_types(values.dtype, accumulated)
+    norms: Tensor = torch.linalg.vector_norm(values, 2, dims, keepdim=True, dtype=dtype)
+    return norms
+
+
+def _whole_norms(norms: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
+    """Return the norms of units spread over ranks, with one all-reduce for each set of groups."""
+    whole = list(norms)
+    for members in dict.fromkeys(groups):
+        if members == COMPLETE:
+            continue
+        places = [place for place, own in enumerate(groups) if own == members]
+        squares = torch.cat([whole[place].flatten() for place in places]).square_()
+        sizes = [whole[place].numel() for place in places]
+        parts = sum_over(squares, members).sqrt_().split(sizes)
+        for place, part in zip(places, parts, strict=True):
+            whole[place] = part.view_as(whole[place])
+    return whole

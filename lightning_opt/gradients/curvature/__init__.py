@@ -1,0 +1,1 @@
+"""The Hessian by products: trace, diagonal, sharpness, and a preconditioner."""

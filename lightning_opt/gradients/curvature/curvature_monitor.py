@@ -1,0 +1,239 @@
+"""How sharp the loss is where the training stands."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import nn
+from torch.optim import SGD, Optimizer
+
+from lightning_opt.core.arguments import at_least, positive, share
+from lightning_opt.core.loggers import log_scalars, save_figure
+from lightning_opt.core.report import Report
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.gradients.access import GradientAccess
+from lightning_opt.gradients.curvature.curved_step import (
+    check_run,
+    derivative_error,
+    mean_over_ranks,
+    twice_differentiable_loss,
+)
+from lightning_opt.gradients.curvature.hessian import (
+    Product,
+    Tensors,
+    hessian_product,
+    random_signs,
+)
+from lightning_opt.gradients.curvature.lanczos import largest_eigenvalue
+from lightning_opt.gradients.curvature.plot import draw_curvature
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+NAME = "CurvatureMonitor"
+FIGURE = "curvature.png"
+
+
+class CurvatureMonitor(Callback):
+    r"""Measures trace and largest eigenvalue of the training loss's Hessian, logs and draws them.
+
+    The largest eigenvalue is the sharpness. Gradient descent with learning rate :math:`\eta` and
+    momentum :math:`\mu` is stable along a direction while its curvature stays below
+    :math:`2 (1 + \mu) / \eta`; many networks sharpen until they reach that edge and hover there
+    (Cohen et al. 2021). ``curvature/edge`` is the sharpness as a share of it. It is logged for SGD
+    only: an adaptive optimizer's edge is that of its preconditioned Hessian.
+
+    It looks at a part of one training batch, before its step, in float32. Under DDP the Hessian is
+    that of all ranks' parts together. Random numbers, BatchNorm statistics, metrics and logs are
+    afterwards as before.
+
+    Logged every ``every_n_steps`` steps:
+
+    ========================= ==================================================================
+    ``curvature/sharpness``   largest eigenvalue
+    ``curvature/residual``    a true eigenvalue lies within this distance of it
+    ``curvature/trace``       trace, by Hutchinson's estimator
+    ``curvature/trace_error`` its standard error
+    ``curvature/edge``        sharpness as a share of the edge of stability (SGD only)
+    ========================= ==================================================================
+
+    Args:
+        every_n_steps: Steps from one look to the next, at least 1. The first step is looked at.
+        fraction: Share of the batch's samples, above 0 and at most 1.
+        n_samples: Random vectors for the trace, at least 2.
+        max_iterations: Products with the Hessian for the eigenvalue at most.
+        tolerance: Stop when the eigenvalue is known to this share of itself.
+        seed: Of the random vectors.
+        figure: Where to save the figure at the end of training: True for ``curvature.png`` in the
+            log folder, a path, or None.
+
+    Raises:
+        ValueError: In ``__init__`` for settings out of range; in ``setup`` as
+            :class:`CurvaturePreconditioner`.
+        RuntimeError: At the first look, if an operator has no second derivative.
+
+    References:
+        Cohen, J., Kaur, S., Li, Y., Kolter, J. Z. and Talwalkar, A. (2021). Gradient descent on
+        neural networks typically occurs at the edge of stability. ICLR.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> trainer = L.Trainer(callbacks=[lo.CurvatureMonitor(every_n_steps=200)], logger=False)
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 200,
+        fraction: float = 0.25,
+        n_samples: int = 4,
+        max_iterations: int = 20,
+        tolerance: float = 0.05,
+        seed: int = 0,
+        figure: bool | str | None = None,
+    ) -> None:
+        self._schedule = Schedule(every_n_steps)
+        self.fraction, self.seed = share("fraction", fraction), at_least("seed", seed, 0)
+        self.n_samples = at_least("n_samples", n_samples, 2)
+        self.max_iterations = at_least("max_iterations", max_iterations, 1)
+        self.tolerance = positive("tolerance", tolerance)
+        self._figure = figure
+        self._access = GradientAccess(NAME)
+        self._generator: torch.Generator | None = None
+        self._looked: int | None = None
+        self._module: ref[nn.Module] | None = None
+        self.history: list[dict[str, float]] = []
+        """What was measured: one entry a look, with its ``step``."""
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check what can be checked before the model is wrapped."""
+        if stage != "fit":
+            return
+        self._access.check_trainer(trainer)
+        check_run(NAME, trainer, pl_module)
+        if self._module is None or self._module() is not pl_module:
+            self.history = []
+        self._module = ref(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Make room for the random vectors."""
+        self._generator = torch.Generator(pl_module.device)
+        self._looked = None
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look, if it is due."""
+        step = trainer.global_step
+        # With accumulation several batches belong to one step.
+        if step == self._looked or not self._schedule.is_due(step):
+            return
+        self._looked = step
+        measured = self._measure(trainer, pl_module, batch, batch_idx)
+        if measured:
+            measured |= _edge(measured["sharpness"], trainer.optimizers[0])
+            self.history.append({"step": float(step), **measured})
+            log_scalars(trainer, {f"curvature/{key}": value for key, value in measured.items()})
+
+    def _measure(
+        self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> dict[str, float]:
+        params = [parameter for parameter in module.parameters() if parameter.requires_grad]
+        generator = self._generator
+        assert generator is not None
+        # The same on all ranks, whose Hessian is one.
+        generator.manual_seed(self.seed * 1_000_003 + trainer.global_step)
+        with twice_differentiable_loss(
+            NAME, trainer, module, batch, batch_idx, self.fraction
+        ) as loss:
+            if loss is None:
+                return {}
+            try:
+                product = _of_all_ranks(hessian_product(loss, params))
+                traces = []
+                for _ in range(self.n_samples):
+                    signs = [random_signs(parameter, generator) for parameter in params]
+                    parts = torch._foreach_mul(product(signs), signs)
+                    traces.append(torch.stack([part.sum() for part in parts]).sum())
+                top = largest_eigenvalue(
+                    product, params, self.max_iterations, self.tolerance, generator
+                )
+            except (RuntimeError, NotImplementedError) as error:
+                raise derivative_error(NAME, error) from error
+            del product, loss
+        samples = torch.stack(traces)  # read below, at a look only
+        return {
+            "sharpness": top.value,
+            "residual": top.residual,
+            "trace": samples.mean().item(),
+            "trace_error": (samples.std() / self.n_samples**0.5).item(),
+        }
+
+    def report(self) -> Report:
+        """Return one row a look."""
+        return Report(NAME, self.history)
+
+    def figure(self) -> Figure:
+        """Return a matplotlib figure of sharpness, edge and trace over the steps.
+
+        Raises:
+            ImportError: Without matplotlib, which the extra ``plots`` brings.
+        """
+        return draw_curvature(self.history)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Save the figure."""
+        folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: this asks rank zero
+        if self._figure and self.history and trainer.is_global_zero:
+            path = Path(folder) / FIGURE if self._figure is True else Path(str(self._figure))
+            try:
+                save_figure(self.figure(), path, trainer, "curvature")
+            except ImportError as error:
+                log.warning("No figure was saved. %s", error)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Let go of the generator; Lightning calls no ``teardown`` after an exception."""
+        self._generator = None
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go of the generator."""
+        self._generator = None
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model, so that the callback can be sent to another process."""
+        return {**self.__dict__, "_module": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured."""
+        return {"history": [dict(entry) for entry in self.history]}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self.history = [dict(entry) for entry in state_dict["history"]]
+
+
+def _of_all_ranks(product: Product) -> Product:
+    def averaged(vectors: Tensors) -> list[torch.Tensor]:
+        return mean_over_ranks(product(vectors))
+
+    return averaged if dist.is_initialized() and dist.get_world_size() > 1 else product
+
+
+def _edge(sharpness: float, optimizer: Optimizer) -> dict[str, float]:
+    """Return the sharpness as a share of where plain or heavy-ball descent becomes unstable."""
+    group = optimizer.param_groups[0]
+    if not isinstance(optimizer, SGD) or len(optimizer.param_groups) > 1 or group["nesterov"]:
+        return {}
+    damped = 1.0 - group["dampening"] if group["momentum"] else 1.0
+    return {"edge": sharpness * float(group["lr"]) * damped / (2.0 * (1.0 + group["momentum"]))}

@@ -1,0 +1,220 @@
+"""Curvature-preconditioned steps for any optimizer of a Lightning Trainer."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_opt.core.arguments import at_least, share
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.report import Report
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.gradients.access import GradientAccess
+from lightning_opt.gradients.curvature.curved_step import (
+    check_run,
+    derivative_error,
+    mean_over_ranks,
+    twice_differentiable_loss,
+)
+from lightning_opt.gradients.curvature.hessian import hessian_product, sample_diagonal
+from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+NAME = "CurvaturePreconditioner"
+
+
+class CurvaturePreconditioner(Callback):
+    r"""Divides gradients by an average of the Hessian's diagonal before each optimizer step.
+
+    Every ``every_n_steps`` steps the loss of a part of the training batch is differentiated twice,
+    which gives one unbiased estimate of the diagonal (Hutchinson's). Its exponential average
+    :math:`h` preconditions every step:
+
+    .. math:: g \leftarrow \mathrm{clip}\left(g / (|h|^p + d), \pm c\right).
+
+    With SGD this is a diagonal Newton step: along each axis the learning rate is a share of the way
+    to the minimum, so steep and flat directions move alike, and the learning rate has to be found
+    anew. Optimizers that divide by the size of the gradient themselves (Adam, AdamW) undo most of
+    it.
+
+    The extra pass leaves random numbers, BatchNorm statistics, metrics and logs as they were. It
+    runs in float32 without autocast or loss scale. Under DDP each rank takes its own batch and
+    signs, and the mean of the estimates is shared once. It keeps two tensors of the size of the
+    parameters, and for the time of the pass the graph of a double backward pass.
+
+    Logged every ``log_every_n_steps`` steps:
+
+    ========================== =================================================================
+    ``precondition/curvature`` mean of :math:`|h|` over all elements
+    ``precondition/negative``  share of the elements whose :math:`h` is negative
+    ``precondition/clipped``   share of the gradient's elements that are at the bound
+    ========================== =================================================================
+
+    Args:
+        every_n_steps: Optimizer steps from one estimate to the next, at least 1. The first step has
+            one.
+        beta: Share of the old average that is kept at each estimate, in [0, 1).
+        power: :math:`p`, in [0, 1]: 1 is a Newton step along each axis, 0.5 half way.
+        damping: :math:`d`, above 0.
+        clip: :math:`c`, above 0, in units of the parameter for a learning rate of 1; None for no
+            bound. Flat and noisy directions are at it, and so move as in sign descent.
+        fraction: Share of the batch's samples that the estimate takes, above 0 and at most 1.
+        seed: Of the random signs.
+        log_every_n_steps: Steps from one report to the next, at least 1.
+
+    Raises:
+        ValueError: In ``__init__`` for settings out of range; in ``setup`` under FSDP, DeepSpeed
+            and ModelParallelStrategy, with manual optimisation, and with half-precision weights;
+            in ``on_fit_start`` for LBFGS.
+        RuntimeError: At the first step, if an operator has no second derivative.
+
+    References:
+        Liu, H., Li, Z., Hall, D., Liang, P. and Ma, T. (2024). Sophia: a scalable stochastic
+        second-order optimizer for language model pre-training. ICLR.
+
+        Yao, Z., Gholami, A., Shen, S., Mustafa, M., Keutzer, K. and Mahoney, M. (2021). AdaHessian:
+        an adaptive second order optimizer for machine learning. AAAI.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> trainer = L.Trainer(callbacks=[lo.CurvaturePreconditioner()], logger=False)
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 10,
+        beta: float = 0.99,
+        power: float = 1.0,
+        damping: float = 1e-8,
+        clip: float | None = 1.0,
+        fraction: float = 0.25,
+        seed: int = 0,
+        log_every_n_steps: int = 50,
+    ) -> None:
+        self._preconditioner = DiagonalPreconditioner(beta, power, damping, clip)
+        self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
+        self.fraction, self.seed = share("fraction", fraction), at_least("seed", seed, 0)
+        self._schedule = Schedule(at_least("log_every_n_steps", log_every_n_steps, 1))
+        self._access = GradientAccess(NAME)
+        self._steps = 0
+        self._latest: dict[str, float] = {}
+        self._batch: tuple[Any, int] | None = None
+        self._generator: torch.Generator | None = None
+        self._module: ref[nn.Module] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check what can be checked before the model is wrapped."""
+        if stage != "fit":
+            return
+        self._access.check_trainer(trainer)
+        check_run(NAME, trainer, pl_module)
+        if self._module is None or self._module() is not pl_module:
+            self._steps, self._latest = 0, {}  # another model's curvature says nothing of this
+            self._preconditioner.load_state_dict({"average": {}, "mass": {}})
+        self._module = ref(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Learn the names of the parameters."""
+        self._access.start(trainer, pl_module)
+        self._generator = torch.Generator(pl_module.device)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Keep hold of the batch until the optimizer steps."""
+        self._batch = (batch, batch_idx)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Let go of the batch."""
+        self._batch = None
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Precondition the gradients, after an estimate if one is due."""
+        _, gradients, scale = self._access.collect(trainer, pl_module, optimizer)
+        if not gradients.tensors:
+            return  # `training_step` returned None
+        if self._steps % self.every_n_steps == 0:
+            self._estimate(trainer, pl_module)
+        self._steps += 1
+        names = [self._access.names[parameter] for parameter in gradients.parameters]
+        self._preconditioner.apply(names, gradients.tensors, scale)
+        if self._schedule.is_due(self._steps):
+            self._latest = self._measure(gradients.tensors, scale)
+            log_scalars(trainer, {f"precondition/{k}": v for k, v in self._latest.items()})
+
+    def _estimate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+        params = {self._access.names[p]: p for p in module.parameters() if p.requires_grad}
+        assert self._batch is not None
+        assert self._generator is not None
+        # From the step, so that a resumed run draws what an uninterrupted one would have.
+        number = self._steps // self.every_n_steps
+        self._generator.manual_seed(
+            (self.seed * 1_000_003 + number) * trainer.world_size + trainer.global_rank
+        )
+        with twice_differentiable_loss(NAME, trainer, module, *self._batch, self.fraction) as loss:
+            if loss is None:
+                sample = [torch.zeros_like(parameter) for parameter in params.values()]
+            else:
+                try:
+                    product = hessian_product(loss, list(params.values()))
+                    sample = sample_diagonal(product, list(params.values()), self._generator)
+                except (RuntimeError, NotImplementedError) as error:
+                    raise derivative_error(NAME, error) from error
+                del product
+            del loss
+        self._preconditioner.update(dict(zip(params, mean_over_ranks(sample), strict=True)))
+
+    def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:
+        averages = self._preconditioner.average().values()
+        count = sum(part.numel() for part in averages)
+        size = torch.stack([part.abs().sum() for part in averages]).sum() / count
+        negative = torch.stack([(part < 0).sum() for part in averages]).sum() / count
+        measured = {"curvature": float(size), "negative": float(negative)}
+        if self._preconditioner.clip is not None:
+            bound = self._preconditioner.clip * scale
+            clipped = torch.stack([(part.abs() >= bound).sum() for part in tensors]).sum()
+            measured["clipped"] = float(clipped) / sum(part.numel() for part in tensors)
+        return measured
+
+    def report(self) -> Report:
+        """Return steps seen, estimates taken, and what was measured last."""
+        estimates = -(-self._steps // self.every_n_steps)
+        row = {"steps": self._steps, "estimates": estimates, **self._latest}
+        return Report(NAME, [row])
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Let go of the model; Lightning calls no ``teardown`` after an exception."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go of the model."""
+        self._release()
+
+    def _release(self) -> None:
+        self._batch, self._generator = None, None
+        self._access.stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model, so that the callback can be sent to another process."""
+        return {**self.__dict__, "_module": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps seen and the average of the curvature."""
+        return {"steps": self._steps, **self._preconditioner.state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._steps = int(state_dict["steps"])
+        self._preconditioner.load_state_dict(state_dict)

@@ -1,0 +1,116 @@
+"""The training loss once more, so that it can be differentiated twice, without a trace."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+
+from lightning_opt.core.preserve import replaced
+from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, split_into
+from lightning_opt.core.trial import loss_of, without_a_trace
+from lightning_opt.gradients.curvature.hessian import twice_differentiable
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
+    """Refuse runs in which second derivatives of the loss cannot be had. Call it in ``setup``.
+
+    Raises:
+        ValueError: For sharded parameters, manual optimisation and half precision without fp32
+            weights.
+    """
+    if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
+        raise ValueError(
+            f"{owner} does not work with {type(trainer.strategy).__name__}: sharded parameters are "
+            "gathered for one backward pass and gone in the second. Use one device or DDP."
+        )
+    if not module.automatic_optimization:
+        raise ValueError(
+            f"{owner} does not work with manual optimisation, where training_step returns no loss "
+            "to differentiate. Use automatic optimisation, or hessian_diagonal in training_step."
+        )
+    if trainer.precision in ("bf16-true", "16-true", "transformer-engine"):
+        raise ValueError(
+            f"{owner} needs weights in float32, and precision is {trainer.precision!r}. Second "
+            "derivatives lose their digits in half precision; use 'bf16-mixed' or '16-mixed'."
+        )
+
+
+@contextmanager
+def twice_differentiable_loss(
+    owner: str,
+    trainer: pl.Trainer,
+    module: pl.LightningModule,
+    batch: Any,
+    batch_idx: int,
+    fraction: float,
+) -> Iterator[Tensor | None]:
+    """Give the loss of a part of the batch with its graph; all is put back at the end.
+
+    It is computed in the type of the weights without autocast, past DDP, eagerly where modules are
+    compiled, and with attention that has a second derivative. None where ``training_step`` returns
+    none.
+
+    Args:
+        owner: Who asks, for the error.
+        trainer: The Trainer.
+        module: Its module.
+        batch: On the module's device.
+        batch_idx: Its index.
+        fraction: Share of the samples to take, the first ones; at least one is taken.
+
+    Raises:
+        UnsplittableBatchError: If the batch cannot be cut, and ``fraction`` is below 1.
+    """
+    if fraction < 1:
+        try:
+            samples = batch_length(batch)
+            parts = min(samples, max(1, round(1 / fraction)))
+            batch, _ = split_into(batch, parts)[0]
+        except UnsplittableBatchError as error:
+            raise UnsplittableBatchError(
+                f"{owner} takes a part of each batch, and cannot cut this one. Give fraction=1.0, "
+                f"which takes the whole. {error}"
+            ) from error
+    precision = trainer.precision_plugin
+    with ExitStack() as stack:
+        stack.enter_context(without_a_trace(trainer, module))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(twice_differentiable())
+        stack.enter_context(_eager())
+        no_autocast = torch.autocast(module.device.type, enabled=False)
+        with replaced(precision, train_step_context=lambda: no_autocast):
+            loss = loss_of(trainer, module, batch, batch_idx)
+        yield loss
+
+
+def derivative_error(owner: str, error: Exception) -> RuntimeError:
+    """Return what to raise where a model has no second derivative."""
+    return RuntimeError(
+        f"{owner} could not differentiate the loss twice: {error} Replace the operator by one with "
+        "a second derivative (a fused or custom kernel often has none), or leave the callback out."
+    )
+
+
+def mean_over_ranks(parts: list[Tensor]) -> list[Tensor]:
+    """Return the mean over all processes, by one all-reduce."""
+    if not dist.is_initialized() or dist.get_world_size() == 1:
+        return parts
+    flat = _flatten_dense_tensors([part.float() for part in parts])
+    dist.all_reduce(flat)
+    return list(_unflatten_dense_tensors(flat / dist.get_world_size(), parts))
+
+
+def _eager() -> Any:
+    """Return the context in which compiled modules run as written: graphs have no second order."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    return set_stance("force_eager") if set_stance is not None else ExitStack()

@@ -1,0 +1,416 @@
+"""Second derivatives of a loss: products with the Hessian, its diagonal, trace and top eigenvalue.
+
+Nothing here forms the Hessian. All is built on its product with a vector, which costs about two
+backward passes (Pearlmutter 1994).
+
+References:
+    Pearlmutter, B. A. (1994). Fast exact multiplication by the Hessian. Neural Computation 6(1).
+    Hutchinson, M. F. (1990). A stochastic estimator of the trace of the influence matrix for
+    Laplacian smoothing splines. Communications in Statistics 19(2).
+    Bekas, C., Kokiopoulou, E. and Saad, Y. (2007). An estimator for the diagonal of a matrix.
+    Applied Numerical Mathematics 57.
+    Paige, C. C. (1980). Accuracy and effectiveness of the Lanczos algorithm for the symmetric
+    eigenproblem. Linear Algebra and its Applications 34.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from typing import Generic, Literal, TypeAlias, TypeVar
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from lightning_opt.core.arguments import at_least, one_of
+from lightning_opt.core.preserve import isolated_random
+from lightning_opt.gradients.curvature.lanczos import Eigenvalue, largest_eigenvalue
+
+Tensors: TypeAlias = Sequence[Tensor]
+Loss: TypeAlias = Tensor | Callable[[Tensors], Tensor]
+Product: TypeAlias = Callable[[Tensors], list[Tensor]]
+"""Multiplies the Hessian with vectors that have the shapes of the parameters."""
+
+Method: TypeAlias = Literal["hutchinson", "exact"]
+Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
+
+MOST_UNIT_ELEMENTS = 2**22
+"""Elements of the unit vectors that go through one batched backward pass."""
+
+
+@dataclass(frozen=True)
+class Estimate(Generic[Value]):
+    """A figure, and how far it may be off.
+
+    Attributes:
+        value: A scalar, or one tensor a parameter in its shape.
+        standard_error: Of ``value``, in its shape: zero if exact, NaN from a single sample.
+        n_samples: Random vectors used; 0 if exact.
+    """
+
+    value: Value
+    standard_error: Value
+    n_samples: int
+
+
+def hessian_vector_product(loss: Loss, params: Tensors, vectors: Tensors) -> tuple[Tensor, ...]:
+    """Return the product of the loss's Hessian with ``vectors``.
+
+    Args:
+        loss: A scalar with its graph, computed from ``params``: differentiated twice backward, and
+            its graph is kept. Or a function from tensors in the place of ``params`` to the scalar:
+            forward over reverse (:mod:`torch.func`), which keeps no second graph; where an
+            operator does not support that, double backward. Random numbers within it are the same
+            in each evaluation, and afterwards as before.
+        params: Tensors that the loss depends on; for one that it does not depend on the product is
+            zero.
+        vectors: One for each of ``params``, in its shape.
+
+    Returns:
+        One tensor for each of ``params``, without a graph.
+
+    Raises:
+        ValueError: If shapes differ, or the loss is not a scalar.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> lo.hessian_vector_product((x**3).sum(), [x], [torch.ones(2)])
+        (tensor([ 6., 12.]),)
+    """
+    _check_like(params, vectors, "vectors")
+    if isinstance(loss, Tensor):
+        return tuple(hessian_product(loss, params)(vectors))
+    with isolated_random(params[0].device):
+        try:
+            return _forward_over_reverse(loss, params, vectors)
+        except (NotImplementedError, RuntimeError):
+            pass  # no forward derivative of some operator, or a write in place
+    loss, params = _evaluated(loss, params)
+    return tuple(hessian_product(loss, params)(vectors))
+
+
+def hessian_diagonal(
+    loss: Loss,
+    params: Tensors,
+    n_samples: int = 1,
+    method: Method = "hutchinson",
+    generator: torch.Generator | None = None,
+) -> Estimate[tuple[Tensor, ...]]:
+    r"""Return the diagonal of the loss's Hessian.
+
+    ``"hutchinson"`` takes the mean of :math:`z \odot H z` over random signs :math:`z`: unbiased,
+    with a variance of the squared entries beside the diagonal (Bekas et al. 2007).
+    ``"exact"`` takes one product for each element: for small models and for tests.
+
+    Args:
+        loss: See :func:`hessian_vector_product`. A function is evaluated once.
+        params: Tensors that the loss depends on.
+        n_samples: Random vectors, at least 1.
+        method: ``"hutchinson"`` or ``"exact"``.
+        generator: Of the random signs, on the device of ``params``.
+
+    Returns:
+        One tensor a parameter, with standard errors.
+
+    Raises:
+        ValueError: For an unknown method, ``n_samples`` below 1, or a loss that is no scalar.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> lo.hessian_diagonal((x**3).sum(), [x]).value
+        (tensor([ 6., 12.]),)
+    """
+    one_of("method", method, ("hutchinson", "exact"))
+    at_least("n_samples", n_samples, 1)
+    loss, params = _evaluated(loss, params)
+    if method == "exact":
+        exact = tuple(_exact_diagonal(loss, params))
+        return Estimate(exact, tuple(torch.zeros_like(part) for part in exact), 0)
+    product = hessian_product(loss, params)
+    moments = [_Moments() for _ in params]
+    for _ in range(n_samples):
+        for moment, sample in zip(
+            moments, sample_diagonal(product, params, generator), strict=True
+        ):
+            moment.add(sample)
+    return Estimate(
+        tuple(moment.mean for moment in moments),
+        tuple(moment.standard_error() for moment in moments),
+        n_samples,
+    )
+
+
+def hessian_trace(
+    loss: Loss,
+    params: Tensors,
+    n_samples: int = 10,
+    method: Method = "hutchinson",
+    generator: torch.Generator | None = None,
+) -> Estimate[Tensor]:
+    r"""Return the trace of the loss's Hessian, which is the sum of its eigenvalues.
+
+    ``"hutchinson"`` takes the mean of :math:`z^\top H z` over random signs :math:`z`
+    (Hutchinson 1990).
+
+    Args:
+        loss: See :func:`hessian_vector_product`. A function is evaluated once.
+        params: Tensors that the loss depends on.
+        n_samples: Random vectors, at least 1.
+        method: ``"hutchinson"`` or ``"exact"``.
+        generator: Of the random signs, on the device of ``params``.
+
+    Returns:
+        A 0-dimensional tensor, with its standard error.
+
+    Raises:
+        ValueError: For an unknown method, ``n_samples`` below 1, or a loss that is no scalar.
+    """
+    one_of("method", method, ("hutchinson", "exact"))
+    at_least("n_samples", n_samples, 1)
+    loss, params = _evaluated(loss, params)
+    if method == "exact":
+        exact = _total(_exact_diagonal(loss, params))
+        return Estimate(exact, torch.zeros_like(exact), 0)
+    product, moment = hessian_product(loss, params), _Moments()
+    for _ in range(n_samples):
+        moment.add(_total(sample_diagonal(product, params, generator)))
+    return Estimate(moment.mean, moment.standard_error(), n_samples)
+
+
+def top_eigenvalue(
+    loss: Loss,
+    params: Tensors,
+    max_iterations: int = 30,
+    tolerance: float = 1e-3,
+    generator: torch.Generator | None = None,
+) -> Eigenvalue:
+    """Return the largest eigenvalue of the loss's Hessian, its sharpness, by Lanczos's iteration.
+
+    Three vectors of the size of the parameters are kept. Without orthogonalisation against the
+    earlier ones eigenvalues repeat, but the largest is right (Paige 1980). Each iteration waits for
+    the device once.
+
+    Args:
+        loss: See :func:`hessian_vector_product`. A function is evaluated once.
+        params: Tensors that the loss depends on.
+        max_iterations: Products with the Hessian at most.
+        tolerance: Stop when the eigenvalue is within this share of itself of a true one.
+        generator: Of the random start, on the device of ``params``.
+
+    Raises:
+        ValueError: For ``max_iterations`` below 1, ``tolerance`` below 0, or a loss that is no
+            scalar.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> x = torch.tensor([1.0, 2.0], requires_grad=True)
+        >>> round(lo.top_eigenvalue((x**3).sum(), [x]).value, 4)
+        12.0
+    """
+    loss, params = _evaluated(loss, params)
+    product = hessian_product(loss, params)
+    return largest_eigenvalue(product, params, max_iterations, tolerance, generator)
+
+
+def hessian_product(loss: Tensor, params: Tensors) -> Product:
+    """Return what multiplies the Hessian with vectors, from one graph, as often as wanted."""
+    gradients = _gradients(loss, params)
+    # A gradient without a graph is a constant: its row of the Hessian is zero.
+    curved = [
+        (place, gradient)
+        for place, gradient in enumerate(gradients)
+        if gradient is not None and gradient.requires_grad
+    ]
+
+    def product(vectors: Tensors) -> list[Tensor]:
+        if not curved:
+            return [torch.zeros_like(parameter) for parameter in params]
+        with _told_of_attention():
+            products = torch.autograd.grad(
+                [gradient for _, gradient in curved],
+                list(params),
+                [vectors[place] for place, _ in curved],
+                retain_graph=True,
+                allow_unused=True,
+            )
+        return [
+            torch.zeros_like(parameter) if part is None else part
+            for parameter, part in zip(params, products, strict=True)
+        ]
+
+    return product
+
+
+def sample_diagonal(
+    product: Product, params: Tensors, generator: torch.Generator | None = None
+) -> list[Tensor]:
+    """Return one random estimate of the Hessian's diagonal."""
+    signs = [random_signs(parameter, generator) for parameter in params]
+    torch._foreach_mul_(signs, product(signs))
+    return signs
+
+
+def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Return -1 or 1, each as probable, in the shape of ``like``."""
+    # A bit an element: drawing a number for each would take as long as a backward pass.
+    drawn = torch.randint(
+        0, 256, (like.numel() // 8 + 1, 1), generator=generator, device=like.device,
+        dtype=torch.uint8,
+    )  # fmt: skip
+    places = torch.arange(8, dtype=torch.uint8, device=like.device)
+    bits = drawn.bitwise_right_shift(places).bitwise_and_(1).flatten()[: like.numel()]
+    return bits.to(like.dtype).mul_(2).sub_(1).view_as(like)
+
+
+def twice_differentiable() -> AbstractContextManager[None]:
+    """Return the context in which attention has a second derivative, as its fast kernels have not.
+
+    Enter it for the forward pass.
+    """
+    return sdpa_kernel(SDPBackend.MATH)
+
+
+def _gradients(loss: Tensor, params: Tensors) -> Sequence[Tensor | None]:
+    """Return the gradients with a graph of their own; None where the loss does not depend."""
+    if loss.ndim or loss.is_complex():
+        raise ValueError(
+            f"The loss must be one real number, got a tensor of shape {tuple(loss.shape)} and "
+            f"type {loss.dtype}. Take its mean or sum."
+        )
+    gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
+    _check_differentiable(gradients)
+    return gradients
+
+
+def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
+    """Find functions that may be differentiated once only.
+
+    Their node raises when it is reached, but leads nowhere, so that ``torch.autograd.grad`` leaves
+    it out and the second derivative lacks a part in silence.
+    """
+    waiting = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
+    seen = set(waiting)
+    while waiting:
+        node = waiting.pop()
+        if node.name().rpartition("::")[2] == "Error":
+            raise RuntimeError(
+                "A function in the loss is marked once_differentiable, so it has no second "
+                "derivative."
+            )
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                waiting.append(following)
+
+
+@contextmanager
+def _told_of_attention() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        if "attention" not in str(error) or "not implemented" not in str(error):
+            raise
+        raise RuntimeError(
+            "The attention kernel that computed this loss has no second derivative. Compute the "
+            "loss within torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give a function, "
+            "which is evaluated so."
+        ) from error
+
+
+def _evaluated(loss: Loss, params: Tensors) -> tuple[Tensor, Tensors]:
+    """Return a scalar with its graph, and what it was computed from."""
+    if isinstance(loss, Tensor):
+        return loss, params
+    with isolated_random(params[0].device), torch.enable_grad(), twice_differentiable():
+        params = [parameter.detach().requires_grad_() for parameter in params]
+        return loss(params), params
+
+
+def _forward_over_reverse(
+    loss: Callable[[Tensors], Tensor], params: Tensors, vectors: Tensors
+) -> tuple[Tensor, ...]:
+    gradient = torch.func.grad(lambda *parts: loss(parts), argnums=tuple(range(len(params))))
+    with twice_differentiable(), warnings.catch_warnings():
+        # torch scripts its own decompositions at the first use.
+        warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
+        parameters = tuple(parameter.detach() for parameter in params)
+        outputs = torch.func.jvp(gradient, parameters, tuple(v.detach() for v in vectors))
+    return tuple(outputs[1])
+
+
+def _exact_diagonal(loss: Tensor, params: Tensors) -> list[Tensor]:
+    gradients = _gradients(loss, params)
+    return [
+        torch.zeros_like(parameter)
+        if gradient is None or not gradient.requires_grad
+        else _diagonal_of_block(gradient, parameter)
+        for parameter, gradient in zip(params, gradients, strict=True)
+    ]
+
+
+def _diagonal_of_block(gradient: Tensor, parameter: Tensor) -> Tensor:
+    """Differentiate each element of a gradient by its own parameter, some at a time."""
+    count = parameter.numel()
+    diagonal = torch.zeros_like(parameter).flatten()
+    at_once = max(1, MOST_UNIT_ELEMENTS // max(count, 1))
+    for start in range(0, count, at_once):
+        places = torch.arange(start, min(start + at_once, count), device=parameter.device)
+        units = torch.zeros(len(places), count, dtype=gradient.dtype, device=gradient.device)
+        units[torch.arange(len(places), device=units.device), places] = 1.0
+        with _told_of_attention():
+            (rows,) = torch.autograd.grad(
+                gradient,
+                parameter,
+                units.view(len(places), *gradient.shape),
+                retain_graph=True,
+                allow_unused=True,
+                is_grads_batched=True,
+            )
+        if rows is not None:
+            own = rows.reshape(len(places), count).gather(1, places[:, None])
+            diagonal[places] = own[:, 0]
+    return diagonal.view_as(parameter)
+
+
+def _total(parts: Tensors) -> Tensor:
+    return torch.stack([part.sum() for part in parts]).sum()
+
+
+def _check_like(params: Tensors, others: Tensors, name: str) -> None:
+    if not params:
+        raise ValueError("params must hold at least one tensor.")
+    ours, theirs = [p.shape for p in params], [o.shape for o in others]
+    if ours != theirs:
+        raise ValueError(
+            f"{name} must have the shapes of params: {[tuple(s) for s in ours]}, got "
+            f"{[tuple(s) for s in theirs]}."
+        )
+
+
+class _Moments:
+    """Mean and deviation of tensors that come one by one (Welford 1962)."""
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def add(self, sample: Tensor) -> None:
+        self.count += 1
+        if self.count == 1:
+            self.mean, self._squares = sample.clone(), torch.zeros_like(sample)
+            return
+        delta = sample - self.mean
+        self.mean = self.mean + delta / self.count
+        self._squares = self._squares + delta * (sample - self.mean)
+
+    def standard_error(self) -> Tensor:
+        if self.count < 2:
+            return torch.full_like(self.mean, torch.nan)
+        return (self._squares / (self.count - 1) / self.count).sqrt()

@@ -1,0 +1,423 @@
+"""Keeps a run alive through NaN, infinities and spikes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.delayed import DelayedReads
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.report import Report
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.gradients.access import (
+    GradientAccess,
+    loss_of_step,
+    loss_scale_of,
+    unscales_itself,
+)
+from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
+from lightning_opt.gradients.guard.buffers import BufferKeeper
+from lightning_opt.gradients.guard.events import Event, EventLog
+from lightning_opt.gradients.guard.faults import Symptoms
+from lightning_opt.gradients.guard.incidents import (
+    Fault,
+    Sighting,
+    explain,
+    gather,
+    record_faults,
+)
+from lightning_opt.gradients.guard.judge import Judge
+from lightning_opt.gradients.guard.ladder import ACTIONS, Ladder, Policy
+from lightning_opt.gradients.guard.skipping import UpdateControl, skips_on_device
+from lightning_opt.gradients.guard.snapshot import Snapshot, nonfinite_names
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+RESTORES_OF_A_SNAPSHOT = 3
+"""A run that fails so often before it has earned a new snapshot is getting nowhere."""
+
+
+class NonFiniteGuard(Callback):
+    """Leaves out optimizer steps that would ruin the run, and climbs a ladder if they go on.
+
+    A step is left out if the loss of one of its batches, on any rank, is NaN or infinite, if the
+    gradient is, or, with ``spike``, if either is far above the usual. Weights, optimizer state
+    (momentum, step counts) and small buffers (BatchNorm) are then exactly as before the step.
+    ``global_step`` and learning-rate schedulers go on, as they do at Lightning's own fp16 skips.
+
+    What happens at faults in a row, counted for each optimizer:
+
+    1. The step is skipped.
+    2. At ``backoff_after``, the learning rate is scaled by ``lr_backoff``, around each update only,
+       so that schedulers and loggers do not see it. It recovers over ``lr_recovery_steps``.
+    3. At ``rollback_after``, with ``policy="rollback"``, model, optimizers, schedulers and loss
+       scaler return to the snapshot in host memory, and the learning rate is scaled again. The
+       data goes on, so that what led here is left out.
+    4. At ``max_consecutive`` the run stops with an error that says what happened.
+
+    NaN in a weight cannot be skipped away: it leads to 3 at once, or to 4 where there is no
+    snapshot. Spikes alone never stop a run: if they go on after 3, their level is the new normal.
+
+    All ranks decide together, by one all-reduce of three numbers a step. With fused Adam, AdamW,
+    SGD or Adagrad on an accelerator the host never waits: the device leaves the step out by itself,
+    and the host learns of it, for rungs 2 to 4, two steps later. With other optimizers it reads one
+    small tensor a step. On a CPU reading is free.
+
+    Under the fp16 loss scaler a gradient that is not finite with a loss that is counts as an
+    overflow, the scaler's normal business, unless the loss scale is already below 1.
+
+    Put it before :class:`AdaptiveClipping`, which then does not see what was left out.
+
+    Logged at faults and every ``every_n_steps`` optimizer steps:
+
+    ===================== ======================================================================
+    ``guard/skipped``     steps left out so far for faults
+    ``guard/consecutive`` faults in a row at this moment; the most of several optimizers
+    ``guard/overflows``   overflows under the loss scaler so far
+    ``guard/lr_scale``    what learning rates are multiplied with; the least of several optimizers
+    ``guard/rollbacks``   snapshots restored so far
+    ===================== ======================================================================
+
+    Args:
+        policy: ``"skip"`` has rungs 1, 2 and 4; ``"rollback"`` has all; ``"raise"`` stops at the
+            first fault, whose step it leaves out.
+        max_consecutive: Faults in a row at which the run stops, at least 1.
+        spike: Deviations above the usual, in the logarithm, at which a loss or a gradient norm is
+            a spike; None looks for none. 6 is a careful choice. See :class:`Robust`. Losses of 0
+            and below have no logarithm and are never spikes.
+        lr_backoff: In (0, 1]; 1 leaves the learning rate alone.
+        snapshot_every_n_steps: Good batches from one snapshot to the next, at least 1. Only
+            ``policy="rollback"`` takes any.
+        backoff_after: Faults in a row at which the learning rate is scaled.
+        rollback_after: Faults in a row at which the snapshot is restored, below
+            ``max_consecutive``.
+        lr_recovery_steps: Good steps in which one scaling is made up for.
+        every_n_steps: Steps between logged values, at least 1.
+        events_file: A file that each event is appended to as a line of JSON.
+        save_batch: Whether to save the batches of faults, five a rank at most, as ``guard/*.pt`` in
+            the Trainer's log folder.
+
+    Raises:
+        ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, or if
+            it stands behind ``AdaptiveClipping``; in ``on_fit_start`` for LBFGS.
+        FloatingPointError: While training, on all ranks, when the ladder ends.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> guard = lo.NonFiniteGuard(policy="rollback", spike=6.0)
+        >>> trainer = L.Trainer(callbacks=[guard, lo.AdaptiveClipping()], logger=False)
+    """
+
+    def __init__(
+        self,
+        policy: Policy = "skip",
+        max_consecutive: int = 10,
+        spike: float | None = None,
+        lr_backoff: float = 0.5,
+        snapshot_every_n_steps: int = 100,
+        backoff_after: int = 3,
+        rollback_after: int = 6,
+        lr_recovery_steps: int = 100,
+        every_n_steps: int = 50,
+        events_file: str | Path | None = None,
+        save_batch: bool = False,
+    ) -> None:
+        self.ladder = Ladder(
+            policy, backoff_after, rollback_after, max_consecutive, lr_backoff, lr_recovery_steps
+        )
+        self.spike = None if spike is None else positive("spike", spike)
+        self.snapshot_every_n_steps = at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
+        self._schedule = Schedule(every_n_steps)
+        self._log = EventLog(events_file, save_batch)
+        self._access = GradientAccess("NonFiniteGuard")
+        self._delayed: DelayedReads[tuple[int, Sighting | None]] = DelayedReads()
+        self._controls: list[UpdateControl] = []
+        self._module: ref[nn.Module] | None = None
+        self._reset()
+        self._forget_step()
+
+    def _reset(self) -> None:
+        self._judge = Judge(self.ladder, self.spike)
+        self._steps = self._good_batches = self._restores = 0
+        self._log.clear()
+
+    def _forget_step(self) -> None:
+        self._losses: list[Tensor] = []
+        self._batches: list[tuple[int, Any]] = []
+        self._faults: list[Fault] = []
+        self._stepped = self._log_due = False
+        self._snapshot = Snapshot()
+        self._buffers: BufferKeeper | None = None
+        self._delayed.clear()
+
+    @property
+    def events(self) -> list[Event]:
+        """The newest 1000 faults, oldest first, each a plain ``dict``.
+
+        ``step`` is ``trainer.global_step`` before the update that was left out; ``batch_idx`` that
+        of the batch with the bad loss, else of the step's last; ``ranks`` those whose own loss is
+        not finite; ``parameters`` those whose gradients are not (ten of ``parameters_total``; for a
+        spike the largest), or for ``nonfinite_weight`` those that are not finite themselves.
+        """
+        return self._log.events
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check what can be checked before the model is wrapped."""
+        if stage != "fit":
+            return
+        self._access.check_trainer(trainer)
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        before = callbacks[: callbacks.index(self)] if self in callbacks else []
+        if any(isinstance(callback, AdaptiveClipping) for callback in before):
+            raise ValueError(
+                "NonFiniteGuard must stand before AdaptiveClipping in Trainer(callbacks=[...]): "
+                "behind it, it would see spikes only after they have been clipped."
+            )
+        if self._module is None or self._module() is not pl_module:
+            if self._module is not None:
+                self._reset()  # another model: what happened to the last one says nothing about it
+            self._module = ref(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Learn the parameters, and take hold of the optimizers' updates."""
+        self._access.start(trainer, pl_module)
+        self._log.start(trainer)
+        self._release_controls()
+        self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Copy the buffers, and take the first snapshot, now that any checkpoint is loaded."""
+        self._forget_step()
+        self._buffers = BufferKeeper(pl_module)
+        if self.ladder.policy == "rollback":
+            self._take_snapshot(trainer, pl_module)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Remember which batch it is."""
+        self._batches.append((batch_idx, batch if self._log.save_batch else None))
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        """Remember the loss, unread; every micro-batch of an accumulation window counts."""
+        loss = loss.detach()
+        if is_dtensor(loss):
+            loss = loss.full_tensor()  # type: ignore[attr-defined]
+        self._losses.append(loss if loss.ndim == 0 else loss.sum())
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Decide whether this update happens."""
+        index, step = self._access.measure(trainer, pl_module, optimizer)
+        losses, self._losses = self._losses, []
+        batches, self._batches = self._batches, self._batches[-1:]
+        distributed = trainer.world_size > 1 and dist.is_initialized()
+        if not losses and not step.gradients.tensors and not distributed:
+            return  # `training_step` returned None: there is nothing to judge
+        standing = self._judge.standing(index)
+        on_host = step.gradients.on_host
+        loss_scale = loss_scale_of(trainer, read=on_host)
+        symptoms = self._judge.detector.examine(
+            loss_of_step(trainer, losses, loss_scale, read=on_host),
+            step.norms.total,
+            standing["usual"],
+            loss_scale=loss_scale,
+            reduce_on=trainer.strategy.root_device if distributed else None,
+        )
+        deferred = not on_host and skips_on_device(optimizer)
+        if not deferred:
+            symptoms = symptoms.read()
+        skip = symptoms.skip
+        sighting = None
+        if deferred or skip:
+            step_number, epoch = trainer.global_step, trainer.current_epoch
+            parameters = step.gradients.parameters
+            sighting = Sighting(step_number, epoch, losses, batches, parameters, step.norms)
+        if deferred:
+            self._delayed.push(symptoms.stack(), (index, sighting))
+            self._hear(self._delayed.due())
+        else:
+            self._note(index, symptoms, sighting)
+        if self._buffers is not None:
+            self._buffers.settle(symptoms.fault)
+        self._controls[index].hold(
+            skip,
+            standing["ladder"]["lr_scale"],
+            scaler_looks=loss_scale is not None and unscales_itself(optimizer),
+        )
+        self._steps += 1
+        self._stepped = True
+        self._log_due = self._log_due or self._schedule.is_due(self._steps)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Answer the faults or take a snapshot, now that optimizers and schedulers have stepped."""
+        if not self._stepped:
+            return
+        self._stepped = False
+        log_due, self._log_due = self._log_due, False
+        self._batches = []
+        for control in self._controls:
+            control.forget()
+        if self._faults:
+            self._respond(trainer, pl_module)
+            return
+        self._good_batches += 1
+        if self.ladder.policy == "rollback" and (self._good_batches >= self.snapshot_every_n_steps):
+            self._hear(self._delayed.flush())
+            if self._faults:
+                self._good_batches -= len(self._faults)  # they were not, as it turns out
+                self._respond(trainer, pl_module)
+            else:
+                self._take_snapshot(trainer, pl_module)
+        if log_due:
+            log_scalars(trainer, self._judge.scalars())
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Answer what the device has not told yet."""
+        self._hear(self._delayed.flush())
+        if self._faults:
+            self._respond(trainer, pl_module)
+
+    def _note(self, index: int, symptoms: Symptoms, sighting: Sighting | None) -> None:
+        """Take note of a step whose symptoms are known."""
+        verdict = self._judge.judge(index, symptoms)
+        if verdict is not None:
+            loss, norm = float(symptoms.loss), float(symptoms.norm)
+            self._faults.append(Fault(*verdict, index, loss, norm, sighting))
+
+    def _hear(self, reads: Iterator[tuple[list[float], tuple[int, Sighting | None]]]) -> None:
+        """Take note of earlier steps, whose symptoms come from the device only now."""
+        for values, (index, sighting) in reads:
+            self._note(index, Symptoms(*values), sighting)
+
+    def _respond(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Do what the gravest of the faults demands. All ranks come here at the same step."""
+        faults, self._faults = self._faults, []
+        weights = self._bad_weights(pl_module)
+        if weights:
+            # No skip cures that. It may have come from a fault of the model or from anywhere else.
+            cause = faults[-1] if faults else Fault("nonfinite_weight", "skip")
+            cause.kind, cause.action = "nonfinite_weight", "rollback"
+            faults = [*faults[:-1], cause]
+        gravest = max(faults, key=lambda fault: ACTIONS.index(fault.action))
+        if gravest.action == "rollback" and (
+            not self._snapshot or self._restores >= RESTORES_OF_A_SNAPSHOT
+        ):
+            gravest.action = "raise"
+        if gravest.action == "rollback":
+            self._roll_back(trainer, pl_module)
+        log_scalars(trainer, self._judge.scalars())
+        events = record_faults(self._log, trainer, faults, weights, self._access.names)
+        if gravest.action == "raise":
+            raise FloatingPointError(
+                explain(events[faults.index(gravest)], self._judge, self._steps)
+            )
+
+    def _roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        self._snapshot.restore(trainer, self._tensors(pl_module))
+        self._judge.back_off()
+        self._restores += 1
+        self._good_batches = 0
+        self._delayed.clear()  # what was under way concerned weights that are gone
+        self._buffers = BufferKeeper(pl_module)
+
+    def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Copy everything, if the run is in good health."""
+        if self._bad_weights(pl_module):
+            self._respond(trainer, pl_module)
+            return
+        self._snapshot.take(trainer, self._tensors(pl_module))
+        self._restores = self._good_batches = 0
+
+    def _bad_weights(self, pl_module: pl.LightningModule) -> list[str]:
+        """Return the weights and buffers that are not finite on any rank. A collective."""
+        of_ranks = gather(nonfinite_names(self._tensors(pl_module)))
+        return list(dict.fromkeys(name for names in of_ranks for name in names))
+
+    def _tensors(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
+        """Return all parameters, as the optimizers hold them, and all buffers, by name."""
+        parameters = {name: parameter for parameter, name in self._access.names.items()}
+        return {**parameters, **dict(pl_module.named_buffers())}
+
+    def diagnose(self) -> list[Verdict]:
+        """Return whether steps were left out."""
+        if not self._steps:
+            finding = "NonFiniteGuard has seen no step yet."
+            return [Verdict("stability", "unknown", finding, "Ask again after fit.")]
+        if not self.events:
+            finding = f"NonFiniteGuard has found nothing in {self._steps} steps."
+            return [Verdict("stability", "ok", finding)]
+        newest = self.events[-1]
+        finding = (
+            f"NonFiniteGuard met {self._log.count} faults in {self._steps} steps, the newest "
+            f"{newest['kind']} at step {newest['step']}."
+        )
+        advice = "Look at its report(): batches, ranks and parameters are named there."
+        return [Verdict("stability", "look", finding, advice)]
+
+    def report(self) -> Report:
+        """Return the newest events, one a row, with the counts of the run below."""
+        counts = ", ".join(f"{key[6:]} {value:g}" for key, value in self._judge.scalars().items())
+        title = f"NonFiniteGuard(policy={self.ladder.policy!r})"
+        return self._log.report(title, [f"After {self._steps} steps: {counts}."])
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Undo everything; Lightning calls no ``teardown`` after an exception."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Undo everything."""
+        self._release()
+
+    def _release(self) -> None:
+        self._release_controls()
+        self._forget_step()
+        self._access.stop()
+
+    def _release_controls(self) -> None:
+        for control in self._controls:
+            control.release()
+        self._controls = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model, so that the callback can be sent to another process."""
+        return {**self.__dict__, "_module": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return counts, back-off, history of losses and norms, and events, as plain types."""
+        self._hear(self._delayed.flush())
+        return {
+            "judge": self._judge.state_dict(),
+            "steps": self._steps,
+            "log": self._log.state_dict(),
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._judge.load_state_dict(state_dict["judge"])
+        self._steps = state_dict["steps"]
+        self._log.load_state_dict(state_dict["log"])

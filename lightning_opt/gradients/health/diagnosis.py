@@ -1,0 +1,237 @@
+"""From measured layers to findings: pure functions of plain numbers.
+
+What is normal is taken from the run's own history and from the other layers, since norms of healthy
+models differ by many orders of magnitude.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+
+from lightning_opt.gradients.health.findings import (
+    CRITICAL,
+    WARNING,
+    Finding,
+    Limits,
+    Snapshot,
+)
+from lightning_opt.gradients.health.vitals import STALE, UNUSED, LayerVitals
+
+OVERFLOW_STREAK = 20
+"""Overflows in a row that a loss scaler explains; by then its usual first scale is below 1."""
+
+HALF_NORMAL = 2.0**-14
+"""The smallest float16 that has its full precision; below 2^-24 there is only zero."""
+
+
+def diagnose(snapshot: Snapshot, limits: Limits) -> list[Finding]:
+    """Return everything that one report sees."""
+    return [
+        *find_nonfinite(snapshot),
+        *find_exploding(snapshot, limits.exploding),
+        *find_vanishing(snapshot, limits.vanishing),
+        *find_dead(snapshot, limits.vanishing),
+        *find_bottleneck(snapshot, limits.bottleneck),
+        *find_imbalance(snapshot, limits.imbalance),
+        *find_stale(snapshot),
+        *find_underflow(snapshot),
+    ]
+
+
+def find_nonfinite(snapshot: Snapshot) -> list[Finding]:
+    """Find steps whose gradients were NaN or infinite, unless a loss scaler explains them."""
+    bad = [(step, total) for step, total in snapshot.totals if not math.isfinite(total)]
+    if not bad or snapshot.overflows:
+        return []
+    start = bad[0][0]
+    layers = [(layer, *layer.nonfinite) for layer in snapshot.layers if layer.trained]
+    hit = [(layer, nan, inf) for layer, nan, inf, first in layers if first == start]
+    kind = "nan" if any(nan for _, nan, _ in hit) or math.isnan(bad[0][1]) else "inf"
+    steps = f"step {start}" if len(bad) == 1 else f"{len(bad)} steps from step {start}"
+    if not hit or len(hit) == len(layers):
+        detail = f"every gradient was {kind.upper()} at {steps}, so the loss itself was not finite"
+        return [Finding(kind, CRITICAL, "all layers", detail)]
+    # The backward pass runs from the loss to the input: the first it hit is the last in order.
+    place = hit[-1][0].name
+    detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
+    if len(hit) > 1:
+        detail += "; this one is nearest to the loss, where the backward pass met it first"
+    return [Finding(kind, CRITICAL, place, detail)]
+
+
+def find_exploding(snapshot: Snapshot, limit: float) -> list[Finding]:
+    """Find norms above the limit, or far above what the run had."""
+    median = snapshot.median()
+    if median is None:
+        return []
+    known = [value for value in (snapshot.early, snapshot.typical) if value]
+    growth = median / max(known) if known else 1.0
+    layers = [layer for layer in snapshot.layers if layer.trained]
+    if not layers:
+        return []
+    worst = max(layers, key=lambda layer: layer.norm)
+    flows = list(snapshot.flows.values())
+    amplified = max(flows) / flows[-1] if flows else 1.0
+    if median > limit or growth > limit:
+        detail = f"total norm {median:.3g}"
+        if growth >= 2:
+            detail += f", {growth:.3g} times what it was"
+        if amplified >= 100:
+            detail += f"; it grows {amplified:.3g}-fold from the loss to the inputs"
+        if median > limit:
+            worse = growth >= 10 or amplified >= 100 or median > 1000 * limit
+        else:
+            worse = growth > 100 * limit
+        return [Finding("exploding", CRITICAL if worse else WARNING, worst.name, detail)]
+    # A single spike; those of the first ten steps are the start of training.
+    step, high = max(
+        ((s, t) for s, t in snapshot.totals if s > 10 and math.isfinite(t)),
+        key=lambda pair: pair[1], default=(0, 0.0),
+    )  # fmt: skip
+    if high > limit and high > 10 * median:
+        worst = max(layers, key=lambda layer: sum(p.peak**2 for p in layer.trained))
+        detail = (
+            f"a spike at step {step}: total norm {high:.3g}, {high / median:.3g} times the median"
+        )
+        return [Finding("exploding", WARNING, worst.name, detail)]
+    return []
+
+
+def find_vanishing(snapshot: Snapshot, limit: float) -> list[Finding]:
+    """Find layers whose gradient's RMS is below the limit while other layers have a gradient."""
+    flows = snapshot.flows
+    if not flows:
+        return []
+    largest = max(flows.values())
+    if largest < limit:
+        # Nothing to compare with: a model that has converged looks the same from here.
+        if (
+            snapshot.typical is None
+            or not snapshot.early
+            or snapshot.typical < 0.1 * snapshot.early
+        ):
+            return []
+        detail = f"the largest gradient RMS of any layer is {largest:.3g}, since the start"
+        return [Finding("vanishing", WARNING, "all layers", detail)]
+    small = {
+        name: flow
+        for name, flow in flows.items()
+        # A layer on its way up, as behind a zero-initialised one, is left in peace.
+        if flow < limit and flow < 1e-3 * largest and flow <= 3 * snapshot.before.get(name, flow)
+    }
+    strongest = max(flows, key=flows.__getitem__)
+    seen = {
+        name: f"gradient RMS {flow:.2g}, {flow / largest:.2g} times that at {strongest}"
+        for name, flow in small.items()
+    }
+    seen |= {
+        layer.name: f"the gradient has underflowed to zero; at {after.name} it is still "
+        f"{after.flow:.2g}, {after.flow / largest:.2g} times that at {strongest}"
+        for layer, after in _dead_layers(snapshot)
+        if after is not None and after.name in small
+    }
+    severity = CRITICAL if 4 * len(seen) >= len(flows) else WARNING
+    return [
+        Finding("vanishing", severity, name, detail, largest / small.get(name, 1e-300))
+        for name, detail in seen.items()
+    ]
+
+
+def find_dead(snapshot: Snapshot, vanishing: float) -> list[Finding]:
+    """Find trained layers all of whose gradients were zero at every step.
+
+    Zeros behind a layer whose gradient vanishes have underflowed, and are found there.
+    """
+    detail = "every gradient was exactly zero at every step"
+    return [
+        # The nearest to the loss is where the gradient ends; those before it only get none.
+        Finding("dead", CRITICAL, layer.name, detail, badness)
+        for badness, (layer, after) in enumerate(_dead_layers(snapshot))
+        if after is None or not 0 < after.flow < vanishing
+    ]
+
+
+def _dead_layers(snapshot: Snapshot) -> list[tuple[LayerVitals, LayerVitals | None]]:
+    """Return the layers without any gradient, each with the next after it that has one."""
+    dead: list[tuple[LayerVitals, LayerVitals | None]] = []
+    after = None
+    for layer in reversed(snapshot.layers):
+        if any(p.count for p in layer.trained):
+            if layer.norm:
+                after = layer
+            else:
+                dead.append((layer, after))
+    return dead[::-1]
+
+
+def find_bottleneck(snapshot: Snapshot, factor: float) -> list[Finding]:
+    """Find where the gradient, on its way to the inputs, drops from one layer to the next.
+
+    The three layers on either side have to differ too, or one odd layer would be called one.
+    """
+    flows = list(snapshot.flows.items())
+    found = []
+    for i in range(1, len(flows)):
+        drop = flows[i][1] / flows[i - 1][1]
+        before = statistics.median(flow for _, flow in flows[max(i - 3, 0) : i])
+        after = statistics.median(flow for _, flow in flows[i : i + 3])
+        if drop > factor and after / before > factor:
+            detail = f"gradients are {drop:.3g} times smaller here than in {flows[i][0]} after it"
+            found.append(Finding("bottleneck", WARNING, flows[i - 1][0], detail, drop))
+    return found
+
+
+def find_imbalance(snapshot: Snapshot, factor: float) -> list[Finding]:
+    """Find layers that learn, or weigh in the total norm, out of proportion to all others."""
+    layers = [layer for layer in snapshot.layers if layer.name in snapshot.flows]
+    if len(layers) < 3:
+        return []
+    found = []
+    total = sum(layer.norm**2 for layer in layers)
+    flow = statistics.median(layer.flow for layer in layers)
+    update = statistics.median(layer.update or 0.0 for layer in layers)
+    for layer in layers:
+        share = layer.norm**2 / total
+        if layer.update is not None and 0 < factor * update < layer.update and layer.update > 0.01:
+            detail = f"one step changes it by {layer.update:.1%}, other layers by {update:.2g}"
+            found.append(Finding("imbalance", WARNING, layer.name, detail, layer.update / update))
+        elif share > 0.99 and layer.flow > factor * flow:
+            detail = f"it holds {share:.2%} of the squared norm, {layer.flow / flow:.3g} times the "
+            detail += "median RMS of all layers"
+            found.append(Finding("imbalance", WARNING, layer.name, detail, layer.flow / flow))
+    return found
+
+
+def find_stale(snapshot: Snapshot) -> list[Finding]:
+    """Find parameters that should be trained and got no gradient since the last report."""
+    found = []
+    for layer in snapshot.layers:
+        missing = [p for p in layer.parameters if p.status in (UNUSED, STALE)]
+        if missing:
+            never = all(p.status == UNUSED for p in missing)
+            names = ", ".join(p.name.rpartition(".")[2] for p in missing)
+            detail = f"no gradient {'at any step' if never else 'since the last report'} ({names})"
+            found.append(Finding("stale", WARNING, layer.name, detail, len(missing)))
+    return found
+
+
+def find_underflow(snapshot: Snapshot) -> list[Finding]:
+    """Find layers whose gradients, at the loss scale in use, are lost in float16.
+
+    Many zeros alone say little (embeddings, ReLU): the rest has to be as small as float16 can be.
+    """
+    if snapshot.loss_scale is None:
+        return []
+    layers = [layer for layer in snapshot.layers if layer.zeros is not None and layer.norm]
+    found = []
+    lost = [
+        layer for layer in layers
+        if (layer.zeros or 0) > 0.25 and layer.flow * snapshot.loss_scale < HALF_NORMAL
+    ]  # fmt: skip
+    for layer in lost:
+        detail = f"{layer.zeros:.0%} of the gradient is exactly zero at loss scale "
+        detail += f"{snapshot.loss_scale:.3g}, and the rest has an RMS of {layer.flow:.2g}"
+        severity = CRITICAL if 2 * len(lost) >= len(layers) else WARNING
+        found.append(Finding("fp16_underflow", severity, layer.name, detail, layer.zeros or 0.0))
+    return found

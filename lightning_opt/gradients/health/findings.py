@@ -1,0 +1,223 @@
+"""Findings of single reports, and the issues that persist: plain data, no measuring.
+
+Most faults have to be seen in several reports in a row to be an issue, and an issue goes after two
+reports without it.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from lightning_opt.gradients.health.vitals import LayerVitals
+
+CRITICAL, WARNING = "critical", "warning"
+
+ADVICE = {
+    "nan": "GradientHealth(activations=True) names the module that made the first NaN. Look there "
+    "for log, sqrt, division or acos at the edge of their domain; NonFiniteGuard skips such steps.",
+    "inf": "Look for exp, division by small numbers, or a too large learning rate; under 16-mixed, "
+    "use bf16-mixed. NonFiniteGuard skips such steps.",
+    "exploding": "Add AdaptiveClipping(), lower the learning rate or lengthen its warm-up; check "
+    "initialisation and normalisation of the layer named, and that the loss is a mean, not a sum.",
+    "vanishing": "Replace sigmoid or tanh by ReLU, GELU or SiLU, add residual connections or "
+    "normalisation, and initialise for the activation in use (He, Xavier).",
+    "dead": "No gradient reaches this layer. Its ReLU may never fire (lower the learning rate, "
+    "use LeakyReLU or GELU, re-initialise), or its output is detached or multiplied by zero.",
+    "bottleneck": "Look at what lies between the two layers, and at the input of this one: a "
+    "saturated activation, a small constant factor, a normalisation with a large denominator. A "
+    "residual connection helps.",
+    "imbalance": "Give this layer a learning rate of its own, initialise it smaller or scale its "
+    "output; clipping by total norm sees nothing but this layer (AdaptiveClipping('unit_wise')).",
+    "stale": "Nothing in the loss depends on it: was it left out of forward(), detached, or used "
+    "only in some batches? If meant so, set requires_grad=False or leave it out of the optimizer.",
+    "fp16_underflow": "Raise the loss scale (GradScaler(init_scale=...)), scale the loss up, or "
+    "train in bf16-mixed, which has the exponents of float32.",
+    "saturated": "The inputs of this activation are too large: initialise smaller, normalise "
+    "before it, or use an activation that does not saturate.",
+}
+
+REPORTS_NEEDED = {
+    "nan": 1, "inf": 1, "exploding": 1, "vanishing": 2, "bottleneck": 2, "imbalance": 3,
+    "stale": 2, "fp16_underflow": 2, "saturated": 2,
+}  # fmt: skip
+"""Reports in a row until a finding is an issue (``dead`` has a setting of its own)."""
+
+REPORTS_TO_CLEAR = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The thresholds that a user sets; see :class:`lightning_opt.GradientHealth`."""
+
+    exploding: float = 100.0
+    vanishing: float = 1e-7
+    bottleneck: float = 100.0
+    imbalance: float = 100.0
+    dead_after: int = 3
+
+
+@dataclass
+class Snapshot:
+    """What one report knows of one optimizer.
+
+    Attributes:
+        layers: In forward order.
+        totals: Step number and total norm of each step since the last report.
+        overflows: How many of the non-finite ones a loss scaler explains: all, or none.
+        early: Median of the run's first norms; None before they are known.
+        typical: Median of the medians of earlier reports; None in the first.
+        before: ``flow`` of each layer in the report before.
+        loss_scale: The loss scale; 1 for float16 gradients without one; else None.
+    """
+
+    layers: list[LayerVitals]
+    totals: list[tuple[int, float]]
+    overflows: bool = False
+    early: float | None = None
+    typical: float | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
+
+    @cached_property
+    def flows(self) -> dict[str, float]:
+        """RMS by layer, in forward order: of layers with a weight matrix if there are three.
+
+        Gains and biases of normalisation layers are on another scale than weights.
+        """
+        live = [layer for layer in self.layers if layer.trained and layer.flow]
+        weights = [layer for layer in live if layer.has_matrix]
+        return {layer.name: layer.flow for layer in (weights if len(weights) >= 3 else live)}
+
+    def median(self) -> float | None:
+        """Return the median of the finite totals."""
+        finite = [total for _, total in self.totals if math.isfinite(total)]
+        return statistics.median(finite) if finite else None
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """Something seen in one report.
+
+    Attributes:
+        type: One of :data:`ADVICE`.
+        severity: ``"critical"`` or ``"warning"``.
+        place: The layer; ``"all layers"`` if it is not one.
+        detail: What was seen, with its numbers.
+        badness: To find the worst of several, the larger the worse.
+    """
+
+    type: str
+    severity: str
+    place: str
+    detail: str
+    badness: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A fault, where it is and what to do about it.
+
+    Attributes:
+        type: ``nan``, ``inf``, ``exploding``, ``vanishing``, ``dead``, ``bottleneck``,
+            ``imbalance``, ``stale``, ``fp16_underflow`` or ``saturated``.
+        severity: ``"critical"``: training fails or stands still. ``"warning"``: worth a look.
+        place: The layer concerned, the worst one if there are several.
+        others: The other layers concerned, in forward order.
+        detail: What was measured there.
+        advice: What to do.
+        since: The step of the report that first saw it.
+    """
+
+    type: str
+    severity: str
+    place: str
+    detail: str
+    advice: str
+    since: int
+    others: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        more = f" and {len(self.others)} more" if self.others else ""
+        return f"[{self.severity}] {self.type} at {self.place}{more}: {self.detail}."
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the fields as plain types."""
+        return {name: getattr(self, name) for name in self.__slots__} | {"others": [*self.others]}
+
+
+class Persistence:
+    """Turns findings into issues: seen often enough in a row, and not gone for two reports.
+
+    Args:
+        dead_after: Reports in a row for ``dead``.
+    """
+
+    def __init__(self, dead_after: int = 3) -> None:
+        self._needed = {**REPORTS_NEEDED, "dead": dead_after}
+        self._tracks: dict[str, dict[str, Any]] = {}
+
+    def update(self, findings: Sequence[Finding], step: int) -> None:
+        """Take in what the report at ``step`` saw."""
+        seen = {self._key(finding): finding for finding in findings}
+        for key, finding in seen.items():
+            track = self._tracks.get(key)
+            if track is None:
+                track = self._tracks[key] = {"seen": 0, "missed": 0, "since": step}
+            # Once weights are NaN every layer is: what counts is where it came from.
+            if key != "nonfinite" or not track["seen"]:
+                track |= {name: getattr(finding, name) for name in finding.__slots__}
+            track["seen"] += 1
+            track["missed"] = 0
+        for key in [key for key in self._tracks if key not in seen]:
+            track = self._tracks[key]
+            track["missed"] += 1
+            if track["missed"] >= REPORTS_TO_CLEAR or track["seen"] < self._needed[track["type"]]:
+                del self._tracks[key]
+
+    def _key(self, finding: Finding) -> str:
+        if finding.type in ("nan", "inf"):
+            return "nonfinite"
+        # What is an issue at once needs no place to be recognised by, and may move.
+        at_once = self._needed[finding.type] == 1
+        return finding.type if at_once else f"{finding.type}|{finding.place}"
+
+    def issues(self, order: Mapping[str, int]) -> list[Issue]:
+        """Return what has persisted, one issue a type: critical ones first, then by type.
+
+        Args:
+            order: The place of each layer.
+        """
+        by_type: dict[str, list[dict[str, Any]]] = {}
+        for track in self._tracks.values():
+            if track["seen"] >= self._needed[track["type"]]:
+                by_type.setdefault(track["type"], []).append(track)
+        issues = [_issue(tracks, order) for tracks in by_type.values()]
+        types = list(ADVICE)
+        return sorted(issues, key=lambda i: (i.severity != CRITICAL, types.index(i.type)))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return everything as plain types."""
+        return {key: dict(track) for key, track in self._tracks.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._tracks = {key: dict(track) for key, track in state_dict.items()}
+
+
+def _issue(tracks: list[dict[str, Any]], order: Mapping[str, int]) -> Issue:
+    worst = max(tracks, key=lambda track: (track["severity"] == CRITICAL, track["badness"]))
+    others = [track["place"] for track in tracks if track is not worst]
+    return Issue(
+        type=worst["type"],
+        severity=worst["severity"],
+        place=worst["place"],
+        detail=worst["detail"],
+        advice=ADVICE[worst["type"]],
+        since=min(track["since"] for track in tracks),
+        others=tuple(sorted(others, key=lambda place: order.get(place, len(order)))),
+    )

@@ -1,0 +1,410 @@
+"""Tells during training what is wrong with the gradients, where, and what to do about it."""
+
+from __future__ import annotations
+
+import logging
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from weakref import ref
+
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils.hooks import RemovableHandle
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.loggers import log_scalars, save_figure
+from lightning_opt.core.norms import GradientStep, parameters_of
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.gradients.access import GradientAccess, loss_scale
+from lightning_opt.gradients.health.activations import ActivationWatch
+from lightning_opt.gradients.health.findings import CRITICAL, Finding, Issue, Limits
+from lightning_opt.gradients.health.forward_order import ForwardOrder
+from lightning_opt.gradients.health.plot import draw_health
+from lightning_opt.gradients.health.record import OptimizerHealth
+from lightning_opt.gradients.health.report import (
+    HealthReport,
+    HealthSummary,
+    layer_rows,
+    summarise,
+)
+from lightning_opt.gradients.health.vitals import (
+    ROOT,
+    LayerVitals,
+    ParameterVitals,
+    group_layers,
+    plain_name,
+    unheld_vitals,
+)
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+FIGURE = "gradient_health.png"
+
+
+class GradientHealth(Callback):
+    """Watches gradients and says in plain words what is wrong, where, and what to do.
+
+    Every step's norms are kept where they are (those that clipping measures are shared); on a
+    report step more is measured, and all is read to the host at once. Issues are judged against
+    the run's own history and the other layers, and most have to be seen in several reports. Put it
+    before callbacks that change gradients, so that it sees them as they are.
+
+    ================== ========================================================================
+    issue              raised when
+    ================== ========================================================================
+    ``nan``, ``inf``   gradients of a step were not finite; overflows that a loss scaler skips
+                       are counted, and become an issue after 20 in a row
+    ``exploding``      median of the total norm above ``exploding``, or that many times what the
+                       run had before; critical if it grew tenfold, is 1,000 times
+                       ``exploding``, or grows 100-fold from the loss to the inputs. A single
+                       spike is a warning
+    ``vanishing``      RMS of a layer below ``vanishing`` and a thousandth of the largest layer's
+    ``dead``           all gradients of a layer exactly zero for ``dead_after`` reports
+    ``bottleneck``     RMS drops by more than ``bottleneck`` from one layer to the next
+    ``imbalance``      an update-to-weight ratio above 0.01 and ``imbalance`` times the median; or
+                       99% of the squared norm in one layer, at ``imbalance`` times the RMS
+    ``stale``          a parameter to be trained has no gradient
+    ``fp16_underflow`` a quarter of a layer's gradient is zero under a loss scale at which the
+                       rest is too small for float16
+    ``saturated``      with ``activations``: 95% of an activation's outputs at its bounds
+    ================== ========================================================================
+
+    Logged with every report (``health/<index>/...`` with several optimizers):
+
+    ======================== ==================================================================
+    ``health/norm``          median of the total norm since the last report
+    ``health/peak_norm``     the largest of them
+    ``health/noise``         median over layers: deviation of the norm over steps, over its mean
+    ``health/update``        median over layers of the update-to-weight ratio
+    ``health/zeros``         share of gradient elements that are exactly zero
+    ``health/smallest_rms``  RMS of the layer with the smallest one, and
+    ``health/largest_rms``   of that with the largest
+    ``health/nonfinite``     steps so far whose gradients were NaN or infinite
+    ``health/overflows``     steps so far that the loss scaler skipped
+    ``health/critical``      issues that are critical, and
+    ``health/warnings``      that are not
+    ======================== ==================================================================
+
+    Args:
+        every_n_steps: Optimizer steps from one report to the next, at least 1.
+        exploding: Total norm from which gradients explode, above 0.
+        vanishing: RMS below which they may vanish, above 0.
+        bottleneck: Factor between neighbouring layers, above 1.
+        imbalance: Factor between a layer and the median of all, above 1.
+        dead_after: Reports with zero gradients only after which a layer is dead, at least 1.
+        activations: Also look at module outputs: names the module that made the first NaN, with
+            its batch, and saturated activations. Costs about as much as one more pass over all
+            activations at each batch, and a second read a report.
+        figure: Where the figure goes at the end of ``fit``: True for ``gradient_health.png`` in the
+            logger's directory, a path, or None or False for nowhere. TensorBoard gets it too.
+
+    Raises:
+        ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, in
+            ``on_fit_start`` for LBFGS.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> health = lo.GradientHealth(every_n_steps=100)
+        >>> trainer = L.Trainer(callbacks=[health, lo.AdaptiveClipping()], logger=False)
+        >>> print(health.summary())
+        healthy: nothing was found yet; no report in 0 steps
+
+    References:
+        Schneider, Dangel and Hennig (2021), *Cockpit: A Practical Debugging Tool for the Training
+        of Deep Neural Networks*. Glorot and Bengio (2010), *Understanding the difficulty of
+        training deep feedforward neural networks*.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        exploding: float = 100.0,
+        vanishing: float = 1e-7,
+        bottleneck: float = 100.0,
+        imbalance: float = 100.0,
+        dead_after: int = 3,
+        activations: bool = False,
+        figure: bool | str | None = True,
+    ) -> None:
+        for name, factor in (("bottleneck", bottleneck), ("imbalance", imbalance)):
+            if positive(name, factor) <= 1:
+                raise ValueError(f"{name} is a factor and must be above 1, got {factor!r}.")
+        self.limits = Limits(
+            exploding=positive("exploding", exploding),
+            vanishing=positive("vanishing", vanishing),
+            bottleneck=bottleneck,
+            imbalance=imbalance,
+            dead_after=at_least("dead_after", dead_after, 1),
+        )
+        self._schedule = Schedule(every_n_steps)
+        self._figure = figure
+        self._access = GradientAccess("GradientHealth")
+        self._order = ForwardOrder()
+        self._activations = ActivationWatch() if activations else None
+        self._handles: list[RemovableHandle] = []
+        self._records: dict[int, OptimizerHealth] = {}
+        self._outside: list[LayerVitals] = []
+        self._reported = False  # in this fit: a run without a report gets no figure
+        self._module: ref[nn.Module] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Check what can be checked before the model is wrapped."""
+        if stage != "fit":
+            return
+        self._access.check_trainer(trainer)
+        if self._module is None or self._module() is not pl_module:
+            self._records, self._outside = {}, []  # another model has another history
+            self._module = ref(pl_module)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Learn the names and shards of the parameters."""
+        self._access.start(trainer, pl_module)
+        self._access.names = {
+            parameter: plain_name(name) for parameter, name in self._access.names.items()
+        }
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Put on the hooks; the sanity check of validation, which is over, must not be seen."""
+        self._remove_hooks()
+        self._reported = False
+        self._order.watch(pl_module)
+        for index, optimizer in enumerate(trainer.optimizers):
+            if isinstance(optimizer, Optimizer):
+                hook = self._after_update(index)
+                self._handles.append(optimizer.register_step_post_hook(hook))
+        if self._activations is not None and not self._activations.watch(pl_module):
+            log.warning("GradientHealth(activations=True) cannot look into a compiled model.")
+
+    def _after_update(self, index: int) -> Any:
+        def after_update(*_: Any) -> None:
+            record = self._records.get(index)
+            if record is not None and record.is_measured:
+                record.updated()
+
+        return after_update
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Begin to look at activations."""
+        if self._activations is not None:
+            steps = [record.steps for record in self._records.values()] or [0]
+            due = any(self._schedule.is_due(step + 1) for step in steps)
+            self._activations.start_batch(trainer.current_epoch, batch_idx, saturation=due)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Take in one step's norms, and measure more if a report is due."""
+        index, step = self._access.measure(trainer, pl_module, optimizer)
+        record = self._records.get(index)
+        if record is None:
+            record = self._records[index] = OptimizerHealth(self.limits)
+        record.observe(step)
+        if self._schedule.is_due(record.steps) or self._is_news(trainer, record, step):
+            record.measure(step, loss_scale(trainer))
+
+    def _is_news(self, trainer: pl.Trainer, record: OptimizerHealth, step: GradientStep) -> bool:
+        """Return whether this step is the first that is not finite, where seeing it is free.
+
+        Shards are left to the schedule: their report has all ranks measure together, and must not
+        hang on what one rank sees.
+        """
+        total = step.norms.total
+        if isinstance(total, Tensor) or math.isfinite(total) or step.gradients.groups:
+            return False
+        return loss_scale(trainer) is None and not any(
+            issue.type in ("nan", "inf") for issue in record.issues
+        )
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Report, if this batch's step was measured."""
+        if self._activations is not None:
+            self._activations.end_batch()
+        due = [index for index, record in self._records.items() if record.is_measured]
+        if due:
+            self._reported = True
+            scaled = loss_scale(trainer) is not None
+            self._order.stop()
+            extra = self._activations.take(scaled=scaled) if self._activations is not None else ()
+            for index in due:
+                self._complete(trainer, pl_module, index, scaled, extra)
+                prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
+                scalars = self._records[index].scalars()
+                log_scalars(trainer, {prefix + key: value for key, value in scalars.items()})
+
+    def _complete(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        index: int,
+        scaled: bool,
+        extra: tuple[Finding, ...] = (),
+    ) -> None:
+        held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
+        self._outside = group_layers(unheld_vitals(pl_module, held), self._places())
+        record = self._records[index]
+        known = {(issue.type, issue.severity) for issue in record.issues}
+        parameters = {
+            self._access.names[parameter]: parameter
+            for parameter in parameters_of(trainer.optimizers[index])
+            if parameter in self._access.names
+        }
+        record.complete(parameters, self._places(), scaled=scaled, extra=extra)
+        for issue in record.issues:
+            if (issue.type, issue.severity) not in known and trainer.is_global_zero:
+                level = logging.WARNING if issue.severity == CRITICAL else logging.INFO
+                log.log(level, "GradientHealth, step %d: %s %s", record.steps, issue, issue.advice)
+
+    def _places(self) -> dict[str, int]:
+        return {plain_name(name) or ROOT: place for name, place in self._order.places().items()}
+
+    def summary(self) -> HealthSummary:
+        """Return one word (healthy, warning or critical) and a sentence, as of the last report."""
+        steps = max((record.steps for record in self._records.values()), default=0)
+        reports = sum(bool(record.reported_step) for record in self._records.values())
+        return summarise(self.issues, steps, reports)
+
+    @property
+    def issues(self) -> list[Issue]:
+        """What is wrong as of the last report, the worst first."""
+        issues = [issue for record in self._records.values() for issue in record.issues]
+        return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
+
+    @property
+    def layers(self) -> list[LayerVitals]:
+        """What was measured of each layer at the last report, in forward order."""
+        parts = [*(record.layers for record in self._records.values()), self._outside]
+        merged: dict[str, list[ParameterVitals]] = {}
+        for layer in (layer for layers in parts for layer in layers):
+            merged.setdefault(layer.name, []).extend(layer.parameters)
+        places = self._places()
+        names = sorted(merged, key=lambda name: places.get(name, len(places)))
+        return [LayerVitals(name, merged[name]) for name in names]
+
+    def diagnose(self) -> list[Verdict]:
+        """Return the worst of what was found."""
+        summary, issues = self.summary(), self.issues
+        if issues:
+            return [Verdict("gradients", "look", f"{issues[0]}", issues[0].advice)]
+        if not any(record.reported_step for record in self._records.values()):
+            finding = "GradientHealth has made no report yet."
+            return [Verdict("gradients", "unknown", finding, "Train longer, or report more often.")]
+        return [Verdict("gradients", "ok", f"{summary.sentence.capitalize()}.")]
+
+    def report(self, top: int | None = 10, by: str = "layer") -> HealthReport:
+        """Return what was found, with a table of the worst layers, as of the last report.
+
+        Args:
+            top: How many rows; None for all.
+            by: ``"layer"`` for one row a module, ``"parameter"`` for one a parameter.
+
+        Raises:
+            ValueError: For another ``by``.
+        """
+        if by not in ("layer", "parameter"):
+            raise ValueError(f"by must be 'layer' or 'parameter', got {by!r}.")
+        rows = layer_rows(self.layers, self.issues, by=by)
+        notes = [note for index in sorted(self._records) for note in self._notes(index)]
+        if top is not None and len(rows) > top:
+            notes.insert(0, f"The worst {top} of {len(rows)}; report(top=None) has all.")
+            rows = rows[:top]
+        return HealthReport(self.summary(), self.issues, rows, notes)
+
+    def _notes(self, index: int) -> list[str]:
+        record = self._records[index]
+        who = f"Optimizer {index}" if len(self._records) > 1 else "The optimizer"
+        note = f"{who} made {record.steps} steps; last report at step {record.reported_step}"
+        if record.nonfinite:
+            note += (
+                f"; {record.nonfinite} steps not finite, the first of them {record.first_nonfinite}"
+            )
+        if record.overflows:
+            note += f"; {record.overflows} overflows skipped by the loss scaler"
+        return [note + "."]
+
+    def figure(self) -> Figure:
+        """Return a matplotlib figure of the gradient flow by layer and over time.
+
+        Raises:
+            ImportError: Without matplotlib, which the extra ``plots`` brings.
+        """
+        timelines = {index: record.timeline for index, record in self._records.items()}
+        return draw_health(self.summary(), self.issues, self.layers, timelines, self.limits)
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Look at the steps since the last report, and save the figure."""
+        self._finish(trainer, pl_module)
+        folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: this asks rank zero
+        if self._figure and self._reported and trainer.is_global_zero:
+            path = Path(folder) / FIGURE if self._figure is True else Path(str(self._figure))
+            try:
+                save_figure(self.figure(), path, trainer, "health")
+            except ImportError as error:
+                log.warning("No figure was saved. %s", error)
+
+    def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        scaled = loss_scale(trainer) is not None
+        for index, record in self._records.items():
+            if record.pending_nonfinite() or (record.steps and not record.reported_step):
+                self._complete(trainer, pl_module, index, scaled)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Look at the last steps, which may say why, and let go of the model."""
+        try:
+            if self._access.names:
+                self._finish(trainer, pl_module)
+        except RuntimeError as error:  # a device that has failed cannot be read any more
+            log.debug("GradientHealth could not read the last steps: %s", error)
+        finally:
+            self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go of the model."""
+        self._release()
+
+    def _release(self) -> None:
+        self._remove_hooks()
+        self._access.stop()
+        for record in self._records.values():
+            record.release()
+
+    def _remove_hooks(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
+        self._order.stop()
+        if self._activations is not None:
+            self._activations.stop()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model, so that the callback can be sent to another process."""
+        return {**self.__dict__, "_module": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was seen of each optimizer, as plain types. Waits for the device."""
+        return {str(index): record.state_dict() for index, record in self._records.items()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._records = {}
+        for index, state in state_dict.items():
+            record = self._records[int(index)] = OptimizerHealth(self.limits)
+            record.load_state_dict(state)

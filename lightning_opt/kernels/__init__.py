@@ -1,0 +1,1 @@
+"""Faster kernels for the same computation: compiled, fused, channels-last, better attention."""

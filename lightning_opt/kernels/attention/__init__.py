@@ -1,0 +1,1 @@
+"""torch's attention backends, and blocks that use them."""

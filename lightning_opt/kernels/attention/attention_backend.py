@@ -1,0 +1,245 @@
+"""Which implementation of scaled dot-product attention torch uses, wished for and found out."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import nn
+
+from lightning_opt.core.arguments import at_least
+from lightning_opt.core.report import Report
+from lightning_opt.kernels.attention.sdpa import (
+    BACKENDS,
+    CAN_RANK,
+    Call,
+    Preference,
+    Signature,
+    Watch,
+)
+from lightning_opt.kernels.compiling.regions import CompiledForward
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class AttentionBackend(Callback):
+    """Sets the order in which torch tries its attention backends, and tells which one serves.
+
+    ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, takes the
+    first that can serve a call, and says nothing. A mask or a dropout that the quick ones do not
+    take thus costs speed and memory unnoticed. This callback looks at the calls of the first batch,
+    and warns once if the slow one, math, serves any of them. Its :meth:`report` names the backend
+    of each kind of call and why the better ones cannot serve it. After the first batch nothing of
+    it is left in the way of a step.
+
+    The order holds from ``setup`` to ``teardown``, for training, validation, test and prediction,
+    and for forward passes that activation checkpointing repeats in the backward pass. Then, or on
+    an exception, everything is put back.
+
+    Math serves what no other backend does, whether it is in ``order`` or not: training never stops
+    for want of a backend.
+
+    On a CPU torch has flash and math. A model that is already compiled when its first batch comes
+    is not looked at, since that would compile it twice.
+
+    Nothing is logged.
+
+    Args:
+        order: Backends, best first: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``. What is
+            left out is not used, math apart. torch 2.5 knows which may be used but not their order.
+        watch_batches: Batches to look at, at the start of each run; 0 for none.
+
+    Raises:
+        ValueError: For an ``order`` that is empty, repeats a name or has an unknown one; in
+            ``setup`` for a second ``AttentionBackend``.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> attention = lo.AttentionBackend(order=("cudnn", "flash", "math"))
+        >>> trainer = L.Trainer(callbacks=[attention], logger=False)
+        >>> attention.report().rows
+        []
+    """
+
+    def __init__(
+        self,
+        order: Sequence[str] = ("flash", "cudnn", "efficient", "math"),
+        watch_batches: int = 1,
+    ) -> None:
+        names = [order] if isinstance(order, str) else list(order)
+        if "xformers" in names:
+            raise ValueError(
+                "order cannot have 'xformers', since torch would not know it: what xformers is "
+                "known for, memory-efficient attention, is torch's own backend 'efficient'."
+            )
+        if not names or len(set(names)) < len(names) or not set(names) <= set(BACKENDS):
+            raise ValueError(
+                f"order must name some of {', '.join(BACKENDS)}, each once, got {order!r}."
+            )
+        self.order = tuple(names)
+        self.watch_batches = at_least("watch_batches", watch_batches, 0)
+        self._calls: dict[Signature, Call] = {}
+        self._left = 0
+        self._compiled = False
+        self._preference: Preference | None = None
+        self._watch: Watch | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Set the order."""
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        if sum(isinstance(callback, AttentionBackend) for callback in callbacks) > 1:
+            raise ValueError("Trainer(callbacks=[...]) can have one AttentionBackend only.")
+        self._undo()
+        self._preference = Preference(self.order)
+        self._calls, self._left, self._compiled = {}, self.watch_batches, False
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Look at the first batches."""
+        self._begin(trainer, pl_module)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Say what was seen."""
+        self._end()
+
+    def on_validation_batch_start(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Look at the first batches, if this is no part of training."""
+        if trainer.state.fn != "fit":
+            self._begin(trainer, pl_module)
+
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
+
+    def on_validation_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+        dataloader_idx: int = 0,
+    ) -> None:
+        """Say what was seen."""
+        self._end()
+
+    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Put everything back; Lightning calls no ``teardown`` after an exception."""
+        self._undo()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put everything back."""
+        self._undo()
+
+    def report(self) -> Report:
+        """Return one row for each kind of call in the batches that were looked at."""
+        rows = [
+            {
+                "backend": call.backend,
+                "calls": call.count,
+                "device": signature.device,
+                "dtype": signature.dtype,
+                "query": str(signature.query),
+                "key": str(signature.key),
+                "mask": signature.mask,
+                "causal": signature.causal,
+                "dropout": signature.dropout,
+                "better ones": "; ".join(f"{name}: {why}" for name, why in call.reasons.items()),
+            }
+            for signature, call in self._calls.items()
+        ]
+        notes = []
+        if not CAN_RANK:
+            notes.append("This version of torch does not let the order of backends be set.")
+        if self._compiled:
+            notes.append(
+                "The model is compiled, so its calls were not looked at. torch.compile chooses by "
+                "the same rules: run a batch without it to see the backends."
+            )
+        elif not rows:
+            notes.append("No call of scaled_dot_product_attention was seen.")
+        return Report(
+            f"Attention backends, wanted in the order {', '.join(self.order)}", rows, notes
+        )
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what holds in this process only."""
+        return {**self.__dict__, "_preference": None, "_watch": None}
+
+    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._left <= 0 or self._watch is not None:
+            return
+        self._left -= 1
+        self._compiled = _is_compiled(trainer.strategy.model or pl_module)
+        if not self._compiled:
+            self._watch = Watch(self._calls, self.order)
+
+    def _end(self) -> None:
+        if self._watch is None:
+            return
+        self._watch.end()
+        self._watch = None
+        if self._left <= 0:
+            self._warn()
+
+    def _warn(self) -> None:
+        """Say once if what was seen is slower than what was wished for."""
+        slow = [
+            (signature, call)
+            for signature, call in self._calls.items()
+            if call.backend == "math" and self.order[0] != "math"
+        ]
+        if not slow:
+            return
+        signature, call = slow[0]
+        others = f" So are {len(slow) - 1} other kinds of calls." if len(slow) > 1 else ""
+        asked = (
+            "" if "math" in self.order else " Math is not in `order`, but nothing in it takes this."
+        )
+        reasons = "; ".join(f"{name}: {why}" for name, why in call.reasons.items())
+        rank_zero_warn(
+            f"AttentionBackend: attention with queries {signature.query} in {signature.dtype}, "
+            f"mask {signature.mask}, dropout {signature.dropout:g} is served by math, which is "
+            f"right but slow and keeps the whole matrix of scores.{asked} Why not {reasons}."
+            f"{others} `report()` has all of it."
+        )
+
+    def _undo(self) -> None:
+        if self._watch is not None:
+            self._watch.end()
+            self._watch = None
+        if self._preference is not None:
+            self._preference.restore()
+            self._preference = None
+
+
+def _is_compiled(model: nn.Module) -> bool:
+    """Return whether ``torch.compile`` is on the model or a part of it."""
+    return any(
+        getattr(module, "_compiled_call_impl", None) is not None
+        or "_orig_mod" in module._modules
+        or isinstance(module.forward, CompiledForward)
+        or hasattr(module.forward, "_torchdynamo_orig_callable")
+        for module in model.modules()
+    )

@@ -1,0 +1,152 @@
+"""Self-attention on torch's scaled dot-product attention."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.kernels.attention.rotary_embedding import RotaryEmbedding
+
+
+class SelfAttention(nn.Module):
+    """Multi-head self-attention that leaves the scores to torch's fused kernels.
+
+    The matrix of scores, of the size of heads times length squared, is never kept where a fused
+    backend serves (see :class:`AttentionBackend`). A ``key_padding_mask`` rules out the flash
+    backend on CUDA, not the others.
+
+    A query that may look at nothing (all of a sequence is padding, or it stands before the first
+    key of a causal sequence with padding in front) gets zeros, never NaN, and hands no gradient
+    back; the output projection then adds its bias.
+
+    Args:
+        dim: Features of the input and the output.
+        heads: Query heads.
+        kv_heads: Heads of keys and values, a divisor of ``heads``; each serves a group of query
+            heads. None: as many as ``heads``.
+        head_dim: Features of a query and a key. None: ``dim / heads``.
+        value_dim: Features of a value. None: ``head_dim``. Flash backends want them equal.
+        causal: Whether a position sees itself and earlier ones only.
+        dropout: Share of the scores left out in training. torch's backend for CPUs has none, so
+            there any dropout costs the fused kernel.
+        bias: Whether queries, keys and values have a bias.
+        out_bias: Whether the output projection has one.
+        rotary: A :class:`RotaryEmbedding` for queries and keys, which several layers may share;
+            True makes one of this layer's own; None or False: no positions.
+
+    Raises:
+        ValueError: For sizes that do not divide, or a ``rotary`` of another size than ``head_dim``.
+
+    Shape:
+        Input and output: ``(batch, length, dim)``.
+
+    Example:
+        >>> import torch
+        >>> import lightning_opt as lo
+        >>> attention = lo.SelfAttention(32, heads=4, causal=True, rotary=True)
+        >>> attention(torch.ones(2, 10, 32)).shape
+        torch.Size([2, 10, 32])
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        heads: int,
+        kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        causal: bool = False,
+        dropout: float = 0.0,
+        bias: bool = True,
+        out_bias: bool = True,
+        rotary: RotaryEmbedding | bool | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.heads = at_least("dim", dim, 1), at_least("heads", heads, 1)
+        self.kv_heads = heads if kv_heads is None else at_least("kv_heads", kv_heads, 1)
+        if heads % self.kv_heads:
+            raise ValueError(f"kv_heads must divide heads, {heads}, got {kv_heads}.")
+        if head_dim is None and dim % heads:
+            raise ValueError(f"heads must divide dim, {dim}, or head_dim be given, got {heads}.")
+        self.head_dim = dim // heads if head_dim is None else at_least("head_dim", head_dim, 1)
+        self.value_dim = self.head_dim if value_dim is None else at_least("value_dim", value_dim, 1)
+        self.causal = causal
+        self.dropout = fraction("dropout", dropout)
+        self.sizes = [
+            heads * self.head_dim,
+            self.kv_heads * self.head_dim,
+            self.kv_heads * self.value_dim,
+        ]
+        self.qkv = nn.Linear(dim, sum(self.sizes), bias=bias)
+        self.out = nn.Linear(heads * self.value_dim, dim, bias=out_bias)
+        if isinstance(rotary, RotaryEmbedding):
+            if rotary.dim != self.head_dim:
+                raise ValueError(f"rotary must be for {self.head_dim} features, got {rotary.dim}.")
+            self.rotary: RotaryEmbedding | None = rotary
+        else:
+            self.rotary = RotaryEmbedding(self.head_dim) if rotary else None
+
+    def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, offset: int = 0) -> Tensor:
+        """Return what each position takes from those that it sees.
+
+        Args:
+            x: Shape ``(batch, length, dim)``.
+            key_padding_mask: Shape ``(batch, length)``, bool, True where there is only padding, as
+                in ``nn.MultiheadAttention``.
+            offset: Position of the first element, for ``rotary``.
+        """
+        query, key, value = (
+            part.unflatten(-1, (-1, size)).transpose(1, 2)
+            for part, size in zip(
+                self.qkv(x).split(self.sizes, dim=-1),
+                (self.head_dim, self.head_dim, self.value_dim),
+                strict=True,
+            )
+        )
+        if self.rotary is not None:
+            query, key = self.rotary(query, offset), self.rotary(key, offset)
+        dropout = self.dropout if self.training else 0.0
+        if key_padding_mask is None:
+            seen = scaled_dot_product_attention(
+                query,
+                key,
+                value,
+                dropout_p=dropout,
+                is_causal=self.causal,
+                enable_gqa=self.kv_heads != self.heads,
+            )
+        else:
+            group = self.heads // self.kv_heads
+            if group > 1:  # with a mask, no fused backend of CUDA takes groups
+                key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
+            visible = visible_keys(key_padding_mask, self.causal)
+            some = visible.any(-1, keepdim=True)
+            # A query that sees nothing sees everything instead, and its answer is thrown away.
+            seen = scaled_dot_product_attention(
+                query, key, value, attn_mask=visible | ~some, dropout_p=dropout
+            ).masked_fill(~some, 0.0)
+        return self.out(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+
+    def extra_repr(self) -> str:
+        """Return the settings that the layers inside do not show."""
+        return f"heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}"
+
+
+def visible_keys(key_padding_mask: Tensor, causal: bool) -> Tensor:
+    """Return which keys each query may look at.
+
+    Args:
+        key_padding_mask: Shape ``(batch, length)``, True where there is only padding.
+        causal: Whether a position sees itself and earlier ones only.
+
+    Returns:
+        A bool tensor of shape ``(batch, 1, length, length)``, or ``(batch, 1, 1, length)`` where
+        all queries of a sequence see the same.
+    """
+    visible = ~key_padding_mask[:, None, None, :]
+    if not causal:
+        return visible
+    length = key_padding_mask.shape[-1]
+    return visible & torch.ones(length, length, dtype=torch.bool, device=visible.device).tril()

@@ -1,0 +1,1 @@
+"""Convolutions in the channels-last memory format."""

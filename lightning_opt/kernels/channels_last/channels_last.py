@@ -1,0 +1,311 @@
+"""Convolutional models with the channels last in memory, where that pays."""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from types import MethodType
+from typing import TYPE_CHECKING, Any, Literal, get_args
+
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch.utils.hooks import RemovableHandle
+
+from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
+from lightning_opt.core.report import Report
+from lightning_opt.core.trial import TrialStep
+from lightning_opt.kernels.channels_last.convolutions import Convolutions
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+Policy = Literal["auto", "layers", "always"]
+
+ROUNDS = 3
+"""Steps that are timed in each format, after one that is not."""
+
+GAIN = 0.97
+"""Of the time that the step takes otherwise: what differs less is noise."""
+
+
+class ChannelsLast(Callback):
+    """Puts convolutions and the images that they get into channels_last, if that is faster.
+
+    Weights of ``Conv2d``, ``Conv3d`` and their transposes, with gradients and optimizer state, go
+    to ``torch.channels_last`` or ``channels_last_3d``, and so do the images of each batch, right
+    after they have come to the device: in training, validation, test and prediction. Results are
+    the same up to rounding, since another kernel sums in another order.
+
+    With ``"auto"`` on a single process, the first batch of training is run forward and backward
+    four times in each format before it is trained on, and leaves no trace; channels_last is taken
+    if it saves 3% of the time. Where there is nothing to measure with, the layers decide:
+    outside of training, on several processes (DDP wants its weights as they will be before there
+    is a batch), beside ``CompileModel``, whose compiler would be timed, and where deterministic
+    algorithms are asked for, because a measurement is not repeatable.
+
+    Everything is put back when the run ends or fails. Checkpoints hold everything in the order in
+    which it was found. The measured decision is saved, and a resumed run keeps it.
+
+    Nothing is logged; :meth:`report` says what was decided and why.
+
+    Args:
+        policy: ``"auto"`` measures; ``"layers"`` takes channels_last if at least half of the layers
+            that multiply are convolutions over two or three dimensions; ``"always"`` takes it.
+
+    Raises:
+        ValueError: In ``__init__`` for another policy; in ``setup`` for ``"always"`` under FSDP,
+            ``ModelParallelStrategy`` and DeepSpeed, whose shards have an order of their own. The
+            other policies leave such models alone.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> trainer = L.Trainer(callbacks=[lo.ChannelsLast()], logger=False)
+    """
+
+    def __init__(self, policy: Policy = "auto") -> None:
+        if policy not in get_args(Policy):
+            raise ValueError(f"policy must be one of {get_args(Policy)}, got {policy!r}.")
+        self.policy = policy
+        self._layout: Convolutions | None = None
+        self._patches: list[_Method] = []
+        self._hooks: list[RemovableHandle] = []
+        self._pending = False
+        self._decision: dict[str, Any] = {}
+        self._measured: dict[str, Any] = {}
+
+    # --- deciding ---------------------------------------------------------------------------------
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Decide, or see to it that it is decided, before the strategy wraps the model."""
+        sharded = isinstance(
+            trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
+        )
+        if sharded and self.policy == "always":
+            raise ValueError(
+                f"ChannelsLast('always') does not work with {type(trainer.strategy).__name__}: its "
+                "shards have a memory order of their own. Use DDP, or leave the callback out."
+            )
+        self._undo(trainer)
+        self._decision, self._measured = {}, {}
+        if sharded:
+            self._decide(False, f"{type(trainer.strategy).__name__} lays out the weights itself")
+        elif is_overridden("configure_model", pl_module):
+            # The layers may only come there, and right after it the strategy wraps them.
+            self._patches.append(_Configured(pl_module, self))
+        else:
+            self.on_model_complete(trainer, pl_module)
+
+    def on_model_complete(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Decide by the layers, or leave it to a measurement. Called when all layers are there."""
+        self._layout = layout = Convolutions(pl_module)
+        if layout.count == 0:
+            self._decide(False, "no convolutions over two or three dimensions")
+            return
+        owner: Any = pl_module
+        if trainer.datamodule is not None and is_overridden(  # type: ignore[attr-defined]
+            "on_after_batch_transfer",
+            trainer.datamodule,  # type: ignore[attr-defined]
+        ):
+            owner = trainer.datamodule  # type: ignore[attr-defined]
+        self._patches.append(_Converting(owner, layout))
+        if self.policy == "always":
+            self._decide(True, "policy 'always'")
+            return
+        obstacle = None if self.policy == "layers" else _obstacle_to_measuring(trainer)
+        if self.policy == "layers" or obstacle is not None:
+            reason = f"{layout.count} convolutions, {layout.others} other layers that multiply"
+            self._decide(layout.dominate, f"{reason} ({obstacle})" if obstacle else reason)
+            return
+        self._pending = True
+
+    def _decide(self, channels_last: bool, reason: str, **figures: float) -> None:
+        self._pending = False
+        name = "channels_last" if channels_last else "contiguous"
+        self._decision = {"memory format": name, "because": reason, **figures}
+        log.info("ChannelsLast: %s, because of %s.", name, reason)
+        if channels_last and self._layout is not None:
+            self._layout.convert()
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take hold of what optimizers save and load."""
+        layout = self._layout
+        if layout is None or not (layout.converted or self._pending):
+            return
+        for optimizer in trainer.optimizers:
+            self._hooks += [
+                optimizer.register_state_dict_post_hook(layout.disguise),
+                optimizer.register_load_state_dict_post_hook(layout.align_state),
+            ]
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Keep to what a resumed run has measured on such a device."""
+        if self._pending and self._measured.get("device") == pl_module.device.type:
+            self._decide(self._measured["channels_last"], "the measurement of the resumed run")
+            self._settle(trainer)
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Measure on the first batch, if that was left open."""
+        if self._pending:
+            self._measure(trainer, pl_module, batch, batch_idx)
+            self._settle(trainer)
+
+    def _measure(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        layout = self._layout
+        assert layout is not None
+        seconds: dict[bool, list[float]] = {False: [], True: []}
+        failed = False
+        try:
+            for number in range(ROUNDS + 1):
+                for channels_last, times in seconds.items():
+                    images = batch
+                    if channels_last:
+                        layout.convert()
+                        images = layout.convert_images(batch)
+                    try:
+                        time = TrialStep(trainer, pl_module, images, batch_idx).run()
+                    finally:
+                        layout.restore()
+                    if number:  # the first one prepares kernels
+                        times.append(time)
+        except CAUGHT as error:
+            if not is_out_of_memory(error):
+                raise
+            failed = True
+        if failed:
+            let_go(pl_module.device)
+            self._decide(layout.dominate, "the layers, since memory ran out while measuring")
+            return
+        contiguous, last = (statistics.median(times) for times in seconds.values())
+        faster = last < GAIN * contiguous
+        self._measured = {"channels_last": faster, "device": pl_module.device.type}
+        self._decide(
+            faster,
+            "a measurement on the first batch",
+            **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
+        )
+
+    def _settle(self, trainer: pl.Trainer) -> None:
+        """Have optimizer state follow weights that were converted after it had been loaded."""
+        layout = self._layout
+        if layout is not None and layout.converted:
+            for optimizer in trainer.optimizers:
+                layout.align_state(optimizer)
+
+    # --- saving, reporting, undoing ---------------------------------------------------------------
+
+    def on_save_checkpoint(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
+    ) -> None:
+        """Save weights in the order in which they were found."""
+        if self._layout is not None:
+            self._layout.disguise_weights(pl_module, checkpoint["state_dict"])
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return what was measured, on which kind of device."""
+        return dict(self._measured)
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Take over what was measured."""
+        self._measured = dict(state_dict)
+
+    def report(self) -> Report:
+        """Return what was decided, and why; milliseconds are of forward and backward pass."""
+        return Report("ChannelsLast", [self._decision] if self._decision else [])
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Put everything back; Lightning calls no ``teardown`` after an exception."""
+        self._undo(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put everything back."""
+        self._undo(trainer)
+
+    def _undo(self, trainer: pl.Trainer) -> None:
+        for hook in self._hooks:
+            hook.remove()
+        for patch in reversed(self._patches):
+            patch.undo()
+        if self._layout is not None:
+            self._layout.restore(trainer.optimizers)
+        self._layout, self._hooks, self._patches, self._pending = None, [], [], False
+
+
+def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
+    """Return why a measurement is not possible, or would not say what matters."""
+    if trainer.state.fn != "fit":
+        return "no training to measure"
+    if trainer.world_size > 1:
+        return "several processes"
+    if torch.are_deterministic_algorithms_enabled():
+        return "deterministic algorithms, and a measurement is not"
+    names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
+    compiled = any(
+        module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
+        for module in trainer.lightning_module.modules()
+    )
+    return "a model that is compiled" if compiled or "CompileModel" in names else None
+
+
+class _Method:
+    """Stands before a method of one object, until :meth:`undo`.
+
+    A class and not a closure, so that a model can be copied and pickled in the middle of a run.
+    Lightning looks into ``__wrapped__`` to see whether the method is the user's own.
+    """
+
+    name: str
+
+    def __init__(self, owner: Any) -> None:
+        self.owner = owner
+        self.before = vars(owner).get(self.name)
+        vars(owner)[self.name] = self
+
+    @property
+    def __wrapped__(self) -> Any:
+        if self.before is not None:
+            return self.before
+        return MethodType(getattr(type(self.owner), self.name), self.owner)
+
+    def undo(self) -> None:
+        del vars(self.owner)[self.name]
+        if self.before is not None:
+            vars(self.owner)[self.name] = self.before
+
+
+class _Converting(_Method):
+    """``on_after_batch_transfer`` with images in channels_last."""
+
+    name = "on_after_batch_transfer"
+
+    def __init__(self, owner: Any, layout: Convolutions) -> None:
+        super().__init__(owner)
+        self.layout = layout
+
+    def __call__(self, batch: Any, dataloader_idx: int) -> Any:
+        batch = self.__wrapped__(batch, dataloader_idx)
+        return self.layout.convert_images(batch) if self.layout.converted else batch
+
+
+class _Configured(_Method):
+    """``configure_model`` with a look at the model afterwards."""
+
+    name = "configure_model"
+
+    def __init__(self, owner: Any, callback: ChannelsLast) -> None:
+        super().__init__(owner)
+        self.callback = callback
+
+    def __call__(self) -> None:
+        self.__wrapped__()
+        self.callback.on_model_complete(self.owner.trainer, self.owner)

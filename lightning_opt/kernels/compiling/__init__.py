@@ -1,0 +1,1 @@
+"""torch.compile for the model or its repeated blocks."""

@@ -1,0 +1,344 @@
+"""A part of a model that is compiled, and goes down the ladder of modes when that fails.
+
+A region is one module, or several of one structure that share one piece of compiled code. What is
+compiled is ``forward`` below the modules' hooks: hooks of strategies (FSDP2 gathers parameters in
+them) and of other callbacks run as they are, and a checkpointed ``forward`` lies inside.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from types import FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from lightning_opt.core.compiling import CLOCK
+from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.core.replacing import take_off
+from lightning_opt.core.undo import Before
+from lightning_opt.kernels.compiling.errors import (
+    fails_in_every_mode,
+    is_compilers,
+    lacks_tools,
+    reason,
+)
+
+EAGER = "eager"
+MOST_KEYS = 1000
+"""Shapes that are remembered as having run."""
+
+_numbers = itertools.count()
+
+
+@dataclass
+class Shared:
+    """What the regions of a run have in common.
+
+    Attributes:
+        backend: Of ``torch.compile``; so are ``fullgraph`` and ``dynamic``.
+        device: Where the model runs.
+        tell: Called with a region, the mode that failed, the error and in which pass it was.
+        paused: While it is set, modules run as they are.
+        steps: Counted up with each training step, to know which regions took part in one.
+    """
+
+    backend: str | Callable[..., Any]
+    fullgraph: bool
+    dynamic: bool | None
+    device: torch.device
+    tell: Callable[[Region, str, BaseException, str], None]
+    paused: bool = False
+    steps: int = 0
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Run the modules as they are."""
+        before, self.paused = self.paused, True
+        try:
+            yield
+        finally:
+            self.paused = before
+
+
+@dataclass
+class Counts:
+    """What compiling a region took.
+
+    Attributes:
+        seconds: Of compilation.
+        graphs: Graphs that were compiled, backward graphs not counted.
+        breaks: Places at which a graph ended, and Python went on.
+        recompilations: Calls that compiled again what had been compiled in the same mode.
+        reasons: What torch said to the last graph breaks and recompilations.
+    """
+
+    seconds: float = 0.0
+    graphs: int = 0
+    breaks: int = 0
+    recompilations: int = 0
+    reasons: dict[str, str] = field(default_factory=dict)
+
+
+class Region:
+    """Modules of one structure, compiled as one.
+
+    Args:
+        name: Of the first of them in the model.
+        modules: They.
+        ladder: Modes of ``torch.compile`` in the order in which they are tried.
+        shared: What regions have in common.
+    """
+
+    def __init__(
+        self, name: str, modules: Sequence[nn.Module], ladder: Sequence[str], shared: Shared
+    ) -> None:
+        self.name, self.shared = name, shared
+        self.kind = type(modules[0]).__name__
+        self.modes = (*ladder, EAGER)
+        self.rung = 0
+        self.counts = Counts()
+        self.reason = ""
+        self.last_step = -1
+        self.compiled: Callable[..., Any] | None = None
+        self.takes_module = True
+        self.forwards = [CompiledForward(module, self) for module in modules]
+
+    @property
+    def mode(self) -> str:
+        """The mode in use."""
+        return self.modes[self.rung]
+
+    def go_to(self, rung: int) -> None:
+        """Use another mode from the next call on."""
+        self.rung = min(rung, len(self.modes) - 1)
+        self.compiled = None
+        for forward in self.forwards:
+            forward.forget()
+        if self.mode == EAGER:
+            return
+        self.takes_module = self._is_plain()
+        self.compiled = torch.compile(
+            self._function(),
+            mode=self.mode if self.shared.backend == "inductor" else None,
+            backend=self.shared.backend,
+            fullgraph=self.shared.fullgraph,
+            dynamic=self.shared.dynamic,
+        )
+
+    def _is_plain(self) -> bool:
+        """Return whether the class's own ``forward`` is what runs, and is a function."""
+        return isinstance(type(self.forwards[0].module).forward, FunctionType) and all(
+            forward.shadowed is None for forward in self.forwards
+        )
+
+    def _function(self) -> Callable[..., Any]:
+        """Return ``forward`` as a function with a code object of its own.
+
+        Torch keeps compiled code, and the sizes that it has seen, by code object and its name. So
+        nothing is shared with other regions, and all of it goes with the region. Functions of torch
+        itself are called by one of ours: torch would put one of its own around them, and all
+        regions of a process would have to share the few compilations that it allows for that.
+        """
+        function: Any = type(self.forwards[0].module).forward if self.takes_module else _run
+        if function.__module__.startswith("torch."):
+            function = _forward
+        own = FunctionType(
+            function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
+            function.__globals__,
+            function.__name__,
+            function.__defaults__,
+            function.__closure__,
+        )
+        own.__kwdefaults__ = function.__kwdefaults__
+        return own
+
+    def step_down(self, error: BaseException, where: str) -> None:
+        """Use the next mode that has a chance, and tell why."""
+        failed, self.reason = self.mode, reason(error)
+        self.go_to(len(self.modes) if fails_in_every_mode(error) else self.rung + 1)
+        self.shared.tell(self, failed, error, where)
+
+    def put_on(self, stack: ExitStack) -> None:
+        """Have the modules run compiled until ``stack`` is closed."""
+        for forward in self.forwards:
+            stack.callback(take_off, forward)
+            forward.module.forward = forward
+
+
+class CompiledForward:
+    """Stands in for a module's ``forward``: compiled, or as it was where that does not work.
+
+    A call that fails is taken back (random numbers, buffers and attributes are as before it) and
+    done again uncompiled. If that raises as well, the error was not the compiler's.
+
+    Args:
+        module: The module.
+        region: What it belongs to.
+    """
+
+    def __init__(self, module: nn.Module, region: Region) -> None:
+        self.module, self.region = module, region
+        self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
+        self.forget()
+
+    def forget(self) -> None:
+        """Take nothing as known any more."""
+        self._known: set[Any] = set()
+        self._modes: set[Any] = set()
+        self._before: Before | None = None
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module."""
+        if torch.compiler.is_compiling():  # as a part of a compiled region around it
+            return _run(self, *args, **kwargs)
+        compiled, shared = self.region.compiled, self.region.shared
+        if compiled is None or shared.paused:
+            return _run(self, *args, **kwargs)
+        return self._attempt(compiled, args, kwargs)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _attempt(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        region = self.region
+        region.last_step = region.shared.steps
+        mode = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
+        key = (mode, _shapes(args), _shapes(kwargs))
+        # Shapes that have run before compile nothing, or fail before anything has run: unless the
+        # graph is broken, when a later part of it may be compiled after an earlier one has run.
+        known = key in self._known and not region.counts.breaks
+        before = None if known else self._remember()
+        versions = [] if known else _versions((args, kwargs))
+        compilations, seconds, counters = CLOCK.compilations, CLOCK.seconds, _counters()
+        try:
+            output = compiled(self.module if region.takes_module else self, *args, **kwargs)
+        except Exception as error:  # noqa: BLE001 - what it is, the second run will show
+            problem = error
+        else:
+            if before is not None:
+                before.learn()
+                before.forget()
+                if len(self._known) >= MOST_KEYS:
+                    self._known.clear()
+                self._known.add(key)
+            if CLOCK.compilations != compilations:
+                self._count(mode, seconds, counters)
+            return output
+        region.counts.seconds += CLOCK.seconds - seconds
+        try:
+            return self._recover(problem, before, versions, args, kwargs)
+        finally:
+            del problem  # its traceback holds this frame, and with it the activations
+
+    def _recover(
+        self,
+        problem: Exception,
+        before: Before | None,
+        versions: Sequence[tuple[Tensor, int]],
+        args: Any,
+        kwargs: Any,
+    ) -> Any:
+        """Do the call again uncompiled; outside of ``except``, so that an error is the model's."""
+        if is_out_of_memory(problem):
+            raise problem
+        if before is not None:
+            before.restore()
+            before.forget()
+            if any(tensor._version != version for tensor, version in versions):
+                raise problem  # its input was written to, and is lost
+        elif not is_compilers(problem) and not isinstance(problem, (RuntimeError, AssertionError)):
+            raise problem  # compiled code raises nothing else: the model's Python has
+        with self.region.shared.pause():
+            output = _run(self, *args, **kwargs)
+        if before is None and not is_compilers(problem):
+            raise problem  # compiled code failed half-way, and there is no copy to go back to
+        self.region.step_down(problem, "forward")
+        return output
+
+    def _remember(self) -> Before:
+        if self._before is None:
+            self._before = Before(self.module, self.region.shared.device)
+        self._before.take()
+        return self._before
+
+    def _count(self, mode: Any, seconds: float, counters: tuple[int, int]) -> None:
+        counts = self.region.counts
+        counts.seconds += CLOCK.seconds - seconds
+        graphs, breaks = _counters()
+        counts.graphs += max(0, graphs - counters[0])  # torch._dynamo.reset() clears them
+        counts.breaks += max(0, breaks - counters[1])
+        if breaks > counters[1]:
+            counts.reasons["graph break"] = _last_break()
+        if mode in self._modes:
+            counts.recompilations += 1
+            counts.reasons["recompilation"] = _last_recompilation()
+        self._modes.add(mode)
+
+
+def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what ``forward`` stands in for."""
+    if forward.shadowed is not None:
+        return forward.shadowed(*args, **kwargs)
+    return _forward(forward.module, *args, **kwargs)
+
+
+def _forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
+    """Run what the class of ``module`` has as ``forward``."""
+    kind: Any = type(module)
+    return kind.forward(module, *args, **kwargs)
+
+
+def give_up(regions: Sequence[Region], error: BaseException) -> None:
+    """Leave all regions uncompiled if ``error`` says that the machine cannot compile at all."""
+    if lacks_tools(error):
+        for region in regions:
+            if region.mode != EAGER:
+                region.reason = reason(error)
+                region.go_to(len(region.modes))
+
+
+def _shapes(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.shape, value.dtype
+    if isinstance(value, (list, tuple)):
+        return tuple([_shapes(item) for item in value])
+    if isinstance(value, dict):
+        return tuple([(name, _shapes(item)) for name, item in value.items()])
+    if isinstance(value, (bool, int, str)):
+        return value
+    return type(value)
+
+
+def _versions(tree: Any) -> list[tuple[Tensor, int]]:
+    return [
+        (leaf, leaf._version)
+        for leaf in tree_leaves(tree)
+        if isinstance(leaf, Tensor) and not leaf.is_inference()
+    ]
+
+
+def _counters() -> tuple[int, int]:
+    """Return torch's counts of graphs and of graph breaks in this process."""
+    from torch._dynamo.utils import counters
+
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+def _last_break() -> str:
+    from torch._dynamo.utils import counters
+
+    return " ".join(next(reversed(counters["graph_break"]), "").split())[:200]
+
+
+def _last_recompilation() -> str:
+    try:
+        from torch._dynamo.utils import get_compilation_metrics
+
+        reasons = [getattr(m, "recompile_reason", None) for m in get_compilation_metrics()]
+    except (ImportError, AttributeError):  # no public place tells; it is only an explanation
+        return ""
+    return " ".join(next((r for r in reversed(reasons) if r), "").split())[:200]

@@ -1,0 +1,1 @@
+"""Settings of the process for the run, put back afterwards."""

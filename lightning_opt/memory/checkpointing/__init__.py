@@ -1,0 +1,1 @@
+"""Activation checkpointing by policy, or by a plan for a memory budget."""

@@ -1,0 +1,378 @@
+"""Activation checkpointing for any Lightning Trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_info
+from torch import nn
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.blocks import Block, find_blocks
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.report import Report
+from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
+from lightning_opt.memory.checkpointing.methods.packing import Packing, refuse_packing
+from lightning_opt.memory.checkpointing.methods.policies import (
+    AppliedPlan,
+    Plan,
+    count_recomputed,
+    every_layer,
+    every_nth,
+    segments,
+    select_modules,
+    selective,
+    square_root,
+)
+from lightning_opt.memory.checkpointing.methods.selective import KeepDear
+from lightning_opt.memory.checkpointing.planning.batch_planning import (
+    Budget,
+    Planning,
+    batch_size,
+    plan_for_batch,
+)
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from matplotlib.figure import Figure
+
+POLICIES = ("auto", "none", "every_layer", "sqrt", "block", "every_nth", "selective", "custom")
+
+
+class ActivationCheckpointing(Callback):
+    """Keeps fewer activations for the backward pass, and computes the others a second time.
+
+    The model's code stays as it is. Its repeated blocks are found by structure and shapes;
+    ``forward`` of those that the policy names is replaced when the fit starts and put back when it
+    ends, also by an exception. Gradients are bit-identical to those without it: random numbers,
+    autocast and the buffers that a block writes are put back for the second run, so that dropout
+    draws the same and BatchNorm counts a batch once. Names in ``state_dict`` and
+    ``named_parameters``, classes, hooks and attributes do not change. Validation does not notice.
+
+    ================= ==========================================================================
+    ``"auto"``        the fastest mixture of all below that stays within the budget: measured on the
+                      first batch, planned, applied, and verified by measuring again
+    ``"none"``        nothing is recomputed
+    ``"every_layer"`` each block by itself
+    ``"sqrt"``        segments of about the square root of the number of blocks
+    ``"block"``       segments of ``interval`` consecutive blocks, of which one input is kept
+    ``"every_nth"``   one block in ``interval``, by itself; the others keep everything
+    ``"selective"``   each block, but for the outputs of its dear operators, which are kept
+    ``"custom"``      exactly ``modules``, each by itself
+    ================= ==========================================================================
+
+    Blocks are joined into a segment while the model runs, where one's output is the next one's
+    input. Where it is not, and under torch.compile or FSDP, they are recomputed by themselves.
+
+    Under ``"auto"`` the training step runs twenty to forty times on the first batch before the
+    first optimizer step. Random numbers, gradients, buffers, metrics and attributes of plain
+    types are put back, nothing is logged, and no optimizer steps. When a larger batch comes that
+    would miss the budget, it is planned anew.
+
+    Logged once; what is timed or a peak by ``"auto"`` alone, the last three with ``offload`` or
+    ``compress_saved``:
+
+    ===================================== ======================================================
+    ``checkpointing/blocks``              blocks that were found
+    ``checkpointing/recomputed``          blocks that are recomputed, in part or whole
+    ``checkpointing/unchecked_peak_mb``   peak of the step's activations without recomputation
+    ``checkpointing/predicted_peak_mb``   the plan's, as predicted
+    ``checkpointing/peak_mb``             the plan's, as measured
+    ``checkpointing/unchecked_step_ms``   forward and backward pass without recomputation
+    ``checkpointing/step_ms``             the same under the plan
+    ``checkpointing/packed_mb``           saved tensors that were packed in the first step
+    ``checkpointing/packed_to_mb``        what the same take on the device then
+    ``checkpointing/gradient_error``      what rounding changes the first batch's gradients by: the
+                                          norm of the difference, as a share of theirs
+    ===================================== ======================================================
+
+    A megabyte is 2**20 bytes. On CUDA peaks are those of torch's allocator; elsewhere the memory of
+    all tensors is counted, without what kernels need inside.
+
+    Args:
+        policy: One of the names above.
+        interval: For ``"block"`` and ``"every_nth"``: how many blocks, at least 1.
+        modules: What counts as a block instead of what is found: qualified names, shell patterns
+            (``"encoder.layers.*"``), classes or their names.
+        min_flops: For ``"selective"``: operations from which an operator is dear, or below 1 the
+            share of its block's; ``None`` for every matrix product, convolution and attention.
+        budget_mb: For ``"auto"``: megabytes for parameters, buffers, gradients, optimizer states
+            and activations together.
+        budget: For ``"auto"``: share of the activations' peak without recomputation, above 0. With
+            neither, the budget is nine tenths of what the device has free.
+        strict: Whether a budget that cannot be met is an error; else the plan with the smallest
+            peak is used, with a warning.
+        offload: Keep what is saved for the backward pass, of blocks that are recomputed and of the
+            rest, in pinned memory of the host. On CUDA only; elsewhere training goes on without it,
+            and says so. Not for ``"auto"``, which measures the device, and not under FSDP.
+        compress_saved: ``"bf16"`` rounds saved float32 tensors to half their bytes. Gradients are
+            then no longer exact: how far they are off is measured on the first batch, by two
+            further steps, and logged. Parameters, buffers, the batch and small tensors stay as they
+            are, and so does what ``"selective"`` keeps. Not for ``"auto"`` and not under FSDP.
+
+    Raises:
+        ValueError: In ``__init__`` for an unknown policy or a setting that it has no use for; in
+            ``setup`` under DeepSpeed and beside Lightning's own checkpointing for FSDP; in
+            ``on_fit_start`` if there is no such module, if no blocks are found, if parts of the
+            model are checkpointed already, or compiled under ``"auto"`` and ``"selective"``, with
+            ``offload`` and ``compress_saved``.
+        BudgetError: Before the first step, if the budget cannot be met. It is a ``ValueError``.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> callback = lo.ActivationCheckpointing("auto", budget_mb=4096)
+        >>> trainer = L.Trainer(callbacks=[callback], logger=False)
+
+    References:
+        Chen, Xu, Zhang and Guestrin (2016). *Training Deep Nets with Sublinear Memory Cost*.
+    """
+
+    def __init__(
+        self,
+        policy: str = "auto",
+        interval: int | None = None,
+        modules: Sequence[str | type[nn.Module]] | None = None,
+        min_flops: float | None = None,
+        budget_mb: float | None = None,
+        budget: float | None = None,
+        strict: bool = True,
+        offload: bool = False,
+        compress_saved: str | None = None,
+    ) -> None:
+        if policy not in POLICIES:
+            raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}.")
+        _refuse_unused(policy, ("block", "every_nth"), interval=interval)
+        _refuse_unused(policy, ("selective",), min_flops=min_flops)
+        _refuse_unused(policy, ("auto",), budget_mb=budget_mb, budget=budget)
+        if policy in ("block", "every_nth"):
+            interval = at_least("interval", 3 if interval is None else interval, 1)
+        if min_flops is not None:
+            positive("min_flops", min_flops)
+        if policy == "custom" and not modules:
+            raise ValueError("policy='custom' needs modules=[...]: names, patterns or classes.")
+        self.packing = Packing(offload, compress_saved)
+        if policy == "auto" and self.packing.wanted:
+            raise ValueError(
+                f"{self.packing.wanted} changes what the plan of policy='auto' would be made from. "
+                "Use it with another policy, such as 'every_layer' or 'none'."
+            )
+        self.policy, self.interval, self.min_flops = policy, interval, min_flops
+        self.modules = None if modules is None else list(modules)
+        self.budget = Budget(budget_mb, budget, strict)
+        self.blocks: list[Block] = []
+        self.plan: Plan = []
+        self.planning: Planning | None = None
+        self._applied: AppliedPlan | None = None
+        self._planned_size = math.inf
+        self._is_logged = False
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Refuse strategies that have a checkpointing of their own."""
+        if stage != "fit":
+            return
+        if isinstance(trainer.strategy, DeepSpeedStrategy):
+            raise ValueError(
+                "ActivationCheckpointing does not work with the DeepSpeed strategy, which moves "
+                "parameters and activations itself. Use activation_checkpointing in DeepSpeed's "
+                "config, or the strategies 'ddp', 'fsdp' or ModelParallelStrategy."
+            )
+        if isinstance(trainer.strategy, FSDPStrategy) and getattr(
+            trainer.strategy, "_activation_checkpointing_kwargs", None
+        ):
+            raise ValueError(
+                "ActivationCheckpointing and FSDPStrategy(activation_checkpointing_policy=...) "
+                "would recompute twice. Leave one of them out."
+            )
+        if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
+            refuse_packing(self.packing)
+
+    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the blocks and apply the policy: strategies have wrapped the model by now."""
+        self._undo()
+        refuse_checkpointed(pl_module)
+        if self.policy in ("auto", "selective"):
+            refuse_compiled(pl_module, f"ActivationCheckpointing({self.policy!r})")
+        if self.packing.wanted:
+            refuse_compiled(pl_module, self.packing.wanted)
+        self.blocks = self._choose_blocks(pl_module)
+        self._is_logged = False
+        if self.policy == "auto":
+            self.plan, self.planning, self._planned_size = [], None, 0
+        else:
+            self._apply(make_plan(self.policy, self.blocks, self.interval, self.min_flops))
+            self.packing.put_on(pl_module)
+            rank_zero_info(
+                f"ActivationCheckpointing({self.policy!r}): {len(self.blocks)} blocks found, "
+                f"{count_recomputed(self.plan)} of them recomputed. "
+                f"{self.packing.sentence}".rstrip()
+            )
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Under ``"auto"``, plan for the first batch, and for a larger one that may not fit."""
+        if not self._is_logged:
+            self.packing.measure_error(trainer, pl_module, batch, batch_idx)
+        if self.policy != "auto" or not self.blocks:
+            return
+        size = batch_size(batch)
+        if size <= self._planned_size:
+            return
+        self._undo()
+        planning = plan_for_batch(
+            trainer, pl_module, batch, batch_idx, self.blocks, self.budget, self.planning
+        )
+        self._apply(planning.plan)
+        self._planned_size = size
+        if planning is not self.planning:
+            rank_zero_info(planning.summary())
+            log_scalars(trainer, planning.scalars())
+        self.planning = planning
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Log once what was done."""
+        if self._is_logged:
+            return
+        self._is_logged = True
+        counts = {
+            "checkpointing/blocks": float(len(self.blocks)),
+            "checkpointing/recomputed": float(count_recomputed(self.plan)),
+        }
+        log_scalars(trainer, {**counts, **self.packing.scalars()})
+        if self.packing.scalars():
+            rank_zero_info(self.packing.sentence)
+
+    def describe(self) -> Report:
+        """Return one row a block: its class, its parameters, and what is done with it.
+
+        Under ``"auto"``, once planned, also its place in the order of execution, what keeping it
+        holds and what recomputing it costs.
+        """
+        treatment = {block: stretch.treatment for stretch in self.plan for block in stretch.blocks}
+        rows: list[dict[str, Any]] = [
+            {
+                "block": block.name,
+                "class": ", ".join(type(module).__name__ for module in block.modules),
+                "parameters": sum(p.numel() for m in block.modules for p in m.parameters()),
+                "policy": treatment.get(block, "kept"),
+                **(self.planning.details(block) if self.planning is not None else {}),
+            }
+            for block in self.blocks
+        ]
+        notes = [] if self.planning is None else [self.planning.summary()]
+        notes += [self.packing.sentence] if self.packing.sentence else []
+        return Report(f"ActivationCheckpointing({self.policy!r})", rows, notes)
+
+    def plot(self) -> Figure:
+        """Return a figure of what is done with each block; of its bytes and its time, if planned.
+
+        Raises:
+            ImportError: Without matplotlib; the message names the extra.
+        """
+        from lightning_opt.memory.checkpointing.planning.plan_plot import draw_plan
+
+        return draw_plan(self.describe(), self.planning)
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Put the modules' ``forward`` back; Lightning calls no ``teardown`` after an exception."""
+        self._undo()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Put the modules' ``forward`` back."""
+        self._undo()
+
+    def _choose_blocks(self, model: nn.Module) -> list[Block]:
+        if self.modules is not None:
+            return select_modules(model, self.modules)
+        if self.policy == "none":
+            return []
+        blocks = find_blocks(model)
+        if not blocks and self.policy != "auto":
+            raise ValueError(
+                f"ActivationCheckpointing({self.policy!r}) finds no repeated blocks in "
+                f"{type(model).__name__}. Name what to recompute: "
+                "ActivationCheckpointing('custom', modules=['encoder', 'decoder'])."
+            )
+        return blocks
+
+    def _apply(self, plan: Plan) -> None:
+        if self._applied is not None:
+            self._applied.undo()
+        self._applied = AppliedPlan(plan)
+        self.plan = plan
+
+    def _undo(self) -> None:
+        self.packing.take_off()
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
+
+
+def make_plan(
+    policy: str, blocks: Sequence[Block], interval: int | None, min_flops: float | None = None
+) -> Plan:
+    """Return what ``policy``, any but ``"auto"``, recomputes of ``blocks``."""
+    rules: dict[str, Callable[[], Plan]] = {
+        "none": list,
+        "every_layer": lambda: every_layer(blocks),
+        "custom": lambda: every_layer(blocks),
+        "sqrt": lambda: square_root(blocks),
+        "block": lambda: segments(blocks, interval or 1),
+        "every_nth": lambda: every_nth(blocks, interval or 1),
+        "selective": lambda: selective(blocks, KeepDear(min_flops)),
+    }
+    return rules[policy]()
+
+
+def _refuse_unused(policy: str, users: Sequence[str], **settings: Any) -> None:
+    for name, value in settings.items():
+        if value is not None and policy not in users:
+            allowed = " and ".join(repr(user) for user in users)
+            raise ValueError(f"{name}={value!r} is for policy {allowed}, not for {policy!r}.")
+
+
+def refuse_compiled(model: nn.Module, who: str) -> None:
+    """Raise where a part of ``model`` is compiled: inside of a graph no operator is seen.
+
+    Raises:
+        ValueError: For modules under ``torch.compile``.
+    """
+    for name, module in model.named_modules():
+        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+            raise ValueError(
+                f"{who} looks at single operators, and {name or type(model).__name__} is "
+                "compiled. Use policy 'every_layer' or 'custom' with torch.compile, and neither "
+                "offload nor compress_saved."
+            )
+
+
+def refuse_checkpointed(model: nn.Module) -> None:
+    """Raise where a part of ``model`` is checkpointed by someone else.
+
+    Raises:
+        ValueError: For torch's ``CheckpointWrapper``, Transformers' ``gradient_checkpointing`` and
+            a second :class:`ActivationCheckpointing`.
+    """
+    for name, module in model.named_modules():
+        wrapped = type(module).__name__ == "CheckpointWrapper"
+        transformers: Any = getattr(module, "gradient_checkpointing", False)
+        if wrapped or transformers is True or is_checkpointed(module):
+            raise ValueError(
+                f"{name or type(model).__name__} is checkpointed already, and would be recomputed "
+                "twice. Take that away (gradient_checkpointing_disable() in Transformers, "
+                "torch's checkpoint_wrapper, a second ActivationCheckpointing) or this callback."
+            )

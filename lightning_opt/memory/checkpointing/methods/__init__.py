@@ -1,0 +1,1 @@
+"""How a block is recomputed, and what is kept or packed instead."""

@@ -1,0 +1,231 @@
+"""Recomputing several blocks that ran one after the other as one.
+
+``torch.utils.checkpoint.checkpoint`` takes one function. A model that loops over its blocks calls
+them one by one, and what happens between two calls is its own business, so a stretch of them cannot
+be handed to it. A :class:`Segment` is the same non-reentrant idea for a list of calls: saved
+tensors are replaced by placeholders while a block runs, and the first placeholder that the backward
+pass asks for runs all calls of the segment again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
+
+from lightning_opt.memory.checkpointing.methods.packers import held
+from lightning_opt.memory.checkpointing.methods.restored_state import GlobalState
+
+Function = Callable[..., Any]
+
+INPUT_CHANGED = (
+    "An input of a checkpointed block was changed in place after the block had run, so the block "
+    "cannot be recomputed. Use an out-of-place operation there, or leave this block out"
+)
+
+
+class _Placeholder:
+    """Stands in the graph for a saved tensor, and holds it from the recomputation to its use."""
+
+    __slots__ = ("__weakref__", "index", "tensor")
+
+    def __init__(self, index: int) -> None:
+        self.index = index
+        self.tensor: Tensor | None = None
+
+
+class _OutputOf:
+    """Stands among the inputs of a call for an output of an earlier call of the segment."""
+
+    __slots__ = ("call", "leaf")
+
+    def __init__(self, call: int, leaf: int) -> None:
+        self.call = call
+        self.leaf = leaf
+
+
+class _Input:
+    """A tensor from outside, held without its graph, for the graph leads back to the segment."""
+
+    __slots__ = ("packed", "requires_grad")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.packed = held(tensor, INPUT_CHANGED)
+        self.requires_grad = tensor.requires_grad
+
+    def get(self) -> Tensor:
+        return self.packed.get().detach().requires_grad_(self.requires_grad)
+
+
+class _Output:
+    """Recognises an output of a call among the inputs of a later one."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: Tensor) -> None:
+        self.tensor = ref(tensor)
+        self.version = tensor._version
+
+    def is_still(self, value: Any) -> bool:
+        """Return whether ``value`` is this very tensor, not written since."""
+        return (
+            isinstance(value, Tensor)
+            and value is self.tensor()
+            and (value._version == self.version)
+        )
+
+
+class _EnoughError(Exception):
+    """Ends a recomputation as soon as every saved tensor is there again."""
+
+
+class _Call:
+    def __init__(
+        self, function: Function, leaves: list[Any], spec: TreeSpec, state: GlobalState
+    ) -> None:
+        self.function, self.leaves, self.spec, self.state = function, leaves, spec, state
+
+    def repeat(self, outputs: list[list[Any]]) -> Any:
+        leaves = [
+            leaf.get()
+            if isinstance(leaf, _Input)
+            else outputs[leaf.call][leaf.leaf]
+            if isinstance(leaf, _OutputOf)
+            else leaf
+            for leaf in self.leaves
+        ]
+        args, kwargs = tree_unflatten(leaves, self.spec)
+        with self.state.restored():
+            return self.function(*args, **kwargs)
+
+
+class Segment:
+    """The calls of one forward pass that are recomputed together.
+
+    Of the inputs, those that are outputs of an earlier call of the segment are not kept.
+    """
+
+    def __init__(self) -> None:
+        self._calls: list[_Call] = []
+        self._outputs: list[list[_Output | None]] = []
+        self._saved: list[ref[_Placeholder]] = []
+        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._refilled = 0
+
+    def __len__(self) -> int:
+        return len(self._calls)
+
+    def continues(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Return whether an input is an output of the latest call, unchanged."""
+        return any(
+            output is not None and output.is_still(leaf)
+            for leaf in tree_flatten((args, kwargs))[0]
+            for output in self._outputs[-1]
+        )
+
+    def run(
+        self,
+        function: Function,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        repeat: Function | None = None,
+    ) -> Any:
+        """Call ``function``, and ``repeat`` in its place when it is recomputed."""
+        leaves, spec = tree_flatten((args, kwargs))
+        kept = [self._keep(leaf) for leaf in leaves]
+        state = GlobalState(leaf for leaf in leaves if isinstance(leaf, Tensor))
+        self._calls.append(_Call(repeat or function, kept, spec, state))
+        with saved_tensors_hooks(self._pack, self._unpack):
+            output = function(*args, **kwargs)
+        self._outputs.append(
+            [
+                _Output(leaf) if isinstance(leaf, Tensor) else None
+                for leaf in tree_flatten(output)[0]
+            ]
+        )
+        return output
+
+    def _keep(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        for call, outputs in enumerate(self._outputs):
+            for place, output in enumerate(outputs):
+                if output is not None and output.is_still(leaf):
+                    return _OutputOf(call, place)
+        return _Input(leaf)
+
+    def _pack(self, tensor: Tensor) -> _Placeholder:
+        placeholder = _Placeholder(len(self._saved))
+        self._saved.append(ref(placeholder))
+        self._shapes.append((tensor.shape, tensor.dtype))
+        return placeholder
+
+    def _unpack(self, placeholder: _Placeholder) -> Tensor:
+        if placeholder.tensor is None:  # never recomputed, or used by an earlier backward pass
+            self._recompute()
+        tensor, placeholder.tensor = placeholder.tensor, None
+        assert tensor is not None
+        return tensor
+
+    def _recompute(self) -> None:
+        self._refilled = 0
+        outputs: list[list[Any]] = []
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(self._refill, _unchanged):
+                for call in self._calls:
+                    outputs.append(tree_flatten(call.repeat(outputs))[0])
+        except _EnoughError:
+            return
+        raise RuntimeError(
+            f"A recomputed segment saved {self._refilled} tensors, {len(self._saved)} the first "
+            "time: its blocks do not compute the same twice. Leave them out."
+        )
+
+    def _refill(self, tensor: Tensor) -> Tensor:
+        tensor = tensor.detach()
+        index = self._refilled
+        self._refilled += 1
+        if (tensor.shape, tensor.dtype) != self._shapes[index]:
+            raise RuntimeError(
+                f"Saved tensor {index} of a recomputed segment is {tensor.dtype} of shape "
+                f"{tuple(tensor.shape)}; the first time it was {self._shapes[index][1]} of "
+                f"{tuple(self._shapes[index][0])}. Its blocks do not compute the same twice."
+            )
+        placeholder = self._saved[index]()
+        if placeholder is not None:  # its node may have been freed in the meantime
+            placeholder.tensor = tensor
+        if self._refilled == len(self._saved):
+            raise _EnoughError
+        return tensor
+
+
+def _unchanged(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+class Chain:
+    """Joins calls that follow one another into segments of at most ``limit`` calls."""
+
+    def __init__(self, limit: int) -> None:
+        self.limit = limit
+        self._open: ref[Segment] | None = None  # weak: the graph alone keeps a segment alive
+
+    def segment_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Segment:
+        """Return the segment that a call with these inputs belongs to."""
+        segment = self._open() if self._open is not None else None
+        if segment is None or len(segment) >= self.limit or not segment.continues(args, kwargs):
+            segment = Segment()
+            self._open = ref(segment)
+        return segment
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
+        copy = memo[id(self)] = Chain(self.limit)
+        return copy
+
+    def __reduce__(self) -> tuple[type[Chain], tuple[int]]:
+        return Chain, (self.limit,)

@@ -1,0 +1,1 @@
+"""Which blocks to recompute so that a step meets a memory budget."""

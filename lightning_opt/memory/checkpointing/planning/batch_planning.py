@@ -1,0 +1,240 @@
+"""Planning for the Trainer's batch: the budget in bytes, the measurement, and what came of it."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+from torch.utils._pytree import tree_flatten
+
+from lightning_opt.core.arguments import positive
+from lightning_opt.core.blocks import Block
+from lightning_opt.core.trial import TrialStep
+from lightning_opt.memory.checkpointing.methods.policies import Plan, count_recomputed
+from lightning_opt.memory.checkpointing.planning.knapsack import Solution
+from lightning_opt.memory.checkpointing.planning.standing_memory import (
+    MIB,
+    free_bytes,
+    present_bytes,
+    standing_bytes,
+)
+from lightning_opt.memory.checkpointing.planning.step_planner import Agreement, Outcome, StepPlanner
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+SHARE_OF_FREE = 0.9
+"""What of the free memory is used without a budget: the rest is for kernels and fragmentation."""
+
+
+class BudgetError(ValueError):
+    """No plan meets the budget.
+
+    Attributes:
+        smallest_mb: The smallest ``budget_mb`` that can be met, as measured.
+        smallest: The smallest ``budget``.
+    """
+
+    def __init__(self, given: str, smallest_mb: float, smallest: float) -> None:
+        super().__init__(
+            f"ActivationCheckpointing cannot meet {given}: with as much recomputed as there are "
+            f"blocks for, a step of this batch takes {smallest_mb:.1f} MB, of which activations "
+            f"are {smallest:.3f} of their peak without recomputation. Raise it to "
+            f"budget_mb={math.ceil(10 * smallest_mb) / 10:.1f} or "
+            f"budget={math.ceil(1000 * smallest) / 1000:.3f}, make the batch smaller, or pass "
+            "strict=False to train with the smallest."
+        )
+        self.smallest_mb, self.smallest = smallest_mb, smallest
+
+
+class Budget:
+    """A bound for the memory of a step.
+
+    Args:
+        budget_mb: Megabytes for all that the training holds; or
+        budget: a share of the activations' peak without recomputation; or
+            neither, for what the device has free.
+        strict: Whether missing it is an error.
+    """
+
+    def __init__(self, budget_mb: float | None, budget: float | None, strict: bool) -> None:
+        if budget_mb is not None and budget is not None:
+            raise ValueError(
+                f"budget_mb={budget_mb!r} and budget={budget!r} are two bounds. Give one of them."
+            )
+        self.budget_mb = None if budget_mb is None else positive("budget_mb", budget_mb)
+        self.share = None if budget is None else positive("budget", budget)
+        self.strict = strict
+
+    def __str__(self) -> str:
+        if self.budget_mb is not None:
+            return f"budget_mb={self.budget_mb:g}"
+        if self.share is not None:
+            return f"budget={self.share:g}"
+        return "the memory that the device has free"
+
+    def activations(self, unchecked_peak: float, standing: int, room: float) -> float:
+        """Return the bytes that it leaves for activations."""
+        if self.budget_mb is not None:
+            return self.budget_mb * MIB - standing
+        if self.share is not None:
+            return self.share * unchecked_peak
+        return room
+
+
+@dataclass
+class Planning:
+    """What was measured and planned for one size of batch.
+
+    Attributes:
+        planner: The measurements.
+        outcome: The plan and its measured peak.
+        budget: Bytes for activations.
+        size: Elements of the batch.
+        seconds: Of a step with everything kept, if that was tried, and under the plan.
+    """
+
+    planner: StepPlanner
+    outcome: Outcome
+    budget: float
+    size: int
+    seconds: tuple[float | None, float]
+
+    @property
+    def plan(self) -> Plan:
+        """What is recomputed."""
+        return self.outcome.plan
+
+    def scalars(self) -> dict[str, float]:
+        """Return what is logged."""
+        before, after = self.seconds
+        return {
+            "checkpointing/unchecked_peak_mb": self.planner.unchecked_peak / MIB,
+            "checkpointing/predicted_peak_mb": self.outcome.solution.peak / MIB,
+            "checkpointing/peak_mb": self.outcome.peak / MIB,
+            **({} if before is None else {"checkpointing/unchecked_step_ms": 1e3 * before}),
+            "checkpointing/step_ms": 1e3 * after,
+        }
+
+    def summary(self) -> str:
+        """Return one sentence on the whole."""
+        values = self.scalars()
+        measured = "" if self.planner.unchecked_measured else " (predicted)"
+        before = values.get("checkpointing/unchecked_step_ms")
+        return (
+            f"ActivationCheckpointing('auto'): {count_recomputed(self.plan)} of "
+            f"{len(self.planner.profile.units)} blocks recomputed. Peak of activations "
+            f"{values['checkpointing/unchecked_peak_mb']:.1f} MB{measured} -> "
+            f"{values['checkpointing/peak_mb']:.1f} MB (predicted "
+            f"{values['checkpointing/predicted_peak_mb']:.1f}, budget {self.budget / MIB:.1f}); "
+            f"step {'not tried' if before is None else f'{before:.1f} ms'} -> "
+            f"{values['checkpointing/step_ms']:.1f} ms."
+        )
+
+    def details(self, block: Block) -> dict[str, float | int]:
+        """Return what is known of one block, for a table."""
+        for order, unit in enumerate(self.planner.profile.units):
+            if unit.block == block:
+                return {
+                    "order": order,
+                    "calls": unit.calls,
+                    "keeping MB": unit.internals / MIB,
+                    "recomputing ms": 1e3 * self.planner.recompute_seconds(order),
+                }
+        return {}
+
+
+def plan_for_batch(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    batch: Any,
+    batch_idx: int,
+    blocks: Sequence[Block],
+    budget: Budget,
+    known: Planning | None,
+) -> Planning:
+    """Return a plan for this batch: the known one if that will do, else a new one.
+
+    With several processes only the first batch is measured, when all of them do it. A larger batch,
+    which may be one rank's alone, is planned for from that measurement; with sharded parameters the
+    plan stays, with a warning.
+
+    Raises:
+        BudgetError: If none meets the budget and that is strict.
+    """
+    size = batch_size(batch)
+    sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
+    if known is not None:
+        # Attention grows with the square of the length, everything else with the length.
+        growth = (size / known.size) ** 2
+        if growth * (known.outcome.peak + known.planner.unseen) <= known.budget:
+            return known
+        if sharded:
+            warnings.warn(
+                "ActivationCheckpointing('auto'): a larger batch has come, and may miss "
+                f"{budget}. With sharded parameters all processes must recompute alike, and the "
+                "others know nothing of this batch, so the plan stays. Have the largest batch "
+                "first, or lower the budget.",
+                stacklevel=2,
+            )
+            return known
+        if trainer.world_size > 1:
+            return _stretched(known, growth)
+    step = TrialStep(trainer, pl_module, batch, batch_idx)
+    standing = standing_bytes(pl_module, trainer.optimizers)
+    pending = standing - present_bytes(pl_module, trainer.optimizers)
+    agreement = _agreement(trainer)
+    room = -agreement.largest(pending - SHARE_OF_FREE * free_bytes(pl_module.device))
+    # A recomputed segment of sharded blocks gathers parameters again, and in an order of its own.
+    planner = StepPlanner(
+        step, blocks, pl_module.device, segments=not sharded, room=room, agreement=agreement
+    )
+    unchecked_peak = planner.unchecked_peak + planner.unseen
+    limit = budget.activations(unchecked_peak, standing, room)
+    outcome = planner.plan(limit)
+    if not outcome.fits:
+        peak = outcome.peak + planner.unseen
+        error = BudgetError(str(budget), (peak + standing) / MIB, peak / unchecked_peak)
+        if budget.strict:
+            raise error
+        warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)
+    before = min(planner.time([]) for _ in range(2)) if planner.unchecked_measured else None
+    after = min(planner.time(outcome.plan) for _ in range(2))
+    return Planning(planner, outcome, limit, size, (before, after))
+
+
+def _agreement(trainer: pl.Trainer) -> Agreement:
+    if trainer.world_size == 1:
+        return Agreement()
+
+    def largest(value: float) -> float:
+        mine = torch.tensor(value, dtype=torch.float64, device=trainer.strategy.root_device)
+        torch.distributed.all_reduce(mine, torch.distributed.ReduceOp.MAX)
+        return float(mine)
+
+    return Agreement(trainer.strategy.broadcast, largest)
+
+
+def _stretched(known: Planning, growth: float) -> Planning:
+    solution: Solution = known.planner.rescaled(growth, known.budget)
+    outcome = Outcome(
+        known.planner.make_plan(solution), solution, known.outcome.peak, known.outcome.fits
+    )
+    return Planning(known.planner, outcome, known.budget, known.size, known.seconds)
+
+
+def batch_size(batch: Any) -> int:
+    """Return the number of elements in the tensors of a batch."""
+    return sum(tensor.numel() for tensor in _tensors(batch))
+
+
+def _tensors(batch: Any) -> Iterator[Tensor]:
+    for leaf in tree_flatten(batch)[0]:
+        if isinstance(leaf, Tensor):
+            yield leaf

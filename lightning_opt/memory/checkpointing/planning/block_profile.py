@@ -1,0 +1,218 @@
+"""What each block holds, what its recomputation costs, and when the step is at its peak.
+
+A unit is a block as the planner sees it: one thing to keep or to recompute. The measurement runs
+with every unit recomputed by itself, which fits where anything does, and tells what keeping would
+add: what a recomputation brings back is what keeping would have held.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor, nn
+
+from lightning_opt.core.blocks import Block
+from lightning_opt.core.trial import wait_for
+from lightning_opt.memory.checkpointing.methods.selective import OperatorProfile
+from lightning_opt.memory.meters import Meter
+
+
+@dataclass
+class Unit:
+    """What is known of a block.
+
+    Attributes:
+        block: The block.
+        internals: Bytes that keeping everything inside of it adds to recomputing it.
+        inputs: Bytes of its inputs, which recomputing it keeps.
+        forward_peak: Peak of the step while it ran, with every unit recomputed.
+        backward_peak: The same from its recomputation to the next one's.
+        calls: How often it ran in the step.
+        follows: Whether an input of it is the output of the unit before.
+        profiles: The operators of its modules.
+    """
+
+    block: Block
+    internals: int = 0
+    inputs: int = 0
+    forward_peak: int = 0
+    backward_peak: int = 0
+    calls: int = 0
+    follows: bool = False
+    profiles: tuple[OperatorProfile, ...] = ()
+
+    @property
+    def flops(self) -> int:
+        """Operations of running it once, as a segment does with all but its last."""
+        return sum(op.flops for profile in self.profiles for op in profile.operators)
+
+    @property
+    def recomputed_flops(self) -> int:
+        """Operations of recomputing it by itself."""
+        return sum(profile.recomputed_flops() for profile in self.profiles)
+
+
+@dataclass
+class StepProfile:
+    """A step with every unit recomputed by itself.
+
+    Attributes:
+        units: Those that ran, in the order of their first call.
+        head_peak: Peak between the last unit's forward pass and the first recomputation.
+    """
+
+    units: list[Unit]
+    head_peak: int = 0
+
+    @property
+    def peak(self) -> int:
+        """The peak of the measured step."""
+        peaks = [max(unit.forward_peak, unit.backward_peak) for unit in self.units]
+        return max([self.head_peak, *peaks])
+
+
+class Timeline:
+    """Watches units run and be recomputed, and reads the meter at each turn.
+
+    Args:
+        blocks: The units.
+        meter: Bytes above the start of the step.
+    """
+
+    def __init__(self, blocks: Iterable[Block], meter: Meter) -> None:
+        self._meter = meter
+        self._unit_of = {m: unit for b in blocks for unit in [Unit(b)] for m in b.modules}
+        self._order: list[Unit] = []
+        self._current: Unit | None = None  # whose backward pass it is
+        self._head_peak = 0
+        self._seen: set[int] = set()
+        self._outputs: list[ref[Tensor]] = []
+
+    @contextmanager
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Count a first run."""
+        unit = self._unit_of[module]
+        if self._current is not None:  # a second forward pass, as of a discriminator
+            self._close()
+            self._current = None
+        if module is unit.block.modules[0]:
+            unit.inputs += self._new_bytes(inputs)
+            unit.follows = any(output() is tensor for output in self._outputs for tensor in inputs)
+        # What the model does on its own before the unit counts as the unit's.
+        yield
+        unit.forward_peak = max(unit.forward_peak, self._meter.mark())
+        if module is unit.block.modules[0]:
+            unit.calls += 1
+        if unit not in self._order:
+            self._order.append(unit)
+
+    def returned(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Remember the outputs, to recognise them among the inputs of the next."""
+        self._outputs = [ref(tensor) for tensor in outputs]
+
+    @contextmanager
+    def recompute(self, module: nn.Module) -> Iterator[None]:
+        """Count a recomputation: what is there after it and was not before."""
+        unit = self._unit_of[module]
+        if unit is not self._current or module is unit.block.modules[0]:
+            self._close()
+        self._current = unit
+        before = self._meter.live()
+        try:
+            yield
+        finally:
+            unit.internals += self._meter.live() - before
+
+    def _new_bytes(self, inputs: Sequence[Tensor]) -> int:
+        """Return the size of what is no parameter and was no unit's input before."""
+        total = 0
+        for tensor in inputs:
+            storage = tensor.untyped_storage()
+            if not isinstance(tensor, nn.Parameter) and id(storage) not in self._seen:
+                self._seen.add(id(storage))
+                total += storage.nbytes()
+        return total
+
+    def _close(self) -> None:
+        """Add the peak since the last turn to the phase that ends."""
+        peak = self._meter.mark()
+        if self._current is not None:
+            self._current.backward_peak = max(self._current.backward_peak, peak)
+        else:
+            self._head_peak = max(self._head_peak, peak)
+
+    def finish(self) -> StepProfile:
+        """Return what was seen. Call it after the backward pass."""
+        self._close()
+        return StepProfile(self._order, self._head_peak)
+
+
+class Stopwatch:
+    """Takes the time of first runs and of recomputations, by block.
+
+    Attributes:
+        forwards: Seconds of first runs.
+        recomputations: Seconds of recomputations.
+    """
+
+    def __init__(self, blocks: Iterable[Block], device: torch.device) -> None:
+        self._block_of = {module: block for block in blocks for module in block.modules}
+        self._device = device
+        self.forwards: dict[Block, float] = dict.fromkeys(self._block_of.values(), 0.0)
+        self.recomputations: dict[Block, float] = dict(self.forwards)
+
+    @contextmanager
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+        """Time a first run."""
+        with self._timed(module, self.forwards):
+            yield
+
+    def returned(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Take no notice."""
+
+    @contextmanager
+    def recompute(self, module: nn.Module) -> Iterator[None]:
+        """Time a recomputation."""
+        with self._timed(module, self.recomputations):
+            yield
+
+    @contextmanager
+    def _timed(self, module: nn.Module, seconds: dict[Block, float]) -> Iterator[None]:
+        wait_for(self._device)
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            wait_for(self._device)
+            seconds[self._block_of[module]] += perf_counter() - start
+
+
+class OperatorWatch:
+    """Records the operators of each module in its latest run."""
+
+    def __init__(self, profiles: Mapping[nn.Module, OperatorProfile]) -> None:
+        self._profiles = profiles
+        self._runs: Counter[nn.Module] = Counter()
+        self._repetitions: Counter[nn.Module] = Counter()
+
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
+        """Record a first run."""
+        self._runs[module] += 1
+        return self._profiles[module].forward()
+
+    def returned(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
+        """Take no notice."""
+
+    def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
+        """Count what a recomputation runs."""
+        self._repetitions[module] += 1
+        profile = self._profiles[module]
+        profile.walked_twice |= self._repetitions[module] > self._runs[module]
+        return profile.recompute()

@@ -1,0 +1,403 @@
+"""From a step that can be tried to a plan that meets a budget: measure, plan, verify."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Protocol
+
+import torch
+
+from lightning_opt.core.blocks import Block
+from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, Probe, probed
+from lightning_opt.memory.checkpointing.methods.policies import (
+    AppliedPlan,
+    Plan,
+    Stretch,
+    every_layer,
+)
+from lightning_opt.memory.checkpointing.methods.selective import OperatorProfile, Place, Selection
+from lightning_opt.memory.checkpointing.planning.block_profile import (
+    OperatorWatch,
+    StepProfile,
+    Stopwatch,
+    Timeline,
+)
+from lightning_opt.memory.checkpointing.planning.knapsack import (
+    Decision,
+    Item,
+    Option,
+    Solution,
+    smallest_peak,
+    solve,
+)
+from lightning_opt.memory.checkpointing.planning.operator_times import (
+    Seconds,
+    alike,
+    mean_by_kind,
+    nested_selections,
+    operator_seconds,
+)
+from lightning_opt.memory.meters import Meter, measuring
+
+ROUNDS = 3
+"""Each way to treat the blocks is timed so often; the fastest of them counts."""
+UNSEEN = 0.02
+"""What kernels need inside of themselves, as a share of the peak, where the meter does not see it:
+convolutions on a CPU took so much."""
+LONGEST = 8
+"""Blocks in a planned segment, at most; or twice the square root of their number."""
+
+
+class Step(Protocol):
+    """A step that can be run again and again, as :class:`~lightning_opt.core.trial.TrialStep`."""
+
+    def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
+        """Run it, under what ``inside`` enters, and return its seconds."""
+        ...
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """How the processes of a run come to the same decisions; by default there is one process.
+
+    Attributes:
+        first: Returns the first process's argument in every process.
+        largest: Returns the largest of the processes' arguments in every process.
+    """
+
+    first: Callable[[Any], Any] = lambda value: value
+    largest: Callable[[float], float] = lambda value: value
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A plan, with what was predicted and measured.
+
+    Attributes:
+        plan: What is recomputed.
+        solution: The planner's decisions behind it.
+        peak: Measured peak of a step's activations, in bytes.
+        fits: Whether that is within the budget.
+    """
+
+    plan: Plan
+    solution: Solution
+    peak: int
+    fits: bool
+
+
+class StepPlanner:
+    """Plans for one step on one batch.
+
+    Args:
+        step: The step.
+        blocks: What may be recomputed.
+        device: Where the step runs.
+        segments: Whether neighbours may be recomputed together.
+        room: Bytes that activations may take at all; what is predicted above is not tried.
+        agreement: Between several processes that each have such a step.
+
+    Attributes:
+        profile: What was measured.
+        unchecked_peak: Peak of the step with everything kept, in bytes.
+        unchecked_measured: Whether it was measured; else it is predicted.
+        unseen: Bytes above every peak here that kernels are allowed for.
+    """
+
+    def __init__(
+        self,
+        step: Step,
+        blocks: Sequence[Block],
+        device: torch.device,
+        segments: bool = True,
+        room: float = math.inf,
+        agreement: Agreement | None = None,
+    ) -> None:
+        self._step, self._device = step, device
+        self._agreement = agreement or Agreement()
+        self._blocks = list(blocks)
+        self._longest = max(LONGEST, round(2 * math.sqrt(len(blocks)))) if segments else 1
+        self.profile = self._profile()
+        # One list a unit: the sets of operators to try keeping, each containing the one before.
+        self._levels: list[list[frozenset[Place]]] = self._agreement.first(self._choose_levels())
+        self.unchecked_peak = round(_peak_of_keeping(self.profile, 1.0))
+        self.unchecked_measured = self._agreement.largest(self.unchecked_peak - room) < 0
+        if self.unchecked_measured:
+            self.unchecked_peak = self.measure_peak([])
+            self._calibrate()
+        self.unseen = 0 if device.type == "cuda" else round(UNSEEN * self.unchecked_peak)
+        self._items = self._time()
+
+    # -- measuring ---------------------------------------------------------------------------
+
+    def _profile(self) -> StepProfile:
+        """Run the step with every block recomputed by itself, for memory and for operators."""
+        profile = self._run_timeline()
+        profiles = {m: OperatorProfile() for unit in profile.units for m in unit.block.modules}
+        self._run([unit.block for unit in profile.units], OperatorWatch(profiles))
+        for unit in profile.units:
+            unit.profiles = tuple(profiles[module] for module in unit.block.modules)
+        for unit, following in zip(profile.units, profile.units[1:], strict=False):
+            if unit.profiles[-1].remakes_output and unit.calls == 1:
+                # The last thing that it saved is its output, which is the next one's input.
+                unit.internals = max(0, unit.internals - following.inputs)
+        return profile
+
+    def _run_timeline(self) -> StepProfile:
+        while True:
+            try:
+                return self._try_timeline()
+            except InputChangedError as error:
+                # Its input is gone when it is needed again: such a block is left alone.
+                self._blocks = [b for b in self._blocks if error.module not in b.modules]
+
+    def _try_timeline(self) -> StepProfile:
+        applied = AppliedPlan(every_layer(self._blocks))
+        found: list[Timeline] = []
+
+        def inside(stack: ExitStack) -> None:
+            found.append(Timeline(self._blocks, stack.enter_context(measuring(self._device))))
+            stack.enter_context(probed(applied.forwards, found[0]))
+
+        try:
+            self._step.run()  # what happens only once, as the learning of buffers, is over then
+            self._step.run(inside)
+            return found[0].finish()
+        finally:
+            applied.undo()
+
+    def _run(self, blocks: Sequence[Block], probe: Probe) -> None:
+        applied = AppliedPlan(every_layer(blocks))
+        try:
+            self._step.run(lambda stack: stack.enter_context(probed(applied.forwards, probe)))
+        finally:
+            applied.undo()
+
+    def measure_peak(self, plan: Plan) -> int:
+        """Return the peak of the step under ``plan``, in bytes above its start."""
+        meters: list[Meter] = []
+        applied = AppliedPlan(plan)
+        try:
+            self._step.run(
+                lambda stack: meters.append(stack.enter_context(measuring(self._device)))
+            )
+        finally:
+            applied.undo()
+        return meters[0].mark()
+
+    def _calibrate(self) -> None:
+        """Scale the internals so that keeping everything gives the peak that was measured."""
+        low, high = 0.0, 2.0
+        for _ in range(20):
+            middle = (low + high) / 2
+            too_much = _peak_of_keeping(self.profile, middle) > self.unchecked_peak
+            low, high = (low, middle) if too_much else (middle, high)
+        for unit in self.profile.units:
+            unit.internals = int(unit.internals * low)
+
+    def _choose_levels(self) -> list[list[frozenset[Place]]]:
+        units = self.profile.units
+        levels: dict[Block, list[frozenset[Place]]] = {}
+        for like in alike(units):
+            shared = nested_selections([unit.profiles[0].again() for unit in like])
+            levels.update((unit.block, shared) for unit in like)
+        return [
+            levels[unit.block]
+            if len(unit.profiles) == 1 and not unit.profiles[0].walked_twice
+            else []
+            for unit in units
+        ]
+
+    def _time(self) -> list[Item]:
+        """Time the ways to treat the units, and return the planner's items.
+
+        Of selections only the largest is timed. Between them they differ by the operators that they
+        keep, whose times are known from one and the same run, and therefore less noisy.
+        """
+        units = self.profile.units
+        blocks = [unit.block for unit in units]
+        plans: dict[str, Plan] = {"recompute": every_layer(blocks)}
+        if any(self._levels):
+            plans["select"] = [
+                Stretch((block,), self._selection(order, -1)) for order, block in enumerate(blocks)
+            ]
+        best: dict[str, dict[Block, float]] = {}
+        kept: dict[Block, float] = {}
+        for _ in range(ROUNDS):
+            if self.unchecked_measured:
+                kept = _smaller(kept, self._stopwatch(every_layer(blocks), keep_all=True))
+            for name, plan in plans.items():
+                best[name] = _smaller(best.get(name, {}), self._stopwatch(plan))
+        if not kept:  # recomputing adds little to the forward pass itself
+            kept = dict.fromkeys(blocks, 0.0)
+        cost = {
+            # Never nothing: a recomputation that seems free is noise.
+            name: mean_by_kind(
+                units, {b: max(0.05 * best[name][b], best[name][b] - kept[b]) for b in blocks}
+            )
+            for name in plans
+        }
+        spent = operator_seconds(units)
+        return [
+            self._item(order, {name: cost[name][block] for name in plans}, spent[block])
+            for order, block in enumerate(blocks)
+        ]
+
+    def _item(self, order: int, cost: dict[str, float], spent: Seconds) -> Item:
+        unit, levels = self.profile.units[order], self._levels[order]
+        again = [op for profile in unit.profiles for op in profile.again()]
+        total = sum(spent[op.place] for op in again) * unit.calls
+        # A recorded operator has taken longer than one that nobody watches.
+        scale = min(1.0, cost["recompute"] / total) * unit.calls if total else 0.0
+        recompute = Option("recompute", 0, cost["recompute"])
+        options = [recompute, Option("keep", unit.internals, 0.0)]
+        saved = [scale * sum(spent[place] for place in places) for places in levels]
+        # What the contexts of a selection cost by themselves.
+        extra = max(0.0, cost["select"] - cost["recompute"] + saved[-1]) if levels else 0.0
+        for level, places in enumerate(levels):
+            held = sum(op.nbytes for op in again if op.place in places) * unit.calls
+            seconds = max(0.05 * cost["recompute"], cost["recompute"] - saved[level] + extra)
+            options.append(Option(str(level), held, seconds))
+        last = unit.profiles[-1]
+        return Item(
+            options=tuple(options),
+            recompute=recompute if unit.calls == 1 else None,
+            follows=unit.follows,
+            inputs=unit.inputs,
+            internals=unit.internals,
+            forward_peak=unit.forward_peak,
+            backward_peak=unit.backward_peak,
+            remainder=scale * sum(spent[op.place] for op in last.operators[len(last.again()) :]),
+        )
+
+    def _stopwatch(self, plan: Plan, keep_all: bool = False) -> dict[Block, float]:
+        """Return for each block the seconds of its runs and recomputations."""
+        applied = AppliedPlan(plan)
+        watch = Stopwatch([block for stretch in plan for block in stretch.blocks], self._device)
+        for forward in applied.forwards:
+            forward.keep_all = keep_all
+        try:
+            self._step.run(lambda stack: stack.enter_context(probed(applied.forwards, watch)))
+        finally:
+            applied.undo()
+        return {
+            block: watch.forwards[block] + again for block, again in watch.recomputations.items()
+        }
+
+    def time(self, plan: Plan) -> float:
+        """Return the seconds of a step under ``plan``."""
+        applied = AppliedPlan(plan)
+        try:
+            return self._step.run()
+        finally:
+            applied.undo()
+
+    # -- planning ----------------------------------------------------------------------------
+
+    def plan(self, budget: float) -> Outcome:
+        """Return the fastest plan within ``budget`` bytes, or the one with the smallest peak.
+
+        Of the budget, ``unseen`` bytes are left to kernels. What is returned has been measured. A
+        plan that misses the budget is made anew once, with the budget lowered by what it missed.
+        """
+        budget -= self.unseen
+        target = budget
+        for _ in range(2):
+            found = solve(self._items, self.profile.head_peak, target, self._longest)
+            solution = self._agreement.first(found)
+            if solution is None:
+                break
+            outcome, excess = self._verify(solution, budget)
+            if outcome.fits:
+                return outcome
+            target -= 1.1 * excess
+        smallest = smallest_peak(self._items, self.profile.head_peak, self._longest)
+        by_itself = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(self._items)]
+        measured = Solution(tuple(by_itself), self.profile.peak, 0.0)
+        outcomes = [
+            self._verify(self._agreement.first(solution), budget)
+            for solution in (smallest, measured)
+        ]
+        return min(outcomes, key=lambda found: found[1])[0]
+
+    def recompute_seconds(self, order: int) -> float:
+        """Return what recomputing the unit with this place in the order costs."""
+        return self._items[order].options[0].seconds
+
+    def recomputed_flops(self, solution: Solution) -> int:
+        """Return the operations that a backward pass takes more under these decisions."""
+        total = 0
+        for decision in solution.decisions:
+            if decision.option.name == "keep":
+                continue
+            kept: frozenset[Place] = frozenset()
+            if decision.option.name != "recompute":
+                kept = self._levels[decision.start][int(decision.option.name)]
+            *joined, last = self.profile.units[decision.start : decision.stop]
+            total += sum(unit.flops for unit in joined)
+            total += last.calls * sum(profile.recomputed_flops(kept) for profile in last.profiles)
+        return total
+
+    def rescaled(self, factor: float, budget: float) -> Solution:
+        """Return the plan for a batch that takes ``factor`` times the memory, unmeasured."""
+        items = [_scaled(item, factor) for item in self._items]
+        head = round(factor * self.profile.head_peak)
+        budget -= factor * self.unseen
+        return solve(items, head, budget, self._longest) or smallest_peak(
+            items, head, self._longest
+        )
+
+    def _verify(self, solution: Solution, budget: float) -> tuple[Outcome, float]:
+        plan = self.make_plan(solution)
+        peak = self.measure_peak(plan)
+        excess = self._agreement.largest(peak - budget)
+        return Outcome(plan, solution, peak, excess <= 0), excess
+
+    def make_plan(self, solution: Solution) -> Plan:
+        """Return what the decisions mean for the model."""
+        plan = []
+        for decision in solution.decisions:
+            units = self.profile.units[decision.start : decision.stop]
+            if decision.option.name == "keep":
+                continue
+            choice = None
+            if decision.option.name != "recompute":
+                choice = self._selection(decision.start, int(decision.option.name))
+            plan.append(Stretch(tuple(unit.block for unit in units), choice))
+        return plan
+
+    def _selection(self, order: int, level: int) -> Callable[[], Selection] | None:
+        levels = self._levels[order]
+        return partial(Selection, None, levels[level]) if levels else None
+
+
+def _peak_of_keeping(profile: StepProfile, scale: float) -> float:
+    peak, held = 0.0, 0.0
+    for unit in profile.units:
+        peak = max(peak, held + max(unit.forward_peak, unit.backward_peak))
+        held += scale * unit.internals
+    return max(peak, held + profile.head_peak)
+
+
+def _smaller(known: dict[Block, float], new: dict[Block, float]) -> dict[Block, float]:
+    return {block: min(value, known.get(block, value)) for block, value in new.items()}
+
+
+def _scaled(item: Item, factor: float) -> Item:
+    def grow(option: Option) -> Option:
+        return replace(option, nbytes=round(factor * option.nbytes))
+
+    options = tuple(grow(option) for option in item.options)
+    return replace(
+        item,
+        options=options,
+        recompute=options[0] if item.recompute is not None else None,
+        inputs=round(factor * item.inputs),
+        internals=round(factor * item.internals),
+        forward_peak=round(factor * item.forward_peak),
+        backward_peak=round(factor * item.backward_peak),
+    )

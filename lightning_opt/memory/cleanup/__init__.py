@@ -1,0 +1,1 @@
+"""Caches and garbage given back when memory runs short."""

@@ -1,0 +1,1 @@
+"""Garbage collection at a chosen step, instead of whenever Python starts it."""

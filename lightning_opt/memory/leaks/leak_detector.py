@@ -1,0 +1,336 @@
+"""Finds what grows without end, and names who holds it."""
+
+from __future__ import annotations
+
+import logging
+import math
+import sys
+from collections.abc import Mapping
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.memory import MemoryLimits
+from lightning_opt.core.report import Report
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.memory.leaks.census import Census, take_census
+from lightning_opt.memory.leaks.find_suspects import find_suspects
+from lightning_opt.memory.leaks.signals import SAMPLES, Growth, Signals, read_signals
+from lightning_opt.memory.leaks.suspects import WRONG_AT_ONCE, Suspect
+from lightning_opt.memory.object_graph import Root
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+INTERVALS = (3, 3, 2)
+"""Samples from one count to the next: not a period that something else may have too."""
+
+REST = 100
+"""Steps without a search after one that found nothing; doubled each time."""
+
+Phase = Literal["train", "validation"]
+
+
+class LeakDetector(Callback):
+    """Notices that memory grows steadily, finds out what it is that grows, and says who holds it.
+
+    On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
+    If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,
+    it counts everything, four times over the next steps, and compares: which containers, graphs of
+    autograd and kinds of garbage have grown each time. Only what is confirmed so is reported, with
+    its holder and, where it can be found, the line of source that fills it. What may be emptied at
+    the end of an epoch has to outlive one, unless it would not fit until then. Without suspicion
+    nothing is searched.
+
+    ============= ===============================================================================
+    kind          what it is
+    ============= ===============================================================================
+    ``graph``     losses kept with their graphs, or one tensor whose graph gets longer
+    ``hook``      hooks registered again and again
+    ``exception`` exceptions kept with their tracebacks
+    ``metric``    the state of a metric that is never reset
+    ``logger``    the buffer of a logger
+    ``queue``     a queue that is filled faster than emptied
+    ``tensors``   another container of tensors
+    ``objects``   a container or chain of other objects
+    ``cycle``     garbage in reference cycles that hold memory until Python collects it
+    ``native``    the heap grows, but nothing in Python does
+    ============= ===============================================================================
+
+    Logged whenever there are enough new samples for a test:
+
+    ======================== ====================================================================
+    ``leaks/kb_per_step``    slope of the fastest significant trend of training, in KB; else 0
+    ``leaks/suspects``       suspects reported so far
+    ======================== ====================================================================
+
+    Args:
+        every_n_steps: Batches from one sample to the next, at least 1. Eight make a trend.
+        warmup_steps: Batches at the start that are ignored, at least 0.
+        min_kb_per_step: Growth a step, in KB, that is too small to matter.
+        action: ``"warn"`` logs a warning, ``"raise"`` stops the run, on all ranks together.
+
+    Raises:
+        ValueError: In ``__init__`` for arguments out of range.
+        RuntimeError: While training, with ``action="raise"``, when a leak is confirmed.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> leaks = lo.LeakDetector(action="raise")
+        >>> trainer = L.Trainer(callbacks=[leaks], logger=False)
+        >>> leaks.suspects
+        []
+
+    References:
+        Sen (1968), *Estimates of the Regression Coefficient Based on Kendall's Tau*. Mann (1945),
+        *Nonparametric Tests Against Trend*.
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 10,
+        warmup_steps: int = 50,
+        min_kb_per_step: float = 0.5,
+        action: Literal["warn", "raise"] = "warn",
+    ) -> None:
+        if action not in ("warn", "raise"):
+            raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
+        self._schedule = Schedule(every_n_steps)
+        self.warmup_steps = at_least("warmup_steps", warmup_steps, 0)
+        self.min_rate = 1024 * positive("min_kb_per_step", min_kb_per_step)
+        self.action = action
+        self._reset()
+
+    def _reset(self) -> None:
+        self._steps = self._searches = 0
+        self._seconds = 0.0
+        self._suspects: list[Suspect] = []
+        self._training = False
+        self._rest = REST
+        self._rest_until = 0
+        self._forget()
+        self._signals: dict[Phase, Signals] = {
+            "train": Signals(self.min_rate),
+            "validation": Signals(self.min_rate),
+        }
+
+    def _forget(self) -> None:
+        self._counts: list[Census] = []
+        self._phase: Phase = "train"
+        self._growing: list[Growth] = []
+        self._next_count: float = math.inf
+        self._wait_for_epoch: int | None = None
+
+    @property
+    def suspects(self) -> list[Suspect]:
+        """What was found so far, oldest first."""
+        return self._suspects
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin anew: memory of another run says nothing about this one."""
+        self._reset()
+        self._training = True
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Take a sample, and look closer if there is a reason to."""
+        self._steps += 1
+        if self._steps <= self.warmup_steps or not self._schedule.is_due(self._steps):
+            return
+        found = self._sample(trainer, pl_module, "train", _batch_bytes(batch))
+        signals = self._signals["train"]
+        if signals.is_due():
+            growth = signals.growing()
+            slope = growth[0].trend.slope if growth else 0.0
+            log_scalars(
+                trainer,
+                {
+                    "leaks/kb_per_step": slope / 1024,
+                    "leaks/suspects": float(len(self._suspects)),
+                },
+            )
+        self._raise_together(trainer, found)
+
+    def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Take a sample of the series of its own that validation has."""
+        if self._training and self._steps > self.warmup_steps:
+            self._raise_together(trainer, self._sample(trainer, pl_module, "validation", 0))
+
+    def _sample(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, phase: Phase, batch_bytes: int
+    ) -> list[Suspect]:
+        signals = self._signals[phase]
+        values: Mapping[str, float] = read_signals(trainer.strategy.root_device)
+        signals.add(self._steps, {**values, "batch": float(batch_bytes)})
+        if not self._counts:
+            if signals.is_due() and self._steps >= self._rest_until:
+                self._growing = [g for g in signals.growing() if g.signal != "batch"]
+                if self._growing:
+                    self._phase = phase
+                    self._count(trainer, pl_module)
+            return []
+        if phase != self._phase:
+            return []
+        if self._wait_for_epoch is not None:
+            if trainer.current_epoch < self._wait_for_epoch:
+                return []
+            self._wait_for_epoch = None
+            self._next_count = self._steps + INTERVALS[-1] * self._schedule.every_n_steps
+        if phase == "train" and self._steps < self._next_count:
+            return []
+        self._count(trainer, pl_module)
+        return self._judge(trainer, pl_module) if len(self._counts) > len(INTERVALS) else []
+
+    def _count(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        start = perf_counter()
+        self._counts.append(take_census(self._steps, trainer.current_epoch, self._roots(trainer)))
+        place = min(len(self._counts), len(INTERVALS)) - 1
+        self._next_count = self._steps + INTERVALS[place] * self._schedule.every_n_steps
+        self._searches += len(self._counts) == 1
+        self._seconds += perf_counter() - start
+
+    def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[Suspect]:
+        """Compare the counts: report, or wait for the end of the epoch, or give up."""
+        start = perf_counter()
+        native = self._is_native()
+        suspects = find_suspects(
+            self._counts, self._roots(trainer), self.min_rate, self, native=native
+        )
+        self._seconds += perf_counter() - start
+        outlived = self._counts[-1].epoch > self._counts[0].epoch
+        sure = [
+            s
+            for s in suspects
+            if outlived or s.kind in WRONG_AT_ONCE or self._phase == "validation"
+            or self._would_not_fit(trainer, s)
+        ]  # fmt: skip
+        if suspects and not sure:
+            self._wait_for_epoch = self._counts[-1].epoch + 1
+            self._counts = [self._counts[0], *self._counts[-2:]]  # what is judged stays small
+            return []
+        self._forget()
+        known = {(s.kind, s.where) for s in self._suspects}
+        new = [s for s in sure if (s.kind, s.where) not in known]
+        if not new:
+            self._rest_until, self._rest = self._steps + self._rest, 2 * self._rest
+        self._suspects.extend(new)
+        for suspect in new:
+            log.warning("LeakDetector, step %d: %s What to do: %s.", self._steps, suspect,
+                        suspect.advice)  # fmt: skip
+        return new
+
+    def _is_native(self) -> bool:
+        """Return whether heap or device grew all the time, much, and not with the batches."""
+        signals = self._signals[self._phase]
+        slope = max(signals.never_rests(name) for name in ("heap", "device"))
+        return slope > 16 * self.min_rate and not signals.rises("batch")
+
+    def _would_not_fit(self, trainer: pl.Trainer, suspect: Suspect) -> bool:
+        """Return whether memory would run out before the epoch ends."""
+        left = trainer.num_training_batches - trainer.fit_loop.batch_idx
+        usages = MemoryLimits(trainer.strategy.root_device).read()
+        room = min((usage.total - usage.used for usage in usages), default=math.inf)
+        return 1024 * suspect.kb_per_step * left > room
+
+    def _raise_together(self, trainer: pl.Trainer, found: list[Suspect]) -> None:
+        """With ``action="raise"``, stop all ranks if one has found a leak."""
+        if self.action != "raise":
+            return
+        if trainer.world_size > 1 and dist.is_initialized():
+            if not self._signals["train"].is_due():  # all ranks have as many samples
+                return
+            flag = torch.tensor(float(bool(self._suspects)), device=trainer.strategy.root_device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            if not flag.item():
+                return
+        elif not found:
+            return
+        reasons = " ".join(map(str, self._suspects)) or "Another rank has found a leak."
+        raise RuntimeError(
+            f"LeakDetector(action='raise') stopped the run at step {self._steps}. {reasons}"
+        )
+
+    def _roots(self, trainer: pl.Trainer) -> list[Root]:
+        module = trainer.lightning_module
+        callbacks = [c for c in trainer.callbacks if c is not self]  # type: ignore[attr-defined]
+        data = trainer.datamodule  # type: ignore[attr-defined]
+        things = [module, *trainer.loggers, *callbacks, *([] if data is None else [data])]
+        roots: list[Root] = [(type(thing).__name__, thing) for thing in things]
+        roots.append(("trainer", trainer))
+        names = dict.fromkeys(type(thing).__module__ for thing in things)
+        return roots + [
+            (name, vars(sys.modules[name]))
+            for name in names
+            if name in sys.modules and not name.startswith(("lightning.", "lightning_opt."))
+        ]
+
+    def diagnose(self) -> list[Verdict]:
+        """Return whether memory has grown, and who holds it."""
+        if self._suspects:
+            first = max(self._suspects, key=lambda suspect: suspect.kb_per_step)
+            advice = first.advice[0].upper() + first.advice[1:] + "."
+            return [Verdict("leaks", "look", str(first), advice)]
+        taken = self._signals["train"].taken
+        if taken < SAMPLES:
+            finding = f"LeakDetector has taken {taken} samples, and needs {SAMPLES} for a trend."
+            return [
+                Verdict("leaks", "unknown", finding, "Train longer, or with fewer warmup_steps.")
+            ]
+        return [Verdict("leaks", "ok", f"Nothing has grown steadily in {self._steps} batches.")]
+
+    def report(self) -> Report:
+        """Return the suspects, one a row."""
+        rows = [
+            {
+                "step": suspect.step,
+                "kind": suspect.kind,
+                "where": suspect.where,
+                "line": suspect.line,
+                "items a step": suspect.per_step,
+                "of": suspect.what,
+                "KB a step": suspect.kb_per_step,
+                "what to do": suspect.advice,
+            }
+            for suspect in self._suspects
+        ]
+        note = (
+            f"{self._steps} batches, {self._searches} searches, which took {self._seconds:.2g} s."
+        )
+        return Report("LeakDetector", rows, [note] if rows else ["No leak was found.", note])
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Search no more."""
+        self._training = False
+        self._forget()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Search no more."""
+        self._training = False
+        self._forget()
+
+
+def _batch_bytes(batch: Any) -> int:
+    """Return the size of the tensors of a batch that are found within two levels."""
+    if isinstance(batch, torch.Tensor):
+        return batch.nbytes
+    if isinstance(batch, (list, tuple, dict)):
+        parts = list(batch.values()) if isinstance(batch, dict) else list(batch)
+        return sum(_batch_bytes(part) for part in parts[:50])
+    return 0

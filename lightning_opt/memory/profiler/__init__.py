@@ -1,0 +1,1 @@
+"""Where memory goes, by category, phase and module, and what was alive when it ran out."""

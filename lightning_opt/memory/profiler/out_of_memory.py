@@ -1,0 +1,143 @@
+"""What was alive when memory ran out."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import pickle
+from collections.abc import Iterable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lightning_opt.core.memory import MB, MemoryLimits, live_bytes, process_memory
+from lightning_opt.core.report import Report
+from lightning_opt.memory.object_graph import Root, Walk, describe, is_a
+
+log = logging.getLogger(__name__)
+
+LARGEST = 20
+
+
+def examine(
+    error: BaseException,
+    module: nn.Module | None,
+    optimizers: Iterable[Any],
+    device: torch.device,
+    phase: str,
+) -> Report:
+    """Return the largest live tensors, with their names and the operations that made them.
+
+    Names are looked for in the module, in its optimizers, and in the local variables of the
+    functions that the error went through. What autograd has saved is in no object of Python: it is
+    in the difference between what is live and what is listed.
+    """
+    tensors: dict[int, Tensor] = {}
+    for thing in gc.get_objects():
+        if is_a(thing, Tensor) and thing.device.type == device.type and _is_dense(thing):
+            known = tensors.get(thing.untyped_storage().data_ptr())
+            if known is None or is_a(thing, nn.Parameter):
+                tensors[thing.untyped_storage().data_ptr()] = thing
+    sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in tensors.items()}
+    names = _names(module, optimizers)
+    walk = Walk(_roots(error, module))
+    rows = []
+    for place in sorted(sizes, key=lambda place: -sizes[place])[:LARGEST]:
+        tensor = tensors[place]
+        path = walk.path(tensor)
+        found = describe(path, walk.name(path[0])) if path else "?"
+        rows.append(
+            {
+                "MB": sizes[place] / MB,
+                "what": names.get(id(tensor), found),
+                "shape": str(tuple(tensor.shape)),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "made by": tensor.grad_fn.name() if tensor.grad_fn is not None else None,
+            }
+        )
+    live, listed = live_bytes(device), sum(sizes.values())
+    notes = [
+        f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+        f"{live / MB:,.0f} MB live, {listed / MB:,.0f} MB of it in {len(tensors):,} tensors that "
+        "Python knows; the rest is what autograd has saved, and everything else.",
+        f"Resident {process_memory().resident / MB:,.0f} MB. "
+        + " ".join(
+            f"{usage.source}: {usage.used / MB:,.0f} of {usage.total / MB:,.0f} MB."
+            for usage in MemoryLimits(device).read()
+        ),
+    ]
+    return Report(f"Out of memory in {phase}: the largest live tensors", rows, notes)
+
+
+def write_autopsy(report: Report, folder: Path, device: torch.device) -> list[Path]:
+    """Write the report as text and JSON, on CUDA also a snapshot for torch's memory_viz."""
+    folder.mkdir(parents=True, exist_ok=True)
+    text, data = folder / "out_of_memory.txt", folder / "out_of_memory.json"
+    text.write_text(f"{report}\n")
+    data.write_text(report.to_json())
+    written = [text, data]
+    if device.type == "cuda":
+        snapshot = folder / "out_of_memory.pickle"
+        with snapshot.open("wb") as file:
+            pickle.dump(torch.cuda.memory._snapshot(device), file)
+        written.append(snapshot)
+    return written
+
+
+def perform_autopsy(
+    error: BaseException,
+    module: nn.Module | None,
+    optimizers: Iterable[Any],
+    device: torch.device,
+    phase: str,
+    folder: Path,
+) -> Report | None:
+    """Examine and write, as far as the memory that is left allows; the error goes on its way."""
+    try:
+        report = examine(error, module, optimizers, device, phase)
+        files = write_autopsy(report, folder, device)
+    except (MemoryError, RuntimeError, OSError) as other:
+        log.warning("MemoryProfiler could not write down what was alive: %s", other)
+        return None
+    log.warning("Out of memory in %s; what was alive is in %s.", phase,
+                ", ".join(map(str, files)))  # fmt: skip
+    return report
+
+
+def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str]:
+    if module is None:
+        return {}
+    names, of_parameter = {}, {}
+    for name, parameter in module.named_parameters():
+        names[id(parameter)] = of_parameter[parameter] = name
+        if parameter.grad is not None:
+            names[id(parameter.grad)] = f"{name}.grad"
+    for optimizer in optimizers:
+        for parameter, state in getattr(optimizer, "state", {}).items():
+            for key, value in state.items() if isinstance(state, dict) else ():
+                owner = of_parameter.get(parameter, "?")
+                names[id(value)] = f"{type(optimizer).__name__}.state[{owner}].{key}"
+    names.update({id(buffer): name for name, buffer in module.named_buffers()})
+    return names
+
+
+def _roots(error: BaseException, module: nn.Module | None) -> list[Root]:
+    roots: list[Root] = []
+    trace: TracebackType | None = error.__traceback__
+    frames = []
+    while trace is not None:
+        frames.append(trace.tb_frame)
+        trace = trace.tb_next
+    for frame in reversed(frames[-12:]):  # the nearest to the error first
+        code = frame.f_code
+        roots.append((f"{code.co_name}:", dict(frame.f_locals)))
+    if module is not None:
+        roots.insert(0, (type(module).__name__, module))
+    return roots
+
+
+def _is_dense(tensor: Tensor) -> bool:
+    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided

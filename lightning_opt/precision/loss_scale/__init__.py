@@ -1,0 +1,1 @@
+"""Mixed precision in float16 with a loss scale that adapts."""

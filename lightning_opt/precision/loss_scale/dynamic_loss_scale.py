@@ -1,0 +1,306 @@
+"""Mixed precision in float16, with a loss scale that can be watched."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from typing import Any
+from weakref import ref
+
+import lightning.pytorch as pl
+import torch
+from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from torch import Tensor, nn
+from torch.amp.grad_scaler import OptState
+from torch.optim import LBFGS, Optimizer
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.delayed import DelayedReads
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.preserve import replaced
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.precision.loss_scale.full_precision import keep_in_float32
+from lightning_opt.precision.loss_scale.scaler import CountingScaler
+
+
+class DynamicLossScale(MixedPrecision):
+    """Trains in float16 mixed precision on CUDA and CPU, and shows what its loss scale does.
+
+    Gradients of float16 below 6e-8 are zero. So the loss is multiplied with a large scale before
+    the backward pass, and gradients are divided by it before the update. Where one of them is not
+    finite, the update is left out and the scale is multiplied with ``backoff_factor``; after
+    ``growth_interval`` updates in a row it is multiplied with ``growth_factor``. That is torch's
+    ``GradScaler``, which ``Trainer(precision="16-mixed")`` has too. What is different here:
+
+    - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
+    - The scale has a floor. A run whose updates are left out ``patience`` times in a row at the
+      floor stops with an error.
+    - It logs; normalisation layers and loss modules are given float32; schedulers do not run ahead.
+    - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
+
+    Lightning counts a step that was left out in ``global_step``, and steps the learning-rate
+    schedulers of ``interval="step"`` as if it had been made; so a warm-up begins with steps that
+    never were. With ``hold_schedulers`` these schedulers are not stepped after an update that was
+    left out. ``global_step`` still counts it, since loggers, checkpoints and ``max_steps`` rest on
+    it.
+
+    On an accelerator nothing is read to the host between reports. What follows from a value there
+    comes later: schedulers are held two steps after the update that was left out, and the error of
+    a collapse comes with the next report.
+
+    Logged every ``every_n_steps`` optimizer steps:
+
+    ======================== ===================================================================
+    ``loss_scale/scale``     the scale now
+    ``loss_scale/skipped``   updates left out so far
+    ``loss_scale/overflows`` those of them whose loss was finite (on this rank); the others had a
+                             loss of NaN or infinity, which no scale mends
+    ======================== ===================================================================
+
+    Args:
+        init_scale: The scale at the beginning.
+        growth_factor: What it is multiplied with when it grows, above 1.
+        backoff_factor: What it is multiplied with at an overflow, in (0, 1).
+        growth_interval: Updates in a row without an overflow from one growth to the next.
+        min_scale: Its floor, at most ``init_scale``.
+        patience: Updates left out in a row at the floor, at which the run stops.
+        hold_schedulers: Whether schedulers wait where an update is left out.
+        fp32_norms: Whether normalisation layers and loss modules get float32.
+        every_n_steps: Optimizer steps between logged values.
+
+    Raises:
+        ValueError: In ``__init__`` for arguments out of range; before the first step on a device
+            that is neither CUDA nor a CPU, for sharded (FSDP2) or float16 weights, and for LBFGS.
+        FloatingPointError: While training, on all ranks, when the scale has collapsed.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> trainer = L.Trainer(plugins=[lo.DynamicLossScale()], accelerator="cpu", logger=False)
+
+    References:
+        Paulius Micikevicius and others, "Mixed Precision Training", 2018.
+    """
+
+    scaler: CountingScaler
+
+    def __init__(
+        self,
+        init_scale: float = 65536.0,
+        growth_factor: float = 2.0,
+        backoff_factor: float = 0.5,
+        growth_interval: int = 1000,
+        min_scale: float = 1.0,
+        patience: int = 10,
+        hold_schedulers: bool = True,
+        fp32_norms: bool = True,
+        every_n_steps: int = 50,
+    ) -> None:
+        if positive("growth_factor", growth_factor) <= 1:
+            raise ValueError(f"growth_factor must be above 1, got {growth_factor}.")
+        if positive("backoff_factor", backoff_factor) >= 1:
+            raise ValueError(f"backoff_factor must be below 1, got {backoff_factor}.")
+        if positive("min_scale", min_scale) > positive("init_scale", init_scale):
+            raise ValueError(
+                f"min_scale must be at most init_scale, {init_scale}, got {min_scale}."
+            )
+        self._settings = (
+            float(init_scale),
+            float(growth_factor),
+            float(backoff_factor),
+            at_least("growth_interval", growth_interval, 1),
+            float(min_scale),
+        )
+        self.patience = at_least("patience", patience, 1)
+        self.hold_schedulers = hold_schedulers
+        self.fp32_norms = fp32_norms
+        self._schedule = Schedule(every_n_steps)
+        super().__init__("16-mixed", "cpu", CountingScaler("cpu", *self._settings))
+        self._module: ref[nn.Module] | None = None
+        self._undo = ExitStack()
+        self._told = False
+        self._reset()
+
+    def _reset(self) -> None:
+        self.scaler = CountingScaler(self.device, *self._settings)
+        self._steps = 0
+        self._owed = 0
+        self._delayed: DelayedReads[None] = DelayedReads()
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
+        """Take hold of model and Trainer, now that they are on their device."""
+        pl_module = next(
+            module
+            for module in model.modules()
+            if isinstance(module, pl.LightningModule) and module._trainer is not None
+        )
+        trainer = pl_module.trainer
+        device = trainer.strategy.root_device.type
+        _check(device, model, optimizers)
+        self.teardown()
+        if self._module is not None and self._module() is not pl_module:
+            self._reset()  # another model: what suited the last one says nothing about it
+        self._module = ref(pl_module)
+        if device != self.device:
+            state, self.device = self.scaler.state_dict(), device
+            self.scaler = CountingScaler(device, *self._settings)
+            self.scaler.load_state_dict(state)
+        if self.fp32_norms:
+            for handle in keep_in_float32(pl_module):
+                self._undo.callback(handle.remove)
+        if self.hold_schedulers and trainer.state.fn == "fit":
+            self._hold_schedulers(trainer)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def pre_backward(  # type: ignore[override]
+        self, tensor: Tensor, module: pl.LightningModule
+    ) -> Tensor:
+        """Take note of the loss, and scale it."""
+        if tensor.dtype is torch.float16 and not self._told:
+            self._told = True
+            rank_zero_warn(
+                "DynamicLossScale: the loss is in float16, so that its own gradient, the scale, is "
+                "infinite above 65504, and a mean over many elements may overflow. Compute the "
+                "loss from `output.float()`."
+            )
+        self.scaler.note_loss(tensor)
+        return super().pre_backward(tensor, module)
+
+    def optimizer_step(  # type: ignore[override]
+        self,
+        optimizer: Optimizer,
+        model: pl.LightningModule,
+        closure: Callable[[], Any],
+        **kwargs: Any,
+    ) -> Any:
+        """Make an update or leave it out; count, log, and stop where the scale has collapsed."""
+        updates = self.scaler.updates
+        result = super().optimizer_step(optimizer, model, closure, **kwargs)
+        if self.scaler.updates == updates:
+            return result  # `training_step` returned None: there was nothing to update
+        self._steps += 1
+        newest = self.scaler.newest
+        if isinstance(newest, Tensor):
+            self._delayed.push(newest.reshape(1), None)
+            self._hear(self._delayed.due())
+        else:
+            self._owed += newest
+        due = self._schedule.is_due(self._steps)
+        if due:
+            log_scalars(model.trainer, self._scalars())
+        if due or not isinstance(newest, Tensor):
+            self._stop_if_collapsed()
+        return result
+
+    def clip_gradients(
+        self,
+        optimizer: Optimizer,
+        clip_val: int | float = 0.0,
+        gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
+    ) -> None:
+        """Clip true gradients, also those that a fused optimizer would divide by itself."""
+        optimizer = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
+        if clip_val > 0 and _optimizer_handles_unscaling(optimizer):
+            state = self.scaler._per_optimizer_states[id(optimizer)]
+            if state["stage"] is OptState.READY:
+                self.scaler.unscale_(optimizer)
+        Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
+
+    def teardown(self) -> None:
+        """Let go of model and Trainer."""
+        self._undo.close()
+        self._delayed.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return scale and counts as plain numbers."""
+        self._hear(self._delayed.flush())
+        return {**self.scaler.state_dict(), "steps": self._steps, "owed": self._owed}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned, or the state of Lightning's own plugin."""
+        self.scaler.load_state_dict(state_dict)
+        self._steps = state_dict.get("steps", 0)
+        self._owed = state_dict.get("owed", 0)
+
+    def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
+        """Go on from a run with ``precision="16-mixed"``."""
+        others = checkpoint.get(MixedPrecision.__qualname__)
+        if others and type(self).__qualname__ not in checkpoint:
+            self.load_state_dict(others)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what holds in this process only."""
+        return {**self.__dict__, "_module": None, "_undo": ExitStack()}
+
+    def _scalars(self) -> dict[str, float]:
+        state = self.scaler.state_dict()
+        return {f"loss_scale/{key}": float(state[key]) for key in ("scale", "skipped", "overflows")}
+
+    def _stop_if_collapsed(self) -> None:
+        stuck = int(self.scaler.stuck)
+        if stuck < self.patience:
+            return
+        state = self.scaler.state_dict()
+        bad = state["skipped"] - state["overflows"]
+        raise FloatingPointError(
+            f"DynamicLossScale: the loss scale has collapsed. The last {stuck} updates were left "
+            f"out because gradients were not finite, although the scale is down to its floor, "
+            f"min_scale={self.scaler.min_scale:g}. Of {state['skipped']} updates left out in all, "
+            f"{bad} had a loss of NaN or infinity on this rank. If there are such, look for their "
+            "cause (GradientHealth names the layer, NonFiniteGuard leaves out bad batches). If "
+            "there are none, float16 is too narrow for this model's activations: use "
+            'Trainer(precision="bf16-mixed"), or compute the layer that overflows in float32.'
+        )
+
+    def _hear(self, reads: Iterator[tuple[list[float], None]]) -> None:
+        """Take note of updates that were left out, which the device tells only now."""
+        for (skipped,), _ in reads:
+            self._owed += int(skipped)
+
+    def _hold_schedulers(self, trainer: pl.Trainer) -> None:
+        """Let Lightning pass over its schedulers once for each update that was left out."""
+        loop = trainer.fit_loop.epoch_loop
+        original = loop.update_lr_schedulers
+        holding = False
+
+        def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
+            nonlocal holding
+            if interval == "step" and not loop._should_accumulate():
+                if not update_plateau_schedulers:  # comes first; those on a plateau come second
+                    holding = self._owed > 0
+                    self._owed -= holding
+                if holding:
+                    return
+            original(interval, update_plateau_schedulers=update_plateau_schedulers)
+
+        self._undo.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
+
+
+def _check(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
+    """Refuse what cannot be right."""
+    if device not in ("cpu", "cuda"):
+        raise ValueError(
+            f"DynamicLossScale works on CUDA devices and CPUs, and this one is {device!r}. Use "
+            'Trainer(precision="bf16-mixed") instead.'
+        )
+    if any(is_dtensor(parameter) for parameter in model.parameters()):
+        raise ValueError(
+            "DynamicLossScale does not work with sharded parameters (ModelParallelStrategy): each "
+            "rank would see the overflows of its own shards only. Use "
+            'Trainer(precision="bf16-mixed"), or the strategy "ddp".'
+        )
+    if any(parameter.dtype is torch.float16 for parameter in model.parameters()):
+        raise ValueError(
+            "DynamicLossScale wants weights in float32, since updates of float16 weights are "
+            "rounded away; autocast computes in float16. Leave out `.half()`."
+        )
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            "DynamicLossScale does not work with torch.optim.LBFGS, which evaluates the loss "
+            "several times within one step. Use a first-order optimizer such as AdamW or SGD."
+        )

@@ -1,0 +1,1 @@
+"""Functions or trainings timed in turns, with confidence intervals."""

@@ -1,0 +1,293 @@
+"""What a comparison of configurations has found: per configuration, and beside the first."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from lightning_opt.core.memory import MB
+from lightning_opt.core.report import Report
+from lightning_opt.profiling.comparing.plot import draw_ratios
+from lightning_opt.profiling.comparing.ratios import Ratio, compare_pairs, quartiles
+from lightning_opt.profiling.comparing.verdicts import ratio_columns, verdict_note
+from lightning_opt.worker.gate import Step
+from lightning_opt.worker.training_process import FitFailed
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+OFFSET = 0.008
+"""By how much two equal trainings in processes of their own differ for good, as a rule: the
+standard deviation of the logarithm of the ratio of their times. In 100 comparisons of equal ones,
+of two starts each, the ratios spread by 0.006, noise included: ``compare_calibration.py``."""
+
+SMOOTHED = 10
+"""Over how many steps at most a loss is averaged."""
+
+
+class Training:
+    """The steps of one training, from its start.
+
+    Attributes:
+        warm: Steps before anything was timed.
+        later: All steps after those.
+        turns: By the number of the turn, the steps of it that count for time.
+    """
+
+    def __init__(self) -> None:
+        self.warm: list[Step] = []
+        self.later: list[Step] = []
+        self.turns: dict[int, list[Step]] = {}
+
+
+class Run:
+    """What one configuration has done, over all its trainings.
+
+    Attributes:
+        name: Of the configuration.
+        trainings: One a start of its process.
+        failure: How it has failed, or None.
+        peak: Bytes, or None where nobody knows.
+        summary: Of the training: model, device, strategy, precision.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.trainings: list[Training] = []
+        self.failure: FitFailed | None = None
+        self.peak: int | None = None
+        self.summary: dict[str, Any] = {}
+
+    @property
+    def prefetched(self) -> int:
+        """Batches that workers of its loader make ready in a pause."""
+        return int(self.summary.get("prefetched", 0))
+
+    @property
+    def timed(self) -> list[Step]:
+        """All steps that count for time."""
+        return [s for t in self.trainings for turn in t.turns.values() for s in turn]
+
+    def begin(self, summary: Mapping[str, Any]) -> None:
+        """Begin a training."""
+        self.summary = dict(summary)
+        self.trainings.append(Training())
+
+    def add_warmup(self, steps: Sequence[Step], wanted: int) -> None:
+        """Take the steps that are not timed.
+
+        Raises:
+            FitFailed: If they are fewer than was asked for.
+        """
+        self.trainings[-1].warm += steps
+        self._check(len(steps) == wanted)
+
+    def add(self, number: int, steps: Sequence[Step], settle: int, length: int) -> None:
+        """Take the steps of a turn, of which the first ``settle`` do not count for time.
+
+        Raises:
+            FitFailed: If they are fewer than was asked for.
+        """
+        training = self.trainings[-1]
+        training.later += steps
+        self._check(len(steps) == settle + length)
+        training.turns[number] = list(steps[settle:])
+
+    def _check(self, complete: bool) -> None:
+        if not complete:
+            training = self.trainings[-1]
+            raise FitFailed(
+                "error",
+                f"The training ended after {len(training.warm) + len(training.later)} steps, "
+                "by its own limits (max_steps, max_epochs, early stopping) or the end of its data.",
+            )
+
+    def pace(self) -> float:
+        """Return the seconds of a step, as far as warming up tells."""
+        return min(step.seconds for step in self.trainings[-1].warm)
+
+
+class Comparison:
+    """What :func:`compare` has measured.
+
+    Attributes:
+        report: A row a configuration: median and quartiles of the milliseconds of a step, samples a
+            second, the ratio to the first with its interval and a verdict, the peak of memory, and
+            the loss after equal steps and after equal time.
+        ratios: For each configuration but the first, and but those that failed, its
+            :class:`~lightning_opt.profiling.comparing.ratios.Ratio` to the first.
+        failures: For each that failed its :class:`~lightning_opt.worker.training_process.FitFailed`.
+        runs: All steps of each.
+    """
+
+    def __init__(
+        self,
+        runs: Mapping[str, Run],
+        *,
+        confidence: float,
+        tolerance: float,
+        processes: bool,
+    ) -> None:
+        self.runs = dict(runs)
+        self.failures = {name: run.failure for name, run in runs.items() if run.failure is not None}
+        whole = {name: run for name, run in runs.items() if run.failure is None and run.timed}
+        self._by_sample = len({s.samples for run in whole.values() for s in run.timed}) > 1 and all(
+            s.samples > 0 for run in whole.values() for s in run.timed
+        )
+        first = next(iter(runs))
+        self.ratios: dict[str, Ratio] = {}
+        for name, run in whole.items():
+            if name != first and first in whole:
+                ratio = compare_pairs(
+                    self._pairs(whole[first], run),
+                    confidence=confidence,
+                    offset=OFFSET,
+                    tolerance=tolerance,
+                )
+                if ratio is not None:
+                    self.ratios[name] = ratio
+        after_steps, after_time = _losses_after_steps(whole), _losses_after_time(whole)
+        rows = [
+            self._row(run, name == first, after_steps.get(name), after_time.get(name))
+            for name, run in runs.items()
+        ]
+        notes = self._notes(whole, first, processes)
+        if self.ratios:
+            notes.append(verdict_note(self.ratios, confidence, tolerance))
+        self.report = Report("Steps of the Trainer", rows, notes)
+
+    def _pairs(self, first: Run, other: Run) -> list[list[tuple[float, float]]]:
+        return [
+            [(self._cost(a.turns[n]), self._cost(b.turns[n])) for n in a.turns if n in b.turns]
+            for a, b in zip(first.trainings, other.trainings, strict=False)
+        ]
+
+    def _cost(self, steps: Sequence[Step]) -> float:
+        total = math.fsum(step.seconds for step in steps)
+        return total / (sum(step.samples for step in steps) if self._by_sample else len(steps))
+
+    def _row(
+        self, run: Run, is_first: bool, after_steps: float | None, after_time: float | None
+    ) -> dict[str, Any]:
+        steps = run.timed
+        row: dict[str, Any] = {"configuration": run.name}
+        low, middle, high = quartiles([1e3 * step.seconds for step in steps] or [math.nan])
+        total = math.fsum(step.seconds for step in steps)
+        row |= {"ms/step": _finite(middle)}
+        row |= {"lower quartile": _finite(low), "upper quartile": _finite(high)}
+        row["samples/s"] = sum(step.samples for step in steps) / total if total else None
+        if run.failure is not None:
+            row |= dict.fromkeys(("ratio", "low", "high"))
+            row["verdict"] = f"failed, {run.failure.kind}: {run.failure.message}"
+        elif is_first:
+            row |= ratio_columns(None)
+        elif run.name in self.ratios:
+            row |= ratio_columns(self.ratios[run.name])
+        else:
+            row |= {**dict.fromkeys(("ratio", "low", "high")), "verdict": "nothing to compare with"}
+        row["peak MB"] = None if run.peak is None else round(run.peak / MB, 1)
+        row["loss, equal steps"] = after_steps
+        row["loss, equal time"] = after_time
+        return row
+
+    def _notes(self, whole: Mapping[str, Run], first: str, processes: bool) -> list[str]:
+        starts = max((len(run.trainings) for run in whole.values()), default=0)
+        turns = max((len(t.turns) for run in whole.values() for t in run.trainings), default=0)
+        notes = [
+            f"{starts} starts, each in a process of its own, up to {turns} turns in each."
+            if processes
+            else f"{starts} turns, each a short training of its own in this process."
+        ]
+        if self._by_sample:
+            notes.append("Batches differ in size, so ratios are of seconds for a sample.")
+        if any(run.peak is not None for run in whole.values()):
+            devices = {str(run.summary.get("device", "cpu")) for run in whole.values()}
+            what = "allocated on the device" if devices != {"cpu"} else "resident memory"
+            several = any(run.summary.get("devices", 1) > 1 for run in whole.values())
+            rank = ", of rank 0" if several else ""
+            notes.append(f"Peak: {what} above that before the model was made{rank}.")
+        notes.append(
+            "Losses are of training batches, from one seed; time is counted after warming up."
+        )
+        if first not in whole and len(self.runs) > 1:
+            notes.append(f"{first!r}, with which others are compared, has failed.")
+        return notes
+
+    def to_json(self) -> str:
+        """Return report, ratios and the seconds and losses of every step as JSON."""
+        details = {
+            name: [
+                {
+                    "seconds": [[s.seconds for s in turn] for turn in t.turns.values()],
+                    "losses": [_finite(s.loss) for s in (*t.warm, *t.later)],
+                }
+                for t in run.trainings
+            ]
+            for name, run in self.runs.items()
+        }
+        failures = {
+            name: {"kind": failure.kind, "message": failure.message, "details": failure.details}
+            for name, failure in self.failures.items()
+        }
+        content = {**json.loads(self.report.to_json()), "trainings": details, "failures": failures}
+        return json.dumps(content, indent=2)
+
+    def plot(self) -> Figure:
+        """Draw the steps of each configuration, and the ratios with their intervals.
+
+        Raises:
+            ImportError: Without matplotlib; the message names the extra.
+        """
+        timings = {name: [1e3 * s.seconds for s in run.timed] for name, run in self.runs.items()}
+        return draw_ratios("compare", timings, self.ratios, "ms of a step")
+
+    def __str__(self) -> str:
+        return str(self.report)
+
+    def _repr_markdown_(self) -> str:
+        return self.report.to_markdown()
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
+
+
+def _mean_loss(steps: Sequence[Step]) -> float:
+    last = max(1, min(SMOOTHED, len(steps) // 4))
+    return statistics.fmean(step.loss for step in steps[-last:])
+
+
+def _losses_after_steps(runs: Mapping[str, Run]) -> dict[str, float | None]:
+    """Return the loss when each has taken as many steps as the one that took the fewest."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for trainings in _side_by_side(runs):
+        every = {name: [*t.warm, *t.later] for name, t in trainings.items()}
+        count = min(map(len, every.values()))
+        for name, steps in every.items():
+            found[name].append(_mean_loss(steps[:count]))
+    return {name: _finite(statistics.fmean(values)) for name, values in found.items() if values}
+
+
+def _losses_after_time(runs: Mapping[str, Run]) -> dict[str, float | None]:
+    """Return the loss when each has trained as long as the one that trained the shortest."""
+    found: dict[str, list[float]] = {name: [] for name in runs}
+    for trainings in _side_by_side(runs):
+        span = min(math.fsum(s.seconds for s in t.later) for t in trainings.values())
+        for name, training in trainings.items():
+            steps, left = list(training.warm), span * (1 + 1e-9)
+            for step in training.later:
+                left -= step.seconds
+                if left < 0:
+                    break
+                steps.append(step)
+            found[name].append(_mean_loss(steps))
+    return {name: _finite(statistics.fmean(values)) for name, values in found.items() if values}
+
+
+def _side_by_side(runs: Mapping[str, Run]) -> list[dict[str, Training]]:
+    """Return the trainings that were begun together, of each start that all had."""
+    count = min((len(run.trainings) for run in runs.values()), default=0)
+    return [{name: run.trainings[i] for name, run in runs.items()} for i in range(count)]

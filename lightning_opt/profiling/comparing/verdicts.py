@@ -1,0 +1,34 @@
+"""What ratios mean, in words and columns of a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_opt.profiling.comparing.ratios import Ratio
+
+
+def verdict_note(ratios: Mapping[str, Ratio], confidence: float, tolerance: float) -> str:
+    """Say what the verdicts mean, and how small a difference would have been seen."""
+    margin = max(ratio.high / ratio.value - 1 for ratio in ratios.values())
+    return (
+        f"Ratios with {100 * confidence:g}% intervals. No difference: the interval contains 1, or "
+        f"the ratio is within {100 * tolerance:g}% of it. A difference of less than about "
+        f"{100 * max(margin, tolerance):.1f}% would not have been seen here."
+    )
+
+
+def ratio_columns(ratio: Ratio | None) -> dict[str, Any]:
+    """Return what a table says of a ratio; None is that of the first to itself."""
+    if ratio is None:
+        return {"ratio": 1.0, "low": None, "high": None, "verdict": ""}
+    numbers = {"ratio": ratio.value, "low": ratio.low, "high": ratio.high}
+    return {**{key: round(value, 4) for key, value in numbers.items()}, "verdict": ratio.verdict}
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds in the unit in which they are read best."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"

@@ -1,0 +1,1 @@
+"""A checklist answered from what the callbacks have measured."""

@@ -1,0 +1,1 @@
+"""Step time, throughput, utilisation, and when a run became slower."""

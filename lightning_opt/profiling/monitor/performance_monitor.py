@@ -1,0 +1,431 @@
+"""How fast a run goes, what it uses of the machine, and whether it gets slower."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal
+from weakref import ref
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+from lightning_opt.core.arguments import at_least, between, positive
+from lightning_opt.core.delayed import DelayedReads
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.report import Report
+from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.core.splitting import tensors_of
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.profiling.batch_flops import OperationCount, count_next_batch, is_compiled
+from lightning_opt.profiling.monitor.gpu import find_gpu
+from lightning_opt.profiling.monitor.record import Record, means, quantile
+from lightning_opt.profiling.monitor.report import Facts, build_report, judge
+from lightning_opt.profiling.monitor.sampling import Sampler
+from lightning_opt.profiling.monitor.slowdown import Fall, Throughput
+from lightning_opt.profiling.monitor.step_times import StepTime, StepTimer
+from lightning_opt.profiling.peak_flops import TF32
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+WARMUP = 2
+"""Steps at the start that are not timed: all is new, and in the second one FLOPs are counted."""
+
+DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "tr": torch.bfloat16, "64": torch.float64}
+"""What is multiplied, by the first letters of the Trainer's precision."""
+
+
+class PerformanceMonitor(Callback):
+    """Logs speed and use of the machine, and warns when the run gets slower.
+
+    A step lasts from the end of one batch to the end of the next, so that waiting for data counts.
+    Validation and the first batch of an epoch's wait do not, nor do the first two steps. On CUDA
+    the device's own clock is read, without ever waiting for it. CPU, memory and GPU are sampled by
+    a thread, which runs while training does; the GPU through NVML, by its UUID, so that
+    ``CUDA_VISIBLE_DEVICES`` and MIG are followed.
+
+    If throughput falls by ``slowdown`` and stays there, that is said once, with the step at which
+    it began.
+
+    Logged every ``every_n_steps`` batches, by rank 0 and for its own process and device; what is
+    not known is left out:
+
+    ============================== ================================================================
+    ``perf/step_seconds``          median of the steps since the last report, and
+    ``perf/step_p95_seconds``      what 95% of them stayed below
+    ``perf/samples_per_second``    of all ranks, if they have as many each
+    ``perf/tokens_per_second``     the same, with ``tokens``
+    ``perf/tflops``                10^12 operations a second of this device, by torch's formulas
+    ``perf/mfu``                   their share of what the device can do in this precision
+    ``perf/gpu_percent``           share of the time in which the GPU ran anything
+    ``perf/gpu_memory_mb``         taken on the GPU, by all processes
+    ``perf/gpu_watts``             power
+    ``perf/gpu_celsius``           temperature
+    ``perf/cpu_percent``           of this process and its children; 100 is one core
+    ``perf/rss_mb``                their resident memory; what they share counts in each
+    ``perf/child_processes``       how many they are: workers of the loader, most often
+    ============================== ================================================================
+
+    Args:
+        every_n_steps: Batches from one report to the next, at least 1.
+        sample_seconds: From one sample of the machine to the next, at least 0.01.
+        tokens: Counts tokens: a number is that of each sample; a name is a key of the batch, the
+            elements of whose tensor are counted, padding included.
+        flops_per_step: Operations that this process does for one batch. ``"count"`` counts them in
+            the second batch, without recomputed ones; not for a compiled model. None for neither.
+        peak_flops: Operations a second that the device can do, for ``perf/mfu`` on one that is not
+            known.
+        slowdown: Share of the throughput whose loss is told, from 0.01 to 0.99; None for never.
+        diagnose: Print what ``doctor`` says at the end of ``fit``.
+
+    Raises:
+        ValueError: For arguments out of range; at the first batch if it has no ``tokens``.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> monitor = lo.PerformanceMonitor(every_n_steps=100)
+        >>> trainer = L.Trainer(callbacks=[monitor], logger=False)
+
+    References:
+        Chowdhery and others (2022), *PaLM: Scaling Language Modeling with Pathways* (MFU).
+    """
+
+    def __init__(
+        self,
+        every_n_steps: int = 50,
+        sample_seconds: float = 1.0,
+        tokens: int | str | None = None,
+        flops_per_step: float | Literal["count"] | None = "count",
+        peak_flops: float | None = None,
+        slowdown: float | None = 0.1,
+        diagnose: bool = False,
+    ) -> None:
+        self._schedule = Schedule(every_n_steps)
+        self.sample_seconds = between("sample_seconds", sample_seconds, 0.01, 3600)
+        if not isinstance(tokens, str) and tokens is not None:
+            at_least("tokens", tokens, 1)
+        self.tokens = tokens
+        if isinstance(flops_per_step, str) and flops_per_step != "count":
+            raise ValueError(
+                f"flops_per_step must be a number, 'count' or None, got {flops_per_step!r}."
+            )
+        if not isinstance(flops_per_step, str) and flops_per_step is not None:
+            positive("flops_per_step", flops_per_step)
+        self.flops_per_step = flops_per_step
+        self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
+        self.slowdown = None if slowdown is None else between("slowdown", slowdown, 0.01, 0.99)
+        self.prints_diagnosis = diagnose
+        self._module: ref[nn.Module] | None = None
+        self._timer: StepTimer | None = None
+        self._sampler: Sampler | None = None
+        self._undo: Callable[[], None] | None = None
+        self._reset()
+        self._begin_run()
+
+    def _reset(self) -> None:
+        """Forget what a checkpoint holds."""
+        self._steps = 0
+        self._throughput = Throughput()
+        self._warned = False
+
+    def _begin_run(self) -> None:
+        """Forget what was measured."""
+        self._record = Record()
+        self._facts = Facts()
+        self._seen = 0
+        self._window_step = 0
+        self._latest: dict[str, float] = {}
+        self._losses: DelayedReads[None] = DelayedReads(delay=1)
+
+    @property
+    def fall(self) -> Fall | None:
+        """The throughput before and after it fell, and the step at which that began; or None."""
+        return None if self.slowdown is None else self._throughput.find_fall(self.slowdown)
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Begin anew for another model."""
+        if stage != "fit":
+            return
+        if self._module is None or self._module() is not pl_module:
+            if self._module is not None:
+                self._reset()
+            self._module = ref(pl_module)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Find the device and what it can do."""
+        self._release()
+        self._begin_run()
+        device = trainer.strategy.root_device
+        self._timer = StepTimer(device)
+        self._window_step = trainer.global_step
+        whole = self._throughput.whole
+        if whole and whole[-1][0] > trainer.global_step:
+            self._throughput = Throughput()  # the same model from its first step again
+        self._facts = Facts.of(trainer, self.peak_flops, _dtype(str(trainer.precision)))
+
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave the start of the workers out."""
+        if self._timer is not None:
+            self._timer.interrupt()
+
+    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Leave validation out."""
+        if self._timer is not None:
+            self._timer.interrupt()
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Go on with the clock."""
+        if self._timer is None:
+            return
+        if self._sampler is None:
+            self._start_sampling(trainer, batch)
+        if self._seen == WARMUP - 1 and self.flops_per_step == "count":
+            self._count_flops(trainer, pl_module, max(1, _size(batch)))
+        self._timer.begin()
+
+    def _count_flops(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, samples: int
+    ) -> None:
+        if is_compiled(pl_module):
+            self._facts.flops_note = (
+                "FLOPs of a compiled model are not counted: give flops_per_step."
+            )
+            return
+
+        def tell(count: OperationCount) -> None:
+            self._undo = None
+            if count.failure:
+                self._facts.flops_note = f"FLOPs could not be counted ({count.failure})."
+            else:
+                self._facts.flops_a_sample = count.flops / samples
+
+        self._undo = count_next_batch(trainer, tell)
+
+    def _start_sampling(self, trainer: pl.Trainer, batch: Any) -> None:
+        # Not before the first batch, so that its workers are forked from a process without it.
+        self._tokens_of(batch, 1)
+        device = trainer.strategy.root_device
+        gpu = find_gpu(device)
+        if gpu is not None:
+            self._facts.gpu = f"{gpu.name}{', a MIG slice' if gpu.is_slice else ''}"
+        elif device.type == "cuda":
+            self._facts.gpu_note = (
+                "NVML is not there or does not know this GPU, so its use, power and temperature "
+                "are not known."
+            )
+            log.warning("PerformanceMonitor: %s Training goes on.", self._facts.gpu_note)
+        self._sampler = Sampler(self.sample_seconds, gpu)
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
+    ) -> None:
+        """Note when this process has done what it does without waiting for others."""
+        if self._timer is not None:
+            self._timer.backward()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Note the end of the step, and report if it is time."""
+        if self._timer is None:
+            return
+        samples = _size(batch)
+        tokens = self._tokens_of(batch, samples)
+        self._timer.end(samples, tokens, keep=self._seen >= WARMUP)
+        self._seen += 1
+        self._steps += 1
+        if self._schedule.is_due(self._steps):
+            self._note_loss(outputs)
+            scalars = self._close_window(trainer, self._timer.take())
+            if scalars:
+                log_scalars(trainer, {f"perf/{key}": value for key, value in scalars.items()})
+
+    def _close_window(self, trainer: pl.Trainer, times: Sequence[StepTime]) -> dict[str, float]:
+        """Take in the window, and return what is to be logged of it."""
+        looks = self._sampler.take() if self._sampler is not None else []
+        self._record.add(times, looks)
+        began, self._window_step = self._window_step, trainer.global_step
+        self._latest |= means(looks)
+        scalars = dict(self._latest)
+        if times:
+            scalars |= self._speed(times, trainer.world_size)
+            self._watch(trainer, began, times)
+        return scalars
+
+    def _note_loss(self, outputs: Any) -> None:
+        """Have the loss read at the next report: by then it is there without waiting."""
+        loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+        if isinstance(loss, Tensor) and loss.numel() == 1 and not is_dtensor(loss):
+            self._losses.push(loss.detach().reshape(1).clone(), None)
+        self._take_losses(self._losses.due())
+
+    def _take_losses(self, reads: Iterator[tuple[list[float], None]]) -> None:
+        for (loss,), _ in reads:
+            self._record.losses.add(loss)
+
+    def _speed(self, times: Sequence[StepTime], ranks: int) -> dict[str, float]:
+        steps = [time.seconds for time in times]
+        seconds = max(sum(steps), 1e-9)
+        samples, tokens = sum(t.samples for t in times), sum(t.tokens for t in times)
+        found = {
+            "step_seconds": quantile(steps, 0.5),
+            "step_p95_seconds": quantile(steps, 0.95),
+            "samples_per_second": samples * ranks / seconds,
+        }
+        if self.tokens is not None:
+            found["tokens_per_second"] = tokens * ranks / seconds
+        flops = self._flops(len(times), samples)
+        if flops is not None:
+            found["tflops"] = flops / seconds / 1e12
+            if self._facts.peak_flops is not None:
+                found["mfu"] = flops / seconds / self._facts.peak_flops
+        return found
+
+    def _flops(self, steps: int, samples: int) -> float | None:
+        if isinstance(self.flops_per_step, (int, float)):
+            return self.flops_per_step * steps
+        a_sample = self._facts.flops_a_sample
+        return None if a_sample is None or self.flops_per_step is None else a_sample * samples
+
+    def _watch(self, trainer: pl.Trainer, began: int, times: Sequence[StepTime]) -> None:
+        """Add to the history of the throughput, and warn if it has fallen."""
+        if self.slowdown is None:
+            return
+        amount = sum(time.tokens if self.tokens is not None else time.samples for time in times)
+        self._throughput.add(began, amount, max(sum(time.seconds for time in times), 1e-9))
+        if self._warned:
+            return
+        fall = self.fall
+        if fall is not None:
+            self._warned = True
+            if trainer.is_global_zero:
+                log.warning(
+                    "PerformanceMonitor, step %d: throughput has fallen by %.0f%% since about step "
+                    "%d, from %.4g to %.4g %s a second. %s",
+                    trainer.global_step, 100 * fall.drop, fall.step, fall.before, fall.after,
+                    "samples" if self.tokens is None else "tokens", WHY,
+                )  # fmt: skip
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read the last steps, and find out which rank is the slowest."""
+        self._finish()
+        if trainer.world_size > 1 and dist.is_initialized():  # on all ranks alike
+            mine = torch.tensor(
+                self._record.leads.quantile(0.5),
+                dtype=torch.float32,
+                device=trainer.strategy.root_device,
+            )
+            of_ranks = [torch.empty_like(mine) for _ in range(trainer.world_size)]
+            dist.all_gather(of_ranks, mine)
+            # Waits for the device, once, when training has ended.
+            self._facts.leads = torch.stack(of_ranks).tolist()
+        self._release()
+
+    def _finish(self) -> None:
+        if self._timer is not None:
+            # A part of a window: too short for the history of the throughput.
+            self._record.add(self._timer.take(wait=True), [])
+            self._take_losses(self._losses.flush())
+
+    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Print the diagnosis, if it is wanted."""
+        if self.prints_diagnosis and trainer.is_global_zero:
+            from lightning_opt.profiling.doctor.doctor import doctor
+
+            doctor(trainer).print()
+
+    def report(self) -> Report:
+        """Return what was measured of the last run, for this process."""
+        return build_report(self._record, self._facts, self._flops, self.fall, self.tokens)
+
+    def diagnose(self) -> list[Verdict]:
+        """Return verdicts on monitoring, throughput and the use of the device."""
+        return judge(self._record, self._facts, self.fall, watched=self.slowdown is not None)
+
+    def _tokens_of(self, batch: Any, samples: int) -> int:
+        if not isinstance(self.tokens, str):
+            return 0 if self.tokens is None else self.tokens * samples
+        part = batch.get(self.tokens) if isinstance(batch, Mapping) else None
+        if not isinstance(part, Tensor):
+            has = f"has {list(batch)}" if isinstance(batch, Mapping) else f"is a {type(batch)}"
+            raise ValueError(
+                f"PerformanceMonitor(tokens={self.tokens!r}) needs batches that are a dict with a "
+                f"tensor of that name, but the batch {has}. Give a number of tokens for each "
+                "sample instead, or leave it out."
+            )
+        return part.numel()
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """End the thread; Lightning calls no ``teardown`` after an exception."""
+        self._release()
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """End the thread."""
+        self._release()
+
+    def _release(self) -> None:
+        if self._undo is not None:
+            self._undo()
+            self._undo = None
+        if self._sampler is not None:
+            self._sampler.stop()
+            self._record.add([], self._sampler.take())
+            self._facts.sampling = self._sampler.cpu_seconds, self._sampler.lived
+            self._facts.sampling_note = self._sampler.failure
+            self._sampler = None
+        self._timer = None
+        self._losses.clear()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model and the thread, so that it can be sent to another process."""
+        return {**self.__dict__, "_module": None, "_sampler": None, "_timer": None, "_undo": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the steps and the history of the throughput, as plain types."""
+        return {
+            "steps": self._steps,
+            "throughput": self._throughput.state_dict(),
+            "warned": self._warned,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore what :meth:`state_dict` returned."""
+        self._steps, self._warned = state_dict["steps"], state_dict["warned"]
+        self._throughput.load_state_dict(state_dict["throughput"])
+
+
+WHY = (
+    "DataMonitor tells whether it waits for data, LeakDetector whether memory grows; a GPU that is "
+    "too hot shows in perf/gpu_celsius."
+)
+
+
+def _size(batch: Any) -> int:
+    """Return the number of samples: the length of the first tensor that has one."""
+    first = batch
+    while isinstance(first, (tuple, list)) and first:  # the most frequent batches at once
+        first = first[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return len(first)
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
+
+
+def _dtype(precision: str) -> torch.dtype | str:
+    fast = torch.backends.cuda.matmul.allow_tf32
+    return DTYPES.get(precision[:2], TF32 if fast else torch.float32)

@@ -1,0 +1,110 @@
+"""What a PerformanceMonitor has measured: the window up to a report, and the whole run."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+
+from lightning_opt.core.memory import MB
+from lightning_opt.profiling.durations import Durations
+from lightning_opt.profiling.monitor.sampling import Sample
+from lightning_opt.profiling.monitor.step_times import StepTime
+
+
+class Record:
+    """The steps and samples of a run.
+
+    Attributes:
+        times: Seconds of the steps that were timed.
+        leads: Seconds up to their backward passes, in which no rank waits for another.
+        samples: What they trained on.
+        tokens: The same in tokens.
+        losses: Of the batches at which a report was due.
+        looks: Of each quantity that the thread has sampled: how often, its sum, and its largest.
+    """
+
+    def __init__(self) -> None:
+        self.times, self.leads = Durations(), Durations()
+        self.samples = self.tokens = 0
+        self.losses = Thinned()
+        self.looks: dict[str, tuple[int, float, float]] = {}
+
+    def add(self, times: Sequence[StepTime], looks: Sequence[Sample]) -> None:
+        """Take in a window."""
+        for time in times:
+            self.times.add(time.seconds)
+            self.samples += time.samples
+            self.tokens += time.tokens
+            if time.lead is not None:
+                self.leads.add(time.lead)
+        for look in looks:
+            for name, value in quantities(look).items():
+                number, total, largest = self.looks.get(name, (0, 0.0, value))
+                self.looks[name] = number + 1, total + value, max(largest, value)
+
+    def mean(self, name: str) -> float | None:
+        """Return the mean of a sampled quantity; None if there is none."""
+        number, total, _ = self.looks.get(name, (0, 0.0, 0.0))
+        return total / number if number else None
+
+    def largest(self, name: str) -> float | None:
+        """Return the largest value of a sampled quantity; None if there is none."""
+        return self.looks[name][2] if name in self.looks else None
+
+
+class Thinned(list[float]):
+    """Values of a series of any length, thinned out evenly when there are too many.
+
+    Args:
+        most: How many it may hold, an even number.
+    """
+
+    def __init__(self, most: int = 96) -> None:
+        super().__init__()
+        self.most = most
+        self._stride, self._seen = 1, 0
+
+    def add(self, value: float) -> None:
+        """Take in the next value, or leave it out."""
+        if self._seen % self._stride == 0:
+            if len(self) == self.most:
+                del self[1::2]
+                self._stride *= 2
+            self.append(value)
+        self._seen += 1
+
+
+def quantile(values: Sequence[float], q: float) -> float:
+    """Return the ``q``-quantile, linear between neighbours."""
+    ordered = sorted(values)
+    place = q * (len(ordered) - 1)
+    low = ordered[int(place)]
+    high = ordered[min(int(place) + 1, len(ordered) - 1)]
+    return low + (high - low) * (place - int(place))
+
+
+def quantities(look: Sample) -> dict[str, float]:
+    """Return what a sample holds, by the names under which it is logged."""
+    values: dict[str, float | None] = {
+        "cpu_percent": look.cpu_percent,
+        "rss_mb": look.rss / MB,
+        "child_processes": float(look.children),
+    }
+    if look.gpu is not None:
+        memory = look.gpu.memory
+        values |= {
+            "gpu_percent": look.gpu.percent,
+            "gpu_memory_mb": None if memory is None else memory / MB,
+            "gpu_watts": look.gpu.watts,
+            "gpu_celsius": look.gpu.celsius,
+        }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def means(looks: Sequence[Sample]) -> dict[str, float]:
+    """Return the mean of each quantity over some samples."""
+    found: dict[str, list[float]] = {}
+    for look in looks:
+        for name, value in quantities(look).items():
+            found.setdefault(name, []).append(value)
+    return {name: statistics.fmean(values) for name, values in found.items()}

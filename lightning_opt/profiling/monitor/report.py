@@ -1,0 +1,213 @@
+"""What a PerformanceMonitor says at the end: its table, and its verdicts."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from lightning_opt.core.report import Report
+from lightning_opt.core.trend import mann_kendall
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.profiling.monitor.record import Record
+from lightning_opt.profiling.monitor.slowdown import Fall
+from lightning_opt.profiling.peak_flops import peak_flops
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+UNITS = {
+    "gpu_percent": ("GPU use", "%"),
+    "gpu_memory_mb": ("GPU memory", "MB"),
+    "gpu_watts": ("GPU power", "W"),
+    "gpu_celsius": ("GPU temperature", "°C"),
+    "cpu_percent": ("CPU use, with children", "% of a core"),
+    "rss_mb": ("resident memory, with children", "MB"),
+    "child_processes": ("child processes", ""),
+}
+
+IDLE = 70.0
+"""Percent of the time that a GPU should run something, at least."""
+
+LOSSES, SURE = 8, 0.01
+"""Losses from which a trend can be told, and the probability of one as clear by chance."""
+
+LAG = 0.1
+"""Share by which the slowest rank may be behind the others."""
+
+
+@dataclass
+class Facts:
+    """What is known of a run beside its times.
+
+    Attributes:
+        device: Its name.
+        peak_flops: Operations a second that it can do in this precision.
+        flops_a_sample: Operations counted for a sample.
+        flops_note: Why there are none.
+        gpu: Its UUID; empty without NVML.
+        gpu_note: Why nothing is known of it.
+        ranks: How many processes.
+        leads: Median seconds up to the backward pass, of each rank; empty on one.
+        sampling: CPU seconds of the thread, and seconds that it lived.
+        sampling_note: Why it stopped by itself; empty if it did not.
+    """
+
+    device: str = ""
+    peak_flops: float | None = None
+    flops_a_sample: float | None = None
+    flops_note: str = ""
+    gpu: str = ""
+    gpu_note: str = ""
+    ranks: int = 1
+    leads: list[float] | None = None
+    sampling: tuple[float, float] = (0.0, 0.0)
+    sampling_note: str = ""
+
+    @classmethod
+    def of(cls, trainer: pl.Trainer, given_peak: float | None, dtype: torch.dtype | str) -> Facts:
+        """Return what is known when a run begins."""
+        device = trainer.strategy.root_device
+        cuda = device.type == "cuda"
+        return cls(
+            device=torch.cuda.get_device_name(device) if cuda else str(device),
+            peak_flops=peak_flops(device, dtype) if given_peak is None else given_peak,
+            ranks=trainer.world_size,
+        )
+
+
+def build_report(
+    record: Record,
+    facts: Facts,
+    flops_of: Callable[[int, int], float | None],
+    fall: Fall | None,
+    tokens: int | str | None,
+) -> Report:
+    """Return the table of a run."""
+    times, rows = record.times, []
+    if times.count:
+        ms, seconds = 1e3, max(times.total, 1e-9)
+        rows.append(_row("step", "ms", ms * times.quantile(0.5), ms * times.quantile(0.95)))
+        rows.append(_row("samples a second", "", record.samples * facts.ranks / seconds))
+        if tokens is not None:
+            rows.append(_row("tokens a second", "", record.tokens * facts.ranks / seconds))
+        flops = flops_of(times.count, record.samples)
+        if flops is not None:
+            rows.append(_row("operations", "TFLOP/s", flops / seconds / 1e12))
+            if facts.peak_flops is not None:
+                rows.append(_row("MFU", "%", 100 * flops / seconds / facts.peak_flops))
+    rows += [
+        _row(words, unit, record.mean(name), record.largest(name))
+        for name, (words, unit) in UNITS.items()
+        if name in record.looks
+    ]
+    title = f"PerformanceMonitor: {times.count} steps"
+    return Report(
+        f"{title} on {facts.device}" if facts.device else title, rows, _notes(facts, fall, rows)
+    )
+
+
+def _row(
+    quantity: str, unit: str, typical: float | None, high: float | None = None
+) -> dict[str, Any]:
+    return {"quantity": quantity, "unit": unit, "typical": typical, "high": high}
+
+
+def _notes(facts: Facts, fall: Fall | None, rows: list[Any]) -> list[str]:
+    notes = []
+    if rows:
+        whose = " of all ranks" if facts.ranks > 1 else ""
+        notes.append(
+            "Steps: median and 95th percentile. What is sampled: mean and largest value. Rates: "
+            f"means{whose}."
+        )
+    if fall is not None:
+        notes.append(describe(fall))
+    if facts.leads:
+        notes.append(_lag(facts.leads)[1])
+    if facts.gpu:
+        notes.append(f"NVML was asked for {facts.gpu}.")
+    notes += [note for note in (facts.gpu_note, facts.flops_note) if note]
+    if facts.sampling_note:
+        notes.append(f"Sampling stopped: {facts.sampling_note}.")
+    spent, lived = facts.sampling
+    if lived:
+        notes.append(f"The sampling thread used {spent / lived:.2%} of a core.")
+    return notes
+
+
+def describe(fall: Fall) -> str:
+    """Return a fall as a sentence."""
+    return (
+        f"Throughput has fallen by {fall.drop:.0%} since about step {fall.step}, from "
+        f"{fall.before:.4g} to {fall.after:.4g} a second."
+    )
+
+
+def _lag(leads: list[float]) -> tuple[float, str]:
+    """Return by how much the slowest rank is behind the others, and a sentence."""
+    slowest = max(range(len(leads)), key=leads.__getitem__)
+    others = statistics.median(lead for rank, lead in enumerate(leads) if rank != slowest)
+    lag = leads[slowest] / others - 1 if others > 0 else 0.0
+    return lag, (
+        f"Rank {slowest} of {len(leads)} is the slowest: it takes {1e3 * leads[slowest]:.3g} ms "
+        f"from the end of a step to its backward pass, the others {1e3 * others:.3g} ms."
+    )
+
+
+def judge(record: Record, facts: Facts, fall: Fall | None, *, watched: bool) -> list[Verdict]:
+    """Return verdicts on what a run has shown."""
+    if not record.times.count:
+        why = "PerformanceMonitor has not timed a step yet."
+        return [Verdict("throughput", "unknown", why, "Train more than two steps.")]
+    return [_throughput(record, facts, fall, watched=watched), _convergence(record.losses)]
+
+
+def _convergence(losses: list[float]) -> Verdict:
+    bad = sum(not math.isfinite(loss) for loss in losses)
+    if bad:
+        finding = f"{bad} of the {len(losses)} losses looked at were NaN or infinite."
+        advice = "Add NonFiniteGuard(), and look at GradientHealth() for where it begins."
+        return Verdict("convergence", "look", finding, advice)
+    if len(losses) < LOSSES:
+        finding = f"Only {len(losses)} losses were looked at, one a report."
+        return Verdict("convergence", "unknown", finding, "Train longer, or report more often.")
+    third = len(losses) // 3
+    first, last = statistics.median(losses[:third]), statistics.median(losses[-third:])
+    course = f"The loss went from {first:.4g} to {last:.4g} (medians of the first and last third)"
+    if mann_kendall([-loss for loss in losses])[1] < SURE:
+        return Verdict("convergence", "ok", f"{course}.")
+    if mann_kendall(losses)[1] < SURE:
+        advice = "Lower the learning rate, or look at GradientHealth() for what explodes."
+        return Verdict("convergence", "look", f"{course}: it rises.", advice)
+    advice = "Train longer, or compare the validation loss of two checkpoints."
+    return Verdict("convergence", "unknown", f"{course}, within its noise.", advice)
+
+
+def _throughput(record: Record, facts: Facts, fall: Fall | None, *, watched: bool) -> Verdict:
+    typical = f"A step takes {1e3 * record.times.quantile(0.5):.3g} ms"
+    if fall is not None:
+        return Verdict(
+            "throughput", "look", describe(fall),
+            "Look at what began there: DataMonitor shows waiting, LeakDetector memory.",
+        )  # fmt: skip
+    lag, sentence = _lag(facts.leads) if facts.leads else (0.0, "")
+    if lag > LAG:
+        advice = "All ranks wait for it: compare its CPU, its GPU and its data with the others'."
+        return Verdict("throughput", "look", sentence, advice)
+    use = record.mean("gpu_percent")
+    if use is not None and use < IDLE:
+        advice = "Find out what the GPU waits for: Trainer(profiler=StepProfiler()) tells."
+        return Verdict(
+            "throughput", "look", f"{typical}; the GPU ran {use:.0f}% of the time.", advice
+        )
+    if not watched:
+        return Verdict(
+            "throughput", "unknown", f"{typical}; whether that grows was not watched.",
+            "Leave slowdown=0.1 in PerformanceMonitor.",
+        )  # fmt: skip
+    return Verdict("throughput", "ok", f"{typical}, and throughput has not fallen.")

@@ -1,0 +1,154 @@
+"""Looks at the processes of a run and at its GPU, from a thread beside the training."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+import time
+from collections import deque
+from typing import TYPE_CHECKING, NamedTuple
+
+from lightning_opt.core.memory import resident_memory
+from lightning_opt.profiling.monitor.gpu import GpuReader, GpuReading
+
+if TYPE_CHECKING:
+    import psutil
+
+log = logging.getLogger(__name__)
+
+KEPT = 4096
+"""Samples that wait for a report; older ones are lost."""
+
+JOIN = 5.0
+"""Seconds that the end of a run waits for the thread, should the driver hang."""
+
+NAME = "lightning_opt.PerformanceMonitor"
+"""Of the thread."""
+
+
+class Sample(NamedTuple):
+    """One look at everything.
+
+    Attributes:
+        cpu_percent: CPU time of the process and its children since the last look over the time
+            passed: 100 is one core.
+        rss: Resident bytes of the process and its children; what they share counts in each.
+        children: How many processes it has, at any depth: workers of a DataLoader, most often.
+        gpu: None without NVML.
+    """
+
+    cpu_percent: float
+    rss: int
+    children: int
+    gpu: GpuReading | None
+
+
+class Processes:
+    """This process and all below it: their CPU time and their memory."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[psutil.Process, float]] = {}
+        self._cpu = self._time = 0.0
+        self.look()
+
+    def look(self) -> tuple[float, int, int]:
+        """Return CPU percent since the last look, resident bytes, and the number of children."""
+        import psutil
+
+        now, cpu = time.perf_counter(), time.process_time()
+        spent, self._cpu = cpu - self._cpu, cpu
+        passed, self._time = now - self._time, now
+        resident = resident_memory()
+        known, self._known = self._known, {}
+        for pid in children_of(os.getpid()):
+            try:
+                process, before = known.get(pid) or (psutil.Process(pid), 0.0)
+                with process.oneshot():
+                    times, memory = process.cpu_times(), process.memory_info().rss
+            except psutil.Error:  # it has ended in between
+                continue
+            used = times.user + times.system
+            spent += used - before
+            resident += memory
+            self._known[pid] = process, used
+        return 100 * spent / passed, resident, len(self._known)
+
+
+def children_of(pid: int) -> list[int]:
+    """Return the processes below ``pid``, at any depth.
+
+    Linux lists them by thread, mostly. Elsewhere psutil has to look at each process there is.
+    """
+    try:
+        direct = [
+            int(child)
+            for task in os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - and this is quicker
+            for child in _read(f"/proc/{pid}/task/{task}/children").split()
+        ]
+    except OSError:
+        return _searched_children(pid)
+    return direct + [below for child in direct for below in children_of(child)]
+
+
+def _read(path: str) -> str:
+    with open(path) as file:  # noqa: PTH123 - pathlib takes twice as long
+        return file.read()
+
+
+def _searched_children(pid: int) -> list[int]:
+    import psutil
+
+    try:
+        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+    except psutil.Error:  # it has ended
+        return []
+
+
+class Sampler:
+    """A thread that takes a sample every so often, until it is stopped.
+
+    Args:
+        seconds: From one sample to the next.
+        gpu: What to ask of the GPU; None for a run without one, or without NVML.
+
+    Attributes:
+        cpu_seconds: CPU time that the thread has used.
+        lived: Seconds in which it did.
+        failure: Why it has stopped by itself; empty if it has not.
+    """
+
+    def __init__(self, seconds: float, gpu: GpuReader | None) -> None:
+        self.cpu_seconds = self.lived = 0.0
+        self.failure = ""
+        self._seconds, self._gpu = seconds, gpu
+        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        start = time.perf_counter()
+        try:
+            processes = Processes()
+            while not self._ended.wait(self._seconds):
+                look = processes.look()
+                gpu = None if self._gpu is None else self._gpu.read()
+                self._samples.append(Sample(*look, gpu))
+                self.cpu_seconds = time.thread_time()
+                self.lived = time.perf_counter() - start
+        except Exception as error:  # noqa: BLE001 - a look at the machine must not end a run
+            self.failure = f"{type(error).__name__}: {error}"
+            log.warning("PerformanceMonitor samples no more: %s", self.failure)
+
+    def take(self) -> list[Sample]:
+        """Return the samples since the last call, oldest first."""
+        samples = []
+        while self._samples:
+            samples.append(self._samples.popleft())
+        return samples
+
+    def stop(self) -> None:
+        """End the thread, and wait for that."""
+        self._ended.set()
+        self._thread.join(timeout=JOIN)

@@ -1,0 +1,236 @@
+"""What a profiled run comes to: throughput, FLOPs, bandwidth, ranks, and the table of phases."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from lightning_opt.core.report import Report
+from lightning_opt.profiling.durations import Durations
+from lightning_opt.profiling.flops import Flops
+from lightning_opt.profiling.steps.step_clock import StepClock
+from lightning_opt.profiling.steps.step_phases import NOT_OF_A_STEP, OTHER, PROFILER
+
+
+@dataclass
+class Region:
+    """What a user's region did, besides taking time."""
+
+    calls: int = 0
+    seconds: float = 0.0
+    bytes: float = 0.0
+    flops: float = 0.0
+
+
+@dataclass
+class Ranks:
+    """How long each rank was busy in a step, waits for the others left out."""
+
+    busy: list[float]
+
+    @property
+    def slowest(self) -> int:
+        """The rank that the others wait for."""
+        return max(range(len(self.busy)), key=self.busy.__getitem__)
+
+    @property
+    def lag(self) -> float:
+        """Seconds a step by which the slowest rank is behind the mean of the others."""
+        others = [value for rank, value in enumerate(self.busy) if rank != self.slowest]
+        return self.busy[self.slowest] - sum(others) / max(1, len(others))
+
+
+@dataclass
+class Measures:
+    """Everything measured in one run, by numbers of fixed memory.
+
+    Attributes:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        clock: Durations by phase.
+        wall: Seconds of the run, None while it goes on.
+        batches: Batches trained on.
+        samples: In the steps that count.
+        tokens: Likewise; None where they are not counted.
+        optimizer_steps: Updates.
+        flops: Of one batch, None where not counted.
+        flops_samples: Samples, or tokens where they are counted, of that batch.
+        peak: FLOP a second that the device can do, None where unknown.
+        peak_name: What the peak is of.
+        regions: By name.
+        ranks: None with a single one.
+        notes: What the reader has to know.
+    """
+
+    stage: str
+    clock: StepClock
+    wall: float | None = None
+    batches: int = 0
+    samples: int = 0
+    tokens: int | None = None
+    optimizer_steps: int = 0
+    flops: Flops | None = None
+    flops_samples: int = 0
+    peak: float | None = None
+    peak_name: str = ""
+    world_size: int = 1
+    regions: dict[str, Region] = field(default_factory=dict)
+    ranks: Ranks | None = None
+    communication: float | None = None
+    notes: list[str] = field(default_factory=list)
+
+    def _rate(self, amount: float | None) -> float | None:
+        seconds = self.clock.steps.total
+        return None if amount is None or not seconds else amount / seconds
+
+    @property
+    def samples_per_second(self) -> float | None:
+        """Of this rank, while it trains: validation, checkpoints and the start left out."""
+        return self._rate(self.samples or None)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Likewise."""
+        return self._rate(self.tokens or None)
+
+    def _flops_per_second(self, flops: int | None) -> float | None:
+        amount = self.samples if self.tokens is None else self.tokens
+        if flops is None or not self.flops_samples:
+            return None
+        return self._rate(flops / self.flops_samples * amount)
+
+    @property
+    def flops_per_second(self) -> float | None:
+        """What the model needs, a second of training, of this rank."""
+        return self._flops_per_second(None if self.flops is None else self.flops.model)
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation: of the peak, None where the peak is unknown."""
+        rate = self.flops_per_second
+        return None if rate is None or not self.peak else rate / self.peak
+
+    @property
+    def seconds(self) -> dict[str, float]:
+        """Seconds of each phase, by name."""
+        names = self.clock.phases.names
+        return {names[phase]: d.total for phase, d in self.clock.durations.items()}
+
+    @property
+    def accounted(self) -> float | None:
+        """Share of the wall time that phases other than ``other`` account for."""
+        if not self.wall:
+            return None
+        named = sum(d.total for phase, d in self.clock.durations.items() if phase != OTHER)
+        return named / self.wall
+
+    def report(self) -> Report:
+        """Return one row a phase, the longest first, and what they sum up to."""
+        names, wall = self.clock.phases.names, self.wall or sum(self.seconds.values())
+        device = self.clock.device.durations if self.clock.device is not None else None
+        ordered = sorted(self.clock.durations.items(), key=lambda item: -item[1].total)
+        rows: list[dict[str, Any]] = []
+        for phase, durations in ordered:
+            row = _row(names[phase], durations, wall)
+            if device is not None:
+                row["device ms"] = _milliseconds(device[phase].mean) if phase in device else None
+            rows.append(row)
+        if device is not None and -1 in device:
+            row = dict.fromkeys(rows[0]) if rows else {}
+            rows.append({**row, "phase": "device: between those", "device ms":
+                         _milliseconds(device[-1].mean)})  # fmt: skip
+        steps = self.clock.steps
+        title = f"StepProfiler: {self.stage}, {wall:.2f} s"
+        if steps.count:
+            title += f", {self.batches} batches, {1e3 * steps.quantile(0.5):.3g} ms each (median)"
+        return Report(title, rows, self._notes())
+
+    def _notes(self) -> list[str]:
+        notes = []
+        if self.accounted is not None:
+            notes.append(f"Named phases account for {100 * self.accounted:.1f}% of the wall time.")
+        notes += self._throughput()
+        for name, region in self.regions.items():
+            notes.append(_describe_region(name, region))
+        if self.communication is not None:
+            notes.append(
+                f"DDP's own clock: all communication of a backward pass takes "
+                f"{1e3 * self.communication:.3g} ms, most of it beside the computation; the phase "
+                "'gradient communication' is what is waited for at the end."
+            )
+        if self.ranks is not None:
+            busy, slowest = self.ranks.busy, self.ranks.slowest
+            notes.append(
+                f"Slowest rank: {slowest}, busy {1e3 * busy[slowest]:.3g} ms a batch, "
+                f"{1e3 * self.ranks.lag:.3g} ms ({100 * self.ranks.lag / busy[slowest]:.1f}%) more "
+                "than the mean of the others."
+            )
+        if self.clock.device is not None:
+            notes.append(
+                "Times are the host's, which runs ahead of the device; 'device ms' is the mean of "
+                "a step by CUDA events."
+            )
+            if self.clock.device.dropped:
+                notes.append(f"{self.clock.device.dropped} steps have no device times.")
+        return [*notes, *self.notes]
+
+    def _throughput(self) -> list[str]:
+        each = " on each rank" if self.world_size > 1 else ""
+        parts = []
+        if self.samples_per_second is not None:
+            parts.append(f"{self.samples_per_second:.4g} samples/s")
+        if self.tokens_per_second is not None:
+            parts.append(f"{self.tokens_per_second:.4g} tokens/s")
+        rate, notes = self.flops_per_second, []
+        if rate is not None and self.flops is not None:
+            parts.append(f"{rate / 1e9:.4g} GFLOP/s")
+            notes.append(
+                f"FLOPs of a batch: {self.flops.forward:.4g} forward, {self.flops.backward:.4g} "
+                f"backward, {self.flops.recomputed:.4g} recomputed."
+            )
+        if self.mfu is not None:
+            parts.append(f"MFU {100 * self.mfu:.1f}% of {self.peak_name}")
+        return [*([f"While training{each}: {', '.join(parts)}."] if parts else []), *notes]
+
+    def scalars(self) -> dict[str, float]:
+        """Return the numbers of the run that fit a logger, by key, for the whole run."""
+        found = {
+            "steps_per_second": self._rate(self.clock.steps.count),
+            "samples_per_second": self.samples_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "mfu": self.mfu,
+        }
+        return {f"time/{key}": value for key, value in found.items() if value is not None}
+
+
+def _row(name: str, durations: Durations, wall: float) -> dict[str, Any]:
+    return {
+        "phase": name,
+        "total s": float(f"{durations.total:.5g}"),
+        "share": f"{100 * durations.total / wall:.1f}%" if wall else None,
+        "count": durations.count,
+        "mean ms": _milliseconds(durations.mean),
+        "median ms": _milliseconds(durations.quantile(0.5)),
+        "p95 ms": _milliseconds(durations.quantile(0.95)),
+    }
+
+
+def _milliseconds(seconds: float) -> float:
+    return float(f"{1e3 * seconds:.4g}")
+
+
+def _describe_region(name: str, region: Region) -> str:
+    text = f"Region {name}: {region.calls} calls, {1e3 * region.seconds / region.calls:.3g} ms each"
+    if region.bytes and region.seconds:
+        text += f", {region.bytes / region.seconds / 1e9:.4g} GB/s"
+    if region.flops and region.seconds:
+        text += f", {region.flops / region.seconds / 1e9:.4g} GFLOP/s"
+    return f"{text}."
+
+
+def phase_means(window: dict[int, float], steps: int, names: list[str]) -> dict[str, float]:
+    """Return the milliseconds a step of each phase of a training step, by key for a logger."""
+    return {
+        f"time/{names[phase].replace(' ', '_').replace(chr(39), '')}_ms": 1e3 * seconds / steps
+        for phase, seconds in window.items()
+        if phase not in NOT_OF_A_STEP and phase != PROFILER
+    }

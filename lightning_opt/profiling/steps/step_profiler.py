@@ -1,0 +1,309 @@
+"""Where the time of a run goes, in phases that a person knows."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.profilers import Profiler
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.loggers import save_figure
+from lightning_opt.core.report import Report
+from lightning_opt.core.verdicts import Verdict
+from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
+from lightning_opt.profiling.steps.figure import draw_steps
+from lightning_opt.profiling.steps.step_measures import Measures
+from lightning_opt.profiling.steps.step_phases import DATA, NAMES, NOT_OF_A_STEP
+from lightning_opt.profiling.steps.step_run import StepRun
+from lightning_opt.profiling.steps.trace import Trace
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+_find_peak = peak_flops
+
+DATA_BOUND = 0.2
+"""Share of a step's time from which waiting for data is too much."""
+
+
+class StepProfiler(Profiler):
+    """Says where the time of a run goes: one line a phase, and the phases sum up to the wall time.
+
+    Phases are what a person knows of a step, and not Lightning's hooks: data wait, transfer,
+    forward, loss, backward, gradient communication, clipping, each callback by name, optimizer
+    step, logging, validation, checkpoint, and Lightning's own loop. A moment counts for the
+    innermost of them alone. On CUDA the device's time of each phase is measured too, by events that
+    are read some steps later, so nothing in a step waits for the device. Memory does not grow with
+    the run.
+
+    At the end of a run rank 0 prints the table; :meth:`report` returns it. Under several processes
+    every rank needs one. Logged every ``log_every_n_steps`` batches and at the end of a fit:
+
+    ============================== =============================================================
+    ``time/<phase>_ms``            milliseconds a batch of each phase since the last time
+    ``time/step_ms``               their sum: a batch, without validation and checkpoints
+    ``time/samples_per_second``    of this rank
+    ``time/tokens_per_second``     of this rank, with ``tokens``
+    ``time/mfu``                   FLOPs of the model, as a share of the device's peak
+    ============================== =============================================================
+
+    Args:
+        dirpath: Folder for files; by default the logger's.
+        filename: Write ``<filename>.md``, ``.json`` and, with matplotlib, ``.png`` at the end of
+            each run; by default nothing is written.
+        log_every_n_steps: Batches from one logging to the next; 0 for none.
+        tokens: What is counted besides samples: the name of the tensor in batches that are dicts
+            whose elements are tokens, or the number of tokens in each sample.
+        flops: Whether to count the FLOPs of the first batch. It takes longer, and is left out of
+            the phases.
+        peak_flops: FLOP a second that the device can do at best, in the run's precision; by default
+            what its maker states, where that is known.
+        trace: The first and the last batch, from 0, that ``torch.profiler`` records to
+            ``trace_<first>_<last>.json`` on rank 0. It ends with its epoch at the latest.
+        print_table: Whether to print the table at the end of a run.
+
+    Raises:
+        ValueError: For arguments out of range.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> profiler = lo.StepProfiler()
+        >>> trainer = L.Trainer(profiler=profiler, logger=False)
+    """
+
+    def __init__(
+        self,
+        dirpath: str | Path | None = None,
+        filename: str | None = None,
+        log_every_n_steps: int = 100,
+        tokens: int | str | None = None,
+        flops: bool = True,
+        peak_flops: float | None = None,
+        trace: Sequence[int] | None = None,
+        print_table: bool = True,
+    ) -> None:
+        self._run: StepRun | None = None  # Profiler's `__del__` needs both, also if this raises
+        self._stage: str | None = None
+        self._output_file = None
+        self.log_every_n_steps = at_least("log_every_n_steps", log_every_n_steps, 0)
+        self.tokens = _check_tokens(tokens)
+        self.flops = flops
+        self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
+        self.trace = _check_trace(trace)
+        self.print_table = print_table
+        super().__init__(dirpath=dirpath, filename=filename)
+        self._given_dirpath = dirpath
+        self._runs: dict[str, Measures] = {}
+        self._last: Measures | None = None
+
+    # --- what the Trainer calls -----------------------------------------------------------------
+
+    def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
+        """Begin to measure; called by the Trainer before everything else of a run."""
+        self._end_run()
+        self.dirpath = self._given_dirpath
+        super().setup(stage, local_rank, log_dir)
+        module = getattr(self, "_lightning_module", None)
+        trainer = None if module is None else module.trainer
+        stage = str(getattr(stage, "value", stage))
+        rank_zero = trainer is None or trainer.is_global_zero
+        trace = None
+        if self.trace is not None and stage == "fit" and rank_zero:
+            trace = Trace(*self.trace, Path(self.dirpath or "."))
+        self._run = StepRun(
+            stage,
+            trainer,
+            log_every_n_steps=self.log_every_n_steps,
+            tokens=self.tokens,
+            flops=self.flops,
+            trace=trace,
+        )
+        self._last = self._runs[stage] = measures = self._run.measures
+        if trainer is not None:
+            measures.world_size = trainer.world_size
+            root, kind = trainer.strategy.root_device, multiplied_type(str(trainer.precision))
+            measures.peak = self.peak_flops or _find_peak(root, kind)
+            measures.peak_name = "peak_flops" if self.peak_flops else _name_of(root, kind)
+
+    def start(self, action_name: str) -> None:
+        """Begin one of the Trainer's actions."""
+        if self._run is not None:
+            self._run.start(action_name)
+
+    def stop(self, action_name: str) -> None:
+        """End one of the Trainer's actions."""
+        if self._run is not None:
+            self._run.stop(action_name)
+
+    def profile(self, action_name: str) -> Any:
+        """Return a context in which an action is measured, of the Trainer's or of your own."""
+        return contextlib.nullcontext("") if self._run is None else self._run.action(action_name)
+
+    def describe(self) -> None:
+        """End the run: on rank 0 print the table and write the files; called by the Trainer."""
+        run, self._run = self._run, None
+        if run is None:
+            return
+        trainer, measures = run.trainer, run.finish()
+        if trainer is None or trainer.is_global_zero:
+            report = measures.report()
+            if self.print_table:
+                report.print()
+            if self.filename:
+                self._write(report, measures, trainer)
+        self.teardown(stage=self._stage)
+
+    def _write(self, report: Report, measures: Measures, trainer: Any) -> None:
+        folder, stem = Path(self.dirpath or "."), str(self.filename)
+        if measures.stage != "fit":
+            stem += f"_{measures.stage}"
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{stem}.md").write_text(report.to_markdown() + "\n")
+        (folder / f"{stem}.json").write_text(report.to_json() + "\n")
+        if not measures.clock.timeline.steps:
+            return
+        try:
+            figure = draw_steps(measures)
+        except ImportError as error:
+            log.warning("%s", error)
+            return
+        if trainer is None:
+            figure.savefig(folder / f"{stem}.png")
+        else:
+            save_figure(figure, folder / f"{stem}.png", trainer, "time/steps")
+
+    def teardown(self, stage: str | None) -> None:
+        """Leave nothing behind on the model and the Trainer."""
+        self._end_run()
+        super().teardown(stage)
+
+    def _end_run(self) -> None:
+        run, self._run = self._run, None
+        if run is not None:
+            run.end_epoch()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out what belongs to a run, so that it can be sent to a new process."""
+        state = {**self.__dict__, "_run": None, "_last": None, "_runs": {}}
+        state.pop("_lightning_module", None)
+        return state
+
+    # --- what you call --------------------------------------------------------------------------
+
+    def region(
+        self,
+        name: str,
+        bytes: float | None = None,  # noqa: A002 - what it is
+        flops: float | None = None,
+    ) -> AbstractContextManager[None]:
+        """Measure a part of the step as a phase of its own, taken out of the one it lies in.
+
+        Outside of a run, and in other threads than the Trainer's, it does nothing.
+
+        Args:
+            name: Of the phase ``region <name>``.
+            bytes: That one call moves; the report then says GB/s.
+            flops: That one call does; the report then says GFLOP/s.
+
+        Example:
+            >>> import lightning_opt as lo
+            >>> profiler = lo.StepProfiler()
+            >>> with profiler.region("softmax", bytes=2 * 4096 * 4096 * 4):
+            ...     pass  # in `training_step`
+        """
+        if self._run is None:
+            return contextlib.nullcontext()
+        return self._run.region(name, bytes, flops)
+
+    def measures(self, stage: str | None = None) -> Measures:
+        """Return the numbers behind the table.
+
+        Args:
+            stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: the last run of that
+                kind. By default the last fit, or the last run if there was none.
+
+        Raises:
+            RuntimeError: If there was no such run.
+        """
+        found = self._runs.get("fit", self._last) if stage is None else self._runs.get(stage)
+        if found is None:
+            raise RuntimeError(
+                f"StepProfiler has not seen such a run yet, only {sorted(self._runs) or 'none'}: "
+                "give it to a Trainer as profiler=."
+            )
+        return found
+
+    def report(self, stage: str | None = None) -> Report:
+        """Return the table: one row a phase, the longest first. Arguments as :meth:`measures`."""
+        return self.measures(stage).report()
+
+    def diagnose(self) -> list[Verdict]:
+        """Return that it was profiled, what takes longest, and whether it waits for data."""
+        found = self._runs.get("fit")
+        if found is None:
+            finding = "StepProfiler has seen no fit yet."
+            return [Verdict("profile", "unknown", finding, "Ask again after fit.")]
+        total = found.clock.steps.total
+        seconds = {
+            name: found.seconds[name]
+            for number, name in enumerate(found.clock.phases.names)
+            if name in found.seconds and number not in NOT_OF_A_STEP
+        }
+        if not seconds or not total:
+            finding = "StepProfiler has seen no training step."
+            return [Verdict("profile", "unknown", finding, "Train on.")]
+        longest = max(seconds, key=seconds.__getitem__)
+        share = seconds[longest] / total
+        verdicts = [Verdict("profile", "ok", f"{longest!r} takes longest, {share:.0%} of a step.")]
+        waiting = seconds.get(NAMES[DATA], 0.0) / total
+        finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
+        if waiting > DATA_BOUND:
+            advice = "Add DataPipelineTuner(), which measures how many workers the loader needs."
+            return [*verdicts, Verdict("data", "look", finding, advice)]
+        return [*verdicts, Verdict("data", "ok", finding)]
+
+    def summary(self) -> str:
+        """Return the table as text; empty before any run."""
+        return "" if self._last is None else str(self._last.report())
+
+    def figure(self) -> Figure:
+        """Return a figure of matplotlib: what a step of the last fit took, along the run.
+
+        Raises:
+            ImportError: Without matplotlib, which the extra ``plots`` brings.
+            ValueError: If no step was profiled.
+        """
+        return draw_steps(self.measures())
+
+
+def _check_tokens(tokens: Any) -> int | str | None:
+    if tokens is None or isinstance(tokens, str):
+        return tokens
+    return at_least("tokens", tokens, 1)
+
+
+def _check_trace(trace: Any) -> tuple[int, int] | None:
+    if trace is None:
+        return None
+    whole = isinstance(trace, Sequence) and not isinstance(trace, str) and len(trace) == 2
+    if not whole or any(isinstance(n, bool) or not isinstance(n, int) for n in trace):
+        raise ValueError(f"trace must be two batch numbers such as [10, 12], got {trace!r}.")
+    first, last = trace
+    if not 0 <= first <= last:
+        raise ValueError(f"trace must go from a batch of at least 0 to a later one, got {trace!r}.")
+    return first, last
+
+
+def _name_of(device: torch.device, kind: torch.dtype | str) -> str:
+    if device.type != "cuda":
+        return ""
+    return f"{torch.cuda.get_device_name(device)}, {str(kind).removeprefix('torch.')}"

@@ -1,0 +1,400 @@
+"""One run under StepProfiler, from the Trainer's first action to its last."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from time import perf_counter
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.splitting import tensors_of
+from lightning_opt.profiling.batch_flops import is_compiled as has_compiled_parts
+from lightning_opt.profiling.flops import StepFlops
+from lightning_opt.profiling.steps.device_clock import DeviceClock
+from lightning_opt.profiling.steps.hooks import Watch, is_compiled
+from lightning_opt.profiling.steps.step_clock import StepClock
+from lightning_opt.profiling.steps.step_measures import Measures, Ranks, Region, phase_means
+from lightning_opt.profiling.steps.step_phases import (
+    BATCH,
+    BETWEEN,
+    DATA,
+    EPOCH,
+    FETCH,
+    FORWARD_AND_LOSS,
+    IGNORED,
+    LOGGING,
+    LOOP,
+    LOSS,
+    OTHER,
+    PROFILER,
+    SETUP,
+    STEP,
+    TEARDOWN,
+    TRAIN_END,
+    Phases,
+)
+from lightning_opt.profiling.steps.trace import Trace
+
+MOST_ACTIONS = 2000
+"""So many names of actions are known; a name that is new each time would fill the memory."""
+
+_NOTHING = contextlib.nullcontext("")
+
+
+class StepRun:
+    """Turns Lightning's actions into phases and steps, and looks at the batches.
+
+    Args:
+        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
+        trainer: The Trainer; None where actions come from elsewhere.
+        log_every_n_steps: Batches from one logging to the next; 0 for none.
+        tokens: How tokens are counted, if they are.
+        flops: Whether to count those of the first batch.
+        trace: What records some batches, or None.
+    """
+
+    def __init__(
+        self,
+        stage: str,
+        trainer: Any,
+        *,
+        log_every_n_steps: int,
+        tokens: int | str | None,
+        flops: bool,
+        trace: Trace | None,
+    ) -> None:
+        self.trainer = trainer
+        root = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+        device = DeviceClock(root) if root.type == "cuda" else None
+        self.clock = StepClock(Phases(), SETUP, device)
+        self.measures = Measures(stage, self.clock, tokens=None if tokens is None else 0)
+        self._every, self._tokens, self._flops = log_every_n_steps, tokens, flops
+        self._trace = trace
+        self._thread = threading.get_ident()
+        self._phase_of: dict[str, int] = {}
+        self._actions: dict[str, Any] = {}
+        self._watch: Watch | None = None
+        self._counter: StepFlops | None = None
+        self._trained = False
+        self._epoch_depth = 0
+        self._batch_samples = self._batch_tokens = 0
+        self._window_samples = self._window_tokens = 0
+
+    # --- actions --------------------------------------------------------------------------------
+
+    def action(self, name: str) -> Any:
+        """Return a context in which an action is measured."""
+        found = self._actions.get(name)
+        if found is not None:
+            return found
+        phase = self._resolve(name)
+        if phase >= 0:
+            made: Any = _Phase(self.clock, phase, name)
+        else:
+            made = _NOTHING if phase == IGNORED else _Action(self, name)
+        if len(self._actions) < MOST_ACTIONS:
+            self._actions[name] = made
+        return made
+
+    def start(self, action: str) -> None:
+        """Begin an action."""
+        phase = self._phase_of.get(action)
+        if phase is None:
+            phase = self._resolve(action)
+        if phase >= 0:
+            self.clock.enter(phase, action)
+        elif phase != IGNORED:
+            self._begin(phase, action)
+
+    def stop(self, action: str) -> None:
+        """End an action."""
+        phase = self._phase_of.get(action)
+        if phase is None or phase == IGNORED:
+            return
+        if phase >= 0:
+            self.clock.leave(action)
+        else:
+            self._end(phase, action)
+
+    def _resolve(self, action: str) -> int:
+        if action in self._phase_of:
+            return self._phase_of[action]
+        if len(self._phase_of) >= MOST_ACTIONS:
+            return IGNORED
+        phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
+        if phase == DATA and self.clock.depth == 0:  # the first batch of an evaluation
+            self.clock.rest(LOOP)
+        return phase
+
+    def _begin(self, phase: int, action: str) -> None:
+        clock, watch = self.clock, self._watch
+        if phase == STEP:
+            if watch is not None:
+                watch.begin_step()
+            separate = watch is not None and watch.separate
+            clock.enter(LOSS if separate else FORWARD_AND_LOSS, action)
+        elif phase == FETCH:
+            if self._trained and clock.depth == self._epoch_depth:
+                self._end_step()
+            clock.enter(DATA, action)
+        elif phase == BATCH:
+            if self._trained:  # batches are fetched within `training_step`
+                self._end_step()
+            self._begin_batch(action)
+        elif phase == EPOCH:
+            clock.end_step(trained=False)
+            if clock.depth == 0:
+                clock.rest(BETWEEN)
+            clock.enter(LOOP, action)
+            self._epoch_depth = clock.depth
+            if self.trainer is not None:
+                self._watch = Watch(clock, self.trainer)
+
+    def _end(self, phase: int, action: str) -> None:
+        if phase == BATCH:
+            self._end_counting()
+        elif phase == EPOCH:
+            self.end_epoch()
+        self.clock.leave(action)
+        if phase == TRAIN_END:
+            self._end_training()
+
+    # --- a batch --------------------------------------------------------------------------------
+
+    def _begin_batch(self, action: str) -> None:
+        measures, self._trained = self.measures, True
+        self._look_at_batch()
+        if self._trace is not None and measures.batches == self._trace.first:
+            self._work(self._trace.start)
+        measures.batches += 1
+        counting = self._flops and measures.batches == 1 and self._can_count()
+        self.clock.enter(PROFILER if counting else LOOP, action)
+        if counting:
+            self._counter = StepFlops()
+            self._counter.__enter__()  # type: ignore[no-untyped-call]
+
+    def _look_at_batch(self) -> None:
+        if self.trainer is None:
+            return
+        batch = self.trainer.fit_loop.epoch_loop._results.batch
+        self._batch_samples = samples_in(batch)
+        if isinstance(self._tokens, int):
+            self._batch_tokens = self._tokens * self._batch_samples
+        elif self._tokens is not None:
+            self._batch_tokens = tokens_in(batch, self._tokens)
+
+    def _can_count(self) -> bool:
+        if self.trainer is None:
+            return False
+        module = self.trainer.lightning_module
+        # Under a counter torch would leave the first call uncompiled, and then all others too.
+        if any(map(is_compiled, module.modules())) or has_compiled_parts(module):
+            self.measures.notes.append("FLOPs were not counted: the model is compiled.")
+            return False
+        return True
+
+    def _end_counting(self) -> None:
+        counter, self._counter = self._counter, None
+        if counter is None:
+            return
+        counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        measures = self.measures
+        measures.flops = counter.flops
+        measures.flops_samples = (
+            self._batch_samples if measures.tokens is None else self._batch_tokens
+        )
+        for operator, why in counter.failures.items():
+            measures.notes.append(f"The FLOPs of {operator} could not be counted ({why}).")
+
+    def _end_step(self) -> None:
+        clock, measures, watch = self.clock, self.measures, self._watch
+        self._trained = False
+        if watch is not None and watch.separate:
+            if not watch.seen:
+                clock.move(LOSS, FORWARD_AND_LOSS)
+            watch.seen = False
+        if self._trace is not None and measures.batches - 1 == self._trace.last:
+            self._work(self._trace.stop)
+        if clock.end_step(trained=True):
+            measures.samples += self._batch_samples
+            self._window_samples += self._batch_samples
+            if measures.tokens is not None:
+                measures.tokens += self._batch_tokens
+                self._window_tokens += self._batch_tokens
+        if self._every and clock.window_steps.count >= self._every:
+            self._log()
+
+    def _work(self, function: Any) -> None:
+        """Do something that takes time, and count it as the profiler's."""
+        self.clock.enter(PROFILER, self)
+        try:
+            function()
+        finally:
+            self.clock.leave(self)
+
+    # --- the end of epochs and of the run -------------------------------------------------------
+
+    def end_epoch(self) -> None:
+        """Take everything off the model, the Trainer and the process; also after an exception."""
+        self._end_counting()
+        try:
+            if self._trace is not None and self._trace.running:
+                self._work(self._trace.stop)
+        finally:
+            if self._watch is not None:
+                self._watch.detach()
+        if self._trained:
+            self._end_step()
+        self._watch = None
+
+    def _end_training(self) -> None:
+        trainer, measures = self.trainer, self.measures
+        if self.clock.depth == 0:
+            self.clock.rest(TEARDOWN)
+        if trainer is None:
+            return
+        measures.optimizer_steps = trainer.global_step
+        self._compare_ranks()
+        model = trainer.strategy.model
+        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+            found = model._get_ddp_logging_data().get("avg_backward_comm_time")
+            measures.communication = found / 1e9 if found else None
+        self._log()
+
+    def _compare_ranks(self) -> None:
+        if self.measures.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
+            return
+        busy = self.clock.busy / max(1, self.clock.steps.count)
+        device = self.trainer.strategy.root_device
+        own = torch.tensor([busy], dtype=torch.float64, device=device)
+        everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, own)
+        # Waits for the device, once, when training has ended.
+        self.measures.ranks = Ranks(torch.cat(everyone).tolist())
+
+    def _log(self) -> None:
+        seconds, steps = self.clock.end_window()
+        samples, tokens = self._window_samples, self._window_tokens
+        self._window_samples = self._window_tokens = 0
+        measures = self.measures
+        if self.trainer is None or not self._every or not steps.count:
+            return
+        scalars = phase_means(seconds, steps.count, self.clock.phases.names)
+        scalars["time/step_ms"] = 1e3 * steps.mean
+        scalars["time/samples_per_second"] = samples / steps.total
+        if measures.tokens is not None:
+            scalars["time/tokens_per_second"] = tokens / steps.total
+        counted = samples if measures.tokens is None else tokens
+        if measures.flops is not None and measures.peak and measures.flops_samples:
+            rate = measures.flops.model / measures.flops_samples * counted / steps.total
+            scalars["time/mfu"] = rate / measures.peak
+        self.clock.enter(LOGGING, self)
+        try:
+            log_scalars(self.trainer, scalars)
+        finally:
+            self.clock.leave(self)
+
+    def finish(self) -> Measures:
+        """End the run and return what it came to. This waits for the device."""
+        clock, measures = self.clock, self.measures
+        clock.end_step(trained=False)
+        measures.wall = clock.elapsed
+        self.end_epoch()
+        self.trainer = None
+        if clock.device is not None:
+            clock.device.finish()
+            for name, region in measures.regions.items():
+                own = clock.device.durations.get(clock.phases.number(_phase_of(name), True))
+                region.seconds = own.total if own is not None else region.seconds
+        return measures
+
+    @contextmanager
+    def region(self, name: str, size: float | None, flops: float | None) -> Iterator[None]:
+        """Measure a user's region; see ``StepProfiler.region``."""
+        if threading.get_ident() != self._thread:
+            yield
+            return
+        clock, regions, key = self.clock, self.measures.regions, object()
+        phase = clock.phases.number(_phase_of(name), on_device=True)
+        clock.enter(phase, key)
+        start = perf_counter()
+        try:
+            yield
+        finally:
+            passed = perf_counter() - start
+            clock.leave(key)
+            if phase != OTHER:  # which it is if there are too many names
+                region = regions.setdefault(name, Region())
+                region.calls += 1
+                region.seconds += passed
+                region.bytes += size or 0
+                region.flops += flops or 0
+
+
+class _Phase:
+    """An action that is a phase. It has no state, so it may run within itself."""
+
+    __slots__ = ("_clock", "_name", "_phase")
+
+    def __init__(self, clock: StepClock, phase: int, name: str) -> None:
+        self._clock, self._phase, self._name = clock, phase, name
+
+    def __enter__(self) -> str:
+        self._clock.enter(self._phase, self._name)
+        return self._name
+
+    def __exit__(self, *exception: object) -> None:
+        self._clock.leave(self._name)
+
+
+class _Action:
+    """An action with a meaning of its own."""
+
+    __slots__ = ("_name", "_run")
+
+    def __init__(self, run: StepRun, name: str) -> None:
+        self._run, self._name = run, name
+
+    def __enter__(self) -> str:
+        self._run.start(self._name)
+        return self._name
+
+    def __exit__(self, *exception: object) -> None:
+        self._run.stop(self._name)
+
+
+def _phase_of(region: str) -> str:
+    return f"region {region}"
+
+
+def samples_in(batch: Any) -> int:
+    """Return the length of the first tensor of a batch that has one."""
+    first = batch
+    while isinstance(first, (tuple, list)) and first:  # the most frequent batches at once
+        first = first[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return len(first)
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
+
+
+def tokens_in(batch: Any, key: str) -> int:
+    """Return the elements of the tensor of that name.
+
+    Raises:
+        ValueError: If the batch has none.
+    """
+    part = batch.get(key) if isinstance(batch, Mapping) else None
+    if not isinstance(part, Tensor):
+        has = f"has {list(batch)}" if isinstance(batch, Mapping) else f"is a {type(batch)}"
+        raise ValueError(
+            f"StepProfiler(tokens={key!r}) needs batches that are a dict with a tensor of that "
+            f"name, but the batch {has}. Give the number of tokens in each sample instead."
+        )
+    return part.numel()

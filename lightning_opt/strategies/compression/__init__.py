@@ -1,0 +1,1 @@
+"""DDP with compressed gradients and error feedback."""

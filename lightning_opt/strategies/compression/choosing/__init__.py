@@ -1,0 +1,1 @@
+"""What pays on this network, measured, for ``ddp_compressed``."""

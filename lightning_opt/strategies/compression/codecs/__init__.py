@@ -1,0 +1,1 @@
+"""What a message holds: selected or quantised values, packed."""

@@ -1,0 +1,1 @@
+"""How messages travel, and what stays for the next step."""

@@ -1,0 +1,40 @@
+"""The strategy strings."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
+
+START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
+
+STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
+    "ddp_topk": (CompressedDDPStrategy, {"compressor": "topk"}),
+    "ddp_threshold": (CompressedDDPStrategy, {"compressor": "threshold"}),
+    "ddp_int8": (CompressedDDPStrategy, {"compressor": "int8"}),
+    "ddp_int4": (CompressedDDPStrategy, {"compressor": "int4"}),
+    "ddp_compressed": (CompressedDDPStrategy, {"compressor": "auto"}),
+    "ddp_fp16": (HookedDDPStrategy, {"hook": "fp16"}),
+    "ddp_bf16": (HookedDDPStrategy, {"hook": "bf16"}),
+    "ddp_powersgd": (HookedDDPStrategy, {"hook": "powersgd"}),
+}
+
+
+def register_strategies() -> None:
+    """Make the strategy strings known to ``Trainer(strategy=...)``.
+
+    Calling it again changes nothing, and a string that something else has registered is left alone.
+    """
+    for name, (strategy, arguments) in STRATEGIES.items():
+        for suffix, start_method in START_METHODS.items():
+            if name + suffix not in StrategyRegistry:
+                StrategyRegistry.register(
+                    name + suffix,
+                    strategy,
+                    description=f"{strategy.__name__}({arguments}), started by {start_method!r}",
+                    start_method=start_method,
+                    **arguments,
+                )

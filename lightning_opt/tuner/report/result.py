@@ -1,0 +1,228 @@
+"""What a search has found, and its forms: a table, sentences, a figure, Python, YAML and JSON."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_opt.core.report import Report
+from lightning_opt.tuner.report.drawing import draw
+from lightning_opt.tuner.report.explaining import explain
+from lightning_opt.tuner.report.writing import to_python, to_yaml
+from lightning_opt.tuner.search.settings import is_written, plain
+from lightning_opt.tuner.search.space import Space, Switches
+from lightning_opt.tuner.trials.trial import Trial
+from lightning_opt.worker.recipes import instantiate
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+MIB = 2**20
+
+
+class TuneResult:
+    """The answer of :func:`~lightning_opt.autotune`, with all that led to it.
+
+    Args:
+        objective: What was tuned for.
+        space: What could be switched on.
+        trials: All trials, the baseline first.
+        best: What is switched on in the answer; nothing where it is better to leave things as they
+            are.
+        complete: Whether the search ended by itself, and not with its budget.
+        facts: Of machine and versions.
+        seconds: Time that the search took.
+        notes: Sentences about the search.
+
+    Attributes:
+        best: The trial of the answer; the baseline's where nothing is better.
+        trials: All trials, the baseline first.
+        switches: Names of what is switched on in the answer.
+        complete: Whether the search ended by itself, and not with its budget.
+    """
+
+    def __init__(
+        self,
+        objective: str,
+        space: Space,
+        trials: Sequence[Trial],
+        best: Switches,
+        *,
+        complete: bool = True,
+        facts: Mapping[str, Any] | None = None,
+        seconds: float = 0.0,
+        notes: Sequence[str] = (),
+    ) -> None:
+        self.objective, self.complete, self.seconds = objective, complete, seconds
+        self.trials, self.switches = list(trials), best
+        self.best = next(trial for trial in self.trials if trial.switches == best)
+        self.facts, self.notes = dict(facts or {}), list(notes)
+        self._space = space
+
+    @property
+    def improved(self) -> bool:
+        """Whether the answer is anything but to leave things as they are."""
+        return bool(self.switches)
+
+    @property
+    def table(self) -> Report:
+        """Every trial, the best first, then those that were not accepted.
+
+        ============= ==========================================================================
+        ``time``      of a step, as a share of the baseline's, with its interval at 90%
+        ``memory``    peak, as a share of the baseline's
+        ``loss``      largest difference of the mean loss of a third of the compared steps
+        ``start s``   seconds that the first step took longer than a later one
+        ============= ==========================================================================
+        """
+        order = {"accepted": 0, "baseline": 0, "no gain": 0, "too slow": 1, "rejected": 2}
+        ordered = sorted(
+            self.trials,
+            key=lambda trial: (
+                trial is not self.best,
+                order.get(trial.verdict, 3),
+                trial.ratio if trial.ratio is not None else 1e9,
+            ),
+        )
+        title = f"Trials for {self.objective.replace('_', ' ')}: " + (
+            " + ".join(self.switches) if self.improved else "leave it as it is"
+        )
+        return Report(title, [self._row(trial) for trial in ordered], self._table_notes())
+
+    def _row(self, trial: Trial) -> dict[str, Any]:
+        timed = trial.ratio is not None and trial.low is not None and trial.high is not None
+        verdict = "the answer" if trial is self.best else trial.verdict
+        return {
+            "configuration": trial.name,
+            "time": _rounded(trial.ratio, 3),
+            "interval": f"{trial.low:.3f} to {trial.high:.3f}" if timed else None,
+            "step ms": _rounded(None if trial.seconds is None else 1e3 * trial.seconds, 2),
+            "memory": _rounded(trial.peak_ratio, 3),
+            "peak MiB": _rounded(None if trial.peak is None else trial.peak / MIB, 1),
+            "loss": None if trial.difference is None else f"{trial.difference:+.2g}",
+            "start s": _rounded(trial.startup, 1),
+            "verdict": verdict,
+            "why": trial.why,
+        }
+
+    def _table_notes(self) -> list[str]:
+        machine = ", ".join(f"{name} {value}" for name, value in self.facts.items())
+        left = [f"{name} ({reason})" for name, reason in self._space.left_out.items()]
+        notes = [
+            "time, memory: shares of the baseline's; the interval is at 90%. loss: how far it "
+            "differs from the baseline's over the same steps.",
+            f"Left out: {'; '.join(left)}." if left else "",
+            f"{len(self.trials) - 1} trials in {self.seconds:.0f} s; {machine}.",
+            *self.notes,
+        ]
+        return [note for note in notes if note]
+
+    def explain(self) -> str:
+        """Return in sentences what was tried, what came of it, and why the answer is what it is."""
+        return explain(self.objective, self._space, self.trials, self.best, self.complete)
+
+    def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
+        """Return the arguments for ``Trainer(**...)``, base included, with new callbacks each time.
+
+        Args:
+            more: Further arguments. ``callbacks`` and ``plugins`` are added, others replace.
+        """
+        settings = plain(self._space.settings(self.switches, more))
+        return {name: instantiate(value) for name, value in settings.items()}
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The Trainer's arguments, base included, as plain values.
+
+        Raises:
+            ValueError: If something in them is an object or a function.
+        """
+        settings = self._space.settings(self.switches)
+        if not (isinstance(settings, Mapping) and is_written(settings)):
+            raise ValueError(
+                "The settings have objects or functions in them, which cannot be written down. In "
+                "base and candidates describe them instead: {'class_path': "
+                "'package.module.Class', 'init_args': {...}}. trainer_kwargs() works as it is."
+            )
+        return dict(settings)
+
+    def to_yaml(self) -> str:
+        """Return a configuration for LightningCLI, ``--config trainer.yaml``.
+
+        Raises:
+            ValueError: If the settings cannot be written down.
+        """
+        return to_yaml(self.settings, self._comments())
+
+    def to_python(self) -> str:
+        """Return Python that makes the Trainer.
+
+        Raises:
+            ValueError: If the settings cannot be written down.
+        """
+        return to_python(self.settings, self._comments())
+
+    def to_json(self) -> str:
+        """Return everything: answer, settings, trials with their losses, facts."""
+        settings = self._space.settings(self.switches)
+        known = isinstance(settings, Mapping) and is_written(settings)
+        content = {
+            "objective": self.objective,
+            "improved": self.improved,
+            "switches": list(self.switches),
+            "settings": dict(settings) if known and isinstance(settings, Mapping) else None,
+            "complete": self.complete,
+            "seconds": round(self.seconds, 1),
+            "facts": self.facts,
+            "left_out": self._space.left_out,
+            "notes": self.notes,
+            "trials": [trial.to_dict() for trial in self.trials],
+        }
+        return json.dumps(content, indent=2)
+
+    def plot(self) -> Figure:
+        """Draw time against memory of all trials, with the Pareto front.
+
+        Raises:
+            ImportError: Without matplotlib; the message names the extra.
+        """
+        return draw(self.trials, self.best, self.table.title)
+
+    def save(self, folder: str | Path) -> list[Path]:
+        """Write all forms into a folder, and return the files.
+
+        ``result.json``, ``report.md`` and, where they can be made, ``trainer.yaml``,
+        ``trainer.py`` and ``figure.png``.
+        """
+        folder = Path(folder)
+        folder.mkdir(parents=True, exist_ok=True)
+        forms: dict[str, Callable[[], str]] = {
+            "result.json": self.to_json,
+            "report.md": lambda: f"{self.table.to_markdown()}\n\n{self.explain()}\n",
+        }
+        if self._space.is_written(self.switches):
+            forms |= {"trainer.yaml": self.to_yaml, "trainer.py": self.to_python}
+        for name, form in forms.items():
+            (folder / name).write_text(form(), encoding="utf-8")
+        written = [folder / name for name in forms]
+        try:
+            figure = self.plot()
+        except ImportError:
+            return written
+        figure.savefig(folder / "figure.png")
+        return [*written, folder / "figure.png"]
+
+    def _comments(self) -> list[str]:
+        return [self.explain().splitlines()[0]]
+
+    def __repr__(self) -> str:
+        return f"TuneResult({' + '.join(self.switches) or 'leave it as it is'})"
+
+    def _repr_markdown_(self) -> str:
+        return self.table.to_markdown()
+
+
+def _rounded(value: float | None, digits: int) -> float | None:
+    return None if value is None else round(value, digits)

@@ -1,0 +1,60 @@
+"""The answer as a configuration file and as Python."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Mapping
+from typing import Any
+
+from lightning_opt.tuner.search.settings import LISTS, listed
+
+
+def to_yaml(settings: Mapping[str, Any], comments: list[str]) -> str:
+    """Return a configuration that LightningCLI reads: the Trainer's arguments under ``trainer``."""
+    import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
+
+    content = {"trainer": _simple(settings)} if settings else {"trainer": {}}
+    head = "".join(f"# {line}\n" for comment in comments for line in comment.splitlines())
+    return head + str(yaml.safe_dump(content, sort_keys=False, default_flow_style=False))
+
+
+def to_python(settings: Mapping[str, Any], comments: list[str]) -> str:
+    """Return a script that makes the Trainer."""
+    imports = {"import lightning as L"}
+    arguments = [f"    {name}={_source(value, imports, 1)}," for name, value in settings.items()]
+    head = [f"# {line}" for comment in comments for line in comment.splitlines()]
+    call = ["trainer = L.Trainer(", *arguments, ")"] if arguments else ["trainer = L.Trainer()"]
+    return "\n".join([*head, *sorted(imports), "", *call, ""])
+
+
+def _simple(value: Any) -> Any:
+    """Return the value with tuples as lists, and lists of callbacks always as lists."""
+    if isinstance(value, Mapping):
+        return {key: _simple(listed(item) if key in LISTS else item) for key, item in value.items()}
+    return [_simple(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _source(value: Any, imports: set[str], depth: int) -> str:
+    if isinstance(value, Mapping) and "class_path" in value:
+        path = str(value["class_path"])
+        module, _, name = path.rpartition(".")
+        if module == "lightning_opt":
+            imports.add("import lightning_opt as lo")
+            path = f"lo.{name}"
+        elif module:
+            imports.add(f"import {module}")
+        arguments = value.get("init_args") or {}
+        if any(not key.isidentifier() or keyword.iskeyword(key) for key in arguments):
+            raise ValueError(f"The arguments of {path} cannot be written in Python: {arguments}.")
+        inside = (f"{key}={_source(item, imports, depth)}" for key, item in arguments.items())
+        return f"{path}({', '.join(inside)})"
+    if isinstance(value, (list, tuple)):
+        if not value:
+            return "[]"
+        space = "    " * (depth + 1)
+        items = "".join(f"{space}{_source(item, imports, depth + 1)},\n" for item in value)
+        return f"[\n{items}{'    ' * depth}]"
+    if isinstance(value, Mapping):
+        inside = (f"{key!r}: {_source(item, imports, depth)}" for key, item in value.items())
+        return "{" + ", ".join(inside) + "}"
+    return repr(value)

@@ -1,0 +1,123 @@
+"""Trainer arguments as plain values: how they are joined, compared, and made into objects."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import json
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from lightning_opt.worker.recipes import Settings, make
+
+LISTS = ("callbacks", "plugins")
+"""Arguments that add up; of any other the last one counts."""
+
+
+class Joined:
+    """A function without arguments that returns parts of Trainer arguments, joined.
+
+    Args:
+        parts: What is joined, in this order. Functions are called each time.
+    """
+
+    def __init__(self, parts: Iterable[Settings]) -> None:
+        self.parts = list(parts)
+
+    def __call__(self) -> dict[str, Any]:
+        """Return the arguments, each time anew."""
+        return join(map(plain, self.parts))
+
+
+def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return Trainer arguments with lists added up and other values replaced by later ones."""
+    joined: dict[str, Any] = {}
+    for part in parts:
+        for name, value in part.items():
+            if name in LISTS:
+                value = [*joined.get(name, []), *listed(value)]
+            joined[name] = value
+    return joined
+
+
+def listed(value: Any) -> list[Any]:
+    """Return what may be one thing, a list of things, or None, as a list."""
+    if value is None:
+        return []
+    return list(value) if isinstance(value, (list, tuple)) else [value]
+
+
+def plain(settings: Settings) -> Mapping[str, Any]:
+    """Return the arguments themselves; what a function or its path returns."""
+    found = settings if isinstance(settings, Mapping) else make("settings", settings)
+    if not isinstance(found, Mapping):
+        raise TypeError(
+            f"settings must be Trainer arguments or a function that returns them, got {found!r}."
+        )
+    return found
+
+
+def class_name(value: Any) -> str | None:
+    """Return the class's name of a callback or plugin that is an object or is yet to be made."""
+    if isinstance(value, Mapping):
+        return str(value.get("class_path", "")).rpartition(".")[2] or None
+    return None if isinstance(value, str) else type(value).__name__
+
+
+def classes(settings: Mapping[str, Any]) -> set[str]:
+    """Return the names of the classes of all callbacks and plugins."""
+    found = (class_name(item) for name in LISTS for item in listed(settings.get(name)))
+    return {name for name in found if name}
+
+
+def clash(one: Settings, other: Settings) -> str | None:
+    """Return why two parts cannot be joined, or None if they can.
+
+    They cannot if both give another value to one argument, or both bring a callback of one class.
+    """
+    first, second = plain(one), plain(other)
+    for name in first.keys() & second.keys() - set(LISTS):
+        if first[name] != second[name]:
+            return f"both set {name}"
+    if shared := classes(first) & classes(second):
+        return f"both bring {', '.join(sorted(shared))}"
+    return None
+
+
+def is_written(value: Any) -> bool:
+    """Return whether a value can be written into a configuration file."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and is_written(item) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(map(is_written, value))
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
+def fingerprint(value: Any) -> str:
+    """Return a short name of a value that stays the same from process to process.
+
+    Functions and classes count by name and source; objects by their class and attributes, as far
+    as these are plain.
+    """
+    text = json.dumps(_described(value), sort_keys=True, default=repr)
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _described(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {str(key): _described(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_described(item) for item in value]
+    if is_written(value):
+        return value
+    if isinstance(value, functools.partial):
+        return [_described(value.func), _described(value.args), _described(value.keywords)]
+    named = value if hasattr(value, "__qualname__") else type(value)
+    try:
+        source = inspect.getsource(named)
+    except (OSError, TypeError):
+        source = ""
+    state = {} if named is value else getattr(value, "__dict__", {})
+    attributes = {key: item for key, item in state.items() if is_written(item)}
+    return [f"{named.__module__}.{named.__qualname__}", source, attributes]

@@ -1,0 +1,1 @@
+"""A race of trainings against the baseline."""

@@ -1,0 +1,238 @@
+"""A training that takes steps when it is told, and says how long each took."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import lightning.pytorch as pl
+import torch
+from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
+from torch import Tensor
+
+from lightning_opt.core.memory import process_memory, resident_memory
+from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, tensors_of
+from lightning_opt.worker.recipes import Factory, Settings, make, make_settings
+
+QUIET: dict[str, Any] = {
+    "logger": False,
+    "enable_checkpointing": False,
+    "enable_progress_bar": False,
+    "enable_model_summary": False,
+    "num_sanity_val_steps": 0,
+    "limit_val_batches": 0,
+    "max_epochs": -1,
+    "max_steps": -1,
+}
+"""Settings of the Trainer where the user's say nothing: only the training itself, without end."""
+
+
+class Step(NamedTuple):
+    """One batch of a training.
+
+    Attributes:
+        seconds: From the end of the batch before to its own, waiting for data included. On a GPU
+            the mean over the steps asked for together: to time each one, each would have to be
+            waited for.
+        loss: What ``training_step`` returned, NaN where it returns none.
+        samples: In the batch, on all ranks together.
+    """
+
+    seconds: float
+    loss: float
+    samples: int
+
+
+class Stopped(Exception):  # noqa: N818 - it is how a training ends that is told to, no error
+    """Ends the training from within, so that its callbacks and loaders tidy up."""
+
+
+class StepGate(pl.Callback):
+    """Holds the training before its first step and after each block of steps.
+
+    Args:
+        ready: Called once, with the Trainer, when the first step could begin.
+        wait: Blocks, and returns how many steps to take now; 0 ends the training.
+        deliver: Given the steps of a block when it has ended.
+    """
+
+    def __init__(
+        self,
+        ready: Callable[[pl.Trainer], None],
+        wait: Callable[[], int],
+        deliver: Callable[[list[Step]], None],
+    ) -> None:
+        self._ready, self._wait, self._deliver = ready, wait, deliver
+        self._granted = 0
+        self._ends: list[float] = []
+        self._losses: list[Any] = []
+        self._samples: list[int] = []
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise TypeError(
+            "A training that is measured step by step cannot be handed to other processes: take "
+            "strategy='ddp' instead of a strategy that spawns or forks."
+        )
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Say that all is set up."""
+        self._ready(trainer)
+        self._open(trainer)
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Read the clock; at the end of a block hand the steps over and wait."""
+        self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
+        self._samples.append(count_samples(batch) * trainer.world_size)
+        if len(self._losses) == self._granted:
+            wait_for_device(trainer.strategy.root_device)
+        self._ends.append(time.perf_counter())
+        if len(self._losses) == self._granted:
+            self.flush(trainer)
+            self._open(trainer)
+
+    def flush(self, trainer: pl.Trainer) -> None:
+        """Hand over what there is of the block."""
+        if not self._losses:
+            return
+        count = len(self._losses)
+        seconds = [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
+        if trainer.strategy.root_device.type != "cpu":
+            seconds = [math.fsum(seconds) / count] * count
+        losses = [float(loss) for loss in self._losses]  # the device has been waited for
+        steps = [Step(*step) for step in zip(seconds, losses, self._samples, strict=True)]
+        self._losses, self._samples, self._ends = [], [], []
+        self._deliver(steps)
+
+    def _open(self, trainer: pl.Trainer) -> None:
+        granted = self._wait() if trainer.is_global_zero else 0
+        if trainer.world_size > 1:  # the others wait here, not in the middle of a step
+            granted = int(trainer.strategy.broadcast(granted))
+        if granted < 1:
+            raise Stopped
+        self._granted = granted
+        wait_for_device(trainer.strategy.root_device)
+        self._ends = [time.perf_counter()]
+
+
+def _loss_of(outputs: Any, accumulated: int) -> Any:
+    loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
+    if isinstance(loss, Tensor) and loss.numel() == 1:
+        return loss.detach() * accumulated if accumulated > 1 else loss.detach()
+    return math.nan
+
+
+def count_samples(batch: Any) -> int:
+    """Return the samples of a batch; of its first tensor where the tensors disagree."""
+    try:
+        return batch_length(batch)
+    except UnsplittableBatchError:
+        first = next((tensor for tensor in tensors_of(batch) if tensor.ndim > 0), None)
+        return 0 if first is None else len(first)
+
+
+def wait_for_device(device: torch.device) -> None:
+    """Wait until the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class Preparation(NamedTuple):
+    """What a training is made of."""
+
+    model: pl.LightningModule
+    data: Any
+    trainer: pl.Trainer
+
+
+def prepare(
+    model: Factory,
+    data: Factory,
+    settings: Settings,
+    gate: StepGate,
+    seed: int,
+    on_device: Callable[[torch.device], None] = lambda device: None,
+) -> Preparation:
+    """Make Trainer, model and data, each from the same seed.
+
+    Args:
+        model: Makes the LightningModule.
+        data: Makes what it is trained on.
+        settings: Of the Trainer.
+        gate: Joins the callbacks as the last of them.
+        seed: Of the random numbers of Python, NumPy and torch.
+        on_device: Called with the device of this process when only the Trainer is made.
+
+    Raises:
+        TypeError: If the model is no LightningModule.
+        ValueError: If the strategy starts its processes in a way that cannot be told to step.
+    """
+    _seed(seed)
+    arguments = {**QUIET, **make_settings(settings)}
+    callbacks = arguments.pop("callbacks", None) or []
+    callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
+    trainer = pl.Trainer(callbacks=[*callbacks, gate], **arguments)
+    if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
+        raise ValueError(
+            f"The strategy {arguments.get('strategy')!r} spawns or forks its processes, which "
+            "cannot be measured step by step. Take strategy='ddp'."
+        )
+    on_device(trainer.strategy.root_device)
+    _seed(seed)
+    made = make("model", model)
+    if not isinstance(made, pl.LightningModule):
+        raise TypeError(
+            f"model must make a LightningModule (of lightning.pytorch), got {type(made).__name__}."
+        )
+    _seed(seed)
+    loader = make("data", data)
+    _seed(seed)
+    return Preparation(made, loader, trainer)
+
+
+def _seed(seed: int) -> None:
+    pl.seed_everything(seed, workers=True, verbose=False)
+
+
+def fit(made: Preparation) -> None:
+    """Train until the gate says stop, or until the data or the user's own limits end it."""
+    try:
+        if isinstance(made.data, pl.LightningDataModule):
+            made.trainer.fit(made.model, datamodule=made.data)
+        else:
+            made.trainer.fit(made.model, made.data)
+    except Stopped:
+        return
+
+
+class PeakMeter:
+    """The most memory that a training took: on its device, or of the process on a CPU.
+
+    On a CPU it is the peak of resident memory above what was resident when the meter was made, of
+    the main process: workers of a DataLoader are processes of their own.
+    """
+
+    def __init__(self) -> None:
+        try:
+            with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 - no file to create
+                file.write("5")  # the peak begins anew: importing may have needed more for a while
+        except OSError:
+            pass
+        self._resident = resident_memory()
+
+    def read(self, device: torch.device) -> int:
+        """Return the peak in bytes until now."""
+        if device.type == "cuda":
+            return int(torch.cuda.max_memory_allocated(device))
+        peak = process_memory().peak
+        return max(0, (resident_memory() if peak is None else peak) - self._resident)

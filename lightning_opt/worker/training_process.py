@@ -1,0 +1,393 @@
+"""A training in a process of its own that takes steps when it is told."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import queue
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import weakref
+from pathlib import Path
+from typing import IO, Any, NoReturn, TypeAlias
+
+import torch
+
+from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.worker.channel import receive, send
+from lightning_opt.worker.fork_server import Forked, ForkServer
+from lightning_opt.worker.gate import Step
+from lightning_opt.worker.processes import kill_tree
+from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
+
+__all__ = ["Fit", "FitFailed", "Step"]
+
+CHILD = "lightning_opt.worker.child"
+
+Process: TypeAlias = subprocess.Popen[bytes] | Forked
+
+RANKS = (
+    "GROUP_RANK",
+    "LOCAL_RANK",
+    "LOCAL_WORLD_SIZE",
+    "MASTER_ADDR",
+    "MASTER_PORT",
+    "NODE_RANK",
+    "RANK",
+    "WORLD_SIZE",
+)
+"""Variables by which a process knows that it is one of several: the new training is not."""
+
+GRACE = 5.0
+"""Seconds for a training to tidy up when it is told to end."""
+
+_POLL = 0.1
+"""Seconds after which a silent process is looked at: has it died?"""
+
+_TAIL = 8000
+"""Characters of its output that go into the details of a failure."""
+
+
+class FitFailed(RuntimeError):  # noqa: N818 - the name says that a measurement has a result
+    """A training could not go on.
+
+    Attributes:
+        kind: ``"setup"`` (before the first step), ``"error"`` (an exception in training),
+            ``"out of memory"``, ``"died"`` (by a signal, or it left) or ``"timeout"``.
+        message: One sentence, or the last line of the exception.
+        details: The traceback, or the end of what the process printed.
+    """
+
+    def __init__(self, kind: str, message: str, details: str = "") -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind, self.message, self.details = kind, message, details
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.kind, self.message, self.details)
+
+
+class Fit:
+    """A training by a Lightning Trainer in a fresh process that takes steps when it is told.
+
+    Between two calls of :meth:`advance` it waits and uses no CPU, so several may take turns. It
+    ends with :meth:`close`, with the ``with`` block, with this object, and with this process
+    however that ends; whatever it has started ends with it.
+
+    Args:
+        model: A function without arguments that makes the LightningModule, or its import path:
+            ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``. Functions of
+            ``__main__`` and of notebooks are sent by value.
+        data: The same for a LightningDataModule, or an iterable of batches such as a DataLoader.
+        settings: Arguments of the Trainer, or a function that returns them, called in the process
+            so that callbacks are new. Callbacks and others may be written as ``{"class_path": ...,
+            "init_args": {...}}``. Where nothing is said there is no logger, checkpoint, progress
+            bar or validation, and no limit of steps or epochs.
+        seed: Of everything random, set anew before the Trainer, the model, the data and the
+            training are begun, so that two trainings begin alike whatever their settings draw.
+        timeout: Seconds that the start, or one call of :meth:`advance`, may take.
+        label: A name for messages.
+        memory_limit: Bytes that the training may take; an allocation beyond fails as it would where
+            memory ends. On CUDA of device memory; on a CPU of address space, which is more than
+            what is resident.
+        fork: Fork the process from a server that has imported torch and Lightning, which takes
+            tenths of a second, instead of starting a new interpreter, which takes seconds. None
+            does so on Linux, unless there is CUDA, which processes should not share.
+        wait: Wait until the training is ready. False returns at once, and the first
+            :meth:`advance`, or asking for the summary, waits.
+
+    Raises:
+        FitFailed: If the training cannot begin.
+        TypeError: If a factory is none.
+        ValueError: If a path or number is impossible.
+
+    Example:
+        >>> with Fit(make_model, make_data, {"accelerator": "cpu"}) as fit:  # doctest: +SKIP
+        ...     steps = fit.advance(10)
+    """
+
+    def __init__(
+        self,
+        model: Factory,
+        data: Factory,
+        settings: Settings | None = None,
+        *,
+        seed: int = 0,
+        timeout: float = 120.0,
+        label: str = "",
+        memory_limit: int | None = None,
+        fork: bool | None = None,
+        wait: bool = True,
+    ) -> None:
+        recipe = {
+            "model": check_factory("model", model),
+            "data": check_factory("data", data),
+            "settings": check_settings("settings", settings),
+        }
+        self.label = label
+        self.timeout = positive("timeout", timeout)
+        if memory_limit is not None:
+            at_least("memory_limit", memory_limit, 1)
+        self._peak = 0
+        self._summary: dict[str, Any] | None = None
+        self._failure: FitFailed | None = None
+        self._ended = False
+        path = [entry or str(Path.cwd()) for entry in sys.path]
+        payload = {
+            "path": path,
+            "threads": torch.get_num_threads(),
+            "seed": seed,
+            "memory_limit": memory_limit,
+            "recipe": _pickled(recipe),
+        }
+        self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))
+        (self._folder / "payload.pkl").write_bytes(pickle.dumps(payload))
+        self._process = _start(self._folder, path, fork)
+        self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
+        self._messages: queue.Queue[Any] = queue.Queue()
+        assert self._process.stdout is not None
+        self._reader = threading.Thread(
+            target=_read, args=(self._process.stdout, self._messages), daemon=True
+        )
+        self._reader.start()
+        if wait:
+            self._wait_until_ready()
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """What is trained and where: model, parameters, device, strategy, precision, process."""
+        self._wait_until_ready()
+        assert self._summary is not None
+        return self._summary
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most memory taken until the last block: of the device, or of the process on a CPU.
+
+        On CUDA what torch had allocated at most. On a CPU the peak of resident memory above what
+        was resident before the model was made, without workers of loaders. Of rank 0 if there are
+        several.
+        """
+        return self._peak
+
+    @property
+    def closed(self) -> bool:
+        """Whether the process is gone for good."""
+        return not self._finalizer.alive
+
+    def advance(self, steps: int, *, timeout: float | None = None) -> list[Step]:
+        """Take steps and return them; fewer only if the training has come to its end.
+
+        A step is a batch: with accumulated gradients not each of them updates the weights.
+
+        Args:
+            steps: How many, at least 1.
+            timeout: Seconds to allow instead of the usual.
+
+        Raises:
+            FitFailed: If the training fails; from then on at every call.
+            RuntimeError: If it was closed.
+        """
+        at_least("steps", steps, 1)
+        self._wait_until_ready()
+        if self._ended:
+            return []
+        self._tell(steps)
+        message = self._receive(self.timeout if timeout is None else positive("timeout", timeout))
+        if message[0] == "ended":
+            self._ended, self._peak = True, message[1]
+            return []
+        _, taken, self._peak = message
+        self._ended = len(taken) < steps
+        return [Step(*step) for step in taken]
+
+    def close(self) -> None:
+        """End the training: it may tidy up for a few seconds, and then it is killed.
+
+        Closing again does nothing.
+        """
+        self.ask_to_end()
+        if not self.closed:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE if self._failure is None else 0)
+            self._finalizer()
+
+    def ask_to_end(self) -> None:
+        """Tell the training to end without waiting for that, as before closing one of several."""
+        if not self.closed and self._failure is None and not self._ended:
+            self._tell(0)
+            self._ended = True
+
+    def __enter__(self) -> Fit:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if error[0] is not None and not issubclass(error[0], Exception):  # type: ignore[arg-type]
+            self._finalizer()  # Ctrl-C: at once
+        self.close()
+
+    def _wait_until_ready(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if self._summary is not None:
+            if self.closed:
+                raise RuntimeError(f"The training{self._named()} was closed.")
+            return
+        try:
+            message = self._receive(self.timeout)
+        except BaseException:  # Ctrl-C too
+            self._finalizer()
+            raise
+        if message[0] != "ready":
+            self._fail("setup", "The training had no step to take: its data are empty.", "")
+        self._summary = message[1]
+
+    def _named(self) -> str:
+        return f" {self.label!r}" if self.label else ""
+
+    def _tell(self, steps: int) -> None:
+        assert self._process.stdin is not None
+        with contextlib.suppress(OSError):  # it has died, which reading will find out
+            send(self._process.stdin, steps)
+
+    def _receive(self, timeout: float) -> Any:
+        deadline = time.monotonic() + timeout
+        message: Any = None
+        while True:
+            left = deadline - time.monotonic()
+            try:
+                message = self._messages.get(timeout=max(0.001, min(_POLL, left)))
+                break
+            except queue.Empty:
+                if self._process.poll() is not None:
+                    message = self._last_words()
+                    break
+                if left <= 0:
+                    self._fail("timeout", f"It took more than {timeout:g} s.", self._where())
+        if message is None:
+            self._fail(*describe_exit(self._process.wait()), self._log())
+        if message[0] == "failed":
+            self._fail(*message[1:])
+        return message
+
+    def _last_words(self) -> Any:
+        """Return what a process that has ended still said, or None."""
+        kill_tree(self._process.pid)  # its workers may hold the pipe open
+        self._reader.join(1.0)
+        with contextlib.suppress(queue.Empty):
+            return self._messages.get_nowait()
+        return None
+
+    def _where(self) -> str:
+        """Return what the process printed, with the stacks of its threads."""
+        if hasattr(signal, "SIGUSR1"):
+            with contextlib.suppress(ProcessLookupError):
+                self._process.send_signal(signal.SIGUSR1)
+            time.sleep(0.2)
+        return self._log()
+
+    def _log(self) -> str:
+        try:
+            return (self._folder / "log").read_text(errors="replace")[-_TAIL:]
+        except OSError:
+            return ""
+
+    def _fail(self, kind: str, message: str, details: str) -> NoReturn:
+        self._failure = FitFailed(kind, message, details)
+        self._finalizer()
+        raise self._failure
+
+
+def describe_exit(status: int) -> tuple[str, str]:
+    """Say of what kind of failure an exit status is, and describe it."""
+    if status >= 0:
+        return "died", f"The process left with exit status {status}."
+    try:
+        name = signal.Signals(-status).name
+    except ValueError:
+        name = f"signal {-status}"
+    if name == "SIGKILL":
+        return "out of memory", (
+            "The process was killed (SIGKILL), as the system does when memory runs out."
+        )
+    meaning = {
+        "SIGSEGV": ", a segmentation fault",
+        "SIGABRT": ", an abort",
+        "SIGBUS": ", a bus error",
+    }
+    return "died", f"The process died of {name}{meaning.get(name, '')}."
+
+
+def _pickled(recipe: dict[str, Any]) -> bytes:
+    import cloudpickle  # a dependency, but not needed by those who never measure
+
+    try:
+        return bytes(cloudpickle.dumps(recipe))
+    except Exception as error:
+        raise TypeError(
+            "model, data and settings are sent to a process of their own, and something in them "
+            f"cannot be pickled: {error}. Make it within the function instead of before it; "
+            "settings may be a function too."
+        ) from error
+
+
+def _start(folder: Path, path: list[str], fork: bool | None) -> Process:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in RANKS and not name.startswith("TORCHELASTIC_")
+    }
+    environment["PYTHONPATH"] = os.pathsep.join(path)
+    if fork is None:
+        fork = sys.platform == "linux" and not torch.cuda.is_available()
+    with (folder / "log").open("wb") as log:
+        if fork:
+            return _fork(environment, folder, log)
+        return subprocess.Popen(
+            [sys.executable, "-m", CHILD, str(folder)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            env=environment,
+            start_new_session=True,
+        )
+
+
+_servers: list[ForkServer] = []
+_servers_lock = threading.Lock()
+
+
+def _fork(environment: dict[str, str], folder: Path, log: IO[bytes]) -> Process:
+    """Ask the server for a process, after starting one if there is none of this environment."""
+    with _servers_lock:
+        if not (_servers and _servers[0].serves(environment)):
+            _servers[:] = [ForkServer(CHILD, environment)]
+        server = _servers[0]
+    try:
+        return server.fork(str(folder), environment, log)
+    except OSError:  # it has ended since; a new one is asked only once
+        with _servers_lock:
+            _servers[:] = [ForkServer(CHILD, environment)]
+            server = _servers[0]
+        return server.fork(str(folder), environment, log)
+
+
+def _read(stream: IO[bytes], messages: queue.Queue[Any]) -> None:
+    with contextlib.suppress(EOFError, OSError), stream:
+        while True:
+            messages.put(receive(stream))
+
+
+def _end(process: Process, folder: Path) -> None:
+    """Kill what is left of the process and what it has started, and remove its folder."""
+    kill_tree(process.pid)
+    process.wait()
+    if process.stdin is not None:  # the other end belongs to the thread that reads it
+        with contextlib.suppress(OSError):
+            process.stdin.close()
+    shutil.rmtree(folder, ignore_errors=True)

@@ -1,0 +1,146 @@
+"""Accumulation on two ranks whose batches differ: real processes over gloo."""
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from tests.batching.accumulation.test_accumulation import TextNet, Texts, Windows, count_tokens
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module"),
+]
+
+BATCHES = {0: [4, 4, 4, 1], 1: [2, 5, 3, 3]}  # samples of each rank's batches
+
+
+class Sharded(TextNet):
+    """Each rank has batches of its own, of sizes of their own."""
+
+    def __init__(self, per: str, sharded: bool) -> None:
+        super().__init__(per)
+        self.sharded = sharded
+
+    def configure_model(self) -> None:
+        if self.sharded:
+            from torch.distributed.fsdp import fully_shard
+
+            for part in (self.layers[0], self.layers[2]):
+                fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def train_dataloader(self) -> Any:
+        data, batches, begin = Texts(26), [], 13 * self.global_rank
+        for size in BATCHES[self.global_rank]:
+            ids = list(range(begin, begin + size))
+            batches.append(
+                {"id": torch.tensor(ids), **{k: v[ids] for k, v in data.fields().items()}}
+            )
+            begin += size
+        return DataLoader(batches, batch_size=None)
+
+
+def train(strategy: str, per: str, batches: int) -> tuple[dict[str, Tensor], Any, int]:
+    reductions: list[int] = []
+
+    class Counting(DDPStrategy):
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+
+            def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+                reductions.append(1)
+                return allreduce_hook(None, bucket)
+
+            self.model.register_comm_hook(None, count)
+
+    sharded = strategy == "fsdp2"
+    model, windows = Sharded(per, sharded), Windows()
+    count = count_tokens if per == "tokens" else None
+    trainer = quiet_trainer(
+        devices=2,
+        strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
+        if sharded
+        else Counting(),
+        callbacks=[lo.Accumulation(batches, normalize=per, count=count), windows],
+        max_epochs=3,
+    )
+    trainer.fit(model)
+    weights = {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+    return weights, windows.steps, len(reductions)
+
+
+def train_all(strategy: str) -> list[Any]:
+    cases = [("samples", 1), ("samples", 3), ("tokens", 1), ("tokens", 3)]
+    return [(case, train(strategy, *case)) for case in cases]
+
+
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_equals_the_window_over_all_ranks_in_float64(strategy):
+    first, second = launch(train_all, strategy)
+    for (case, (weights, steps, reductions)), (_, (same, others, _)) in zip(
+        first, second, strict=True
+    ):
+        per, batches = case
+        torch.testing.assert_close(weights, same, rtol=0.0, atol=0.0)
+        model = TextNet(per).double()
+        optimizer = model.configure_optimizers()
+        for own, other in zip(steps, others, strict=True):
+            optimizer.zero_grad()
+            ids = [*own, *other]
+            model.loss({k: v[ids] for k, v in Texts(26).fields().items()}).backward()
+            optimizer.step()
+        expected = {name: value.float() for name, value in model.state_dict().items()}
+        torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-6)
+        if strategy == "ddp":
+            assert reductions == len(steps)  # once a window, by no_sync
+        assert len(steps) == 3 * (4 if batches == 1 else 2)
+
+
+def average_alone(dtype: torch.dtype) -> list[list[Tensor]]:
+    """Let each rank have a batch of another size, without DDP, within its no_sync, and with it."""
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
+    torch.manual_seed(0)
+    rank, data = dist.get_rank(), torch.randn(9, 4)
+    own = [data[:2], data[2:7]] if rank == 0 else [data[7:8], data[8:]]
+    results = []
+    for kind in ("alone", "no_sync", "ddp"):
+        torch.manual_seed(1)
+        module = nn.Linear(4, 3).to(dtype)
+        wrapped: Any = module if kind == "alone" else nn.parallel.DistributedDataParallel(module)
+        accumulator = lo.GradientAccumulator(module)
+        for number, batch in enumerate(own):
+            # Low precision is taken out after each batch, so each has to be reduced, or none.
+            skip = kind == "no_sync" or (kind == "ddp" and number == 0 and dtype is torch.float32)
+            context = wrapped.no_sync() if kind != "alone" and skip else torch.enable_grad()
+            with context:
+                loss = wrapped(batch.to(dtype)).float().square().mean()
+                accumulator.backward(loss, weight=len(batch))
+        assert accumulator.average(reduce=kind != "ddp") == 9.0
+        results.append([p.grad.float().clone() for p in module.parameters()])
+    torch.manual_seed(1)
+    whole = copy.deepcopy(nn.Linear(4, 3).to(dtype)).double()
+    whole(data.to(dtype).double()).square().mean().backward()
+    results.append([p.grad.float() for p in whole.parameters()])
+    return results
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_accumulator_weighs_across_ranks(dtype):
+    for results in launch(average_alone, dtype):
+        *found, expected = results
+        tolerance = {"atol": 1e-6} if dtype is torch.float32 else {"atol": 0.02}
+        for gradients in found:
+            torch.testing.assert_close(gradients, expected, rtol=0.0, **tolerance)

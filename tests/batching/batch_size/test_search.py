@@ -1,0 +1,123 @@
+"""Which size is chosen from what was measured: pure functions against exhaustive search."""
+
+import random
+from itertools import pairwise
+
+import pytest
+
+from lightning_opt.batching.batch_size.search import Trial, search
+from lightning_opt.batching.memory_fit import MemoryFit, next_size
+
+RULE = {"target": 0.9, "grow": 1.2, "shrink": 0.8, "low": 0.8, "high": 0.95}
+
+
+def test_line_through_measurements():
+    fit = MemoryFit()
+    assert fit.line() is None
+    assert fit.largest(0.9) is None
+    fit.add(10, 0.5, 0.1)
+    assert fit.largest(0.9) == 20  # through what is in use at rest
+    fit.add(20, 0.8)
+    assert fit.line() == pytest.approx((0.2, 0.03))
+    assert fit.largest(0.95) == 25
+    fit.add(30, 0.1)  # a line that falls is noise
+    assert fit.line()[1] == pytest.approx(0.0, abs=1e-3)
+
+
+@pytest.mark.parametrize("start", [1, 2, 3, 5, 64, 500])
+@pytest.mark.parametrize("slope", [0.3, 0.13, 0.04, 0.0101, 0.0017])
+def test_sizes_settle_and_never_cycle(start, slope):
+    """The factors alone, without the line and the bounds, go to and fro at small sizes."""
+
+    def run(naive: bool) -> list[int]:
+        size, fit, sizes = start, MemoryFit(), [start]
+        for _ in range(60):
+            peak = 0.12 + slope * size
+            if naive:
+                grown = max(size + 1, int(size * 1.2))
+                size = grown if peak < 0.8 else max(1, int(size * 0.8)) if peak > 0.95 else size
+            else:
+                fit.add(size, peak, 0.1)
+                size = next_size(size, peak, fit, most=10**6, **RULE)
+            sizes.append(size)
+        return sizes
+
+    sizes = run(naive=False)
+    assert len(set(sizes[-20:])) == 1
+    last = 0.12 + slope * sizes[-1]
+    assert last <= 0.95 or sizes[-1] == 1
+    assert last >= 0.8 or 0.12 + slope * (sizes[-1] + 1) > 0.88  # no larger one was to be had
+    changes = [b > a for a, b in pairwise(sizes) if a != b]
+    assert sum(a != b for a, b in pairwise(changes)) <= 1
+    if slope == 0.3:
+        assert len(set(run(naive=True)[-20:])) > 1
+
+
+def test_only_sizes_that_are_allowed():
+    allowed = [1, 2, 4, 8, 16]
+    fit = MemoryFit()
+    fit.add(4, 0.3, 0.1)
+    assert next_size(4, 0.3, fit, most=100, allowed=allowed, **RULE) == 8
+    fit.add(8, 0.5)
+    assert next_size(8, 0.5, fit, most=100, allowed=allowed, **RULE) == 16
+    fit.add(16, 0.99)
+    assert next_size(16, 0.99, fit, most=100, allowed=allowed, **RULE) == 8
+    assert next_size(1, 0.99, MemoryFit(), most=100, allowed=allowed, **RULE) == 1
+
+
+@pytest.mark.parametrize("knows_peak", [True, False], ids=["peaks", "only-failures"])
+def test_search_is_within_3_percent_of_exhaustive(knows_peak):
+    """Random models of memory, with noise and a bend; where nothing but failure is seen too."""
+    draw = random.Random(5)
+    for _ in range(300):
+        rest, exponent = draw.uniform(0.05, 0.6), draw.uniform(0.97, 1.03)
+        true = int(10 ** draw.uniform(0, 3.3 if knows_peak else 2.2))
+        salt = draw.random()
+
+        def peak(size: int, true=true, rest=rest, exponent=exponent, salt=salt) -> float:
+            return (
+                rest + (1 - rest) * (size / (true + 0.5)) ** exponent + 0.002 * ((size * salt) % 1)
+            )
+
+        def run(size: int, peak=peak, rest=rest) -> Trial:
+            share = peak(size)
+            seen = share if knows_peak and share <= 1.2 else None
+            return Trial(size, share <= 1.0, seen, rest, 1.0)
+
+        exhaustive = max((n for n in range(1, 2 * true + 20) if peak(n) <= 1.0), default=0)
+        start = draw.choice([1, 2, 8, 32])
+        found = search(run, start, 30_000, target=1.0, speed=False)
+        assert len(found.trials) <= 12
+        assert all(trial.size >= 1 for trial in found.trials)
+        assert len({trial.size for trial in found.trials}) == len(found.trials)
+        if exhaustive:
+            enough = 0.97 if knows_peak else 0.9
+            assert enough * exhaustive - 1 < found.largest <= exhaustive, (true, found)
+
+
+def test_search_ends_at_the_number_of_samples_and_says_when_nothing_fits():
+    found = search(lambda n: Trial(n, True, 0.1, 0.1, n), 8, 100, target=1.0, speed=False)
+    assert found.largest == 100
+    none = search(lambda n: Trial(n, False, None, 0.0, 0.0), 8, 100, target=1.0, speed=True)
+    assert (none.largest, none.fastest) == (0, 0)
+    with pytest.raises(MemoryError, match="Not even a batch of one sample"):
+        none.chosen("largest")
+
+
+@pytest.mark.parametrize("best", [4, 24, 100, 1000])
+def test_fastest_size_is_within_5_percent_of_a_grid(best):
+    """Throughput rises up to a size and falls slowly behind it, as caches overflow."""
+
+    def speed(size: int) -> float:
+        return size / (size + best / 4) / (1 + (size / (6 * best)) ** 1.5)
+
+    def run(size: int) -> Trial:
+        share = 0.1 + 0.9 * size / 1200.5
+        return Trial(size, share <= 1.0, share, 0.1, speed(size))
+
+    found = search(run, 8, 10_000, target=1.0, speed=True)
+    assert len(found.trials) <= 12
+    assert 0.97 * 1200 <= found.largest <= 1200
+    grid = max(speed(n) for n in range(1, 1201))
+    assert speed(found.fastest) >= 0.95 * grid
+    assert "fits" in str(found.report())

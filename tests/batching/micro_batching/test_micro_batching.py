@@ -1,0 +1,535 @@
+"""Micro-batches beside whole batches, in one process."""
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_opt as lo
+from tests.batching.nets import Hooks, Net, Samples, train
+from tests.helpers.models import SmallNet, assert_same_weights, batches_of
+from tests.helpers.trainers import quiet_trainer
+
+CLOSE = {"rtol": 0.0, "atol": 1e-6}
+
+# Lightning takes the length of a name for a number of samples, with or without us.
+pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+
+
+def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
+    """Compare weights, counters, hooks, outputs and everything that was logged."""
+    (net, hooks, logger), (other, other_hooks, other_logger) = run, expected
+    close = {"rtol": rounding, "atol": rounding}
+    assert_same_weights(net, other, **close)
+    assert (net.seen, net.steps) == (other.seen, other.steps)
+    assert hooks.called == other_hooks.called
+    assert hooks.losses == pytest.approx(other_hooks.losses, rel=rounding, abs=rounding)
+    assert hooks.norms == pytest.approx(other_hooks.norms, rel=rounding, abs=rounding)
+    torch.testing.assert_close(hooks.outputs, other_hooks.outputs, **close)
+    # What only some steps log are our own keys.
+    records = [
+        (step, {k: v for k, v in metrics.items() if not k.startswith("micro_batching/")})
+        for step, metrics in logger.records
+    ]
+    records = [record for record in records if record[1]]
+    assert len(records) == len(other_logger.records)
+    for (step, metrics), (other_step, others) in zip(records, other_logger.records, strict=True):
+        assert (step, metrics) == (other_step, pytest.approx(others, rel=rounding, abs=rounding))
+
+
+# --- a fixed size -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("accumulate", [1, 3])
+@pytest.mark.parametrize("size", [1, 3, 7, 16])
+def test_equals_the_whole_batch(size, accumulate):
+    expected = train(accumulate_grad_batches=accumulate)
+    assert_same_run(train(lo.MicroBatching(size), accumulate_grad_batches=accumulate), expected)
+
+
+def test_equals_the_whole_batch_after_fifty_steps():
+    settings = {"max_epochs": 10, "gradient_clip_val": 0.5}
+    expected = train(**settings)
+    assert sum(call == "step" for call in expected[1].called) == 50
+    for size in (1, 3, 7):
+        run = train(lo.MicroBatching(size), **settings)
+        assert_same_weights(run[0].layers, expected[0].layers, **CLOSE)
+
+
+def test_equals_the_whole_batch_in_mixed_precision():
+    # bf16 has 8 bits: a micro-batch rounds its sums elsewhere than the whole.
+    expected = train(precision="bf16-mixed")
+    for size in (1, 3, 7):
+        run = train(lo.MicroBatching(size), precision="bf16-mixed")
+        assert_same_weights(run[0].layers, expected[0].layers, rtol=0.0, atol=5e-3)
+        assert run[1].called == expected[1].called
+
+
+def run_in_float16(init_scale: float, *callbacks: Callback) -> tuple[Net, Hooks, float]:
+    scale = lo.DynamicLossScale(init_scale=init_scale, growth_interval=4)
+    net, hooks, _ = train(*callbacks, plugins=[scale], gradient_clip_val=0.5)
+    assert scale.scaler is not None
+    return net, hooks, scale.scaler.get_scale()
+
+
+def test_equals_the_whole_batch_with_a_loss_scale_in_float16():
+    net, hooks, scale = run_in_float16(2.0**10, lo.MicroBatching(3))
+    other, other_hooks, other_scale = run_in_float16(2.0**10)
+    # float16 has 11 bits: a micro-batch rounds its sums elsewhere than the whole.
+    assert_same_weights(net.layers, other.layers, rtol=0.0, atol=1e-3)
+    assert hooks.called == other_hooks.called
+    assert scale == other_scale == 2.0**12  # no update left out in ten
+
+    # A part overflows at a larger scale than the whole, and then the whole update is left out.
+    net, hooks, scale = run_in_float16(2.0**24, lo.MicroBatching(3))
+    assert other_scale < scale < 2.0**24
+    assert hooks.called == other_hooks.called
+    assert all(p.isfinite().all() for p in net.parameters())
+
+
+def test_the_guard_sees_the_loss_of_the_whole_batch():
+    guards = [lo.NonFiniteGuard(spike=6.0) for _ in range(2)]
+    train(guards[0], accumulate_grad_batches=2)
+    train(guards[1], lo.MicroBatching(3), accumulate_grad_batches=2)
+    states = [guard.state_dict()["judge"] for guard in guards]
+    flat = [torch.utils._pytree.tree_leaves(state) for state in states]
+    numbers = [[x for x in leaves if isinstance(x, float)] for leaves in flat]
+    assert numbers[0]
+    assert numbers[1] == pytest.approx(numbers[0], rel=1e-4, abs=1e-6)
+
+
+class Tokens(LightningModule):
+    """A mean over tokens, of which each sample has another number."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        x, mask = batch
+        loss = (self.layer(x).squeeze(-1).square() * mask).sum() / mask.sum()
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        lengths = torch.randint(1, 9, (40, 1), generator=generator)
+        mask = (torch.arange(8) < lengths).float()
+        x = torch.randn(40, 8, 4, generator=generator)
+        return DataLoader(TensorDataset(x, mask), batch_size=10)
+
+
+def count_tokens(batch: Any) -> torch.Tensor:
+    return batch[1].sum()
+
+
+@pytest.mark.parametrize("weigh", [count_tokens, f"{__name__}.count_tokens"])
+def test_weights_by_tokens(weigh):
+    nets, logged = [Tokens() for _ in range(3)], []
+    callbacks = [[], [lo.MicroBatching(3, loss_weight=weigh)], [lo.MicroBatching(3)]]
+    for net, own in zip(nets, callbacks, strict=True):
+        trainer = quiet_trainer(callbacks=own)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.filterwarnings("always", "MicroBatching changes the gradient")
+            trainer.fit(net)
+        # The one-time check of the first split.
+        assert any("loss_weight" in str(w.message) for w in caught) == (net is nets[2])
+        logged.append(trainer.callback_metrics["loss"].item())
+    assert_same_weights(nets[1], nets[0], **CLOSE)
+    assert logged[1] == pytest.approx(logged[0], rel=1e-6)
+    with pytest.raises(AssertionError):  # means over samples are not means over tokens
+        assert_same_weights(nets[2], nets[0], **CLOSE)
+
+
+def halve(batch: Any, parts: int) -> list[Any]:
+    rows = torch.arange(len(batch.rows)).tensor_split(parts)
+    return [(Graph(batch.rows[own]), len(own)) for own in rows]
+
+
+class Graph:
+    """Something that only its user can cut, as a batch of graphs is."""
+
+    def __init__(self, rows: torch.Tensor) -> None:
+        self.rows = rows
+
+
+class GraphNet(Tokens):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return self.layer(batch.rows).square().mean()
+
+    def train_dataloader(self) -> Any:
+        rows = torch.randn(40, 4, generator=torch.Generator().manual_seed(1))
+        return DataLoader(list(rows), batch_size=10, collate_fn=lambda r: Graph(torch.stack(r)))
+
+
+def test_splits_with_a_function_of_the_user():
+    nets = [GraphNet() for _ in range(2)]
+    quiet_trainer().fit(nets[0])
+    quiet_trainer(callbacks=[lo.MicroBatching(3, split=f"{__name__}.halve")]).fit(nets[1])
+    assert_same_weights(nets[1], nets[0], **CLOSE)
+    with pytest.raises(lo.UnsplittableBatchError, match="split="):
+        quiet_trainer(callbacks=[lo.MicroBatching(3)]).fit(GraphNet())
+    with pytest.raises(ValueError, match="must return"):
+        quiet_trainer(callbacks=[lo.MicroBatching(3, split=lambda batch, parts: [])]).fit(
+            GraphNet()
+        )
+
+
+def test_all_micro_batches_return_a_loss_or_none():
+    class Sometimes(Net):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            return None if {0, 1, 2} & set(batch["id"].tolist()) - set(self.keep) else output
+
+        keep: tuple[int, ...] = ()
+
+    Sometimes.keep = (1, 2)
+    with pytest.raises(RuntimeError, match="None for some micro-batches"):
+        train(lo.MicroBatching(3), net=Sometimes())
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+@pytest.mark.parametrize("size", ["auto", 3])
+def test_a_batch_may_be_left_out_in_mid_window(size):
+    class Sometimes(Net):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            return None if batch_idx == 1 else output
+
+    settings = {"accumulate_grad_batches": 3}
+    run = train(lo.MicroBatching(size), net=Sometimes(), **settings)
+    assert_same_weights(run[0].layers, train(net=Sometimes(), **settings)[0].layers, **CLOSE)
+
+
+class Contrast(Tokens):
+    """Samples that are compared with each other, and a parameter that each step changes itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.teacher = nn.Parameter(torch.ones(3), requires_grad=False)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        with torch.no_grad():
+            self.teacher.mul_(0.5)
+        batch[0].mul_(1.0)
+        z = nn.functional.dropout(self.layer(batch[0]).flatten(1), 0.0)
+        return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
+
+
+def test_the_first_split_is_compared_with_the_whole():
+    net = Contrast()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "MicroBatching changes the gradient")
+        quiet_trainer(callbacks=[lo.MicroBatching(5)], limit_train_batches=1).fit(net)
+    assert sum("changes the gradient of this model" in str(w.message) for w in caught) == 1
+    assert torch.equal(net.teacher, torch.full((3,), 0.25))  # by two micro-batches, not the check
+
+
+@pytest.mark.parametrize("random", [False, True])
+def test_the_check_leaves_no_trace(monkeypatch, random):
+    class Drops(Net):
+        def training_step(self, batch, batch_idx):
+            output = super().training_step(batch, batch_idx)
+            if random:
+                output["loss"] = output["loss"] * torch.rand(())
+            return output
+
+    found: list[Any] = []
+    checked = train(lo.MicroBatching(4), net=Drops(dropout=0.5))
+    monkeypatch.setattr(
+        "lightning_opt.batching.micro_batching.micro_batching.split_error",
+        lambda *args: found.append(args),
+    )
+    assert_same_run(checked, train(lo.MicroBatching(4), net=Drops(dropout=0.5)), rounding=0.0)
+    assert len(found) == 1
+
+
+def test_warns_of_batchnorm_once():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        train(lo.MicroBatching(8), net=Net(norm=True))
+    assert sum("model with BatchNorm" in str(warning.message) for warning in caught) == 1
+
+
+# --- out of memory ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("where", "fits", "accumulate"),
+    [
+        ("forward", 5, 1),
+        ("forward", 15, 3),
+        ("loss", 5, 3),
+        ("backward", 5, 1),
+        ("backward", 5, 3),
+        ("backward", 1, 3),
+    ],
+)
+def test_a_batch_that_does_not_fit_is_taken_back(where, fits, accumulate):
+    settings = {"accumulate_grad_batches": accumulate}
+    net = Net(fits, where)
+    run = train(lo.MicroBatching("auto"), net=net, **settings)
+    assert_same_run(run, train(**settings))
+
+
+@pytest.mark.filterwarnings("ignore:MicroBatching splits a batch of a model with BatchNorm")
+@pytest.mark.parametrize("where", ["forward", "loss", "backward"])
+def test_random_numbers_and_statistics_are_those_of_the_attempt_that_fits(where):
+    """Beside a run that has the right size from the start, bit by bit."""
+    settings = {"batch": 16, "samples": 64}
+    expected = train(lo.MicroBatching(4), net=Net(dropout=0.5, norm=True), **settings)
+    run = train(lo.MicroBatching(), net=Net(4, where, dropout=0.5, norm=True), **settings)
+    assert_same_weights(run[0], expected[0])
+    assert run[0].seen == expected[0].seen
+
+
+def test_is_the_bare_run_where_everything_fits():
+    expected = train(net=Net(dropout=0.5))
+    run = train(lo.MicroBatching(), net=Net(dropout=0.5))
+    assert_same_run(run, expected, rounding=0.0)
+
+
+def test_one_sample_that_does_not_fit_ends_with_one_clear_error():
+    micro = lo.MicroBatching()
+    with pytest.raises(MemoryError, match=r"Even one sample does not fit.*planted"):
+        train(micro, net=Net(fits=0))
+    assert [event["size"] for event in micro.events] == [8, 4, 2, 1]
+    with pytest.raises(MemoryError, match="min_size=3 samples"):
+        train(lo.MicroBatching(min_size=3), net=Net(fits=1))
+
+
+def test_other_errors_pass_through():
+    with pytest.raises(ArithmeticError, match="planted"):
+        quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet(fail_at=2))
+
+
+def test_a_fixed_size_does_not_retry():
+    with pytest.raises(RuntimeError, match="planted"):
+        train(lo.MicroBatching(8), net=Net(fits=4))
+
+
+@pytest.mark.parametrize("size", ["auto", 4])
+def test_an_update_that_runs_out_of_memory_is_never_tried_again(size):
+    class Update(torch.optim.SGD):
+        def step(self, closure=None):
+            super().step(closure)
+            raise torch.OutOfMemoryError("planted in the update")
+
+    class Full(Net):
+        def configure_optimizers(self):
+            return Update(self.parameters(), lr=0.1)
+
+    net = Full()
+    with pytest.raises(MemoryError, match=r"optimizer's update.*planted in the update"):
+        train(lo.MicroBatching(size), net=net)
+    assert net.seen == list(range(16))
+
+
+def test_a_batch_that_was_changed_in_place_is_not_tried_again():
+    class InPlace(Net):
+        def training_step(self, batch, batch_idx):
+            batch["x"].mul_(2)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="in place"):
+        train(lo.MicroBatching(), net=InPlace(fits=4))
+
+
+def test_parameters_that_were_changed_in_place_are_not_changed_again():
+    class Teacher(Net):
+        def training_step(self, batch, batch_idx):
+            with torch.no_grad():
+                self.layers[0].weight.mul_(0.9)
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(RuntimeError, match="changed parameters"):
+        train(lo.MicroBatching(), net=Teacher(fits=4))
+
+
+def test_gradients_of_the_window_are_there_after_an_error():
+    class Breaks(Net):
+        def on_before_backward(self, loss):
+            if self.trainer.fit_loop.batch_idx == 1:
+                raise ArithmeticError("planted")
+
+    nets = [Breaks(), Breaks()]
+    for net, callbacks in zip(nets, ([], [lo.MicroBatching()]), strict=True):
+        with pytest.raises(ArithmeticError, match="planted"):
+            train(*callbacks, net=net, accumulate_grad_batches=3)
+    for p, expected in zip(nets[1].parameters(), nets[0].parameters(), strict=True):
+        assert torch.equal(p.grad, expected.grad)
+
+
+def test_what_training_step_puts_into_its_batch_is_there_at_the_end():
+    class Puts(Net):
+        def training_step(self, batch, batch_idx):
+            batch["note"] = batch_idx
+            return super().training_step(batch, batch_idx)
+
+        def on_train_batch_end(self, outputs, batch, batch_idx):
+            assert batch["note"] == batch_idx
+
+    train(lo.MicroBatching(), net=Puts())
+
+
+def test_a_batch_that_cannot_be_split_trains_as_long_as_it_fits():
+    nets = [GraphNet() for _ in range(2)]
+    for net, callbacks in zip(nets, ([], [lo.MicroBatching()]), strict=True):
+        quiet_trainer(callbacks=callbacks).fit(net)
+    assert_same_weights(nets[1], nets[0])
+
+
+# --- growing back -------------------------------------------------------------------------------
+
+
+def test_grows_back_when_there_is_room_again(caplog):
+    class Crowded(Net):
+        def on_train_batch_start(self, batch, batch_idx):
+            self.fits = 4 if self.global_step < 10 else 10**9
+
+    micro = lo.MicroBatching(regrow_every=5)
+    with caplog.at_level(logging.INFO, logger="lightning_opt"):
+        net, *_ = train(micro, net=Crowded(), samples=640, max_epochs=1)
+    assert_same_weights(net.layers, train(samples=640, max_epochs=1)[0].layers, **CLOSE)
+    events = [(event["step"], event["kind"], event["size"]) for event in micro.events]
+    assert events == [
+        (0, "split", 8),
+        (0, "split", 4),
+        (5, "grown", 8),  # which does not fit at step 6
+        (6, "split", 4),
+        (16, "grown", 8),  # ten steps later, twice as many as before
+        (27, "grown", 16),
+    ]
+    assert caplog.text.count("tried again in parts of at most") == 3
+
+
+def test_a_long_sample_does_not_shrink_the_batches_of_short_ones():
+    class Lengths(LightningModule):
+        def __init__(self):
+            super().__init__()
+            self.layer = nn.Linear(1, 1)
+            self.parts = []
+
+        def training_step(self, batch, batch_idx):
+            (x,) = batch
+            if x.numel() > 64:
+                raise torch.OutOfMemoryError("planted")
+            self.parts.append(tuple(x.shape[:2]))
+            return self.layer(x).square().mean()
+
+        def configure_optimizers(self):
+            return torch.optim.SGD(self.parameters(), lr=0.01)
+
+        def train_dataloader(self):
+            batches = [[torch.randn(8, length, 1)] for length in (8, 16, 8, 16, 32, 8)]
+            return DataLoader(batches, batch_size=None)
+
+    net, micro = Lengths(), lo.MicroBatching()
+    quiet_trainer(callbacks=[micro]).fit(net)
+    # Length 32 begins with what 16 needed.
+    assert net.parts == [(8, 8)] + 2 * [(4, 16)] + [(8, 8)] + 2 * [(4, 16)] + 4 * [(2, 32)] + [
+        (8, 8)
+    ]
+    assert len(micro.events) == 2
+
+
+def test_remembers_across_resume(tmp_path):
+    first = lo.MicroBatching()
+    net = Net(fits=4)
+    trainer = quiet_trainer(callbacks=[first])
+    trainer.fit(net, DataLoader(Samples(64), batch_size=16))
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    second, resumed = lo.MicroBatching(), Net(fits=4)
+    quiet_trainer(callbacks=[second], max_epochs=2).fit(
+        resumed,
+        DataLoader(Samples(64), batch_size=16),
+        ckpt_path=tmp_path / "stopped.ckpt",
+        weights_only=True,
+    )
+    assert second.events == first.events
+    assert [event["size"] for event in second.events] == [8, 4]  # all of the first run
+
+
+def test_logs_what_changed():
+    *_, logger = train(lo.MicroBatching(), net=Net(fits=4))
+    assert logger.series("micro_batching/size") == [4.0]
+    assert logger.series("micro_batching/retries") == [2.0]
+
+
+def test_report():
+    micro = lo.MicroBatching()
+    train(micro, net=Net(fits=4))
+    assert "2 attempts taken back" in str(micro.report())
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"size": 0}, "size"),
+        ({"size": "half"}, "size"),
+        ({"min_size": 0}, "min_size"),
+        ({"safety": 1.0}, "safety"),
+        ({"regrow_every": 0}, "regrow_every"),
+        ({"split": "nowhere.to_be.found"}, "split"),
+        ({"loss_weight": "tokens"}, "loss_weight"),
+        ({"loss_weight": "math.pi"}, "loss_weight"),
+    ],
+)
+def test_refuses_what_makes_no_sense(settings, error):
+    with pytest.raises(ValueError, match=error):
+        lo.MicroBatching(**settings)
+
+
+def test_refuses_manual_optimisation_and_lbfgs():
+    class Manual(SmallNet):
+        automatic_optimization = False
+
+    with pytest.raises(ValueError, match="manual optimisation"):
+        quiet_trainer(callbacks=[lo.MicroBatching()]).fit(Manual())
+    with pytest.raises(ValueError, match="LBFGS"):
+        quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet("LBFGS"))
+
+
+class ByHand(SmallNet):
+    """Steps its optimizer itself, after one backward pass for each part."""
+
+    automatic_optimization = False
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.size = size
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        for part, share in lo.micro_batches(batch, self.size):
+            self.manual_backward(super().training_step(part, batch_idx)["loss"] * share)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_shares_add_up_to_the_whole_batch_under_manual_optimisation(size):
+    runs = []
+    for parts_of in (10, size):
+        model = ByHand(parts_of)
+        data = batches_of(steps=5, batch_size=10)
+        quiet_trainer().fit(model, DataLoader(data, batch_size=10))
+        runs.append(model)
+    assert_same_weights(runs[1], runs[0], **CLOSE)
+
+
+def test_hooks_are_called_once_a_batch():
+    hooks: Hooks = train(lo.MicroBatching(3), max_epochs=1)[1]
+    assert hooks.called[:5] == ["zero_grad", "before", "after", "step", "end"]

@@ -1,0 +1,437 @@
+"""CachedDataset and cached(): what they serve, what they hold, and where they refuse."""
+
+import gc
+import multiprocessing
+import os
+import pickle
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.utils.data import DataLoader, IterableDataset, Subset
+
+import lightning_opt as lo
+from lightning_opt.data.cache.cached_dataset import cached_dataset as cache_module
+from lightning_opt.data.cache.memory_store import ENTRY
+from lightning_opt.data.encoding import decode, encode
+from lightning_opt.data.randomness import same
+from tests.data import datasets
+from tests.data.datasets import Batched, Counting, Lazy, Numbers
+from tests.helpers.processes import PRELOAD, launch
+
+MB = 2**20
+STORAGES = ["memory", "shared", "disk"]
+
+
+def cached_dataset(dataset, storage="memory", tmp_path=None, max_bytes=MB, **settings):
+    if storage == "disk":
+        settings["folder"] = str(tmp_path)
+    return lo.CachedDataset(dataset, max_bytes, storage=storage, **settings)
+
+
+# --- bytes --------------------------------------------------------------------------------------
+
+
+ITEMS = [
+    torch.randn(3, 4),
+    torch.randn(100, 4)[::7, 1:3],
+    torch.randn(2, 3).t(),
+    torch.tensor(3),
+    torch.empty(0, 5, dtype=torch.int16),
+    torch.randn(3).to(torch.bfloat16),
+    torch.randn(3, dtype=torch.complex64).conj(),
+    torch.tensor([True, False]),
+    torch.tensor([float("nan"), float("inf")]),
+    torch.randn(2, requires_grad=True),
+    torch.eye(3).to_sparse(),
+    np.arange(6.0).reshape(2, 3)[:, ::2],
+    np.array(["a", None], dtype=object),
+    b"bytes",
+    {"a": [1, (2.5, "text", None)], 3: {4, 5}},
+    1 + 2j,
+]
+
+
+@pytest.mark.parametrize("item", ITEMS, ids=lambda item: type(item).__name__)
+def test_items_come_back_as_they_were(item):
+    back = decode(encode(item))
+    if isinstance(item, torch.Tensor) and item.is_sparse:
+        item, back = item.to_dense(), back.to_dense()
+    assert same(item, back)
+    assert not isinstance(item, torch.Tensor) or item.requires_grad == back.requires_grad
+
+
+def test_a_view_is_counted_by_itself():
+    whole = torch.randn(1000, 1000)
+    assert len(encode(whole[0])) < 5000
+
+
+# --- what is served -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+@settings(max_examples=15, deadline=None)
+@given(data=st.data())
+def test_random_access_equals_a_dictionary(storage, tmp_path_factory, data):
+    """Whatever the order, the bound and the policy: items are right and the bound holds."""
+    policy = data.draw(st.sampled_from(["lru", "keep"]))
+    unit = len(encode(Counting()[0])) + ENTRY if storage == "memory" else 4096
+    room = data.draw(st.integers(0, 6))
+    dataset = Counting(10)
+    reference = {index: dataset[index] for index in range(10)}
+    cache = cached_dataset(
+        dataset,
+        storage,
+        tmp_path_factory.mktemp("cache"),
+        max_bytes=max(1, room * unit + 99),
+        policy=policy,
+    )
+    asked = 0
+    for indices in data.draw(st.lists(st.lists(st.integers(-10, 9), max_size=6), max_size=8)):
+        items = cache.__getitems__(indices) if len(indices) > 1 else [cache[i] for i in indices]
+        for index, item in zip(indices, items, strict=True):
+            assert same(item, reference[index % 10])
+        asked += len(indices)
+        counts = cache.statistics()
+        assert counts["bytes"] <= max(1, room * unit + 99)
+        assert counts["items"] <= room
+        assert counts["hits"] + counts["misses"] == asked
+        assert policy == "lru" or counts["evictions"] == 0
+
+
+def test_least_recently_used_goes_first_and_keep_keeps():
+    unit = len(encode(Numbers()[0])) + ENTRY
+    for policy, expected in (("lru", {0, 2}), ("keep", {0, 1})):
+        cache = cached_dataset(Numbers(), max_bytes=2 * unit, policy=policy)
+        for index in (0, 1, 0, 2):
+            cache[index]
+        before = cache.statistics()["misses"]
+        for index in sorted(expected):
+            cache[index]
+        assert cache.statistics()["misses"] == before, policy
+
+
+def test_recency_decides_on_the_disk_too(tmp_path):
+    cache = cached_dataset(Numbers(60), "disk", tmp_path, max_bytes=40 * 4096)
+    for index in range(40):
+        cache[index]
+        (file,) = tmp_path.glob(f"*-{index}.item")
+        os.utime(file, ns=(0, 10**9 * (100 - index)))  # clocks of file systems are coarse
+    for index in (39, 45):
+        cache[index]
+    left = {int(file.stem.rpartition("-")[2]) for file in tmp_path.glob("*.item")}
+    assert left == {*range(36), 39, 45}  # a twentieth is given up at once, for what comes next
+
+
+@pytest.mark.parametrize("storage", STORAGES)
+def test_whoever_changes_an_item_changes_nothing_in_the_cache(storage, tmp_path):
+    cache = cached_dataset([{"x": torch.zeros(3), "y": [1]}], storage, tmp_path)
+    for _ in range(3):
+        item = cache[0]
+        assert item == {"x": item["x"], "y": [1]}
+        assert not item["x"].any()
+        item["x"] += 1
+        item["y"].append(2)
+    assert cache.statistics()["hits"] == 2
+
+
+def test_batches_ask_for_what_is_missing_at_once():
+    cache = cached_dataset(Batched())
+    cache[3]
+    items = cache.__getitems__([1, 3, 5])
+    assert [item["y"][2][0] for item in items] == [1, 3, 5]
+    assert cache.dataset.batches[-1] == [1, 5]
+
+
+def test_one_key_for_equal_indices():
+    cache = cached_dataset(Numbers())
+    for index in (3, np.int64(3), torch.tensor(3)):
+        cache[index]
+    assert cache.statistics()["misses"] == 1
+
+
+def test_report_names_hits_and_bytes():
+    cache = cached_dataset(Numbers())
+    cache[0], cache[0]
+    row = cache.report().rows[0]
+    assert row["hit rate"] == 0.5
+    assert row["bytes"] > 0
+    cache.clear()
+    assert cache.statistics()["bytes"] == 0
+
+
+# --- workers ------------------------------------------------------------------------------------
+
+
+def read(dataset, epochs=2, **settings):
+    generator = torch.Generator().manual_seed(4)
+    loader = DataLoader(dataset, batch_size=3, shuffle=True, generator=generator, **settings)
+    return [batch for _ in range(epochs) for batch in loader]
+
+
+@pytest.mark.parametrize(
+    ("storage", "method", "persistent"),
+    [
+        ("memory", "fork", True),
+        ("memory", "forkserver", True),
+        ("shared", "fork", False),
+        ("shared", "forkserver", True),
+        ("disk", "fork", False),
+    ],
+)
+def test_loaders_with_workers_see_the_same(storage, method, persistent, tmp_path):
+    # "forkserver" pickles the dataset as "spawn" does, and need not import torch each time.
+    multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
+    workers = {"num_workers": 2, "persistent_workers": persistent}
+    expected = read(Counting(), **workers)
+    cache = cached_dataset(Counting(), storage, tmp_path)
+    actual = read(cache, multiprocessing_context=method, **workers)
+    assert same([batch["y"] for batch in actual], [batch["y"] for batch in expected])
+    assert all(torch.equal(a["x"], b["x"]) for a, b in zip(actual, expected, strict=True))
+    counts = cache.statistics()
+    assert counts["hits"] + counts["misses"] == 48
+    if storage != "memory":  # one cache for all workers, which outlives them
+        assert counts["hits"] == 24
+        assert counts["items"] == 24
+    else:
+        assert counts["bytes"] <= MB
+        assert counts["hits"] > 0
+
+
+def test_workers_share_the_bound_that_the_main_process_has_left():
+    unit = len(encode(Numbers()[0])) + ENTRY
+    cache = cached_dataset(Numbers(), max_bytes=8 * unit)
+    for index in range(4):
+        cache[index]
+    read(cache, epochs=1, num_workers=2)
+    counts = cache.statistics()
+    assert counts["items"] == 8  # four of the main process, two of each worker
+    assert counts["hits"] == 4  # those of the main process serve forked workers too
+
+
+def test_items_that_are_not_collated_leave_a_worker():
+    loader = DataLoader(cached_dataset(Numbers()), batch_size=None, num_workers=1)
+    assert [item.item() for item in loader] == list(range(24))
+
+
+def test_pickles_without_its_items():
+    cache = cached_dataset(Counting(width=10_000))
+    cache[0]
+    twin = pickle.loads(pickle.dumps(cache))
+    assert len(pickle.dumps(cache)) < 30_000
+    assert same(twin[0], cache[0])
+
+
+def test_shared_memory_is_given_back():
+    def folders():
+        return set(cache_module.SHM.glob(f"{cache_module.MARK}{os.getpid()}_*"))
+
+    before = folders()
+    cache = cached_dataset(Numbers(), "shared")
+    cache[0]
+    assert len(folders() - before) == 1
+    read(cache, num_workers=1)
+    assert len(folders() - before) == 1  # the end of a worker removes nothing
+    del cache
+    gc.collect()
+    assert folders() == before
+
+
+def test_shared_memory_of_the_dead_is_swept(monkeypatch, tmp_path):
+    monkeypatch.setattr(cache_module, "SHM", tmp_path)
+    dead = multiprocessing.get_context("fork").Process(target=int)
+    dead.start()
+    dead.join()
+    (tmp_path / f"{cache_module.MARK}{dead.pid}_x").mkdir()
+    (tmp_path / f"{cache_module.MARK}{os.getpid()}_x").mkdir()
+    cached_dataset(Numbers(), "shared")
+    assert not (tmp_path / f"{cache_module.MARK}{dead.pid}_x").exists()
+    assert (tmp_path / f"{cache_module.MARK}{os.getpid()}_x").exists()
+
+
+def grow(max_bytes: int) -> tuple[float, dict[str, int]]:
+    """Read far more than fits, in an order that evicts, and return the memory that it took."""
+    cache = lo.CachedDataset(Counting(400, width=64 * 1024), max_bytes)  # 256 KB an item
+    generator = torch.Generator().manual_seed(0)
+    for index in range(3):
+        lo.CachedDataset(cache.dataset, MB)[index]  # what the first use loads is no item
+    gc.collect()
+    before, most = psutil.Process().memory_info().rss, 0
+    for index in torch.randint(400, (800,), generator=generator).tolist():
+        cache[index]
+        most = max(most, psutil.Process().memory_info().rss - before)
+    return most, cache.statistics()
+
+
+@pytest.mark.distributed
+def test_the_memory_of_the_process_stays_within_the_bound():
+    ((most, counts),) = launch(grow, 40 * MB, processes=1)
+    assert counts["bytes"] <= 40 * MB
+    assert counts["evictions"] > 100
+    # The item in hand exists in a few copies for a moment.
+    assert 30 * MB < most < 40 * MB + 4 * MB
+
+
+# --- versions -----------------------------------------------------------------------------------
+
+
+def test_a_later_run_finds_the_items_of_the_same_dataset_only(tmp_path):
+    first = cached_dataset(Counting(), "disk", tmp_path)
+    for index in range(24):
+        first[index]
+
+    again = cached_dataset(Counting(), "disk", tmp_path)
+    assert same(again[5], Counting()[5])
+    assert again.statistics()["hits"] == 1
+
+    other = cached_dataset(Counting(offset=1), "disk", tmp_path)
+    assert same(other[5], Counting(offset=1)[5])
+    assert other.statistics()["misses"] == 1
+
+
+@pytest.mark.parametrize("policy", ["lru", "keep"])
+def test_what_no_version_asks_for_makes_room(policy, tmp_path):
+    old = cached_dataset(Counting(), "disk", tmp_path, max_bytes=8 * 4096)
+    for index in range(8):
+        old[index]
+    new = cached_dataset(Counting(offset=1), "disk", tmp_path, 8 * 4096, policy=policy)
+    for _ in range(2):
+        for index in range(4):
+            assert same(new[index], Counting(offset=1)[index])
+    assert new.statistics()["hits"] == 4
+    assert new.statistics()["bytes"] <= 8 * 4096
+
+
+def test_a_key_takes_the_place_of_the_fingerprint(tmp_path):
+    cached_dataset(Counting(), "disk", tmp_path, key="one")[0]
+    for key, hits in (("one", 1), ("two", 0)):
+        cache = cached_dataset(Counting(), "disk", tmp_path, key=key)
+        cache[0]
+        assert cache.statistics()["hits"] == hits
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["FromTorch", "FromNumpy", "FromPython", "FromItsOwn"])
+def test_random_items_are_refused_unless_told(kind):
+    dataset = getattr(datasets, kind)()
+    states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
+    with pytest.raises(ValueError, match=r"is random: .* allow_random"):
+        lo.CachedDataset(dataset, MB)
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert (np.random.get_state()[1] == states[1]).all()  # noqa: NPY002
+    cache = lo.CachedDataset(dataset, MB, allow_random=True)
+    assert torch.equal(cache[3], cache[3])
+
+
+def test_looking_at_items_leaves_no_file_open():
+    dataset = Lazy()
+    lo.CachedDataset(Subset(dataset, range(5)), MB)
+    assert dataset.handle is None
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+@pytest.mark.parametrize("dataset", [Stream(), 3])
+def test_what_has_no_index_is_refused(dataset):
+    with pytest.raises(TypeError, match="map-style"):
+        lo.CachedDataset(dataset, MB)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_bytes": 0}, "max_bytes"),
+        ({"policy": "lfu"}, "policy"),
+        ({"storage": "cloud"}, "storage"),
+        ({"folder": "x"}, "folder"),
+        ({"storage": "shared", "max_bytes": 2**60}, "/dev/shm"),
+    ],
+)
+def test_arguments_out_of_range(settings, message):
+    for make in (lo.CachedDataset, lambda _, **rest: lo.cached(abs, **rest)):
+        with pytest.raises(ValueError, match=message):
+            make(Numbers(), **{"max_bytes": MB, **settings})
+
+
+def test_items_that_cannot_be_pickled_are_refused():
+    with pytest.raises(TypeError, match="cannot be cached"):
+        lo.CachedDataset([lambda: 1], MB, allow_random=True)[0]
+
+
+# --- functions ----------------------------------------------------------------------------------
+
+
+calls: list[tuple] = []
+
+
+def distance(a, b, power=1):
+    calls.append((a, b))
+    return (a - b).abs().pow(power).sum()
+
+
+def test_a_function_is_computed_once_for_equal_arguments():
+    calls.clear()
+    kept = lo.cached(distance, MB)
+    a, b = torch.randn(5), torch.randn(5)
+    assert kept.__name__ == "distance"
+    for _ in range(2):
+        assert kept(a.clone(), b) == distance(a, b)
+        assert kept(a, b, power=2) == distance(a, b, 2)
+    assert len(calls) == 2 + 4
+    assert kept.statistics()["hits"] == 2
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(0, 4), st.integers(0, 4)), max_size=30))
+def test_symmetric_pairs_are_computed_once(pairs):
+    seen = []
+
+    def length(a, b):
+        seen.append(frozenset((a, b)))
+        return abs(a - b)
+
+    kept = lo.cached(length, MB, symmetric=True)
+    assert [kept(a, b) for a, b in pairs] == [abs(a - b) for a, b in pairs]
+    assert len(seen) == len(set(seen))
+
+
+def test_unequal_types_and_orders_are_unequal_arguments():
+    kept = lo.cached(lambda a, b=0: (type(a).__name__, a, b), MB)
+    for arguments in [(1,), (1.0,), (True,), ("1",), (1, 2), (2, 1), (torch.tensor(1),)]:
+        assert kept(*arguments)[0] == type(arguments[0]).__name__
+    assert kept.statistics()["hits"] == 0
+    with pytest.raises(TypeError, match="two positional"):
+        lo.cached(distance, MB, symmetric=True)(1)
+    with pytest.raises(TypeError, match="callable"):
+        lo.cached(3, MB)
+
+
+def test_an_error_is_not_kept():
+    fails = iter([ValueError("no"), None])
+
+    def fragile():
+        if (error := next(fails)) is not None:
+            raise error
+        return 1
+
+    kept = lo.cached(fragile, MB)
+    with pytest.raises(ValueError, match="no"):
+        kept()
+    assert kept() == 1
+
+
+def test_results_of_a_function_outlive_the_process_on_the_disk(tmp_path):
+    for hits in (0, 1):
+        kept = lo.cached(distance, MB, storage="disk", folder=str(tmp_path))
+        assert kept(torch.ones(2), torch.zeros(2)) == 2
+        assert kept.statistics()["hits"] == hits
+    assert list(Path(tmp_path).glob("*.item"))

@@ -1,0 +1,219 @@
+"""DataMonitor and DevicePrefetcher."""
+
+import contextlib
+import logging
+import time
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.data.pipeline import data_monitor as monitor_module
+from lightning_opt.data.pipeline.data_monitor import _size, advice
+from lightning_opt.data.pipeline.device_prefetcher import copy_beside, is_transparent
+from tests.data.runs import Recorded, Rows, Sleepy
+from tests.helpers.models import assert_same_weights
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+
+class Clock:
+    """A clock that stands still unless it is told."""
+
+    now = 100.0
+
+    def perf_counter(self):
+        return self.now
+
+
+class Timed(Rows):
+    """Fetching a row takes a second of a made-up clock."""
+
+    def __init__(self, clock, length=24):
+        super().__init__(length)
+        self.clock = clock
+
+    def __getitem__(self, index):
+        self.clock.now += 1.0
+        return super().__getitem__(index)
+
+
+def monitored(monkeypatch, step=4.0, validation=100.0, **settings):
+    clock, logger = Clock(), MemoryLogger()
+    monkeypatch.setattr(monitor_module, "time", clock)
+
+    class Net(Recorded):
+        def training_step(self, batch, batch_idx):
+            clock.now += step
+            return super().training_step(batch, batch_idx)
+
+        def validation_step(self, batch, batch_idx):
+            clock.now += validation
+
+    callback = lo.DataMonitor(every_n_steps=2, **settings)
+    quiet_trainer(callbacks=[callback], logger=logger, val_check_interval=3).fit(
+        Net(), DataLoader(Timed(clock), batch_size=4), DataLoader(Rows(4), batch_size=4)
+    )
+    return callback, logger
+
+
+def test_the_share_of_waiting_and_the_rate_are_counted(monkeypatch):
+    """Four rows of a second each and a step of four: half, at one row in two seconds."""
+    callback, logger = monitored(monkeypatch)
+    assert logger.series("data/wait_fraction") == [pytest.approx(0.5)] * 3
+    assert logger.series("data/samples_per_second") == [pytest.approx(0.5)] * 3
+    assert callback.wait_fraction == pytest.approx(0.5)
+    assert callback.report().rows[0]["share"] == pytest.approx(0.5)
+
+
+def test_a_run_that_waits_for_long_is_advised_once(monkeypatch, caplog):
+    with caplog.at_level(logging.WARNING):
+        monitored(monkeypatch, threshold=0.4, patience=1)
+        monitored(monkeypatch, threshold=0.6, patience=1)
+        monitored(monkeypatch, threshold=0.4, patience=3)  # the first report does not count
+    (record,) = [r for r in caplog.records if "waits for data" in r.getMessage()]
+    assert "50% of the time (step 4)" in record.getMessage()
+    assert "DataPipelineTuner" in record.getMessage()
+
+
+def test_advice_depends_on_the_workers(monkeypatch):
+    monkeypatch.setattr(monitor_module, "available_cpus", lambda: 4)
+    trainer = quiet_trainer()
+    for workers, expected in ((0, "num_workers=0: up to 4"), (2, "=2 where 4"), (4, "CachedData")):
+        loader = DataLoader(Rows())
+        loader.num_workers = workers  # more than this machine may have CPUs
+        assert expected in advice(loader, trainer)
+    assert "makes the batches" in advice([1], trainer)
+
+
+def test_the_profiler_still_hears_of_each_fetch():
+    trainer = quiet_trainer(callbacks=[lo.DataMonitor()], profiler="simple")
+    trainer.fit(Recorded(), DataLoader(Rows(), batch_size=4))
+    counted = trainer.profiler.recorded_durations
+    (key,) = [key for key in counted if key.endswith("train_dataloader_next")]
+    assert len(counted[key]) == 6
+
+
+def test_it_waits_for_real():
+    callback = lo.DataMonitor(every_n_steps=3)
+    start = time.perf_counter()
+    quiet_trainer(callbacks=[callback]).fit(Recorded(), DataLoader(Sleepy(24, 0.003), batch_size=4))
+    assert callback._total_wait >= 24 * 0.003
+    assert callback._total_time <= time.perf_counter() - start
+
+
+@pytest.mark.parametrize(
+    ("batch", "expected"),
+    [
+        ([torch.ones(3, 2), torch.ones(3)], 3),
+        ({"a": torch.ones(5)}, 5),
+        (torch.tensor(1.0), 1),
+        (object(), 1),
+        ((), 1),
+    ],
+)
+def test_sizes_of_batches(batch, expected):
+    assert _size(batch) == expected
+
+
+def test_monitor_arguments_out_of_range():
+    for settings in ({"every_n_steps": 0}, {"threshold": 1.5}, {"patience": 0}):
+        with pytest.raises(ValueError, match=next(iter(settings))):
+            lo.DataMonitor(**settings)
+
+
+# --- DevicePrefetcher ---------------------------------------------------------------------------
+
+
+class Stream:
+    def __init__(self, name, events):
+        self.name, self.events = name, events
+
+    def wait_stream(self, other):
+        self.events.append(f"{self.name} waits for {other.name}")
+
+
+def test_the_copy_runs_beside_and_only_the_next_step_waits(monkeypatch):
+    events = []
+    side, current = Stream("side", events), Stream("current", events)
+
+    @contextlib.contextmanager
+    def use(stream):
+        events.append(f"on {stream.name}")
+        yield
+        events.append(f"off {stream.name}")
+
+    recorded = []
+    monkeypatch.setattr(
+        torch.Tensor, "record_stream", lambda tensor, stream: recorded.append((tensor, stream))
+    )
+    batch = {"x": torch.ones(2), "y": [torch.zeros(1), "name"]}
+    copied = copy_beside(lambda: events.append("copy") or batch, side, current, use)
+    assert copied is batch
+    assert events == ["on side", "copy", "off side", "current waits for side"]
+    assert [stream for _, stream in recorded] == [current, current]
+    assert {id(tensor) for tensor, _ in recorded} == {id(batch["x"]), id(batch["y"][0])}
+
+
+@dataclass
+class Opaque:
+    x: torch.Tensor
+
+
+def test_batches_whose_tensors_can_be_found():
+    assert is_transparent({"a": [torch.ones(1), 2.5], "b": ("text", None)})
+    assert not is_transparent([Opaque(torch.ones(1))])
+
+
+def test_on_the_cpu_it_does_nothing_and_says_so(caplog):
+    def fit(*callbacks):
+        torch.manual_seed(0)
+        model = Recorded()
+        quiet_trainer(callbacks=list(callbacks)).fit(model, DataLoader(Rows(), batch_size=4))
+        return model
+
+    prefetcher = lo.DevicePrefetcher()
+    with caplog.at_level(logging.INFO):
+        assert_same_weights(fit(prefetcher), fit())
+    assert prefetcher.copies == 0
+    assert any("does nothing on cpu" in record.getMessage() for record in caplog.records)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("pinned", [True, False])
+def test_on_a_gpu_every_batch_arrives_whole(pinned, caplog):
+    """A queue of work between the copies, so that memory that is reused too early shows."""
+
+    class Net(Recorded):
+        def training_step(self, batch, batch_idx):
+            work = torch.ones(2048, 2048, device=self.device)
+            for _ in range(20):
+                work = work @ work / 2048
+            sums.append(batch[1].sum() + 0 * work.sum())
+            return super().training_step(batch, batch_idx)
+
+    sums = []
+    prefetcher = lo.DevicePrefetcher()
+    model = Net()
+    data = DataLoader(Rows(400), batch_size=4, pin_memory=pinned)
+    with caplog.at_level(logging.WARNING):
+        quiet_trainer(callbacks=[prefetcher], accelerator="gpu").fit(model, data)
+    expected = [sum(range(4 * i, 4 * i + 4)) for i in range(100)]
+    assert [value.item() for value in sums] == expected
+    assert prefetcher.copies == 100
+    assert any("pinned" in record.getMessage() for record in caplog.records) != pinned
+    assert "transfer_batch_to_device" not in vars(model)
+
+
+@pytest.mark.gpu
+def test_a_transfer_of_ones_own_is_left_alone():
+    class Net(Recorded):
+        def transfer_batch_to_device(self, batch, device, dataloader_idx):
+            return [part.to(device) for part in batch]
+
+    prefetcher = lo.DevicePrefetcher()
+    quiet_trainer(callbacks=[prefetcher], accelerator="gpu").fit(
+        Net(), DataLoader(Rows(), batch_size=4)
+    )
+    assert prefetcher.copies == 0

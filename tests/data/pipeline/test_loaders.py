@@ -1,0 +1,143 @@
+"""Settings of a loader: changed in place, put back, and refused where the order would change."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    IterableDataset,
+    RandomSampler,
+    WeightedRandomSampler,
+)
+
+from lightning_opt.data.pipeline.loaders import (
+    LoaderSettings,
+    apply,
+    endless_indices,
+    put_back,
+    refusal,
+    settings_of,
+)
+from tests.data.datasets import Numbers
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(range(3))
+
+
+class Eager:
+    """Draws when ``__iter__`` is called."""
+
+    def __init__(self, length=24):
+        self.length = length
+
+    def __iter__(self):
+        return iter(torch.randperm(self.length).tolist())
+
+    def __len__(self):
+        return self.length
+
+
+class Counted(Eager):
+    epoch = 0
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(range(self.length))
+
+
+class AsItGoes(Eager):
+    draw = staticmethod(lambda n: int(torch.randint(n, ())))
+
+    def __iter__(self):
+        for _ in range(self.length):
+            yield self.draw(self.length)
+
+
+class NumpyAsItGoes(AsItGoes):
+    draw = staticmethod(lambda n: int(np.random.randint(n)))  # noqa: NPY002
+
+
+class PythonAsItGoes(AsItGoes):
+    draw = staticmethod(random.randrange)
+
+
+class Locked(Eager):
+    def __init__(self):
+        super().__init__()
+        self.lock = __import__("threading").Lock()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"shuffle": True, "batch_size": 3},
+        {"sampler": RandomSampler(range(24), replacement=True)},
+        {"sampler": WeightedRandomSampler([1.0] * 24, 24)},
+        {"sampler": Eager(), "batch_size": 3},  # the batch sampler asks it at the first batch
+        {"batch_sampler": BatchSampler(RandomSampler(range(24)), 3, False)},
+        {"shuffle": True, "generator": torch.Generator(), "num_workers": 1},
+        {"batch_size": None},
+    ],
+)
+def test_loaders_that_may_be_tuned(settings):
+    state = torch.get_rng_state()
+    assert refusal(DataLoader(Numbers(), **settings)) is None
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("loader", "reason"),
+    [
+        ([1, 2], "no torch DataLoader"),
+        (DataLoader(Stream()), "iterable"),
+        (DataLoader(Numbers(), sampler=Eager(), batch_size=None), "calls it twice"),
+        (DataLoader(Numbers(), sampler=Counted(), batch_size=None), "calls it twice"),
+        (DataLoader(Numbers(), sampler=AsItGoes(), batch_size=3), "batch by batch"),
+        (DataLoader(Numbers(), sampler=NumpyAsItGoes(), batch_size=3), "batch by batch"),
+        (DataLoader(Numbers(), sampler=PythonAsItGoes(), batch_size=3), "batch by batch"),
+        (DataLoader(Numbers(), sampler=Locked()), "cannot be copied"),
+        (DataLoader(Numbers(), shuffle=True, generator=torch.Generator()), "of its own"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_loaders_that_may_not(loader, reason):
+    counted = getattr(loader, "sampler", None)
+    assert reason in refusal(loader)
+    assert getattr(counted, "epoch", 0) == 0
+
+
+def test_running_workers_are_not_disturbed():
+    loader = DataLoader(Numbers(), num_workers=1, persistent_workers=True)
+    iterator = iter(loader)
+    assert "running already" in refusal(loader)
+    del iterator
+    vars(loader)["_iterator"] = None
+
+
+def test_settings_are_changed_in_place_and_put_back():
+    loader = DataLoader(Numbers(), batch_size=3, num_workers=1, timeout=9, prefetch_factor=5)
+    before = dict(vars(loader))
+    kept = apply(loader, LoaderSettings(2, 4, False, True))
+    assert settings_of(loader) == LoaderSettings(2, 4, False, True)
+    assert [int(number) for batch in loader for number in batch] == list(range(24))
+    put_back(loader, kept)
+    assert vars(loader) == before
+    apply(loader, LoaderSettings())
+    assert loader.timeout == 0  # which a loader without workers insists on
+    assert [int(number) for batch in loader for number in batch] == list(range(24))
+
+
+def test_indices_come_from_a_copy_of_the_sampler():
+    sampler = Counted(5)
+    loader = DataLoader(Numbers(5), sampler=sampler, batch_size=2)
+    indices = endless_indices(loader)
+    assert [next(indices) for _ in range(4)] == [[0, 1], [2, 3], [4], [0, 1]]
+    assert sampler.epoch == 0
+    with pytest.raises(ValueError, match="nothing"):
+        next(endless_indices(DataLoader(Numbers(5), sampler=Eager(0))))

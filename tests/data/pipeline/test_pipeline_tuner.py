@@ -1,0 +1,327 @@
+"""DataPipelineTuner: the same samples as without it, refusals, agreement of ranks, resume."""
+
+import logging
+import pickle
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.data.pipeline import pipeline_tuner as tuning
+from lightning_opt.data.pipeline.loaders import LoaderSettings
+from lightning_opt.data.pipeline.search import Search
+from tests.data import datasets
+from tests.data.pipeline.test_loaders import AsItGoes, Stream
+from tests.data.runs import (
+    WORKERS,
+    Record,
+    Recorded,
+    Rows,
+    Sleepy,
+    choose,
+    train,
+    train_in_ddp,
+    tune_in_ddp,
+)
+from tests.helpers.models import ResumableLoader, SmallNet, assert_same_weights
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+
+@pytest.fixture(autouse=True)
+def _short_measurements(monkeypatch):
+    monkeypatch.setattr(tuning, "MEASURE", 0.1)
+
+
+# --- the same samples ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cached", [False, True])
+@pytest.mark.parametrize("generator", [False, True])
+def test_order_and_content_of_three_epochs(cached, generator):
+    def settings():
+        """With a generator: the user has a worker already."""
+        own = {"generator": torch.Generator().manual_seed(9), "num_workers": 1}
+        return {"shuffle": True, **(own if generator else {})}
+
+    expected, plain, _ = train(None, False, **settings())
+    actual, model, tuner = train(WORKERS, cached, **settings())
+    assert actual.workers == {2}
+    assert tuner.chosen == WORKERS
+    assert len(actual.seen) == 18
+    assert actual.seen == expected.seen
+    assert actual.states == expected.states  # dropout too draws what it would have drawn
+    for epoch in range(3):
+        rows = [row for batch in actual.seen[6 * epoch : 6 * epoch + 6] for row in batch]
+        assert sorted(rows) == list(range(24))
+    assert_same_weights(model, plain)
+
+
+@pytest.mark.parametrize(
+    "chosen", [LoaderSettings(), LoaderSettings(1, 4, False, False)], ids=["none", "not kept"]
+)
+def test_order_with_other_settings(chosen):
+    expected, _, _ = train(None, False, shuffle=True)
+    actual, _, _ = train(chosen, False, shuffle=True)
+    assert actual.workers == {chosen.workers}
+    assert (actual.seen, actual.states) == (expected.seen, expected.states)
+
+
+def test_order_of_a_loader_whose_workers_the_user_keeps():
+    kept = {"num_workers": 1, "persistent_workers": True, "shuffle": True}
+    expected, _, _ = train(None, False, **kept)
+    actual, _, _ = train(WORKERS, False, **kept)
+    assert (actual.seen, actual.states) == (expected.seen, expected.states)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("cached", "own_sampler"), [(True, False), (False, True)])
+def test_order_and_content_under_ddp(cached, own_sampler):
+    expected = launch(train_in_ddp, False, False, own_sampler)
+    actual = launch(train_in_ddp, True, cached, own_sampler)
+    for mine, reference in zip(actual, expected, strict=True):
+        assert mine[:2] == reference[:2]
+        assert_same_weights(mine[2], reference[2])
+        assert mine[3:] == ({2}, WORKERS.to_dict())
+    for epoch in range(3):
+        rows = [row for seen, *_ in actual for b in seen[3 * epoch : 3 * epoch + 3] for row in b]
+        assert sorted(rows) == list(range(24))
+
+
+@pytest.mark.distributed
+def test_ranks_agree():
+    (first, rows), (second, other_rows) = launch(tune_in_ddp)
+    assert first == second
+    assert rows[1:] == other_rows[1:]  # what was measured with workers: the slower rank's
+    assert first["workers"] >= 1
+
+
+def test_a_resumed_run_goes_on_with_the_same_settings_and_samples(tmp_path, monkeypatch):
+    """Where the loader can resume in mid-epoch, as Lightning asks it to."""
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if trainer.global_step == 8:
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    def fit(*callbacks, **settings):
+        record, tuner = Record(), lo.DataPipelineTuner(verbose=False)
+        model = SmallNet()
+        model.step = lambda batch: model.loss(model(batch[0]), batch[1])
+        trainer = quiet_trainer(callbacks=[record, tuner, *callbacks], max_epochs=3)
+        trainer.fit(model, ResumableLoader(Rows(), batch_size=4), **settings)
+        return record, tuner, dict(model.state_dict())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Search, "run", choose(WORKERS))
+        whole, _, weights = fit(Save())
+    monkeypatch.setattr(Search, "run", None)  # a resumed run measures nothing
+    resumed, tuner, resumed_weights = fit(ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
+    assert tuner.chosen == WORKERS
+    assert resumed.workers == {2}
+    assert resumed.seen == whole.seen[8:]
+    assert_same_weights(resumed_weights, weights)
+    assert "checkpoint" in tuner.report().notes[0]
+
+
+# --- what it does -------------------------------------------------------------------------------
+
+
+def fit(tuner, data, model=None, **settings):
+    trainer = quiet_trainer(callbacks=[tuner], **settings)
+    trainer.fit(Recorded() if model is None else model, data)
+    return trainer
+
+
+def test_items_that_wait_get_workers_and_the_table_is_printed(capsys):
+    data = DataLoader(Sleepy(48, 0.01), batch_size=4)
+    tuner = lo.DataPipelineTuner(max_workers=2, prefetch=(2,))
+    fit(tuner, data)
+    assert tuner.chosen.workers == 2
+    assert data.num_workers == 0  # after the run it is the user's again
+    assert not data.persistent_workers
+    printed = capsys.readouterr().out
+    assert "workers" in printed
+    assert "yes" in printed
+    rows = tuner.report().rows
+    assert rows[0]["workers"] == 0
+    assert rows[0]["ms a batch"] > 40
+    pickle.dumps(tuner)
+
+
+def test_the_main_process_touches_neither_dataset_nor_sampler():
+    class Sampler:
+        epochs = 0
+
+        def __iter__(self):
+            self.epochs += 1
+            yield from range(24)
+
+        def __len__(self):
+            return 24
+
+    dataset, sampler = datasets.Counting(), Sampler()
+    loader = DataLoader(dataset, sampler=sampler, batch_size=4, collate_fn=lambda items: items)
+    tuner = lo.DataPipelineTuner(max_workers=0, verbose=False)
+
+    class Look(Callback):
+        def on_train_start(self, trainer, pl_module):
+            self.found = dataset.fetches, sampler.epochs
+
+    class Net(SmallNet):
+        def training_step(self, batch, batch_idx):
+            return self.layer(torch.ones(1, 6)).sum()
+
+    look = Look()
+    quiet_trainer(callbacks=[tuner, look]).fit(Net(), loader)
+    assert tuner.report().rows
+    assert look.found == (0, 0)
+
+
+def test_loaders_of_a_data_module_are_tuned_at_each_reload(monkeypatch):
+    class Module(LightningDataModule):
+        made = 0
+
+        def train_dataloader(self):
+            self.made += 1
+            return DataLoader(Rows(8), batch_size=4)
+
+        val_dataloader = train_dataloader
+
+    measured = []
+    monkeypatch.setattr(Search, "run", lambda *_: measured.append(1) or LoaderSettings(1, 2))
+    module, record = Module(), Record()
+    tuner = lo.DataPipelineTuner(verbose=False)
+    trainer = quiet_trainer(
+        callbacks=[tuner, record], max_epochs=2, reload_dataloaders_every_n_epochs=1
+    )
+    trainer.fit(Recorded(), datamodule=module)
+    assert module.made == 4  # as often as without the tuner
+    assert measured == [1]
+    assert record.workers == {1}
+
+
+class TwoLoaders(Recorded):
+    def step(self, batch):
+        return super().step(batch[0])
+
+
+@pytest.mark.parametrize(
+    ("data", "settings", "reason"),
+    [
+        (lambda: DataLoader(Stream()), {}, "iterable"),
+        (lambda: DataLoader(Rows(), sampler=AsItGoes(), batch_size=4), {}, "batch by batch"),
+        (lambda: [DataLoader(Rows()), DataLoader(Rows())], {}, "several"),
+        (lambda: DataLoader(Broken(), batch_size=4), {}, "KeyError: 'broken'"),
+        (lambda: DataLoader(Augmented(), batch_size=4), {"random_items": "refuse"}, "are random"),
+        (lambda: unpicklable(), {}, "cannot go to a process .* 'spawn'"),
+    ],
+    ids=["iterable", "sampler", "several", "broken", "random", "unpicklable"],
+)
+def test_what_cannot_be_tuned_is_left_alone(data, settings, reason, caplog):
+    loaders = data()
+    before = [dict(vars(loader)) for loader in _each(loaders)]
+    tuner = lo.DataPipelineTuner(**settings)
+    model = Ignoring()
+    with caplog.at_level(logging.WARNING):
+        fit(tuner, loaders, model, max_steps=2)
+    assert [dict(vars(loader)) for loader in _each(loaders)] == before
+    assert tuner.chosen is None
+    (message,) = [r.getMessage() for r in caplog.records if "leaves" in r.getMessage()]
+    with pytest.raises(AssertionError, match=reason):
+        raise AssertionError(message)
+    assert tuner.report().notes
+
+
+def _each(loaders):
+    return loaders if isinstance(loaders, list) else [loaders]
+
+
+class Ignoring(SmallNet):
+    """Takes any batch."""
+
+    def training_step(self, batch, batch_idx):
+        return self.layer(torch.ones(2, 6)).sum()
+
+
+class Broken(Rows):
+    """Fails in a process apart only, so that the fit itself goes on."""
+
+    pid = __import__("os").getpid()
+
+    def __getitem__(self, index):
+        if __import__("os").getpid() != self.pid:
+            raise KeyError("broken")
+        return super().__getitem__(index)
+
+
+class Augmented(Rows):
+    def __getitem__(self, index):
+        inputs, target = super().__getitem__(index)
+        return inputs + torch.rand(6), target
+
+
+def unpicklable():
+    loader = DataLoader(datasets.Unpicklable(), batch_size=4)
+    vars(loader)["_DataLoader__multiprocessing_context"] = __import__(
+        "multiprocessing"
+    ).get_context("spawn")
+    return loader
+
+
+def test_random_items_are_named():
+    tuner = lo.DataPipelineTuner(verbose=False)
+    fit(tuner, DataLoader(Augmented(), batch_size=4))
+    assert "torch" in tuner.report().notes[1]
+
+
+def test_a_step_that_cannot_be_tried_is_done_without(monkeypatch):
+    class Net(Recorded):
+        def step(self, batch):
+            if self.trainer.train_dataloader is None:
+                raise RuntimeError("too early")
+            return super().step(batch)
+
+    tuner = lo.DataPipelineTuner(max_workers=2, verbose=False)
+    fit(tuner, DataLoader(Sleepy(24, 0.004), batch_size=4), Net())
+    assert tuner.chosen is not None
+    assert "unknown" in tuner.report().notes[0]
+
+
+def test_kept_workers_need_a_dataset_that_is_not_told_the_epoch():
+    class Told(Rows):
+        def set_epoch(self, epoch):
+            """Reach the copy of the main process alone."""
+
+    tuner = lo.DataPipelineTuner(max_workers=1, verbose=False)
+    trainer = quiet_trainer()
+    assert tuner._may_persist(trainer, DataLoader(Rows()))
+    assert not tuner._may_persist(trainer, DataLoader(Told()))
+
+
+def test_the_share_of_each_process(monkeypatch):
+    monkeypatch.setattr(tuning, "available_cpus", lambda: 6)
+    trainer = quiet_trainer()
+    assert lo.DataPipelineTuner()._most_workers(trainer) == 6
+    monkeypatch.setattr(type(trainer), "num_devices", 4)
+    assert lo.DataPipelineTuner()._most_workers(trainer) == 1
+    assert lo.DataPipelineTuner(max_workers=9)._most_workers(trainer) == 9
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_workers": -1}, "max_workers"),
+        ({"prefetch": ()}, "prefetch"),
+        ({"prefetch": (0,)}, "prefetch"),
+        ({"prefetch": 2}, "prefetch"),
+        ({"pin": "yes"}, "pin"),
+        ({"budget_seconds": 0}, "budget_seconds"),
+        ({"random_items": "maybe"}, "random_items"),
+    ],
+)
+def test_arguments_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lo.DataPipelineTuner(**settings)

@@ -1,0 +1,600 @@
+"""AdaptiveClipping in real Trainers on one process, against loops written in plain torch."""
+
+import csv
+import math
+from collections.abc import Callable, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping, ModelCheckpoint
+from lightning.pytorch.loggers import CSVLogger, TensorBoardLogger
+from lightning.pytorch.plugins.precision import MixedPrecision
+from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import Optimizer
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_opt as lo
+from lightning_opt.core import norms
+from lightning_opt.gradients.clipping.gradient_clipper import RULES
+from tests.helpers.models import (
+    FEATURES,
+    AdversarialNet,
+    SmallNet,
+    assert_same_weights,
+    batches_of,
+    loader_of,
+    weights_of,
+)
+from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
+
+MAX_NORM = 1.5
+STEPS = 12
+
+
+def fit(
+    model: Any,
+    rule: str | lo.ClippingRule,
+    *callbacks: Callback,
+    every_n_steps: int = 1,
+    **settings: Any,
+) -> tuple[MemoryLogger, lo.AdaptiveClipping]:
+    """Train with the rule in front of other callbacks; return what was logged, and the callback."""
+    logger, clipping = MemoryLogger(), lo.AdaptiveClipping(rule, every_n_steps)
+    data = settings.pop("data", None)
+    trainer = quiet_trainer(**{"logger": logger, **settings}, callbacks=[clipping, *callbacks])
+    trainer.fit(model, data)
+    return logger, clipping
+
+
+def mean_std_thresholds(norms: Sequence[float], k: float, warmup: int) -> list[float]:
+    """Thresholds of ``MeanStd`` with a raw history and no end to its window."""
+    history = np.asarray(norms)
+    return [
+        history[:n].mean() + k * history[:n].std() if n >= warmup else math.inf
+        for n in range(len(norms))
+    ]
+
+
+# --- the clip itself ----------------------------------------------------------------------------
+
+
+def train_plainly(
+    optimizer_name: str = "SGD", accumulate: int = 1, steps: int = STEPS
+) -> tuple[list[float], dict[str, Tensor]]:
+    """The loop that a user would write with ``clip_grad_norm_``; returns norms and weights."""
+    model, found = SmallNet(optimizer_name), []
+    optimizer = model.configure_optimizers()
+    loader = iter(loader_of(steps))
+    while window := list(islice(loader, accumulate)):
+        optimizer.zero_grad()
+        for inputs, targets in window:
+            # Lightning divides by the length of a full window, also in a short last one.
+            (nn.functional.mse_loss(model.layer(inputs), targets) / accumulate).backward()
+        found.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        optimizer.step()
+    return found, weights_of(model)
+
+
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+@pytest.mark.parametrize(("accumulate", "steps"), [(1, STEPS), (3, STEPS), (3, 11)])
+def test_equals_a_plain_loop_with_torch_clipping(optimizer, accumulate, steps):
+    expected_norms, expected = train_plainly(optimizer, accumulate, steps)
+    model = SmallNet(optimizer)
+    logger, _ = fit(
+        model,
+        lo.FixedNorm(MAX_NORM),
+        data=loader_of(steps),
+        accumulate_grad_batches=accumulate,
+    )
+    assert logger.series("clip/norm") == pytest.approx(expected_norms, rel=1e-6)
+    assert_same_weights(model, expected, rtol=1e-5, atol=1e-7)
+    assert max(expected_norms) > MAX_NORM
+
+
+def test_clips_only_what_the_optimizer_holds():
+    """Several groups are one gradient; a parameter with a gradient that no optimizer has is not."""
+
+    class TwoGroups(SmallNet):
+        def configure_optimizers(self) -> Optimizer:
+            first, last = self.layer[0], self.layer[2]
+            last.bias.register_hook(lambda gradient: gradient * 1000)
+            groups = [{"params": [last.weight], "lr": 0.01}, {"params": first.parameters()}]
+            return torch.optim.SGD(groups, lr=0.05)
+
+    model, plain = TwoGroups(), TwoGroups()
+    spy = GradientSpy()
+    logger, _ = fit(model, lo.FixedNorm(MAX_NORM), spy)
+
+    optimizer = plain.configure_optimizers()
+    held = [p for group in optimizer.param_groups for p in group["params"]]
+    expected = []
+    for inputs, targets in loader_of(STEPS):
+        plain.zero_grad()
+        nn.functional.mse_loss(plain.layer(inputs), targets).backward()
+        expected.append(clip_grad_norm_(held, MAX_NORM).item())
+        optimizer.step()
+    assert logger.series("clip/norm") == pytest.approx(expected, rel=1e-6)
+    assert spy.norms[0] == pytest.approx(np.minimum(expected, MAX_NORM), rel=1e-5)
+    assert_same_weights(model, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_sparse_gradients_equal_dense_ones():
+    class Embedding(SmallNet):
+        def __init__(self, sparse: bool) -> None:
+            super().__init__()
+            torch.manual_seed(3)
+            self.layer = nn.Sequential(nn.Embedding(7, FEATURES, sparse=sparse), self.layer)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            rows = torch.tensor([[1, 1, 5, 0], [6, 2, 2, 2], [3, 4, 3, 1]] * 3).flatten()
+            return DataLoader(TensorDataset(rows, 5 * torch.ones(len(rows), 1)), batch_size=4)
+
+    sparse, dense = Embedding(sparse=True), Embedding(sparse=False)
+    sparse_log, _ = fit(sparse, lo.FixedNorm(MAX_NORM), limit_val_batches=0)
+    dense_log, _ = fit(dense, lo.FixedNorm(MAX_NORM), limit_val_batches=0)
+    assert sparse_log.series("clip/norm") == pytest.approx(dense_log.series("clip/norm"), rel=1e-6)
+    assert_same_weights(sparse, dense, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
+def test_a_step_without_a_loss_does_not_count():
+    class Skipping(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 3 == 1 else super().training_step(batch, batch_idx)
+
+    logger, clipping = fit(Skipping(), "mean_std")
+    (row,) = clipping.report().rows
+    assert row["steps"] == len(logger.records) == 8
+    assert clipping.state_dict()[0]["rule"]["count"] == 8
+
+
+class Plant(Callback):
+    """Puts a value into the gradient of some steps, and takes the gradient away after clipping."""
+
+    def __init__(self, value: float, steps: set[int]) -> None:
+        self.value, self.steps = value, steps
+        self.given: list[Tensor] = []
+        self.left: list[Tensor] = []
+
+    def on_after_backward(self, trainer, pl_module):
+        if trainer.global_step in self.steps:
+            pl_module.layer[0].weight.grad[1, 2] = self.value
+            self.given += [p.grad.clone() for p in pl_module.parameters()]
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        if trainer.global_step in self.steps:
+            self.left += [p.grad.clone() for p in pl_module.parameters()]
+            pl_module.zero_grad()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("steps", [{0, 1}, {2, 7, 8}], ids=["warm-up", "later"])
+@pytest.mark.parametrize("rule", RULES)
+def test_non_finite_gradients_pass_as_they_are_and_enter_nothing(rule, value, steps):
+    plant = Plant(value, steps)
+    logger, clipping = fit(SmallNet(), rule, plant)
+    assert len(plant.given) == 4 * len(steps)
+    torch.testing.assert_close(plant.left, plant.given, rtol=0.0, atol=0.0, equal_nan=True)
+    assert logger.series("clip/nonfinite")[-1] == len(steps)
+
+    # The same run without those steps: their updates did nothing, and neither did their norms.
+    batches = [batch for i, batch in enumerate(loader_of(STEPS)) if i not in steps]
+    data = DataLoader(batches, batch_size=None)
+    expected_log, expected = fit(SmallNet(), rule, data=data)
+    finite = [norm for norm in logger.series("clip/norm") if math.isfinite(norm)]
+    assert finite == expected_log.series("clip/norm")
+    assert str(clipping.state_dict()[0]["rule"]) == str(expected.state_dict()[0]["rule"])
+
+
+def test_an_optimizer_that_evaluates_twice_gets_fresh_norms():
+    """Sharpness-aware minimisation: Lightning runs the hooks in each evaluation of the closure."""
+
+    class Sharpness(torch.optim.SGD):
+        def step(self, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+            loss = closure()
+            held = [p for group in self.param_groups for p in group["params"]]
+            with torch.no_grad():
+                moves = [0.5 * p.grad for p in held]
+                torch._foreach_add_(held, moves)
+            closure()
+            with torch.no_grad():
+                torch._foreach_sub_(held, moves)
+            super().step()
+            return loss
+
+    class SharpNet(SmallNet):
+        def configure_optimizers(self) -> Optimizer:
+            return Sharpness(self.parameters(), lr=0.05)
+
+    model, plain, expected = SharpNet(), SharpNet(), []
+    logger, _ = fit(model, lo.FixedNorm(MAX_NORM))
+
+    optimizer = plain.configure_optimizers()
+    for inputs, targets in loader_of(STEPS):
+
+        def closure(inputs: Tensor = inputs, targets: Tensor = targets) -> Tensor:
+            optimizer.zero_grad()
+            loss = nn.functional.mse_loss(plain.layer(inputs), targets)
+            loss.backward()
+            expected.append(clip_grad_norm_(plain.parameters(), MAX_NORM).item())
+            return loss
+
+        optimizer.step(closure)
+    assert logger.series("clip/norm") == pytest.approx(expected, rel=1e-6)
+    assert_same_weights(model, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_two_callbacks_measure_once_and_never_what_was_changed_since(monkeypatch):
+    measured = []
+    measure = norms.measure_norms
+    monkeypatch.setattr(
+        norms, "measure_norms", lambda *args, **more: measured.append(1) or measure(*args, **more)
+    )
+    idle = lo.AdaptiveClipping(lo.FixedNorm(1e6), every_n_steps=1)
+    fit(SmallNet(), lo.FixedNorm(1e9), idle)
+    assert len(measured) == STEPS
+
+    tighter = lo.AdaptiveClipping(lo.FixedNorm(0.1), every_n_steps=1)
+    logger, _ = fit(SmallNet(), lo.FixedNorm(MAX_NORM), tighter)
+    logged = logger.series("clip/norm")
+    assert logged[1::2] == pytest.approx(np.minimum(logged[::2], MAX_NORM), rel=1e-5)
+    assert min(logged[::2]) < MAX_NORM < max(logged[::2])
+
+
+# --- several optimizers -------------------------------------------------------------------------
+
+
+def test_adversarial_training_equals_a_plain_loop():
+    model, plain = AdversarialNet(generator_every=2), AdversarialNet(generator_every=2)
+    logger, _ = fit(model, lo.FixedNorm(MAX_NORM))
+
+    generator, discriminator = plain.configure_optimizers()
+    expected: dict[str, list[float]] = {"0": [], "1": []}
+    for index, batch in enumerate(loader_of(STEPS)):
+        discriminator.zero_grad()
+        plain.discriminator_loss(batch).backward()
+        own = plain.discriminator.parameters()
+        expected["1"].append(clip_grad_norm_(own, MAX_NORM).item())
+        discriminator.step()
+        if index % 2 == 0:
+            generator.zero_grad()
+            plain.generator_loss(batch).backward()
+            own = plain.generator.parameters()
+            expected["0"].append(clip_grad_norm_(own, MAX_NORM).item())
+            generator.step()
+    for index, trace in expected.items():
+        assert logger.series(f"clip/{index}/norm") == pytest.approx(trace, rel=1e-6)
+        assert min(trace) < MAX_NORM < max(trace)
+    assert_same_weights(model, plain, rtol=1e-5, atol=1e-7)
+
+
+def test_each_optimizer_has_a_history_of_its_own(tmp_path):
+    rule = lo.MeanStd(k=0.5, window=100, warmup=2)
+    logger, clipping = fit(AdversarialNet(generator_every=2), rule, max_epochs=2)
+    rows = clipping.report().rows
+    assert [(row["optimizer"], row["steps"]) for row in rows] == [(0, STEPS), (1, 2 * STEPS)]
+    for index, row in enumerate(rows):
+        trace = logger.series(f"clip/{index}/norm")
+        expected = mean_std_thresholds(trace, k=0.5, warmup=2)
+        assert logger.series(f"clip/{index}/threshold") == pytest.approx(expected, rel=1e-9)
+        clipped = np.asarray(trace) > expected
+        assert 0 < row["fraction"] == pytest.approx(clipped.mean())
+        assert row["norm"] == trace[-1]
+
+
+# --- precision ----------------------------------------------------------------------------------
+
+
+class ScaleSpy(Callback):
+    """Records the loss scale after each step; it falls where the scaler found an overflow."""
+
+    def __init__(self) -> None:
+        self.scales: list[float] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.scales.append(trainer.precision_plugin.scaler.get_scale())
+
+
+def half_trainer(init_scale: float) -> tuple[MixedPrecision, ScaleSpy]:
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
+    return MixedPrecision("16-mixed", "cpu", scaler), ScaleSpy()
+
+
+def train_plainly_scaled(
+    optimizer_name: str, init_scale: float
+) -> tuple[list[float], list[float], dict[str, Tensor]]:
+    """Norms, loss scales and weights of torch's recipe for clipping under a loss scaler."""
+    model, found, scales = SmallNet(optimizer_name), [], []
+    optimizer = model.configure_optimizers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
+    for inputs, targets in loader_of(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.mse_loss(model.layer(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        found.append(clip_grad_norm_(model.parameters(), MAX_NORM).item())
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    return found, scales, weights_of(model)
+
+
+# On a batch of this data the first scale overflows from time to time, the second never.
+@pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+@pytest.mark.parametrize("optimizer", ["SGD", "Adam"])
+def test_fp16_clips_unscaled_gradients(optimizer, fused, init_scale):
+    expected_norms, expected_scales, expected = train_plainly_scaled(optimizer, init_scale)
+    plugin, spy = half_trainer(init_scale)
+    model = SmallNet(optimizer, fused=fused)
+    logger, _ = fit(model, lo.FixedNorm(MAX_NORM), spy, plugins=[plugin])
+
+    assert spy.scales == expected_scales
+    overflow = ~np.isfinite(expected_norms)
+    assert np.isfinite(logger.series("clip/norm")).tolist() == (~overflow).tolist()
+    assert overflow.any() == (init_scale == 2.0**17)
+    assert np.asarray(logger.series("clip/norm"))[~overflow] == pytest.approx(
+        np.asarray(expected_norms)[~overflow], rel=1e-5
+    )
+    assert logger.series("clip/nonfinite")[-1] == overflow.sum()
+    assert_same_weights(model, expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["unfused", "fused"])
+def test_fp16_overflows_leave_the_statistics_alone(fused):
+    plugin, spy = half_trainer(2.0**17)
+    model = SmallNet(fused=fused)
+    rule = lo.MeanStd(k=0.5, window=100, warmup=2)
+    logger, clipping = fit(model, rule, spy, plugins=[plugin], max_epochs=2)
+    trace = [norm for norm in logger.series("clip/norm") if math.isfinite(norm)]
+    overflows = 2 * STEPS - len(trace)
+    assert (
+        overflows
+        == sum(b < a for a, b in zip([2.0**17, *spy.scales], spy.scales, strict=False))
+        > 1
+    )
+    state = clipping.state_dict()[0]
+    assert state["rule"]["values"] == trace
+    assert state["nonfinite"] == overflows
+    logged = zip(logger.series("clip/norm"), logger.series("clip/threshold"), strict=True)
+    thresholds = [threshold for norm, threshold in logged if math.isfinite(norm)]
+    expected = mean_std_thresholds(trace, k=0.5, warmup=2)
+    assert thresholds == pytest.approx(expected, rel=1e-9)
+    clipped = np.asarray(trace) > expected
+    assert logger.series("clip/fraction")[-1] == pytest.approx(clipped.mean())
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_fp16_with_a_fused_optimizer_equals_an_unfused_one(rule):
+    """Also for rules whose threshold is not one on the total norm. The scale is a power of two."""
+    weights, thresholds = [], []
+    for fused in (False, True):
+        plugin, _ = half_trainer(2.0**8)
+        model = SmallNet(fused=fused)
+        small = {"fixed_value": lo.FixedValue(0.02), "per_parameter": lo.PerParameter(warmup=3)}
+        logger, _ = fit(model, small.get(rule, rule), plugins=[plugin])
+        weights.append(weights_of(model))
+        thresholds.append(logger.series("clip/fraction"))
+    assert thresholds[0] == thresholds[1]
+    assert_same_weights(weights[0], weights[1], rtol=1e-5, atol=1e-7)
+
+
+def test_bf16_mixed():
+    plain, expected = SmallNet(), []
+    optimizer = plain.configure_optimizers()
+    for inputs, targets in loader_of(STEPS):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = nn.functional.mse_loss(plain.layer(inputs), targets)
+        loss.backward()
+        expected.append(clip_grad_norm_(plain.parameters(), MAX_NORM).item())
+        optimizer.step()
+    model = SmallNet()
+    logger, _ = fit(model, lo.FixedNorm(MAX_NORM), precision="bf16-mixed")
+    assert logger.series("clip/norm") == pytest.approx(expected, rel=1e-5)
+    assert_same_weights(model, plain, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("precision", ["16-true", "bf16-true"])
+def test_half_precision_weights(precision):
+    given, left = GradientSpy(), GradientSpy()
+    clipping, logger = lo.AdaptiveClipping(lo.FixedNorm(MAX_NORM), every_n_steps=1), MemoryLogger()
+    trainer = quiet_trainer(callbacks=[given, clipping, left], logger=logger, precision=precision)
+    trainer.fit(SmallNet())
+    assert logger.series("clip/norm") == pytest.approx(given.norms[0], rel=1e-6)
+    assert left.norms[0] == pytest.approx(np.minimum(given.norms[0], MAX_NORM), rel=1e-2)
+
+
+def test_a_total_norm_beyond_half_precision_is_finite():
+    class Steep(SmallNet):
+        def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
+            return 6e4 * preds.mean()
+
+    inputs = torch.ones(8, FEATURES, dtype=torch.half)
+    data = DataLoader(TensorDataset(inputs, inputs[:, :1]), batch_size=4)
+    spy = GradientSpy()
+    model = Steep()
+    logger, _ = fit(model, lo.FixedNorm(1.0), spy, data=data, precision="16-true")
+    assert 65504 < logger.series("clip/norm")[0] < math.inf
+    assert spy.norms[0] == pytest.approx([1.0, 1.0], rel=1e-2)
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+def test_refuses_the_clipping_of_the_trainer(algorithm):
+    with pytest.raises(ValueError, match=r"gradient_clip_val=0\.5\) would clip twice.*FixedNorm"):
+        fit(SmallNet(), "robust", gradient_clip_val=0.5, gradient_clip_algorithm=algorithm)
+
+
+def test_refuses_an_optimizer_that_evaluates_within_its_step():
+    model = SmallNet("LBFGS")
+    before = weights_of(model)
+    with pytest.raises(ValueError, match=r"AdaptiveClipping does not work with torch.optim.LBFGS"):
+        fit(model, "robust")
+    assert_same_weights(model, before)
+
+
+def under(strategy: type) -> Any:
+    """A Trainer that says it has this strategy, which may need what is not installed here."""
+    trainer = quiet_trainer()
+    trainer._accelerator_connector.strategy = object.__new__(strategy)
+    return trainer
+
+
+def test_refuses_deepspeed():
+    class StandIn(DeepSpeedStrategy):
+        pass
+
+    with pytest.raises(ValueError, match=r"DeepSpeed keeps gradients in its own buffers.*'ddp'"):
+        lo.AdaptiveClipping().setup(under(StandIn), SmallNet(), "fit")
+
+
+def test_refuses_unit_wise_under_fsdp1_and_takes_the_other_rules():
+    with pytest.raises(ValueError, match=r"UnitWise needs each gradient in its own shape.*FSDP2"):
+        lo.AdaptiveClipping("unit_wise").setup(under(FSDPStrategy), SmallNet(), "fit")
+    for rule in RULES.keys() - {"unit_wise"}:
+        lo.AdaptiveClipping(rule).setup(under(FSDPStrategy), SmallNet(), "fit")
+
+
+def test_refuses_nothing_where_nothing_is_trained():
+    callback = lo.AdaptiveClipping()
+    trainer = quiet_trainer(callbacks=[callback], gradient_clip_val=0.5)
+    trainer.validate(SmallNet("LBFGS"), verbose=False)
+
+
+# --- logging ------------------------------------------------------------------------------------
+
+
+class Logging(SmallNet):
+    """Logs its loss, so that the steps of the two can be compared."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        output = super().training_step(batch, batch_idx)
+        self.log("loss", output["loss"] if isinstance(output, dict) else output)
+        return output
+
+
+EXPECTED_KEYS = {
+    "fixed_norm": {"norm", "threshold", "coefficient", "fraction", "nonfinite"},
+    "unit_wise": {"norm", "coefficient", "fraction", "nonfinite"},
+    "fixed_value": {"norm", "fraction", "nonfinite"},
+}
+
+
+@pytest.mark.parametrize("rule", EXPECTED_KEYS)
+def test_csv_logger(rule, tmp_path):
+    logger = CSVLogger(tmp_path, flush_logs_every_n_steps=1)
+    fit(Logging(), rule, logger=logger, every_n_steps=5, max_epochs=2)
+    with Path(logger.log_dir, "metrics.csv").open() as file:
+        rows = list(csv.DictReader(file))
+    ours = {int(row["step"]): row for row in rows if row["clip/norm"]}
+    assert sorted(ours) == [4, 9, 14, 19]
+    assert {key for key in rows[0] if key.startswith("clip/")} == {
+        f"clip/{key}" for key in EXPECTED_KEYS[rule]
+    }
+    # The step with which Lightning logs what the module reports of the same batch.
+    losses = [int(row["step"]) for row in rows if row["loss"]]
+    assert losses == list(range(2 * STEPS))
+
+
+def test_tensorboard_logger(tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    logger = TensorBoardLogger(tmp_path)
+    reference, _ = fit(SmallNet(), "robust")
+    fit(Logging(), "robust", logger=logger, every_n_steps=5)
+    accumulator = events.EventAccumulator(logger.log_dir)
+    accumulator.Reload()
+    scalars = accumulator.Scalars("clip/norm")
+    assert [scalar.step for scalar in scalars] == [4, 9]
+    expected = np.asarray(reference.series("clip/norm"))[[4, 9]]
+    assert [scalar.value for scalar in scalars] == pytest.approx(expected, rel=1e-6)
+
+
+def test_callbacks_can_monitor_the_norm(tmp_path):
+    stop = EarlyStopping("clip/norm", mode="min", stopping_threshold=1e9)
+    keep = ModelCheckpoint(tmp_path, monitor="clip/norm", mode="min")
+    logger, _ = fit(SmallNet(), "robust", stop, keep, max_epochs=3, enable_checkpointing=True)
+    assert stop.stopped_epoch == 0
+    assert "reached" in stop.stopping_reason_message
+    assert len(logger.series("clip/norm")) == STEPS
+    assert keep.best_model_score.item() == pytest.approx(logger.series("clip/norm")[-1], rel=1e-6)
+
+
+def test_report():
+    logger, clipping = fit(SmallNet(), lo.FixedNorm(MAX_NORM), every_n_steps=100)
+    report = clipping.report()
+    assert logger.records == []
+    expected, _ = train_plainly()
+    (row,) = report.rows
+    assert row["steps"] == STEPS
+    assert row["norm"] == pytest.approx(expected[-1], rel=1e-6)
+    assert row["fraction"] == pytest.approx(np.mean(np.asarray(expected) > MAX_NORM))
+    assert "FixedNorm(max_norm=1.5)" in report.to_text()
+    assert lo.AdaptiveClipping().report().rows == []
+
+
+# --- from run to run ----------------------------------------------------------------------------
+
+
+def test_a_second_run_of_the_same_model_goes_on_and_another_starts_anew():
+    clipping = lo.AdaptiveClipping()
+    model = SmallNet()
+    for steps in (STEPS, 2 * STEPS):
+        quiet_trainer(callbacks=[clipping]).fit(model)
+        assert clipping.report().rows[0]["steps"] == steps
+    quiet_trainer(callbacks=[clipping]).fit(SmallNet())
+    assert clipping.report().rows[0]["steps"] == STEPS
+
+
+@pytest.mark.parametrize("stop_at", [2, 9], ids=["warm-up", "later"])
+def test_several_optimizers_resume(stop_at, tmp_path):
+    def rule() -> lo.ClippingRule:
+        return lo.MeanStd(k=0.5, window=100, warmup=3)
+
+    class Save(Callback):
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            if batch_idx == stop_at:
+                trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    whole, resumed = AdversarialNet(2), AdversarialNet(2)
+    whole_log, whole_clipping = fit(whole, rule(), Save())
+    clipping, logger = lo.AdaptiveClipping(rule(), every_n_steps=1), MemoryLogger()
+    quiet_trainer(callbacks=[clipping], logger=logger).fit(
+        resumed, ckpt_path=tmp_path / "stopped.ckpt", weights_only=True
+    )
+    for index in (0, 1):
+        rest = logger.series(f"clip/{index}/threshold")
+        assert 0 < len(rest) < STEPS
+        assert rest == whole_log.series(f"clip/{index}/threshold")[-len(rest) :]
+    assert clipping.state_dict() == whole_clipping.state_dict()
+    assert_same_weights(resumed, whole)
+
+
+@pytest.mark.filterwarnings("ignore:Be aware that when using `ckpt_path`")
+def test_another_rule_does_not_resume_from_its_state(tmp_path):
+    trainer = quiet_trainer(callbacks=[lo.AdaptiveClipping("robust")])
+    trainer.fit(SmallNet())
+    trainer.save_checkpoint(tmp_path / "robust.ckpt")
+    other = lo.AdaptiveClipping("zclip")
+    quiet_trainer(callbacks=[other], max_epochs=2).fit(
+        SmallNet(), ckpt_path=tmp_path / "robust.ckpt", weights_only=True
+    )
+    assert other.report().rows[0]["steps"] == STEPS
+
+
+def test_data_has_spikes():
+    """What the tests above stand on: norms spread widely around the bound."""
+    found, _ = train_plainly()
+    assert sum(norm > MAX_NORM for norm in found) > 3
+    assert sum(norm < MAX_NORM for norm in found) > 0
+    assert len(batches_of(STEPS)) == 4 * STEPS

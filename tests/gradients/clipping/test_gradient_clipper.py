@@ -1,0 +1,387 @@
+"""The whole path of a step: gradients collected, measured, clipped and counted, for every rule."""
+
+import copy
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lightning_opt.core.norms import GradientStep, collect_gradients, measure_norms
+from lightning_opt.gradients.clipping.gradient_clipper import (
+    RULES,
+    ClipTally,
+    GradientClipper,
+    resolve_rule,
+)
+from lightning_opt.gradients.clipping.norm_rules import (
+    ClippingRule,
+    FixedNorm,
+    NormRule,
+    Robust,
+    ZClip,
+)
+from lightning_opt.gradients.clipping.tensor_rules import PerParameter, UnitWise
+from tests.gradients.cases import (
+    ALL_RULES,
+    Net,
+    both_taken,
+    every_rule,
+    search,
+    set_gradients,
+    statistics_of,
+    through_a_file,
+)
+from tests.gradients.references import lognormal_norms
+from tests.helpers.syncs import SyncCounter, take_device_path
+
+NAN, INF = math.nan, math.inf
+
+
+def flat_gradient(module: nn.Module) -> Tensor:
+    return torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None])
+
+
+def steps_of(
+    clipper: GradientClipper, net: nn.Module, norms: list[tuple[int, float]]
+) -> Iterator[Tensor]:
+    """Clip one step for each (seed, norm), and yield what is left of its gradient."""
+    for seed, norm in norms:
+        set_gradients(net, norm, seed)
+        clipper.clip()
+        yield flat_gradient(net).clone()
+
+
+def fresh() -> Net:
+    torch.manual_seed(0)
+    return Net()
+
+
+def run(
+    make: Any, norms: list[tuple[int, float]], state: dict[str, Any] | None = None
+) -> tuple[list[Tensor], dict[str, Any]]:
+    net = fresh()
+    clipper = GradientClipper(net, make())
+    if state is not None:
+        clipper.load_state_dict(state)
+    return list(steps_of(clipper, net, norms)), clipper.state_dict()
+
+
+NORMS = list(enumerate(lognormal_norms(50, seed=7)))
+
+
+# --- what every rule promises -------------------------------------------------------------------
+
+
+@both_taken
+@every_rule
+def test_every_rule_clips_something_and_makes_no_gradient_longer(make: Any, path: str) -> None:
+    gradients, _ = run(make, NORMS)
+    after = np.array([g.norm().item() for g in gradients])
+    before = np.array([norm for _, norm in NORMS])
+    assert (after < 0.99 * before).any()
+    assert (after > 0.0).all()
+    assert (after <= before * (1 + 1e-12)).all()
+
+
+@every_rule
+def test_host_and_device_clip_alike(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    on_host, host_state = run(make, NORMS)
+    take_device_path(monkeypatch)
+    on_device, device_state = run(make, NORMS)
+    for ours, theirs in zip(on_host, on_device, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
+    for count in ("clipped", "nonfinite", "steps"):
+        assert host_state[count] == pytest.approx(device_state[count], rel=1e-6)
+
+
+def test_a_norm_rule_leaves_a_gradient_of_its_threshold() -> None:
+    class Half(NormRule):
+        def limit(self, norm: Any, state: Any) -> Any:
+            return 0.5 * norm
+
+    net = fresh()
+    set_gradients(net, 3.0, seed=0)
+    before = flat_gradient(net).clone()
+    values = GradientClipper(net, Half()).clip()
+    torch.testing.assert_close(flat_gradient(net), before / 2, rtol=1e-6, atol=0.0)
+    assert values == pytest.approx({"norm": 3.0, "threshold": 1.5, "coefficient": 0.5}, rel=1e-6)
+
+
+faults = st.lists(st.tuples(st.integers(0, 30), st.sampled_from([NAN, INF, -INF])), max_size=6)
+
+
+@both_taken
+@every_rule
+def test_a_fault_passes_untouched_and_changes_nothing(make: Any, path: str) -> None:
+    clean = NORMS[:30]
+    expected, state = run(make, clean)
+
+    @settings(search, max_examples=8)
+    @given(faults=faults)
+    def check(faults: list[tuple[int, float]]) -> None:
+        steps: list[tuple[int, float]] = []
+        for index, step in enumerate([*clean, None]):
+            steps += [(100 + index, fault) for position, fault in faults if position == index]
+            steps += [] if step is None else [step]
+        gradients, after = run(make, steps)
+
+        assert statistics_of(after["rule"]) == statistics_of(state["rule"])
+        assert (after["nonfinite"], after["clipped"]) == (len(faults), state["clipped"])
+        remaining = iter(expected)
+        for (seed, norm), gradient in zip(steps, gradients, strict=True):
+            if math.isfinite(norm):
+                assert torch.equal(gradient, next(remaining))
+            else:
+                net = fresh()
+                set_gradients(net, norm, seed)
+                assert torch.equal(gradient.nan_to_num(), flat_gradient(net).nan_to_num())
+                assert not gradient.isfinite().all()
+
+    check()
+
+
+@both_taken
+@every_rule
+def test_a_resumed_run_is_bit_exact(make: Any, path: str) -> None:
+    steps = [*NORMS[:20], (99, NAN), *NORMS[20:]]
+    expected, final = run(make, steps)
+    counts = ("steps", "nonfinite", "clipped")
+    for cut in (0, 2, 7, 12, 33):
+        first, state = run(make, steps[:cut])
+        second, resumed = run(make, steps[cut:], through_a_file(state))
+        for ours, theirs in zip(first + second, expected, strict=True):
+            assert ours.numpy().tobytes() == theirs.numpy().tobytes()
+        assert statistics_of(resumed["rule"]) == statistics_of(final["rule"])
+        assert [resumed[key] for key in counts] == [final[key] for key in counts]
+
+
+@every_rule
+def test_a_run_resumes_on_another_kind_of_device(
+    make: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected, _ = run(make, NORMS)
+    for cut in (2, 12, 33):
+        for kinds in (("host", "device"), ("device", "host")):
+            state, parts = None, []
+            for kind, steps in zip(kinds, (NORMS[:cut], NORMS[cut:]), strict=True):
+                with monkeypatch.context() as patch:
+                    if kind == "device":
+                        take_device_path(patch)
+                    gradients, state = run(make, steps, state)
+                state = through_a_file(state)
+                parts += gradients
+            for ours, theirs in zip(parts, expected, strict=True):
+                torch.testing.assert_close(ours, theirs, rtol=1e-12, atol=0.0)
+
+
+@both_taken
+@every_rule
+@pytest.mark.parametrize("kind", ["float", "tensor"])
+def test_a_loss_scale_changes_nothing(make: Any, kind: str, path: str) -> None:
+    """Under a fused optimizer the gradients are still multiplied with the scale when clipped."""
+    factor = 2.0**16
+    plain, scaled, rule = fresh(), fresh(), make()
+    names = {p: name for net in (plain, scaled) for name, p in net.named_parameters()}
+    tallies = ClipTally(rule), ClipTally(rule)
+    for seed, norm in [*NORMS[:20], (99, NAN), *NORMS[20:]]:
+        for net, by, tally in zip((plain, scaled), (1.0, factor), tallies, strict=True):
+            set_gradients(net, norm, seed)
+            for parameter in net.parameters():
+                parameter.grad.mul_(by)
+            gradients = collect_gradients(net.parameters())
+            scale = torch.tensor(by) if kind == "tensor" and by != 1.0 else by
+            norms = measure_norms(gradients, grad_scale=scale)
+            tally.apply(rule, GradientStep(gradients, norms, scale, names))
+        torch.testing.assert_close(
+            flat_gradient(scaled) / factor,
+            flat_gradient(plain),
+            rtol=1e-12 if kind == "float" else 1e-7,  # the scale of a loss scaler is float32
+            atol=0.0,
+            equal_nan=True,
+        )
+    assert tallies[0].read() == pytest.approx(tallies[1].read(), rel=1e-6, nan_ok=True)
+
+
+HUGE = {
+    **ALL_RULES,
+    "robust": Robust,  # with the settings of ALL_RULES the state is still that of ordinary norms
+    "unit_wise": lambda: UnitWise(exclude=None),
+}
+
+
+@pytest.mark.parametrize("make", HUGE.values(), ids=list(HUGE))
+def test_a_finite_gradient_beyond_float32s_square_is_clipped_and_not_dropped(make: Any) -> None:
+    """A finite 2e19 has an L2 norm that overflows in float32."""
+    net = fresh().float()
+    clipper = GradientClipper(net, make())
+    for _ in steps_of(clipper, net, NORMS):
+        pass
+    for parameter in net.parameters():
+        parameter.grad = torch.full_like(parameter, 2e19)
+    clipper.clip()
+    left = flat_gradient(net).double()
+    assert left.isfinite().all()
+    assert 1e-6 < left.norm() < 100.0
+    assert (left > 0.0).all()
+    assert clipper.state_dict()["nonfinite"] == 0
+
+
+@both_taken
+@every_rule
+def test_half_precision_gradients_are_measured_right(make: Any, path: str) -> None:
+    """The L2 norm of these overflows float16, though none of their elements does."""
+    net = nn.Linear(64, 64, bias=False, dtype=torch.float16)
+    net.weight.grad = torch.full_like(net.weight, 1_200.0)
+    norm = GradientClipper(net, make()).clip()["norm"]
+    assert float(norm) == pytest.approx(1_200.0 * 64, rel=1e-6)
+    assert net.weight.grad.isfinite().all()
+
+
+# --- no synchronisation -------------------------------------------------------------------------
+
+
+@every_rule
+def test_nothing_is_read_between_reports(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_device_path(monkeypatch)
+    net = fresh()
+    clipper = GradientClipper(net, make())
+    gradients = [copy.deepcopy(net) for _ in NORMS]
+    for copied, (seed, norm) in zip(gradients, NORMS, strict=True):
+        set_gradients(copied, NAN if seed == 9 else norm, seed)
+    with SyncCounter() as syncs:
+        for step, copied in enumerate(gradients):
+            for parameter, source in zip(net.parameters(), copied.parameters(), strict=True):
+                parameter.grad = source.grad
+            clipper.clip()
+            if step == 0:
+                syncs.clear()  # PerParameter lays out its averages
+        assert not syncs.where
+        clipper._tally.read()
+        assert syncs.total == 1
+
+
+class Transfers(TorchDispatchMode):
+    """Notes every copy between devices."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten._to_copy, torch.ops.aten.copy_):
+            source = args[1] if func.overloadpacket is torch.ops.aten.copy_ else args[0]
+            if source.device.type != result.device.type:
+                self.seen.append(f"{source.device} -> {result.device}")
+        return result
+
+
+@every_rule
+def test_a_step_on_a_device_reads_and_copies_nothing(make: Any) -> None:
+    """Tensors of the device ``meta`` have no values: to read one, or copy it, is an error."""
+    with Transfers() as transfers:
+        net = Net().to("meta")
+        clipper = GradientClipper(net, make())
+        for step in range(3):
+            for parameter in net.parameters():
+                parameter.grad = torch.randn_like(parameter)
+            values = clipper.clip()
+            if step == 0:
+                transfers.seen.clear()  # PerParameter lays out its averages
+        assert not transfers.seen
+        assert values["norm"].device.type == "meta"  # type: ignore[union-attr]
+        with pytest.raises((NotImplementedError, RuntimeError), match="meta"):
+            clipper._tally.read()
+
+
+# --- torch's own clipping -----------------------------------------------------------------------
+
+
+@both_taken
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("norm", [0.0, 0.2, 1.0, 7.0, 1e6])
+def test_fixed_norm_is_torchs(norm: float, dtype: torch.dtype, path: str) -> None:
+    ours, theirs = fresh().to(dtype), fresh().to(dtype)
+    set_gradients(ours, norm, seed=3)
+    set_gradients(theirs, norm, seed=3)
+    total = GradientClipper(ours, FixedNorm(0.7)).clip()["norm"]
+    expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.7)
+    exact = {"rtol": 1e-2 if dtype is torch.bfloat16 else 1e-6, "atol": 0.0}
+    torch.testing.assert_close(float(total), expected.item(), **exact)
+    torch.testing.assert_close(flat_gradient(ours), flat_gradient(theirs), **exact)
+
+
+# --- the clipper --------------------------------------------------------------------------------
+
+
+def test_two_optimizers_do_not_mix() -> None:
+    both = nn.ModuleDict({"g": nn.Linear(2, 2), "d": nn.Linear(2, 2)})
+    alone = copy.deepcopy(both)
+    clippers = [GradientClipper(both, FixedNorm(1.0), m.parameters()) for m in both.values()]
+    for part, norm in (("g", 1e-3), ("d", 1e3)):
+        for module in (both[part], alone[part]):
+            set_gradients(module, norm, seed=1)
+        GradientClipper(alone[part], FixedNorm(1.0)).clip()
+    norms = [clipper.clip()["norm"] for clipper in clippers]
+    assert norms == pytest.approx([1e-3, 1e3])
+    assert torch.equal(flat_gradient(both), flat_gradient(alone))
+    with pytest.raises(ValueError, match="must be one of the module's"):
+        GradientClipper(both, "robust", nn.Linear(2, 2).parameters())
+
+
+def test_a_step_without_gradients_is_no_step() -> None:
+    net = fresh()
+    clipper = GradientClipper(net, "mean_std")
+    assert clipper.clip() == {"norm": 0.0}
+    assert clipper._tally.read() == {}
+    net.body.weight.grad = torch.ones_like(net.body.weight)
+    assert clipper.clip()["norm"] == pytest.approx(math.sqrt(12))
+    assert clipper.state_dict()["steps"] == 1
+
+
+@both_taken
+def test_the_share_clipped_leaves_out_faulty_steps(path: str) -> None:
+    net = fresh()
+    clipper = GradientClipper(net, FixedNorm(1.0))
+    list(steps_of(clipper, net, [(0, 2.0), (1, NAN), (2, 0.5), (3, 0.5), (4, INF), (5, 0.25)]))
+    read = clipper._tally.read()
+    assert read["fraction"] == 0.25
+    assert read["nonfinite"] == 2.0
+    assert read["norm"] == pytest.approx(0.25)
+    assert read["threshold"] == 1.0
+    assert read["coefficient"] == 1.0
+
+
+def test_complex_gradients_are_clipped() -> None:
+    net = nn.Linear(3, 2, dtype=torch.complex64)
+    for rule in (FixedNorm(1e-3), UnitWise(1e-3, exclude=None), PerParameter(warmup_norm=1e-3)):
+        net(torch.ones(1, 3, dtype=torch.complex64)).abs().sum().backward()
+        before = flat_gradient(net).clone()
+        GradientClipper(net, rule).clip()
+        after = flat_gradient(net)
+        assert 0 < after.abs().sum() < 0.01 * before.abs().sum()
+        torch.testing.assert_close(after.sgn(), before.sgn())
+        net.zero_grad()
+
+
+def test_names_of_rules() -> None:
+    for name, kind in RULES.items():
+        assert type(resolve_rule(name)) is kind
+    rule = ZClip(z=3.0)
+    assert resolve_rule(rule) is rule
+    with pytest.raises(ValueError, match=r"no clipping rule 'robst'.*zclip.*mean 'robust'\?") as e:
+        resolve_rule("robst")
+    assert all(repr(name) in str(e.value) for name in RULES)
+    wrong: list[Any] = [None, 1.0, Robust, True]
+    for value in wrong:
+        with pytest.raises(TypeError, match=r"rule must be one of \[.*'robust'.*ClippingRule"):
+            resolve_rule(value)
+    assert {type(make()) for make in ALL_RULES.values()} == set(RULES.values())
+    assert issubclass(Robust, ClippingRule)

@@ -1,0 +1,333 @@
+"""Thresholds on the total norm, against references, packages and the faults of their peers."""
+
+import math
+from functools import cache
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import zclip
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import nn
+
+from lightning_opt.core.scalars import to_plain
+from lightning_opt.gradients.clipping.norm_rules import (
+    ClippingRule,
+    FixedNorm,
+    MeanStd,
+    NormRule,
+    Percentile,
+    Robust,
+    ZClip,
+)
+from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
+from tests.gradients import references
+from tests.gradients.cases import (
+    both_paths,
+    every_norm_rule,
+    search,
+    statistics_of,
+    thresholds_of,
+    through_a_file,
+)
+from tests.gradients.references import lognormal_norms
+
+STEPS = 10_000
+NAN, INF = math.nan, math.inf
+
+# --- the same thresholds as an independent reference --------------------------------------------
+
+TRACES: dict[str, tuple[NormRule, Any]] = {
+    "fixed": (FixedNorm(0.7), lambda norms: [0.7] * len(norms)),
+    "mean_std-raw": (
+        MeanStd(k=2.0, window=100),
+        lambda norms: references.mean_std(norms, 2.0, 100, "raw", 10),
+    ),
+    "mean_std-clipped": (
+        MeanStd(k=1.5, window=50, history="clipped", warmup=30),
+        lambda norms: references.mean_std(norms, 1.5, 50, "clipped", 30),
+    ),
+    "percentile-window": (
+        Percentile(90.0, window=64),
+        lambda norms: references.percentile(norms, 90.0, 64),
+    ),
+    "percentile-all": (Percentile(), lambda norms: references.percentile(norms, 10.0, None)),
+    "robust": (Robust(), references.robust),
+    "robust-other": (
+        Robust(k=1.5, decay=0.9, winsor=1.0, warmup=5, patience=2, min_std=0.3),
+        lambda norms: references.robust(norms, 1.5, 0.9, 1.0, 5, 2, 0.3),
+    ),
+}
+
+
+@cache
+def reference_of(name: str) -> np.ndarray:
+    return np.array(TRACES[name][1](lognormal_norms(STEPS)))
+
+
+@both_paths
+@pytest.mark.parametrize("name", TRACES)
+def test_thresholds_equal_the_reference(name: str, path: str) -> None:
+    measured = thresholds_of(TRACES[name][0], lognormal_norms(STEPS), path)
+    np.testing.assert_allclose(measured, reference_of(name), rtol=1e-5)
+
+
+@cache
+def passed_by_zclip(max_norm: float | None) -> tuple[np.ndarray, float, float]:
+    """Return the norms that the package zclip lets pass, its mean and its variance."""
+    model = nn.Linear(1, 1, bias=False, dtype=torch.float64)
+    peer = zclip.ZClip(alpha=0.97, z_thresh=2.5, warmup_steps=25, max_grad_norm=max_norm)
+    passed = []
+    for norm in lognormal_norms(STEPS):
+        model.weight.grad = torch.full((1, 1), norm, dtype=torch.float64)
+        peer.step(model)
+        passed.append(model.weight.grad.item())
+    return np.array(passed), peer.mean, peer.var
+
+
+@both_paths
+@pytest.mark.parametrize("max_norm", [None, 1.0])
+def test_zclip_passes_what_the_package_passes(max_norm: float | None, path: str) -> None:
+    rule = ZClip(alpha=0.97, z=2.5, warmup=25, max_norm=max_norm)
+    norms, state = np.array(lognormal_norms(STEPS)), rule.init()
+    limits = np.array(thresholds_of(rule, norms.tolist(), path, state))
+    passed, mean, var = passed_by_zclip(max_norm)
+    ours = np.where(norms > limits, norms * limits / (norms + 1e-6), norms)
+    np.testing.assert_allclose(ours, passed, rtol=1e-5)
+    assert (ours < 0.99 * norms).mean() > 0.01, "the trace must show clipping"
+    assert float(state["mean"]) == pytest.approx(mean, rel=1e-9)
+    assert float(state["var"]) == pytest.approx(var, rel=1e-9)
+
+
+@every_norm_rule
+def test_host_and_device_agree(make: Any) -> None:
+    norms = lognormal_norms(1_000, seed=1)
+    norms[500:560] = [20.0 * norm for norm in norms[500:560]]  # a shift, for what waits for one
+    np.testing.assert_allclose(
+        thresholds_of(make(), norms, "device"), thresholds_of(make(), norms, "host"), rtol=1e-12
+    )
+
+
+# --- faults -------------------------------------------------------------------------------------
+
+
+def run(rule: NormRule, norms: list[float], path: str) -> tuple[list[float], dict[str, Any]]:
+    state = rule.init()
+    return thresholds_of(rule, norms, path, state), statistics_of(state)
+
+
+faults = st.lists(st.tuples(st.integers(0, 40), st.sampled_from([NAN, INF, 0.0])), max_size=12)
+
+
+@both_paths
+@every_norm_rule
+@search
+@given(faults=faults)
+def test_a_fault_at_any_step_changes_no_statistic(
+    make: Any, path: str, faults: list[tuple[int, float]]
+) -> None:
+    clean = lognormal_norms(40, seed=2)
+    expected, statistics = run(make(), clean, path)
+
+    norms: list[float] = []
+    for index, norm in enumerate([*clean, None]):
+        norms += [fault for position, fault in faults if position == index]
+        norms += [] if norm is None else [norm]
+    thresholds, after = run(make(), norms, path)
+
+    assert after == statistics
+    assert [t for t, n in zip(thresholds, norms, strict=True) if 0 < n < INF] == expected
+    assert not any(map(math.isnan, thresholds))
+
+
+@both_paths
+@every_norm_rule
+def test_a_norm_whose_square_overflows_poisons_nothing(make: Any, path: str) -> None:
+    norms = lognormal_norms(300, seed=3)
+    for index in (3, 20, 100):
+        norms.insert(index, 1e200)
+    assert 0.0 < thresholds_of(make(), [*norms, 1e6], path)[-1] < 100.0
+
+
+@pytest.mark.parametrize("rule", [MeanStd(history="clipped"), Percentile(), ZClip(), Robust()])
+def test_gradients_of_zero_in_warmup_do_not_stop_training(rule: NormRule) -> None:
+    assert passes(rule, [0.0] * 50 + [1.0])[-1] == 1.0
+
+
+def test_a_nan_in_warmup_poisons_nothing() -> None:
+    norms = [1.0] * 10 + [NAN, INF] + lognormal_norms(100)
+    for rule in (ZClip(), Robust(), MeanStd(), Percentile()):
+        assert math.isfinite(thresholds_of(rule, [*norms, 1e6])[-1])
+
+
+# --- resume -------------------------------------------------------------------------------------
+
+
+@every_norm_rule
+@pytest.mark.parametrize("cut", [0, 1, 4, 9, 17, 41])
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [("host", "host"), ("device", "device"), ("host", "device"), ("device", "host")],
+)
+def test_a_resumed_run_is_the_uninterrupted_one(
+    make: Any, cut: int, before: str, after: str
+) -> None:
+    norms = lognormal_norms(60, seed=4)
+    norms[25] = NAN
+    expected, statistics = run(make(), norms, after)
+
+    rule, state = make(), make().init()
+    first = thresholds_of(rule, norms[:cut], before, state)
+    state = through_a_file(to_plain(state))
+    second = thresholds_of(make(), norms[cut:], after, state)
+
+    if before == after:
+        assert first + second == expected
+        assert statistics_of(state) == statistics
+    else:
+        np.testing.assert_allclose(first + second, expected, rtol=1e-12)
+
+
+@every_norm_rule
+def test_a_rule_keeps_no_state_of_its_own(make: Any) -> None:
+    rule, norms = make(), lognormal_norms(40, seed=5)
+    assert thresholds_of(rule, norms) == thresholds_of(rule, norms)
+
+
+# --- what peers get wrong -----------------------------------------------------------------------
+
+
+def passes(rule: NormRule, norms: list[float]) -> np.ndarray:
+    return np.minimum(norms, thresholds_of(rule, norms))
+
+
+def over_seeds(measure: Any) -> float:
+    return float(np.median([measure(seed) for seed in range(20)]))
+
+
+def steady(steps: int, seed: int) -> list[float]:
+    return list(np.exp(0.2 * np.random.default_rng(seed).standard_normal(steps)))
+
+
+def test_a_hundredfold_spike_passes_at_most_twofold() -> None:
+    assert over_seeds(lambda s: passes(Robust(), [*steady(500, s), 100.0])[-1]) <= 2.0
+
+
+def test_the_last_of_ten_spikes_passes_at_most_twofold() -> None:
+    assert over_seeds(lambda s: passes(Robust(), steady(500, s) + [100.0] * 10)[-1]) <= 2.0
+
+
+def test_a_spike_raises_no_later_threshold() -> None:
+    def rise(seed: int) -> float:
+        norms = steady(400, seed)
+        quiet, spiked = list(norms), list(norms)
+        spiked[300] = 100.0
+        return thresholds_of(Robust(), spiked)[-1] / thresholds_of(Robust(), quiet)[-1]
+
+    assert over_seeds(rise) <= 1.02
+
+
+def test_a_lasting_tenfold_shift_is_accepted_within_fifty_steps() -> None:
+    def steps_to_accept(seed: int) -> int:
+        norms = steady(500, seed) + [10.0 * norm for norm in steady(200, seed + 100)]
+        passing = np.array(norms) <= np.array(thresholds_of(Robust(), norms))
+        return next(n for n in range(190) if passing[500 + n : 510 + n].all())
+
+    assert 0 < over_seeds(steps_to_accept) <= 50
+
+
+def test_a_steady_or_drifting_run_is_hardly_clipped() -> None:
+    def share(seed: int, drift: float) -> float:
+        norms = np.array(steady(3_000, seed)) * (1 + drift) ** np.arange(3_000)
+        return float(np.mean(norms > np.array(thresholds_of(Robust(), norms.tolist()))))
+
+    assert over_seeds(lambda s: share(s, 0.0)) <= 0.01
+    assert over_seeds(lambda s: share(s, 0.005)) <= 0.01
+
+
+def test_without_patience_a_shift_is_accepted_later() -> None:
+    norms = [1.0] * 300 + [10.0] * 60
+    patient = np.array(thresholds_of(Robust(patience=None), norms))
+    assert (patient[300:] < 10.0).all()
+    assert (np.array(thresholds_of(Robust(patience=25), norms))[326:] > 10.0).all()
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+WRONG_NUMBERS = [0, 0.0, -1.0, NAN, INF, -INF, True, "1", None, [1.0]]
+POSITIVE = [
+    (FixedNorm, "max_norm"),
+    (FixedValue, "max_value"),
+    (MeanStd, "k"),
+    (ZClip, "z"),
+    (Robust, "k"),
+    (Robust, "winsor"),
+    (Robust, "min_std"),
+    (PerParameter, "factor"),
+    (PerParameter, "warmup_norm"),
+    (UnitWise, "clip_factor"),
+    (UnitWise, "eps"),
+]
+WRONG_SHARES = [1.0, 1.5, -0.1, NAN, INF, True, "0.9", None]
+SHARES = [(ZClip, "alpha"), (Robust, "decay"), (PerParameter, "decay")]
+WRONG_COUNTS = [-1, 0, 2.5, NAN, True, "9"]
+COUNTS = [
+    (MeanStd, "window", 2),
+    (MeanStd, "warmup", 2),
+    (Percentile, "window", 2),
+    (ZClip, "warmup", 2),
+    (Robust, "warmup", 2),
+    (Robust, "patience", 1),
+    (PerParameter, "warmup", 1),
+]
+
+
+def refusal(rule: type[ClippingRule], **arguments: Any) -> str:
+    with pytest.raises(ValueError, match=r", got |; got ") as raised:
+        rule(**arguments)
+    return str(raised.value)
+
+
+@pytest.mark.parametrize(("rule", "name"), POSITIVE)
+def test_what_must_be_positive(rule: type[ClippingRule], name: str) -> None:
+    for wrong in WRONG_NUMBERS:
+        message = refusal(rule, **{name: wrong})
+        assert f"{name} must be a finite number above 0" in message
+        assert repr(wrong) in message
+
+
+@pytest.mark.parametrize(("rule", "name"), SHARES)
+def test_what_must_be_a_share(rule: type[ClippingRule], name: str) -> None:
+    for wrong in WRONG_SHARES:
+        message = refusal(rule, **{name: wrong})
+        assert f"{name} must be a number of at least 0 and below 1" in message
+        assert repr(wrong) in message
+
+
+@pytest.mark.parametrize(("rule", "name", "lowest"), COUNTS)
+def test_what_must_be_a_whole_number(rule: type[ClippingRule], name: str, lowest: int) -> None:
+    for wrong in [*WRONG_COUNTS, lowest - 1]:
+        message = refusal(rule, **{name: wrong})
+        assert f"{name} must be a whole number of at least {lowest}" in message
+        assert repr(wrong) in message
+
+
+def test_other_arguments() -> None:
+    for wrong in (-0.1, 100.1, NAN, True, "10", None):
+        message = refusal(Percentile, percentile=wrong)
+        assert "percentile must be a number from 0 to 100" in message
+    assert "window" in refusal(MeanStd, window=None)
+    assert "warmup must be at most window (20)" in refusal(MeanStd, window=20, warmup=21)
+    for history in ("all", None, True):
+        assert "'raw' or 'clipped'" in refusal(MeanStd, history=history)
+    for wrong in (0.0, NAN, True, "1"):
+        assert "max_norm must be a finite number" in refusal(ZClip, max_norm=wrong)
+    assert Percentile(0).percentile == 0
+    assert Percentile(100.0).percentile == 100.0
+
+
+def test_repr_shows_the_settings() -> None:
+    assert repr(ZClip(z=3.0)) == "ZClip(alpha=0.97, z=3.0, warmup=25, max_norm=None)"
+    assert repr(Percentile(5.0, 10)) == "Percentile(percentile=5.0, window=10)"

@@ -1,0 +1,295 @@
+"""Rules on tensors, units and elements, against torch, papers and the faults of their peers."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from lightning_opt.gradients.clipping.gradient_clipper import GradientClipper
+from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
+from tests.gradients import references
+from tests.gradients.cases import Net, apply_norms, both_taken, set_gradients
+
+
+def gradients_of(module: nn.Module) -> dict[str, np.ndarray]:
+    return {
+        name: parameter.grad.double().numpy().copy()
+        for name, parameter in module.named_parameters()
+        if parameter.grad is not None
+    }
+
+
+# --- FixedValue ---------------------------------------------------------------------------------
+
+
+@both_taken
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_fixed_value_is_torchs(path: str, dtype: torch.dtype) -> None:
+    ours, theirs = Net().to(dtype), Net().to(dtype)
+    for seed, norm in enumerate((0.1, 3.0, 40.0)):
+        set_gradients(ours, norm, seed)
+        set_gradients(theirs, norm, seed)
+        GradientClipper(ours, FixedValue(0.25)).clip()
+        torch.nn.utils.clip_grad_value_(theirs.parameters(), 0.25)
+        for own, other in zip(ours.parameters(), theirs.parameters(), strict=True):
+            assert torch.equal(own.grad, other.grad)
+
+
+@both_taken
+def test_fixed_value_counts_the_tensors_over_its_bound(path: str) -> None:
+    net = Net()
+    for index, parameter in enumerate(net.parameters()):
+        parameter.grad = torch.full_like(parameter, 1.0 if index < 2 else -0.1)
+    clipper = GradientClipper(net, FixedValue(0.5))
+    clipper.clip()
+    assert clipper._tally.read()["fraction"] == pytest.approx(2 / 5)
+
+
+# --- UnitWise -----------------------------------------------------------------------------------
+
+LAYERS: dict[str, tuple[nn.Module, dict[str, int | None]]] = {
+    "linear": (nn.Linear(5, 4), {"weight": 0, "bias": None}),
+    "conv2d": (nn.Conv2d(3, 4, 2), {"weight": 0, "bias": None}),
+    "conv3d": (nn.Conv3d(2, 3, 2), {"weight": 0, "bias": None}),
+    "transposed": (nn.ConvTranspose2d(3, 4, 2), {"weight": 1, "bias": None}),
+    "embedding": (nn.Embedding(7, 3), {"weight": 0}),
+    "norm": (nn.LayerNorm(6), {"weight": None, "bias": None}),
+    "column": (nn.Linear(1, 64), {"weight": None, "bias": None}),
+    "scalar": (nn.ParameterDict({"gain": nn.Parameter(torch.tensor(0.7))}), {"gain": None}),
+    "recurrent": (
+        nn.LSTM(3, 2),
+        {"weight_ih_l0": 0, "weight_hh_l0": 0, "bias_ih_l0": None, "bias_hh_l0": None},
+    ),
+}
+
+
+@both_taken
+@pytest.mark.parametrize("norm", [1e-3, 0.1, 30.0])
+@pytest.mark.parametrize("layer", LAYERS)
+def test_unit_wise_is_the_papers(layer: str, norm: float, path: str) -> None:
+    module, axes = LAYERS[layer]
+    for parameter in module.parameters():
+        nn.init.normal_(parameter)
+    set_gradients(module, norm, seed=1)
+    weights = {name: p.detach().numpy() for name, p in module.named_parameters()}
+    expected = {
+        name: references.unit_wise(weights[name], gradient, axes[name], 0.02, 1e-3)
+        for name, gradient in gradients_of(module).items()
+    }
+    GradientClipper(module, UnitWise(0.02, exclude=None)).clip()
+    for name, gradient in gradients_of(module).items():
+        np.testing.assert_allclose(gradient, expected[name], rtol=1e-5, err_msg=name)
+
+
+@both_taken
+def test_unit_wise_counts_units(path: str) -> None:
+    module = nn.Linear(2, 4)
+    nn.init.ones_(module.weight)
+    nn.init.ones_(module.bias)
+    module.weight.grad = torch.tensor([[1.0, 1.0], [1.0, 0.0], [0.0, 0.0], [1e-4, 0.0]])
+    module.bias.grad = torch.zeros(4)
+    clipper = GradientClipper(module, UnitWise(0.01, exclude=None))
+    smallest = clipper.clip()["coefficient"]
+    assert clipper._tally.read()["fraction"] == pytest.approx(2 / 5)
+    assert float(smallest) == pytest.approx(0.01)
+
+
+@both_taken
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_unit_wise_measures_half_precision_in_float32(path: str, dtype: torch.dtype) -> None:
+    """Squares of 300 overflow float16, those of 1e-4 vanish in it."""
+    module = nn.Linear(8, 2, bias=False, dtype=dtype)
+    nn.init.constant_(module.weight, 10.0)
+    module.weight.grad = torch.tensor([[300.0], [1e-4]], dtype=dtype).repeat(1, 8)
+    GradientClipper(module, UnitWise(0.01, exclude=None)).clip()
+    np.testing.assert_allclose(gradients_of(module)["weight"][0], 0.1, rtol=0.01)
+    np.testing.assert_allclose(gradients_of(module)["weight"][1], 1e-4, rtol=0.01)
+
+
+@both_taken
+def test_zero_initialised_weights_still_move(path: str) -> None:
+    """Without the floor of ``eps`` the bound is 0 and stays 0: the layer is frozen for good."""
+    module = nn.Linear(3, 2)
+    nn.init.zeros_(module.weight)
+    nn.init.zeros_(module.bias)
+    optimizer = torch.optim.SGD(module.parameters(), lr=1.0)
+    clipper = GradientClipper(module, UnitWise(0.01, exclude=None))
+    for step in range(3):
+        set_gradients(module, 5.0, seed=step)
+        clipper.clip()
+        optimizer.step()
+    assert (module.weight.norm(dim=1) > 0.01 * 1e-3).all(), "farther than the first step alone"
+    assert (module.bias != 0).all()
+
+
+class HeadFirst(nn.Module):
+    """Its head is registered first and runs last; one linear layer never runs."""
+
+    def __init__(self, recompute: bool = False, tied: bool = False) -> None:
+        super().__init__()
+        self.recompute = recompute
+        self.head = nn.Linear(4, 6)
+        self.embedding = nn.Embedding(6, 4)
+        self.body = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
+        self.unused = nn.Linear(4, 4)
+        if tied:
+            self.head.weight = self.embedding.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.embedding(tokens)
+        x = checkpoint(self.body, x, use_reentrant=False) if self.recompute else self.body(x)
+        return self.head(x)
+
+
+def clipped_names(model: nn.Module, rule: UnitWise, run: nn.Module | None = None) -> set[str]:
+    """Train two steps and return the parameters whose gradients the second clip changed."""
+    clipper = GradientClipper(model, rule)
+    for _ in range(2):
+        model.zero_grad()
+        (run or model)(torch.arange(6)).square().sum().mul(100.0).backward()
+        before = gradients_of(model)
+        clipper.clip()
+    return {
+        name for name, after in gradients_of(model).items() if not (after == before[name]).all()
+    }
+
+
+BODY = {"embedding.weight", "body.0.weight", "body.0.bias", "body.2.weight", "body.2.bias"}
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+def test_the_linear_layer_that_runs_last_is_left_out(recompute: bool) -> None:
+    assert clipped_names(HeadFirst(recompute), UnitWise()) == BODY
+
+
+@pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
+def test_a_tied_head_is_left_out(recompute: bool) -> None:
+    names = clipped_names(HeadFirst(recompute, tied=True), UnitWise())
+    assert names == BODY - {"embedding.weight"}
+
+
+def test_the_final_linear_of_another_optimizer_does_not_count() -> None:
+    """The layer left out is the last of those whose parameters are clipped here."""
+    model = HeadFirst()
+    clipper = GradientClipper(model, UnitWise(), parameters=model.body.parameters())
+    model(torch.arange(6)).square().sum().mul(100.0).backward()
+    before = gradients_of(model)
+    clipper.clip()
+    changed = {n for n, after in gradients_of(model).items() if not (after == before[n]).all()}
+    assert changed == {"body.0.weight", "body.0.bias"}
+
+
+def test_a_compiled_model_gets_no_hooks_and_its_last_registered_linear_is_left_out() -> None:
+    inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
+    compiled = torch.compile(inner, backend="eager")
+    clipper = GradientClipper(compiled, UnitWise())
+    assert not any(module._forward_hooks for module in compiled.modules())
+    set_gradients(compiled, 100.0, seed=0)
+    before = gradients_of(inner)
+    clipper.clip()
+    assert (gradients_of(inner)["1.weight"] == before["1.weight"]).all()
+    assert not (gradients_of(inner)["0.weight"] == before["0.weight"]).any()
+
+
+def test_exclude() -> None:
+    head = {"head.weight", "head.bias"}
+    assert clipped_names(HeadFirst(), UnitWise(exclude=None)) == BODY | head
+    assert clipped_names(HeadFirst(), UnitWise(exclude=[])) == BODY | head
+    patterns = ["body.*", "*.bias"]
+    assert clipped_names(HeadFirst(), UnitWise(exclude=patterns)) == {
+        "embedding.weight",
+        "head.weight",
+    }
+    with pytest.raises(ValueError, match=r"no parameter is called 'haed\.\*'.*head\.weight"):
+        GradientClipper(HeadFirst(), UnitWise(exclude=["haed.*"]))
+    for wrong in ("head.*", ("head.*",), [1], 3, True):
+        with pytest.raises(ValueError, match=r"exclude must be 'final_linear', a list of patterns"):
+            UnitWise(exclude=wrong)  # type: ignore[arg-type]
+
+
+def test_unit_wise_leaves_no_hooks() -> None:
+    def hooks(model: nn.Module) -> int:
+        return sum(len(module._forward_hooks) for module in model.modules())
+
+    model, rule = HeadFirst(), UnitWise()
+    rule.attach(model)
+    rule.attach(model)
+    assert hooks(model) == 4
+    model(torch.arange(6))
+    assert hooks(model) == 1, "only the layer that never ran is still waited for"
+    rule.detach()
+    assert hooks(model) == 0
+
+
+def test_unit_wise_leaves_sparse_rows_alone() -> None:
+    module = nn.Embedding(6, 3, sparse=True)
+    module(torch.tensor([1, 4])).sum().backward()
+    GradientClipper(module, UnitWise(exclude=None)).clip()
+    assert module.weight.grad.to_dense().sum() == 6.0
+
+
+# --- PerParameter -------------------------------------------------------------------------------
+
+
+@both_taken
+@pytest.mark.parametrize("scale", [1.0, 1e-8], ids=["unit", "tiny"])
+def test_per_parameter_is_adagc(scale: float, path: str) -> None:
+    """Also with tensors that have no gradient at times, appear late, or are zero for a while."""
+    settings: dict[str, Any] = {
+        "factor": 1.05,
+        "decay": 0.9,
+        "warmup": 10,
+        "warmup_norm": scale,
+    }
+    names = "abcde"
+    module = nn.ParameterDict({n: nn.Parameter(torch.zeros(3, 2).double()) for n in names})
+    clipper = GradientClipper(module, PerParameter(**settings))
+    reference = references.AdaGC(**settings)
+    rng = np.random.default_rng(0)
+    for step in range(200):
+        gradients = {}
+        for name in names:
+            absent = (name == "c" and step % 3 == 1) or (name == "d" and step < 40)
+            if not absent:
+                spike = 50.0 if rng.random() < 0.05 else 1.0
+                gradients[name] = scale * spike * rng.standard_normal((3, 2))
+                if name == "e" and (step < 5 or step % 7 == 0):
+                    gradients[name] *= 0.0
+        if step in (4, 60):
+            gradients["a"][0, 0] = math.nan
+        for name in names:
+            present = name in gradients
+            module[name].grad = torch.from_numpy(gradients[name].copy()) if present else None
+        clipper.clip()
+        for name, expected in reference.clip(gradients).items():
+            np.testing.assert_allclose(module[name].grad.numpy(), expected, rtol=1e-9)
+    averages = clipper.state_dict()["rule"]
+    kept = dict(zip(averages["names"], averages["averages"].tolist(), strict=True))
+    assert {**averages["absent"], **kept} == pytest.approx(reference.averages, rel=1e-9)
+
+
+@both_taken
+def test_a_spike_after_an_absence_is_still_clipped(path: str) -> None:
+    """A layer that random depth or routing leaves out for a step is not a new one."""
+    rule = PerParameter(warmup=2)
+    module = nn.ParameterDict({n: nn.Parameter(torch.zeros(1)) for n in "ab"})
+    clipper = GradientClipper(module, rule)
+    for step in range(10):
+        module["a"].grad = torch.ones(1) * 0.5
+        module["b"].grad = None if step == 8 else torch.full((1,), 100.0 if step == 9 else 0.5)
+        clipper.clip()
+    assert module["b"].grad.item() == pytest.approx(0.5 * 1.05)
+
+
+@both_taken
+def test_per_parameter_reports_share_and_smallest_coefficient(path: str) -> None:
+    rule = PerParameter(warmup=1, warmup_norm=100.0, factor=1.0)
+    state = rule.init()
+    apply_norms(rule, [1.0, 1.0, 1.0, 1.0], path, state)
+    clip = apply_norms(rule, [4.0, 1.0, 0.5, 2.0], path, state)
+    assert float(clip.clipped) == 0.5
+    assert float(clip.coefficient) == pytest.approx(0.25)

@@ -1,0 +1,144 @@
+"""CurvatureMonitor against autograd's own Hessian."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.loggers import TensorBoardLogger
+
+import lightning_opt as lo
+from tests.gradients.curvature.test_curvature_preconditioner import Fussy, hessian_of
+from tests.helpers.models import SmallNet, assert_same_weights, loader_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+LR = 0.05
+
+
+def monitor(**settings: Any) -> lo.CurvatureMonitor:
+    defaults = {"every_n_steps": 3, "fraction": 1.0, "max_iterations": 60, "tolerance": 1e-4}
+    return lo.CurvatureMonitor(**{**defaults, "n_samples": 300, **settings})
+
+
+def hessians(every: int = 3, batches: int = 12) -> list[torch.Tensor]:
+    """Return the Hessian before each ``every``-th step of a plain loop."""
+    model, found = SmallNet(lr=LR).double(), []
+    optimizer = torch.optim.SGD(model.parameters(), lr=LR)
+    for number, (x, y) in enumerate(loader_of(batches)):
+        if number % every == 0:
+            found.append(hessian_of(model.layer, x.double(), y.double()))
+        optimizer.zero_grad()
+        torch.nn.functional.mse_loss(model.layer(x.double()), y.double()).backward()
+        optimizer.step()
+    return found
+
+
+def check(history: list[dict[str, float]]) -> None:
+    expected = hessians()
+    assert [entry["step"] for entry in history] == [0, 3, 6, 9]
+    for entry, hessian in zip(history, expected, strict=True):
+        top = torch.linalg.eigvalsh(hessian)[-1].item()
+        assert entry["sharpness"] == pytest.approx(top, rel=1e-3)
+        assert entry["residual"] <= 1e-3 * top
+        assert abs(entry["trace"] - hessian.trace().item()) < 4 * entry["trace_error"]
+        assert 0 < entry["trace_error"] < 0.2 * hessian.trace().abs().item()
+        assert entry["edge"] == pytest.approx(top * LR / 2, rel=1e-3)
+
+
+def test_it_measures_the_hessian_of_the_loss():
+    logger, callback = MemoryLogger(), monitor()
+    quiet_trainer(callbacks=[callback], logger=logger).fit(SmallNet(lr=LR), loader_of(12))
+    check(callback.history)
+    for key in ("sharpness", "residual", "trace", "trace_error", "edge"):
+        assert logger.series(f"curvature/{key}") == [entry[key] for entry in callback.history]
+    assert callback.report().rows == callback.history
+
+
+def look_on_ranks() -> list[dict[str, float]]:
+    callback = monitor()
+    trainer = quiet_trainer(callbacks=[callback], devices=2, strategy="ddp")
+    trainer.fit(SmallNet(lr=LR), loader_of(12))
+    return callback.history
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_measure_the_hessian_of_both():
+    ours, theirs = launch(look_on_ranks)
+    assert ours == theirs
+    check(ours)
+
+
+def test_it_changes_nothing():
+    models = []
+    for callbacks in ([], [monitor(every_n_steps=1, fraction=0.5, n_samples=2)]):
+        torch.manual_seed(0)
+        models.append(Fussy())
+        quiet_trainer(callbacks=callbacks).fit(models[-1], loader_of(12))
+    assert_same_weights(models[1], models[0])
+    assert models[1].calls == 12
+
+
+def test_one_look_a_step_under_accumulation():
+    callback = monitor(every_n_steps=2, n_samples=2)
+    trainer = quiet_trainer(callbacks=[callback], accumulate_grad_batches=3)
+    trainer.fit(SmallNet(lr=LR), loader_of(12))
+    assert [entry["step"] for entry in callback.history] == [0, 2]
+
+
+@pytest.mark.parametrize(
+    ("settings", "factor"),
+    [
+        ({}, 2.0),
+        ({"momentum": 0.9}, 2 * 1.9),
+        ({"momentum": 0.9, "dampening": 0.5}, 2 * 1.9 / 0.5),
+    ],
+)
+def test_the_edge_is_where_descent_on_a_parabola_turns_unstable(settings, factor):
+    """Just below it the iterates shrink, just above they grow."""
+    lr, ends = 0.1, []
+    for share in (0.99, 1.01):
+        x = torch.ones((), dtype=torch.float64, requires_grad=True)
+        optimizer = torch.optim.SGD([x], lr=lr, **settings)
+        curvature = share * factor / lr
+        for _ in range(3000):
+            optimizer.zero_grad()
+            (0.5 * curvature * x * x).backward()
+            optimizer.step()
+        ends.append(x.abs().item())
+        assert lo.gradients.curvature_monitor._edge(curvature, optimizer)["edge"] == (
+            pytest.approx(share)
+        )
+    assert ends[0] < 1e-3
+    assert ends[1] > 1e3
+
+
+def test_no_edge_for_an_adaptive_optimizer():
+    callback = monitor(n_samples=2)
+    quiet_trainer(callbacks=[callback]).fit(SmallNet("Adam", lr=LR), loader_of(4))
+    assert "edge" not in callback.history[0]
+
+
+def test_the_figure(tmp_path):
+    callback = monitor(n_samples=2, figure=True)
+    logger = TensorBoardLogger(tmp_path, name="run", version=0)
+    quiet_trainer(callbacks=[callback], logger=logger).fit(SmallNet(lr=LR), loader_of(12))
+    assert (tmp_path / "run" / "version_0" / "curvature.png").stat().st_size > 1000
+    axes = callback.figure().axes
+    drawn = axes[0].lines[0].get_ydata()
+    assert list(drawn) == [entry["sharpness"] for entry in callback.history]
+    assert list(axes[0].lines[1].get_ydata()) == pytest.approx([2 / LR] * 4)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"n_samples": 1}, "n_samples must be a whole number of at least 2, got 1"),
+        ({"fraction": 1.5}, "fraction must be above 0 and at most 1, got 1.5"),
+        ({"tolerance": 0.0}, "tolerance must be a finite number above 0, got 0.0"),
+        ({"max_iterations": 0}, "max_iterations must be a whole number of at least 1, got 0"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lo.CurvatureMonitor(**settings)

@@ -1,0 +1,369 @@
+"""CurvaturePreconditioner against a plain loop with autograd's own Hessian."""
+
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss, scaled_dot_product_attention
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.gradients.curvature.hessian import random_signs
+from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
+from tests.helpers.models import SmallNet, assert_same_weights, loader_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+EVERY, BETA, POWER, DAMPING, CLIP, LR = 3, 0.5, 0.7, 1e-2, 0.5, 0.05
+
+
+def fit(model: SmallNet, *callbacks: Any, batches: int = 12, **settings: Any) -> SmallNet:
+    quiet_trainer(callbacks=list(callbacks), **settings).fit(model, loader_of(batches))
+    return model
+
+
+def preconditioner(**settings: Any) -> lo.CurvaturePreconditioner:
+    defaults = {"every_n_steps": EVERY, "beta": BETA, "power": POWER, "damping": DAMPING}
+    return lo.CurvaturePreconditioner(**{**defaults, "clip": CLIP, "fraction": 1.0, **settings})
+
+
+def hessian_of(net: nn.Sequential, x: Tensor, y: Tensor) -> Tensor:
+    """Return the Hessian of the mean squared error of ``Linear, Tanh, Linear``, in one matrix."""
+    shapes = [p.shape for p in net.parameters()]
+
+    def loss(flat: Tensor) -> Tensor:
+        parts = flat.split([shape.numel() for shape in shapes])
+        w1, b1, w2, b2 = (p.view(s) for p, s in zip(parts, shapes, strict=True))
+        return mse_loss(torch.tanh(x @ w1.T + b1) @ w2.T + b2, y)
+
+    return torch.autograd.functional.hessian(loss, flat(net.parameters()).detach())
+
+
+def flat(parts) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+def by_hand(world: int = 1, rows: float = 1.0, accumulate: int = 1, batches: int = 12) -> SmallNet:
+    """Train in float64 in a plain loop, as ``world`` ranks would that share each batch's rows."""
+    model = SmallNet(lr=LR).double()
+    net, params = model.layer, list(model.parameters())
+    average, mass, step = torch.zeros(flat(params).numel(), dtype=torch.float64), 0.0, 0
+    for number, (x, y) in enumerate(loader_of(batches)):
+        x, y = x.double(), y.double()
+        mse_loss(net(x), y).div(accumulate).backward()
+        if (number + 1) % accumulate:
+            continue
+        if step % EVERY == 0:
+            estimates = []
+            for rank in range(world):
+                seed = step // EVERY * world + rank
+                generator = torch.Generator().manual_seed(seed)
+                z = flat([random_signs(p.float(), generator) for p in params]).double()
+                xs, ys = x[rank::world], y[rank::world]
+                count = int(len(xs) * rows)
+                estimates.append(z * (hessian_of(net, xs[:count], ys[:count]) @ z))
+            average = BETA * average + (1 - BETA) * torch.stack(estimates).mean(0)
+            mass = BETA * mass + (1 - BETA)
+        step += 1
+        divisor = (average / mass).abs() ** POWER + DAMPING
+        update = (flat(p.grad for p in params) / divisor).clamp(-CLIP, CLIP)
+        with torch.no_grad():
+            for p, part in zip(params, update.split([p.numel() for p in params]), strict=True):
+                p -= LR * part.view_as(p)
+                p.grad = None
+    return model.float()
+
+
+def test_steps_are_those_of_a_plain_loop():
+    model = fit(SmallNet(lr=LR), preconditioner())
+    assert_same_weights(model, by_hand(), atol=1e-5)
+    plain = fit(SmallNet(lr=LR))
+    assert (flat(model.parameters()) - flat(plain.parameters())).abs().max() > 0.01
+
+
+def test_a_part_of_the_batch_and_accumulation():
+    model = fit(SmallNet(lr=LR), preconditioner(fraction=0.5), accumulate_grad_batches=2)
+    assert_same_weights(model, by_hand(rows=0.5, accumulate=2), atol=1e-5)
+
+
+def train_on_ranks() -> Any:
+    model = fit(SmallNet(lr=LR), preconditioner(), devices=2, strategy="ddp")
+    return [p.detach() for p in model.parameters()]
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_two_ranks_share_the_mean_of_their_estimates():
+    ours, theirs = launch(train_on_ranks)
+    assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True))
+    expected = by_hand(world=2)
+    for a, b in zip(ours, expected.parameters(), strict=True):
+        torch.testing.assert_close(a, b.detach(), atol=1e-5, rtol=0)
+
+
+class Quadratic(BoringModel):
+    """Half of ``curvature * weight**2``: its minimum is one Newton step away."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = None  # type: ignore[assignment]
+        self.register_buffer("curvature", torch.tensor([1e-3, 1.0, 1e3]))
+        self.weight = nn.Parameter(torch.tensor([3.0, -2.0, 0.5]))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return 0.5 * (self.curvature * self.weight**2).sum()
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+def test_one_newton_step_ends_a_quadratic_whatever_its_scale():
+    model = Quadratic()
+    callback = lo.CurvaturePreconditioner(clip=None, fraction=1.0, damping=1e-12)
+    quiet_trainer(callbacks=[callback], max_steps=1).fit(model, DataLoader(torch.zeros(2, 1)))
+    assert model.weight.abs().max() < 1e-5
+
+
+class Fussy(SmallNet):
+    """BatchNorm, dropout, a metric and logs: all that a further pass could disturb."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=0.02)
+        self.layer = nn.Sequential(
+            nn.Linear(self.layer[0].in_features, 6), nn.BatchNorm1d(6), nn.Dropout(0.3),
+            nn.Tanh(), nn.Linear(6, 1),
+        )  # fmt: skip
+        self.calls = 0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.calls += 1
+        loss = super().training_step(batch, batch_idx)
+        self.log("calls", float(self.calls), on_step=True, on_epoch=True)
+        return loss
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_the_further_pass_leaves_no_trace(precision):
+    """With a power of zero all is divided by one: the run is bit for bit the run without."""
+    loggers, models = [], []
+    neutral = preconditioner(power=0.0, damping=1e-30, clip=None, fraction=0.5, every_n_steps=1)
+    for callbacks in ([], [neutral]):
+        torch.manual_seed(0)
+        loggers.append(MemoryLogger())
+        models.append(
+            fit(Fussy(), *callbacks, logger=loggers[-1], precision=precision, log_every_n_steps=1)
+        )
+    assert_same_weights(models[1], models[0])
+    assert models[1].calls == models[0].calls == 12
+    assert loggers[1].series("calls_step") == loggers[0].series("calls_step")
+    for ours, theirs in zip(models[1].buffers(), models[0].buffers(), strict=True):
+        assert torch.equal(ours, theirs)
+
+
+def test_curvature_is_measured_in_float32_whatever_the_precision():
+    averages = []
+    for precision in ("32-true", "bf16-mixed"):
+        callback = preconditioner()
+        fit(SmallNet(lr=LR), callback, precision=precision, max_steps=1)
+        averages.append(callback.state_dict()["average"])
+    for name, average in averages[0].items():
+        assert torch.equal(averages[1][name], average)
+        assert average.dtype == torch.float32
+
+
+def test_with_recomputed_blocks():
+    with_blocks = fit(
+        SmallNet(lr=LR), lo.ActivationCheckpointing("custom", modules=["layer.0", "layer.2"]),
+        preconditioner(),
+    )  # fmt: skip
+    assert_same_weights(with_blocks, fit(SmallNet(lr=LR), preconditioner()))
+
+
+class Attending(SmallNet):
+    """Attention among the features, by the kernel that torch takes for such inputs."""
+
+    def __init__(self) -> None:
+        super().__init__(lr=LR)
+        self.scale = nn.Parameter(torch.ones(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        q = (x[:, None, :, None] * self.scale).contiguous()
+        return self.layer(scaled_dot_product_attention(q, q, q)[:, 0, :, 0])  # type: ignore[no-any-return]
+
+
+def test_attention_whose_kernel_has_no_second_derivative():
+    callback = preconditioner()
+    fit(Attending(), callback)
+    assert callback.state_dict()["average"]["scale"].all()
+
+
+def test_a_compiled_module():
+    model = SmallNet(lr=LR)
+    model.layer.compile(backend="aot_eager")
+    fit(model, preconditioner())
+    assert_same_weights(model, fit(SmallNet(lr=LR), preconditioner()), atol=1e-5)
+    torch.compiler.reset()
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad.clone()
+
+
+def test_an_operator_without_a_second_derivative_is_named():
+    class Cut(SmallNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return Once.apply(self.layer(x))  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match=r"could not differentiate the loss twice.*once_differ"):
+        fit(Cut(), preconditioner())
+
+
+def test_steps_without_a_loss():
+    class Sometimes(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx % 2 else super().training_step(batch, batch_idx)
+
+    callback = preconditioner()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", ".*returned .None", UserWarning)
+        fit(Sometimes(lr=LR), callback)
+    assert callback.report().rows[0]["steps"] == 6
+
+
+def test_logs_and_report():
+    logger, callback = MemoryLogger(), preconditioner(log_every_n_steps=4)
+    fit(SmallNet(lr=LR), callback, logger=logger)
+    averages = flat(callback._preconditioner.average().values())
+    assert logger.series("precondition/curvature")[-1] == pytest.approx(
+        averages.abs().mean().item()
+    )
+    assert logger.series("precondition/negative")[-1] == pytest.approx(
+        (averages < 0).float().mean().item()
+    )
+    assert len(logger.series("precondition/clipped")) == 3
+    assert all(0 <= share <= 1 for share in logger.series("precondition/clipped"))
+    row = callback.report().rows[0]
+    assert (row["steps"], row["estimates"]) == (12, 4)
+
+
+# --- the arithmetic -----------------------------------------------------------------------------
+
+
+def test_a_loss_scale_does_not_matter():
+    results = []
+    for scale in (1.0, torch.tensor(1024.0)):
+        rule = DiagonalPreconditioner(0.9, 1.0, 1e-8, 0.5)
+        rule.update({"w": torch.tensor([2.0, -4.0, 1e-3])})
+        gradient = torch.tensor([0.5, 1.0, 7.0]) * scale
+        rule.apply(["w"], [gradient], scale)
+        results.append(gradient / scale)
+    assert results[0].tolist() == pytest.approx([0.25, 0.25, 0.5])
+    assert torch.equal(results[1], results[0])
+
+
+def test_what_is_not_finite_stays_so_and_never_enters_the_average():
+    rule = DiagonalPreconditioner(0.5, 1.0, 1e-8, 0.5)
+    rule.update({"w": torch.tensor([2.0, math.nan])})
+    gradient = torch.tensor([0.3, -0.2])
+    rule.apply(["w"], [gradient])  # nothing is known yet, so only the bound holds
+    assert gradient.tolist() == pytest.approx([0.3, -0.2])
+    rule.update({"w": torch.tensor([2.0, 4.0])})
+    rule.update({"w": torch.tensor([math.inf, 4.0])})
+    assert rule.average()["w"].tolist() == [2.0, 4.0]
+    gradient = torch.tensor([math.inf, math.nan])
+    rule.apply(["w"], [gradient])
+    assert not torch.isfinite(gradient).any()
+
+
+def test_the_average_is_that_of_the_estimates():
+    rule = DiagonalPreconditioner(0.9, 1.0, 1e-8, None)
+    values = [3.0, 1.0, -2.0, 5.0]
+    for value in values:
+        rule.update({"w": torch.tensor([value])})
+    weights = [0.9**age for age in range(4)][::-1]
+    mean = sum(w * v for w, v in zip(weights, values, strict=True)) / sum(weights)
+    assert rule.average()["w"].item() == pytest.approx(mean)
+
+
+# --- what cannot be -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"every_n_steps": 0}, "every_n_steps must be a whole number of at least 1, got 0"),
+        ({"beta": 1.0}, "beta must be a number of at least 0 and below 1, got 1.0"),
+        ({"power": 2.0}, "power must be a number from 0.0 to 1.0, got 2.0"),
+        ({"damping": 0.0}, "damping must be a finite number above 0, got 0.0"),
+        ({"clip": -1.0}, "clip must be a finite number above 0, got -1.0"),
+        ({"fraction": 0.0}, "fraction must be above 0 and at most 1, got 0.0"),
+    ],
+)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lo.CurvaturePreconditioner(**settings)
+
+
+class Manual(SmallNet):
+    automatic_optimization = False
+
+
+@pytest.mark.parametrize(
+    ("make", "settings", "message"),
+    [
+        (Manual, {}, "does not work with manual optimisation"),
+        (SmallNet, {"precision": "bf16-true"}, "needs weights in float32"),
+        (SmallNet, {"strategy": ModelParallelStrategy()}, "does not work with ModelParallelStr"),
+        (lambda: SmallNet("LBFGS"), {}, "LBFGS"),
+    ],
+)
+def test_runs_that_are_refused(make, settings, message):
+    trainer, model = quiet_trainer(**settings), make()
+    callback = preconditioner()
+    if not isinstance(settings.get("strategy"), ModelParallelStrategy):
+        trainer.callbacks.append(callback)
+        with pytest.raises(ValueError, match=message):
+            trainer.fit(model, loader_of(2))
+        return
+    with pytest.raises(ValueError, match=message):  # before any process is started
+        callback.setup(trainer, model, "fit")
+
+
+def test_a_batch_that_cannot_be_cut():
+    class Odd(SmallNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return super().training_step(batch["rows"], batch_idx)
+
+    def collate(rows: Any) -> Any:
+        x, y = torch.utils.data.default_collate(rows)
+        return {"rows": (x, y), "odd": torch.zeros(3)}
+
+    loader = DataLoader(loader_of(4).dataset, batch_size=4, collate_fn=collate)
+    with pytest.raises(lo.UnsplittableBatchError, match=r"Give fraction=1\.0"):
+        quiet_trainer(callbacks=[preconditioner(fraction=0.5)]).fit(Odd(), loader)
+    quiet_trainer(callbacks=[preconditioner()]).fit(Odd(), loader)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_under_a_loss_scaler(fused):
+    """The curvature is that of float32, and steps that overflow are left to the scaler."""
+    finals = []
+    for scale in (None, 1024.0, 2.0**40):
+        plugins = [] if scale is None else [lo.DynamicLossScale(scale, growth_interval=1000)]
+        callback, model = preconditioner(), SmallNet("SGD", lr=LR, fused=fused)
+        fit(model, callback, plugins=plugins)
+        finals.append((callback.state_dict()["average"]["layer.0.weight"], model))
+    assert_same_weights(finals[1][1], finals[0][1], atol=0.02)  # float16 forward and backward
+    assert all(p.isfinite().all() for p in finals[2][1].parameters())

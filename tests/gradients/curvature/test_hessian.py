@@ -1,0 +1,267 @@
+"""Second derivatives against autograd's own Hessian in float64."""
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
+
+import lightning_opt as lo
+
+
+class Attention(nn.Module):
+    """Causal self-attention by SDPA, whose fast kernels have no second derivative."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(4, 12)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.project(x).view(*x.shape[:2], 3, 2, 2).permute(2, 0, 3, 1, 4)
+        y = scaled_dot_product_attention(q, k, v, is_causal=True)
+        return self.out(y.transpose(1, 2).flatten(2)).mean(1)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm = nn.LSTM(3, 4, batch_first=True)
+        self.out = nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.lstm(x)[0][:, -1])
+
+
+NETWORKS = {
+    "mlp": (lambda: nn.Sequential(nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2)), (5, 4)),
+    "convnet": (
+        lambda: nn.Sequential(
+            nn.Conv2d(1, 2, 3), nn.BatchNorm2d(2), nn.GELU(), nn.Flatten(), nn.Linear(18, 2)
+        ),
+        (5, 1, 5, 5),
+    ),
+    "lstm": (Recurrent, (5, 6, 3)),
+    "attention": (Attention, (5, 4, 4)),
+}
+
+
+class Case:
+    """A small network with its loss as a function of its parameters, and its Hessian."""
+
+    def __init__(self, name: str, dtype: torch.dtype = torch.float64) -> None:
+        make, shape = NETWORKS[name]
+        self.net = make().to(dtype)
+        self.names = [name for name, _ in self.net.named_parameters()]
+        self.params = list(self.net.parameters())
+        self.x = torch.randn(shape, dtype=dtype)
+        self.y = torch.arange(len(self.x)) % 2
+
+    def loss(self, params: list[Tensor]) -> Tensor:
+        values = dict(zip(self.names, params, strict=True))
+        return cross_entropy(functional_call(self.net, values, (self.x,)), self.y)
+
+    def graph(self) -> Tensor:
+        with sdpa_kernel(SDPBackend.MATH):
+            return self.loss(self.params)
+
+    def hessian(self) -> Tensor:
+        """Return the whole matrix, by torch's reference implementation."""
+        shapes = [p.shape for p in self.params]
+
+        def of_flat(flat: Tensor) -> Tensor:
+            parts = flat.split([shape.numel() for shape in shapes])
+            return self.loss([p.view(s) for p, s in zip(parts, shapes, strict=True)])
+
+        with sdpa_kernel(SDPBackend.MATH):
+            return torch.autograd.functional.hessian(of_flat, flat(self.params).detach())
+
+
+def flat(parts) -> Tensor:
+    return torch.cat([part.flatten() for part in parts])
+
+
+each_network = pytest.mark.parametrize("name", NETWORKS)
+both_kinds = pytest.mark.parametrize("kind", ["function", "graph"])
+
+
+@each_network
+@both_kinds
+def test_products_are_those_of_the_hessian(name, kind):
+    case = Case(name)
+    vectors = [torch.randn_like(p) for p in case.params]
+    loss = case.loss if kind == "function" else case.graph()
+    product = lo.hessian_vector_product(loss, case.params, vectors)
+    torch.testing.assert_close(flat(product), case.hessian() @ flat(vectors), rtol=1e-9, atol=1e-12)
+    assert not any(part.requires_grad for part in product)
+    assert all(p.grad is None for p in case.params)
+
+
+@each_network
+@both_kinds
+def test_the_exact_diagonal_and_trace(name, kind):
+    case = Case(name)
+    loss = case.loss if kind == "function" else case.graph()
+    true = case.hessian().diagonal()
+    diagonal = lo.hessian_diagonal(loss, case.params, method="exact")
+    torch.testing.assert_close(flat(diagonal.value), true, rtol=1e-9, atol=1e-12)
+    assert [d.shape for d in diagonal.value] == [p.shape for p in case.params]
+    assert not flat(diagonal.standard_error).any()
+    assert diagonal.n_samples == 0
+    trace = lo.hessian_trace(loss, case.params, method="exact")
+    assert trace.value.item() == pytest.approx(true.sum().item(), rel=1e-9)
+
+
+def test_the_exact_diagonal_in_pieces(monkeypatch):
+    case = Case("mlp")
+    whole = lo.hessian_diagonal(case.loss, case.params, method="exact").value
+    monkeypatch.setattr("lightning_opt.gradients.curvature.hessian.MOST_UNIT_ELEMENTS", 50)
+    pieces = lo.hessian_diagonal(case.loss, case.params, method="exact").value
+    torch.testing.assert_close(flat(pieces), flat(whole))
+
+
+@each_network
+def test_hutchinson_is_within_its_standard_error_over_many_seeds(name):
+    """The mean of 100 unbiased estimates lies within 3 standard errors; so does each, mostly."""
+    case = Case(name)
+    true = case.hessian()
+    loss = case.graph()
+    diagonals, traces, far = [], [], 0
+    for seed in range(100):
+        generator = torch.Generator().manual_seed(seed)
+        diagonals.append(flat(lo.hessian_diagonal(loss, case.params, 4, generator=generator).value))
+        trace = lo.hessian_trace(loss, case.params, 8, generator=generator)
+        traces.append(trace.value)
+        far += abs(trace.value - true.trace()) > 3 * trace.standard_error
+    # Eight samples: Student's t with 7 degrees of freedom is beyond 3 in 2% of cases.
+    assert far <= 8
+    spread = torch.stack(traces)
+    assert abs(spread.mean() - true.trace()) < 3 * spread.std() / math.sqrt(100)
+    errors = torch.stack(diagonals)
+    z = (errors.mean(0) - true.diagonal()) / (errors.std(0) / math.sqrt(100)).clamp_min(1e-15)
+    assert z.abs().max() < 4.0  # of up to 60 elements
+    assert z.square().mean() < 2.0
+
+
+def test_the_standard_error_is_that_of_the_mean():
+    case = Case("mlp")
+    loss = case.graph()
+    generator = torch.Generator().manual_seed(5)
+    estimate = lo.hessian_diagonal(loss, case.params, 6, generator=generator)
+    generator = torch.Generator().manual_seed(5)
+    singles = [lo.hessian_diagonal(loss, case.params, 1, generator=generator) for _ in range(6)]
+    samples = torch.stack([flat(single.value) for single in singles])
+    torch.testing.assert_close(flat(estimate.value), samples.mean(0))
+    torch.testing.assert_close(flat(estimate.standard_error), samples.std(0) / math.sqrt(6))
+    assert torch.isnan(flat(singles[0].standard_error)).all()
+
+
+@each_network
+def test_the_top_eigenvalue(name):
+    case = Case(name)
+    top = torch.linalg.eigvalsh(case.hessian())[-1].item()
+    found = lo.top_eigenvalue(case.loss, case.params, max_iterations=60, tolerance=1e-6)
+    assert found.value == pytest.approx(top, rel=1e-6)
+    assert found.residual <= 1e-6 * top
+    assert found.iterations < 60
+    early = lo.top_eigenvalue(case.loss, case.params, max_iterations=3, tolerance=0.0)
+    assert early.iterations == 3
+    assert early.value <= top * (1 + 1e-9)
+
+
+def test_the_top_eigenvalue_is_the_largest_and_not_the_largest_in_size():
+    scale = torch.tensor([-9.0, 1.0, 4.0], dtype=torch.float64)
+    x = torch.ones(3, dtype=torch.float64, requires_grad=True)
+    assert lo.top_eigenvalue(0.5 * (scale * x * x).sum(), [x]).value == pytest.approx(4.0)
+
+
+def test_a_hessian_of_zero_and_one_that_is_not_finite():
+    x = torch.ones(3, requires_grad=True)
+    assert lo.top_eigenvalue(x.sum(), [x]).value == 0.0
+    assert lo.hessian_vector_product(x.sum(), [x], [torch.ones(3)])[0].eq(0).all()
+    broken = lo.top_eigenvalue((x * math.inf).square().sum(), [x])
+    assert math.isnan(broken.value)
+    assert broken.residual == math.inf
+
+
+def test_parameters_that_the_loss_does_not_depend_on():
+    x, y = (torch.ones(2, requires_grad=True) for _ in range(2))
+    loss = (x**3).sum()
+    product = lo.hessian_vector_product(loss, [x, y], [torch.ones(2), torch.ones(2)])
+    assert product[0].tolist() == [6.0, 6.0]
+    assert product[1].tolist() == [0.0, 0.0]
+    exact = lo.hessian_diagonal(loss, [x, y], method="exact").value
+    assert exact[0].tolist() == [6.0, 6.0]
+    assert exact[1].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize("name", ["mlp", "attention"])
+def test_random_numbers_are_as_before_and_the_same_in_each_product(name):
+    """A function with dropout has one Hessian, and its evaluation leaves no trace."""
+    case = Case(name)
+
+    def with_dropout(params: list[Tensor]) -> Tensor:
+        return case.loss([nn.functional.dropout(p, 0.3) for p in params])
+
+    vectors = [torch.randn_like(p) for p in case.params]
+    before = torch.get_rng_state()
+    first = lo.hessian_vector_product(with_dropout, case.params, vectors)
+    second = lo.hessian_vector_product(with_dropout, case.params, vectors)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(flat(first), flat(second))
+    assert torch.isfinite(flat(first)).all()
+
+
+def test_float32_is_close():
+    torch.manual_seed(3)
+    double = Case("lstm")
+    torch.manual_seed(3)
+    single = Case("lstm", torch.float32)
+    for a, b in zip(single.params, double.params, strict=True):
+        b.data.copy_(a)
+    double.x.copy_(single.x)
+    exact = lo.hessian_diagonal(single.loss, single.params, method="exact").value
+    true = double.hessian().diagonal()
+    torch.testing.assert_close(flat(exact).double(), true, rtol=1e-3, atol=1e-5)
+
+
+def test_what_cannot_be():
+    case = Case("mlp")
+    vectors = [torch.zeros(p.shape) for p in case.params]
+    with pytest.raises(ValueError, match="must be one real number, got a tensor of shape"):
+        lo.hessian_vector_product(torch.ones(2, requires_grad=True) * 2, case.params, vectors)
+    with pytest.raises(ValueError, match="vectors must have the shapes of params"):
+        lo.hessian_vector_product(case.loss, case.params, vectors[1:])
+    with pytest.raises(ValueError, match="params must hold at least one"):
+        lo.hessian_vector_product(case.loss, [], [])
+    with pytest.raises(ValueError, match="method must be one of 'hutchinson', 'exact'"):
+        lo.hessian_diagonal(case.loss, case.params, method="gauss")
+    with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1"):
+        lo.hessian_trace(case.loss, case.params, 0)
+    with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
+        lo.top_eigenvalue(case.loss, case.params, tolerance=-1.0)
+    attention = Case("attention")
+    with pytest.raises(RuntimeError, match="has no second derivative"):
+        lo.hessian_trace(attention.loss(attention.params), attention.params)
+
+
+class Once(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return x.clone()
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx, grad):
+        return grad.clone()
+
+
+def test_a_function_that_can_be_differentiated_once_only():
+    """torch itself would leave its part out and say nothing."""
+    x = torch.ones(3, requires_grad=True)
+    for method in ("hutchinson", "exact"):
+        with pytest.raises(RuntimeError, match="marked once_differentiable"):
+            lo.hessian_diagonal(Once.apply(torch.tanh(x)).square().sum(), [x], method=method)

@@ -1,0 +1,384 @@
+"""What the guard does when faults go on: back off, roll back, stop."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlateau, StepLR
+
+import lightning_opt as lo
+from lightning_opt.gradients.guard.ladder import Ladder
+from lightning_opt.gradients.guard.snapshot import (
+    Snapshot,
+    copy_back,
+    copy_to_host,
+    nonfinite_names,
+)
+from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
+from tests.helpers.models import assert_same_weights, weights_of
+from tests.helpers.syncs import take_device_path
+from tests.helpers.trainers import quiet_trainer
+
+
+class Scheduled(FaultyNet):
+    """AdamW, fused if told so, with a learning rate that falls at every step."""
+
+    def configure_optimizers(self) -> Any:
+        optimizer = super().configure_optimizers()
+        scheduler = ExponentialLR(optimizer, 0.97)
+        return [optimizer], [{"scheduler": scheduler, "interval": "step"}]
+
+
+def scheduled(faults: Any, *, leave_out: Any = (), batches: int = 40, fused: bool = False) -> Any:
+    settings = {"lr": 0.02, "fused": fused}
+    return Scheduled(faults, torch.optim.AdamW, settings, batches=batches, leave_out=leave_out)
+
+
+def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
+    quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
+    return model
+
+
+def row(start: int, stop: int, kind: str = "nan") -> dict[int, str]:
+    return dict.fromkeys(range(start, stop), kind)
+
+
+class TestLadder:
+    def climb(self, policy: Any, faults: int, **settings: Any) -> list[str]:
+        ladder = Ladder(policy, **settings)
+        state = ladder.init()
+        return [ladder.step_up(state) for _ in range(faults)]
+
+    def test_rungs(self) -> None:
+        skip = ["skip", "skip", "backoff", *["skip"] * 6, "raise"]
+        assert self.climb("skip", 10) == skip
+        rollback = ["skip", "skip", "backoff", "skip", "skip", "rollback", *["skip"] * 3, "raise"]
+        assert self.climb("rollback", 10) == rollback
+        assert self.climb("raise", 1) == ["raise"]
+        assert self.climb("skip", 4, lr_backoff=1.0) == ["skip"] * 4
+        assert self.climb("skip", 2, max_consecutive=2) == ["skip", "raise"]
+
+    def test_learning_rate_recovers_in_the_steps_promised(self) -> None:
+        ladder = Ladder(lr_recovery_steps=20)
+        state = ladder.init()
+        for _ in range(3):
+            ladder.step_up(state)
+        scales = []
+        for _ in range(21):
+            scales.append(state["lr_scale"])
+            ladder.step_down(state)
+        assert scales[0] == 0.5
+        assert scales[10] == pytest.approx(0.5**0.5)
+        assert scales[19] < 1
+        assert scales[20] == pytest.approx(1)
+        ladder.step_down(state)
+        assert state["lr_scale"] == 1
+
+    def test_learning_rate_has_a_floor(self) -> None:
+        ladder = Ladder()
+        state = ladder.init()
+        for _ in range(50):
+            ladder.back_off(state)
+        assert state["lr_scale"] == 0.5**4
+
+
+class Rates(torch.optim.SGD):
+    """Remembers the learning rate of each update."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.used: list[float] = []
+
+    def step(self, closure: Any = None) -> Any:  # type: ignore[override]
+        result = super().step(closure)
+        self.used.append(float(self.param_groups[0]["lr"]))
+        return result
+
+
+class TestBackOff:
+    @pytest.fixture(autouse=True)
+    def _hooks_of_both_classes(self) -> None:
+        """torch wraps ``step`` of a class when it makes the first optimizer of that class."""
+        torch.optim.SGD([torch.ones(1)])
+
+    @pytest.mark.parametrize("tensor", [False, True])
+    @pytest.mark.parametrize("scaler", [False, True])
+    def test_composes_with_a_chained_schedule(self, scaler: bool, tensor: bool) -> None:
+        """Rates used are the schedule's times the scale; the schedule itself is untouched."""
+        seen: list[float] = []
+
+        class Net(FaultyNet):
+            def configure_optimizers(self) -> Any:
+                lr: Any = torch.tensor(0.01) if tensor else 0.01
+                self.rates = Rates(self.parameters(), lr=lr, foreach=False)
+                schedule = ExponentialLR(self.rates, 0.9)
+                return [self.rates], [{"scheduler": schedule, "interval": "step"}]
+
+        class Reader(Callback):
+            def on_train_batch_end(self, trainer: Any, *_: Any) -> None:
+                seen.append(float(trainer.optimizers[0].param_groups[0]["lr"]))
+
+        settings: dict[str, Any] = {}
+        if scaler:
+            grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
+            settings["plugins"] = MixedPrecision("16-mixed", "cpu", grad_scaler)
+        guard = lo.NonFiniteGuard(lr_recovery_steps=4)
+        model = Net(row(5, 8), batches=16)
+        fit(model, guard, Reader(), **settings)
+        assert seen == pytest.approx([0.01 * 0.9 ** (step + 1) for step in range(16)], rel=1e-5)
+        scales = [1.0] * 8 + [0.5 ** (1 - step / 4) for step in (1, 2, 3, 4)] + [1.0] * 4
+        # The rate of a step is decided once its own verdict is in.
+        expected = [0.01 * 0.9**step * scale for step, scale in enumerate(scales)]
+        used = model.rates.used
+        if scaler:  # which makes no update at all of an overflow
+            assert used == pytest.approx(expected[:5] + expected[8:], rel=1e-5)
+        else:
+            del used[5:8], expected[5:8]
+            assert used == pytest.approx(expected, rel=1e-5)
+
+    def test_a_rate_set_by_the_user_in_mid_step_stays(self) -> None:
+        class Net(FaultyNet):
+            def on_before_optimizer_step(self, optimizer: Any) -> None:
+                optimizer.param_groups[0]["lr"] = 0.001 * (self.trainer.global_step + 1)
+
+        model = fit(Net(row(2, 5)), lo.NonFiniteGuard())
+        assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.012)
+
+
+class TestRollback:
+    @pytest.mark.parametrize("device_path", [False, True])
+    @pytest.mark.parametrize("kind", ["nan", "root"])
+    def test_goes_on_from_the_snapshot_with_the_data_after(
+        self, kind: str, device_path: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """Bit by bit the run that never saw the batches from the snapshot to the rollback."""
+        if device_path:
+            take_device_path(monkeypatch)
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
+        rolled = fit(scheduled(row(15, 21, kind), fused=device_path), guard)
+        last = 22 if device_path else 20  # the host hears of it two steps later
+        clean = fit(scheduled({}, leave_out=range(10, last + 1), fused=device_path))
+        assert_same_weights(rolled, clean)
+        torch.testing.assert_close(optimizer_state(rolled), optimizer_state(clean), rtol=0, atol=0)
+        schedules = [m.lr_schedulers().state_dict() for m in (rolled, clean)]
+        assert schedules[0] == schedules[1]
+        assert guard._judge.rollbacks == 1
+        assert [event["batch_idx"] for event in guard.events] == list(range(15, 21))
+        assert [event["action"] for event in guard.events] == ["skip"] * 5 + ["rollback"]
+
+    def test_before_any_good_step(self) -> None:
+        guard = lo.NonFiniteGuard("rollback", lr_backoff=1.0)
+        rolled = fit(scheduled(row(4, 10)), guard)
+        assert_same_weights(rolled, fit(scheduled({}, leave_out=range(10))))
+        assert guard._judge.rollbacks == 1
+
+    def test_lion_and_its_count_in_the_group(self) -> None:
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
+        rolled = fit(FaultyNet(row(15, 21), Lion, {"lr": 0.01}, batches=40), guard)
+        clean = fit(FaultyNet({}, Lion, {"lr": 0.01}, batches=40, leave_out=range(10, 21)))
+        assert_same_weights(rolled, clean)
+        assert (
+            optimizer_state(rolled)[0]["param_groups"] == optimizer_state(clean)[0]["param_groups"]
+        )
+
+    def test_loss_scaler_goes_back_too(self) -> None:
+        def precision() -> MixedPrecision:
+            scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
+            return MixedPrecision("16-mixed", "cpu", scaler)
+
+        plugins = precision()
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
+        fit(FaultyNet(row(15, 21), batches=30), guard, plugins=plugins)
+        assert plugins.scaler is not None
+        assert plugins.scaler.get_scale() == 64.0  # six faults had halved it six times
+        assert plugins.scaler._get_growth_tracker() == 10 + 9
+
+    def test_scales_the_learning_rate_again(self) -> None:
+        guard = lo.NonFiniteGuard("rollback", lr_recovery_steps=10**6)
+        fit(scheduled(row(4, 10)), guard)
+        assert guard._judge.scalars()["guard/lr_scale"] == pytest.approx(0.25, rel=1e-3)
+
+    def test_the_same_snapshot_is_restored_three_times(self) -> None:
+        faults = {**row(4, 10), **row(11, 17), **row(18, 24), **row(25, 31)}
+        guard = lo.NonFiniteGuard("rollback")
+        with pytest.raises(FloatingPointError, match="rollbacks: 3"):
+            fit(scheduled(faults), guard)
+        assert guard.events[-1]["batch_idx"] == 30
+        assert guard.events[-1]["action"] == "raise"
+
+
+class TestDamagedWeights:
+    @pytest.mark.parametrize("device_path", [False, True])
+    def test_rolls_back_at_once(self, device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if device_path:
+            take_device_path(monkeypatch)
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
+        rolled = fit(scheduled({15: "weight"}, fused=device_path), guard)
+        last = 17 if device_path else 15
+        clean = fit(scheduled({}, leave_out=range(10, last + 1), fused=device_path))
+        assert_same_weights(rolled, clean)
+        event = guard.events[-1]
+        assert (event["batch_idx"], event["kind"]) == (15, "nonfinite_weight")
+        assert event["parameters"] == ["head.weight"]
+
+    def test_stops_without_a_snapshot_and_says_why(self) -> None:
+        guard = lo.NonFiniteGuard()
+        with pytest.raises(FloatingPointError, match=r"batch 5.*head\.weight.*policy='rollback'"):
+            fit(FaultyNet({5: "weight"}), guard)
+        assert [event["kind"] for event in guard.events] == ["nonfinite_weight"]
+
+    @pytest.mark.parametrize("policy", ["skip", "rollback"])
+    def test_a_weight_that_the_loss_does_not_see(self, policy: Any) -> None:
+        """It is found when a snapshot is due, which must not preserve it."""
+
+        class Net(FaultyNet):
+            def __init__(self, *args: Any, **settings: Any) -> None:
+                super().__init__(*args, **settings)
+                self.spare = nn.Linear(2, 2)
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                if batch_idx == 5:
+                    self.spare.weight.data[0, 0] = float("inf")
+                return super().training_step(batch, batch_idx)
+
+        guard = lo.NonFiniteGuard(policy, snapshot_every_n_steps=10)
+        model = fit(Net(), guard)
+        if policy == "rollback":
+            assert all_finite(model)
+            (event,) = guard.events
+            assert (event["parameters"], event["batch_idx"]) == (["spare.weight"], None)
+            assert "nonfinite_weight" in guard.report().to_text()
+        else:
+            assert not guard.events
+
+    def test_a_large_buffer(self) -> None:
+        class Net(FaultyNet):
+            def __init__(self, *args: Any, **settings: Any) -> None:
+                super().__init__(*args, **settings)
+                self.register_buffer("queue", torch.zeros(2**16 + 1))
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx) + self.queue.sum()
+                self.queue[0] = loss.detach() * 0
+                return loss
+
+        guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=3, lr_backoff=1.0)
+        model = fit(Net({7: "nan"}), guard)
+        assert all_finite(model)
+        assert guard.events[-1]["parameters"] == ["queue"]
+        assert_same_weights(model, fit(Net({}, leave_out=(6, 7))))
+
+
+class TestStop:
+    def test_raise_stops_at_the_first_fault_before_any_harm(self) -> None:
+        model, guard = FaultyNet({5: "log"}), lo.NonFiniteGuard("raise")
+        with pytest.raises(FloatingPointError, match=r"at step 5 \(epoch 0, batch 5, rank 0\)"):
+            fit(model, guard)
+        assert_same_weights(model, fit(FaultyNet({}, leave_out=range(5, 12))))
+
+    @pytest.mark.parametrize("at", [3, 11])
+    def test_on_the_device_path_too(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        take_device_path(monkeypatch)
+        model = FaultyNet({at: "nan"}, torch.optim.AdamW, {"lr": 0.01, "fused": True})
+        with pytest.raises(FloatingPointError, match=f"at step {at}"):
+            fit(model, lo.NonFiniteGuard("raise"))
+        assert all_finite(model)
+
+    def test_after_max_consecutive(self) -> None:
+        model, guard = FaultyNet(row(3, 12)), lo.NonFiniteGuard(max_consecutive=5)
+        with pytest.raises(FloatingPointError, match="Faults in a row: 5") as stopped:
+            fit(model, guard)
+        message = str(stopped.value)
+        for part in ("policy='skip'", "batch 7", "encoder.weight", "skipped: 5 of 8", "save_batch"):
+            assert part in message
+        assert_same_weights(model, fit(FaultyNet({}, leave_out=range(3, 12))))
+
+    def test_the_gradient_alone_gets_advice_of_its_own(self) -> None:
+        with pytest.raises(FloatingPointError, match=r"head\.bias.*derivative is not"):
+            fit(FaultyNet({3: "root"}), lo.NonFiniteGuard("raise"))
+
+    def test_stopped_run_resumes_from_its_checkpoint(self, tmp_path: Path) -> None:
+        path = tmp_path / "last.ckpt"
+
+        class Keep(Callback):
+            def on_exception(self, trainer: Any, *_: Any) -> None:
+                trainer.save_checkpoint(path)
+
+        with pytest.raises(FloatingPointError):
+            fit(FaultyNet({5: "nan"}), lo.NonFiniteGuard("raise"), Keep())
+        assert all(
+            bool(torch.isfinite(v).all())
+            for v in torch.load(path, weights_only=True)["state_dict"].values()
+        )
+
+
+class TestSnapshot:
+    def test_nested_state_comes_back_in_place(self) -> None:
+        state: dict[str, Any] = {
+            "tensor": torch.arange(4.0),
+            "nested": {"pair": (torch.ones(2, dtype=torch.bfloat16), 3)},
+            "list": [torch.zeros(()), "text", None],
+        }
+        original = copy.deepcopy(state)
+        tensor = state["tensor"]
+        saved = copy_to_host(state)
+        tensor.fill_(7)
+        state["nested"]["pair"][0].fill_(9)
+        state["list"][1] = "other"
+        restored = copy_back(saved, state)
+        assert restored is state
+        assert state["tensor"] is tensor
+        assert state["list"][1:] == original["list"][1:]
+        del state["list"], original["list"]
+        torch.testing.assert_close(state, original)
+        tensor.fill_(5)
+        assert saved["tensor"].tolist() == [0, 1, 2, 3]
+
+    def test_host_memory_is_used_again(self) -> None:
+        state = {"a": torch.ones(3), "b": torch.ones(2)}
+        first = copy_to_host(state)
+        second = copy_to_host({"a": torch.zeros(3), "b": torch.zeros(5)}, first)
+        assert second["a"].data_ptr() == first["a"].data_ptr()
+        assert second["b"].tolist() == [0.0] * 5
+
+    @pytest.mark.parametrize("kind", [StepLR, ReduceLROnPlateau])
+    def test_state_made_after_the_snapshot_is_gone(self, kind: type[LRScheduler]) -> None:
+        trainer = quiet_trainer(max_steps=4)
+        model = scheduled({})
+        trainer.fit(model)
+        (optimizer,) = trainer.optimizers
+        before = copy.deepcopy(optimizer.state_dict())
+        weights = weights_of(model)
+        tensors = dict(model.state_dict(keep_vars=True))
+        snapshot = Snapshot()
+        assert not snapshot
+        snapshot.take(trainer, tensors)
+        assert snapshot
+        extra = next(iter(model.parameters()))
+        optimizer.state[extra]["later"] = torch.ones(1)
+        optimizer.state[torch.ones(1)] = {"x": 1}
+        optimizer.param_groups[0]["lr"] = 5.0
+        with torch.no_grad():
+            for tensor in tensors.values():
+                tensor.fill_(3)
+        optimizer.state[extra]["exp_avg"] = None
+        snapshot.restore(trainer, tensors)
+        assert_same_weights(model, weights)
+        torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
+
+    def test_nonfinite_names(self) -> None:
+        tensors = {
+            "good": torch.tensor([1e38, -1e38]),
+            "wide": torch.tensor([1e300], dtype=torch.float64),
+            "nan": torch.tensor([1.0, float("nan")]),
+            "half": torch.tensor([1.0, float("-inf")], dtype=torch.float16),
+            "count": torch.tensor([2]),
+            "empty": torch.empty(0),
+        }
+        assert nonfinite_names(tensors) == ["nan", "half"]
+        assert nonfinite_names({}) == []

@@ -1,0 +1,549 @@
+"""A step that the guard leaves out never happened, and everything about it is on record."""
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor
+
+import lightning_opt as lo
+from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
+from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
+from tests.helpers.syncs import SyncCounter, take_device_path
+from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
+
+OPTIMIZERS: dict[str, tuple[type[torch.optim.Optimizer], dict[str, Any]]] = {
+    "sgd": (torch.optim.SGD, {"lr": 0.02}),
+    "momentum": (
+        torch.optim.SGD,
+        {"lr": 0.02, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1},
+    ),
+    "adam": (torch.optim.Adam, {"amsgrad": True, "lr": 0.02}),
+    "adamw": (torch.optim.AdamW, {"lr": 0.02, "weight_decay": 0.1}),
+    "nadam": (torch.optim.NAdam, {"lr": 0.02}),
+    "radam": (torch.optim.RAdam, {"lr": 0.02}),
+    "rmsprop": (torch.optim.RMSprop, {"lr": 0.02, "momentum": 0.9, "centered": True}),
+    "adagrad": (torch.optim.Adagrad, {"lr": 0.02, "lr_decay": 0.1}),
+    "adadelta": (torch.optim.Adadelta, {}),
+    "adamax": (torch.optim.Adamax, {}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.02}),
+    "rprop": (torch.optim.Rprop, {}),
+    "adafactor": (torch.optim.Adafactor, {}),
+    "lion": (Lion, {}),
+}
+FUSED = {
+    name: (kind, {**settings, "fused": True})
+    for name, (kind, settings) in OPTIMIZERS.items()
+    if name in ("sgd", "momentum", "adam", "adamw", "adagrad")
+}
+BAD = {0: "nan", 3: "log", 4: "inf", 7: "constant", 8: "root"}
+
+
+def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
+    quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
+    return model
+
+
+def assert_never_happened(
+    kind: type[torch.optim.Optimizer], settings: dict[str, Any], **trainer: Any
+) -> lo.NonFiniteGuard:
+    """A guarded run ends, bit by bit, where one ends that never saw the bad batches."""
+    guard = lo.NonFiniteGuard()
+    guarded = fit(FaultyNet(BAD, kind, settings), guard, **trainer)
+    clean = fit(FaultyNet({}, kind, settings, leave_out=BAD), **trainer)
+    assert_same_weights(guarded, clean)
+    torch.testing.assert_close(
+        optimizer_state(guarded), optimizer_state(clean), rtol=0, atol=0, equal_nan=False
+    )
+    return guard
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_left_out_step_never_happened(name: str) -> None:
+    guard = assert_never_happened(*OPTIMIZERS[name])
+    assert [event["batch_idx"] for event in guard.events] == sorted(BAD)
+
+
+@pytest.mark.parametrize("name", FUSED)
+def test_left_out_step_never_happened_fused(name: str) -> None:
+    assert_never_happened(*FUSED[name])
+
+
+@pytest.mark.parametrize("name", [*FUSED, "rmsprop", "lion"])
+def test_left_out_step_never_happened_on_the_device_path(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    take_device_path(monkeypatch)
+    guard = assert_never_happened(*{**OPTIMIZERS, **FUSED}[name])
+    assert [event["batch_idx"] for event in guard.events] == sorted(BAD)
+
+
+def test_without_the_guard_the_run_ends_in_nan() -> None:
+    for kind in ("nan", "log", "inf", "root", "weight"):
+        assert not all_finite(fit(FaultyNet({3: kind})))
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_no_update_waits_for_the_device(device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    take_device_path(monkeypatch)
+    model = FaultyNet(optimizer=torch.optim.AdamW, settings={"lr": 0.01, "fused": device_path})
+    guard = lo.NonFiniteGuard(spike=6.0)
+    waits: list[int] = []
+
+    class Watch(Callback):
+        def on_train_batch_start(self, trainer: Any, *_: Any) -> None:
+            self.counter = SyncCounter()
+
+        def on_before_optimizer_step(self, *_: Any) -> None:
+            self.counter.__enter__()
+
+        def on_before_zero_grad(self, *_: Any) -> None:
+            pass
+
+        def on_train_batch_end(self, *_: Any) -> None:
+            self.counter.__exit__(None, None, None)
+            # `DelayedReads` looks at copies that reached the host steps ago.
+            ours = [
+                place
+                for place in self.counter.where
+                if "/lightning_opt/gradients/" in place or "/lightning_opt/core/" in place
+            ]
+            waits.append(len([place for place in ours if "core/delayed.py" not in place]))
+
+    fit(model, Watch(), guard)
+    assert waits == [0 if device_path else 1] * 12
+
+
+class TestWindows:
+    def test_every_micro_batch_counts(self) -> None:
+        guard = lo.NonFiniteGuard()
+        guarded = fit(FaultyNet({4: "nan"}), guard, accumulate_grad_batches=3)
+        clean = fit(FaultyNet({}, leave_out=(3, 4, 5)), accumulate_grad_batches=3)
+        assert_same_weights(guarded, clean)
+        (event,) = guard.events
+        assert (event["batch_idx"], event["step"]) == (4, 1)
+
+    @pytest.mark.parametrize("window", [1, 3, 5])
+    def test_loss_is_the_mean_over_the_window(self, window: int) -> None:
+        losses: list[float] = []
+
+        class Recorder(FaultyNet):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                losses.append(loss.item())
+                return loss
+
+        seen: list[float] = []
+        guard = lo.NonFiniteGuard()
+        examine = guard._judge.detector.examine
+        guard._judge.detector.examine = lambda loss, *a, **k: (  # type: ignore[method-assign]
+            seen.append(loss),
+            examine(loss, *a, **k),
+        )[1]
+        fit(Recorder(), guard, accumulate_grad_batches=window)
+        expected = [
+            sum(losses[i : i + window]) / len(losses[i : i + window]) for i in range(0, 12, window)
+        ]
+        assert seen == pytest.approx(expected)
+
+
+class TestScaler:
+    """fp16 with a loss scaler, on a CPU."""
+
+    @staticmethod
+    def precision(init_scale: float = 2.0**16) -> MixedPrecision:
+        scaler = torch.amp.GradScaler("cpu", init_scale=init_scale)
+        return MixedPrecision("16-mixed", "cpu", scaler)
+
+    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize("device_path", [False, True])
+    def test_overflow_is_no_fault(
+        self, fused: bool, device_path: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if device_path:
+            take_device_path(monkeypatch)
+        settings = {"lr": 0.01, "fused": fused}
+        guard = lo.NonFiniteGuard()
+        plugins = self.precision(2.0**32)
+        model = fit(FaultyNet({}, torch.optim.AdamW, settings, batches=40), guard, plugins=plugins)
+        alone = fit(
+            FaultyNet({}, torch.optim.AdamW, settings, batches=40), plugins=self.precision(2.0**32)
+        )
+        assert not guard.events
+        assert guard.report().notes[0].split("overflows ")[1][0] != "0"
+        assert_same_weights(model, alone)
+        assert plugins.scaler is not None
+        assert plugins.scaler.get_scale() < 2.0**32
+
+    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize("device_path", [False, True])
+    @pytest.mark.parametrize("kind", ["nan", "inf", "log"])
+    def test_loss_that_is_not_finite_is_a_fault(
+        self, fused: bool, device_path: bool, kind: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if device_path:
+            take_device_path(monkeypatch)
+        guard = lo.NonFiniteGuard()
+        model = FaultyNet({3: kind}, torch.optim.AdamW, {"lr": 0.01, "fused": fused})
+        fit(model, guard, plugins=self.precision(64.0))
+        assert [(event["batch_idx"], event["kind"]) for event in guard.events] == [
+            (3, "nonfinite_loss")
+        ]
+        assert all_finite(model)
+
+    def test_overflow_at_a_scale_below_one_is_a_fault(self) -> None:
+        guard = lo.NonFiniteGuard()
+        fit(FaultyNet({3: "root"}), guard, plugins=self.precision(0.5))
+        assert [event["kind"] for event in guard.events] == ["nonfinite_gradient"]
+
+    @pytest.mark.parametrize("fused", [False, True])
+    @pytest.mark.parametrize("device_path", [False, True])
+    def test_spike_is_skipped_and_leaves_the_scale(
+        self, fused: bool, device_path: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if device_path:
+            take_device_path(monkeypatch)
+        settings = {"lr": 1e-3, "fused": fused}
+        plugins, clean_plugins = self.precision(8.0), self.precision(8.0)
+        assert plugins.scaler is not None
+        assert clean_plugins.scaler is not None
+        guard = lo.NonFiniteGuard(spike=6.0)
+        guarded = FaultyNet({30: "spike"}, torch.optim.AdamW, settings, batches=40)
+        fit(guarded, guard, plugins=plugins)
+        clean = FaultyNet({}, torch.optim.AdamW, settings, batches=40, leave_out=[30])
+        fit(clean, plugins=clean_plugins)
+        assert [event["batch_idx"] for event in guard.events] == [30]
+        assert plugins.scaler.get_scale() == 8.0
+        assert_same_weights(guarded, clean)
+
+    def test_loss_is_reported_without_the_scale(self) -> None:
+        losses: list[float] = []
+
+        class Recorder(FaultyNet):
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                losses.append(loss.item())
+                return loss
+
+        guard = lo.NonFiniteGuard(spike=6.0)
+        fit(Recorder({30: "spike"}, batches=40), guard, plugins=self.precision(8.0))
+        assert guard.events[0]["loss"] == pytest.approx(losses[30])
+
+    def test_callbacks_behind_see_no_gradients_of_a_left_out_step(self) -> None:
+        clipping = lo.AdaptiveClipping(lo.FixedNorm(1e9))
+        guard = lo.NonFiniteGuard(spike=6.0)
+        fit(FaultyNet({30: "spike"}, batches=40), guard, clipping, plugins=self.precision(8.0))
+        assert clipping.report().rows[0]["steps"] == 39
+
+
+class TestSpikes:
+    @pytest.mark.parametrize("device_path", [False, True])
+    def test_spike_is_left_out(self, device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+        if device_path:
+            take_device_path(monkeypatch)
+        guard = lo.NonFiniteGuard(spike=6.0)
+        settings = {"lr": 0.01, "fused": True}
+        guarded = FaultyNet({40: "spike"}, torch.optim.AdamW, settings, batches=60)
+        fit(guarded, guard)
+        clean = FaultyNet({}, torch.optim.AdamW, settings, batches=60, leave_out=[40])
+        assert_same_weights(guarded, fit(clean))
+        assert [(event["batch_idx"], event["kind"]) for event in guard.events] == [
+            (40, "loss_spike")
+        ]
+
+    def test_nothing_is_a_spike_by_default(self) -> None:
+        guard = lo.NonFiniteGuard()
+        fit(FaultyNet({40: "spike"}, torch.optim.Adam, {"lr": 1e-3}, batches=60), guard)
+        assert not guard.events
+
+    @pytest.mark.parametrize("policy", ["skip", "rollback"])
+    def test_lasting_shift_is_accepted(self, policy: Any) -> None:
+        guard = lo.NonFiniteGuard(policy=policy, spike=6.0)
+        shifted = dict.fromkeys(range(40, 120), "spike")
+        settings = {"lr": 1e-9}  # the model stays as it is
+        fit(FaultyNet(shifted, settings=settings, batches=120), guard)
+        skipped = [event["batch_idx"] for event in guard.events]
+        assert skipped == list(range(40, 40 + len(skipped)))
+        assert 3 <= len(skipped) < 10
+        assert guard._judge.rollbacks == (policy == "rollback")
+
+
+class TestBuffers:
+    def test_batch_norm_of_a_left_out_step_is_as_before(self) -> None:
+        guarded = fit(FaultyNet({11: "nan"}), lo.NonFiniteGuard())
+        clean = fit(FaultyNet({}, leave_out=[11]))
+        assert int(guarded.norm.num_batches_tracked) == 11
+        torch.testing.assert_close(guarded.norm.running_var, clean.norm.running_var)
+
+    def test_buffers_that_are_assigned_anew(self) -> None:
+        class Averaging(FaultyNet):
+            def __init__(self, *args: Any, **settings: Any) -> None:
+                super().__init__(*args, **settings)
+                self.register_buffer("average", torch.zeros(6))
+                self.register_buffer("absent", None)
+                self.register_buffer("mask", torch.ones(6, dtype=torch.bool))
+
+            def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+                loss = super().training_step(batch, batch_idx)
+                self.average = 0.9 * self.average + 0.1 * batch[1].mean(0) * loss.detach()
+                return loss
+
+        guarded = fit(Averaging({3: "nan", 4: "log"}), lo.NonFiniteGuard())
+        assert_same_weights(guarded, fit(Averaging({}, leave_out=[3, 4])))
+
+
+class TestManualOptimization:
+    def test_each_optimizer_on_its_own(self) -> None:
+        class Faulty(AdversarialNet):
+            def generator_loss(self, batch: Any) -> Tensor:
+                loss = super().generator_loss(batch)
+                return loss * float("nan") if self.trainer.fit_loop.batch_idx in (4, 5) else loss
+
+        guard = lo.NonFiniteGuard()
+        model = fit(Faulty(), guard)
+        assert all_finite(model)
+        assert [(event["optimizer"], event["batch_idx"]) for event in guard.events] == [
+            (0, 4),
+            (0, 5),
+        ]
+        ladders = [guard._judge.standing(index)["ladder"] for index in (0, 1)]
+        assert [ladder["skipped"] for ladder in ladders] == [2, 0]
+
+    def test_a_healthy_optimizer_does_not_end_the_row_of_another(self) -> None:
+        class Faulty(AdversarialNet):
+            def generator_loss(self, batch: Any) -> Tensor:
+                return super().generator_loss(batch) * float("nan")
+
+        with pytest.raises(FloatingPointError, match="Faults in a row: 4"):
+            fit(Faulty(), lo.NonFiniteGuard(max_consecutive=4))
+
+
+class TestRecords:
+    def test_events_name_step_batch_loss_and_parameters(self, tmp_path: Path) -> None:
+        file = tmp_path / "deep" / "events.jsonl"
+        guard = lo.NonFiniteGuard(events_file=file)
+        fit(FaultyNet({2: "nan", 5: "root"}, batches=8), guard, max_epochs=2)
+        first, second, *_ = guard.events
+        assert (first["step"], first["epoch"], first["batch_idx"]) == (2, 0, 2)
+        assert math.isnan(first["loss"])
+        assert first["ranks"] == [0]
+        assert first["parameters_total"] == 6
+        assert (second["kind"], second["parameters"]) == ("nonfinite_gradient", ["head.bias"])
+        assert math.isfinite(second["loss"])
+        assert [event["step"] for event in guard.events] == [2, 5, 10, 13]
+        lines = [json.loads(line) for line in file.read_text().splitlines()]
+        assert [line["step"] for line in lines] == [2, 5, 10, 13]
+        assert lines[0]["loss"] == "nan"
+
+    def test_batches_are_saved_up_to_five(self, tmp_path: Path) -> None:
+        guard = lo.NonFiniteGuard(save_batch=True, max_consecutive=100)
+        faults = dict.fromkeys((2, 3, 5, 7, 8, 9, 10, 11), "nan")
+        model = FaultyNet(faults)
+        fit(model, guard, default_root_dir=tmp_path)
+        files = [event.get("batch_file") for event in guard.events]
+        assert all(files[:5])
+        assert not any(files[5:])
+        saved = torch.load(str(files[1]), weights_only=False)
+        assert int(saved["batch"][0]) == 3
+        assert saved["event"]["batch_idx"] == 3
+        assert len(list(tmp_path.rglob("*.pt"))) == 5
+
+    @pytest.mark.parametrize("device_path", [False, True])
+    def test_saved_batch_of_a_window(
+        self, device_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        if device_path:
+            take_device_path(monkeypatch)
+        guard = lo.NonFiniteGuard(save_batch=True)
+        settings = {"lr": 0.01, "fused": True}
+        model = FaultyNet({4: "nan"}, torch.optim.AdamW, settings)
+        fit(model, guard, default_root_dir=tmp_path, accumulate_grad_batches=3)
+        (event,) = guard.events
+        saved = torch.load(event["batch_file"], weights_only=False)
+        assert int(saved["batch"][0]) == event["batch_idx"] == 4
+
+    def test_logged_at_faults_and_on_schedule(self) -> None:
+        logger = MemoryLogger()
+        guard = lo.NonFiniteGuard(every_n_steps=5)
+        fit(FaultyNet({3: "nan", 4: "nan", 7: "nan"}), guard, logger=logger)
+        assert logger.series("guard/skipped") == [1, 2, 3, 3]
+        assert logger.series("guard/consecutive") == [1, 2, 1, 0]
+        assert set(logger.records[0][1]) == {
+            "guard/skipped",
+            "guard/consecutive",
+            "guard/overflows",
+            "guard/lr_scale",
+            "guard/rollbacks",
+        }
+
+    def test_report_reads_well(self) -> None:
+        guard = lo.NonFiniteGuard()
+        fit(FaultyNet({3: "nan", 7: "root"}), guard)
+        text = guard.report().to_text()
+        assert "nonfinite_gradient" in text
+        assert "head.bias" in text
+        assert "skipped 2" in text
+
+    def test_memory_of_events_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("lightning_opt.gradients.guard.events.KEPT_EVENTS", 3)
+        guard = lo.NonFiniteGuard(max_consecutive=100)
+        fit(FaultyNet(dict.fromkeys(range(2, 9), "nan")), guard)
+        assert [event["step"] for event in guard.events] == [6, 7, 8]
+        assert "The newest 3 of 7 events." in guard.report().notes
+
+
+class TestOrder:
+    def test_clipping_does_not_count_what_was_left_out(self) -> None:
+        spy = GradientSpy()
+        clipping = lo.AdaptiveClipping(lo.FixedNorm(1e9))
+
+        class Tolerant(GradientSpy):
+            def on_before_optimizer_step(self, *arguments: Any) -> None:
+                if any(p.grad is not None for p in arguments[1].parameters()):
+                    super().on_before_optimizer_step(*arguments)
+
+        behind = Tolerant()
+        fit(FaultyNet(BAD), spy, lo.NonFiniteGuard(), behind, clipping)
+        assert len(spy.norms[0]) == 12
+        assert len(behind.norms[0]) == 12 - len(BAD)
+        assert clipping.report().rows[0]["steps"] == 12 - len(BAD)
+
+    def test_behind_clipping_it_is_refused(self) -> None:
+        with pytest.raises(ValueError, match="before AdaptiveClipping"):
+            fit(FaultyNet(), lo.AdaptiveClipping(), lo.NonFiniteGuard())
+
+    def test_clipping_of_the_trainer_is_welcome(self) -> None:
+        trainer = {"gradient_clip_val": 0.1}
+        guarded = fit(FaultyNet(BAD), lo.NonFiniteGuard(), **trainer)
+        assert_same_weights(guarded, fit(FaultyNet({}, leave_out=BAD), **trainer))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"policy": "ignore"},
+        {"max_consecutive": 0},
+        {"max_consecutive": 2.5},
+        {"spike": 0.0},
+        {"spike": math.nan},
+        {"lr_backoff": 0.0},
+        {"lr_backoff": 1.5},
+        {"snapshot_every_n_steps": 0},
+        {"backoff_after": 0},
+        {"policy": "rollback", "rollback_after": 10},
+        {"lr_recovery_steps": 0},
+        {"every_n_steps": 0},
+    ],
+)
+def test_bad_arguments(arguments: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=list(arguments)[-1]):
+        lo.NonFiniteGuard(**arguments)
+
+
+def test_lbfgs_is_refused() -> None:
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(SmallNet("LBFGS"), lo.NonFiniteGuard())
+
+
+@pytest.mark.parametrize("fused", [False, True])
+@pytest.mark.parametrize("device_path", [False, True])
+def test_healthy_run_is_the_same_with_and_without(
+    fused: bool, device_path: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device_path:
+        take_device_path(monkeypatch)
+    settings: dict[str, Any] = {"lr": 0.01, "fused": fused}
+    guarded = FaultyNet({}, torch.optim.AdamW, settings)
+    fit(guarded, lo.NonFiniteGuard(policy="rollback", snapshot_every_n_steps=2, spike=8.0))
+    assert_same_weights(guarded, fit(FaultyNet({}, torch.optim.AdamW, settings)))
+
+
+class Leave(Callback):
+    """Raise at a batch."""
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *arguments: Any) -> None:
+        if arguments[-1] == 5:
+            raise KeyError("planted")
+
+
+@pytest.mark.parametrize("fail", [False, True])
+def test_everything_is_undone(fail: bool) -> None:
+    model = FaultyNet(BAD, torch.optim.AdamW, {"lr": 0.01, "fused": True})
+    guard = lo.NonFiniteGuard(policy="rollback")
+    if fail:
+        with pytest.raises(KeyError):
+            fit(model, guard, Leave())
+    else:
+        fit(model, guard)
+    (optimizer,) = model.trainer.optimizers
+    assert not optimizer._optimizer_step_pre_hooks
+    assert not optimizer._optimizer_step_post_hooks
+    assert not hasattr(optimizer, "found_inf")
+    assert not guard._snapshot
+    assert guard._buffers is None
+
+
+@pytest.mark.parametrize("device_path", [False, True])
+def test_resumed_run_is_the_same(
+    device_path: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device_path:
+        take_device_path(monkeypatch)
+
+    def run(guard: lo.NonFiniteGuard, max_epochs: int, path: Path | None = None) -> FaultyNet:
+        # A row of faults is open when the first epoch ends.
+        faults = dict.fromkeys((4, 20, 21, 22, 23), "nan")
+        model = FaultyNet(faults, torch.optim.AdamW, {"lr": 0.01, "fused": True}, batches=24)
+        trainer = quiet_trainer(callbacks=[guard], max_epochs=max_epochs)
+        trainer.fit(model, ckpt_path=path, weights_only=True if path else None)
+        return model
+
+    guard, first, second = (lo.NonFiniteGuard(spike=6.0) for _ in range(3))
+    whole = run(guard, 2)
+    run(first, 1).trainer.save_checkpoint(tmp_path / "a.ckpt")
+    saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # plain types only
+    (state,) = (value for key, value in saved["callbacks"].items() if "Guard" in key)
+    assert state["judge"]["optimizers"][0]["ladder"]["consecutive"] == 4
+    resumed = run(second, 2, tmp_path / "a.ckpt")
+    assert_same_weights(resumed, whole)
+    assert second._judge.state_dict() == guard._judge.state_dict()
+    assert [event["step"] for event in second.events] == [event["step"] for event in guard.events]
+    assert guard._judge.scalars()["guard/lr_scale"] < 1
+
+
+def test_another_model_starts_anew() -> None:
+    guard = lo.NonFiniteGuard()
+    fit(FaultyNet({3: "nan", 11: "nan"}), guard)
+    fit(FaultyNet(), guard)
+    assert not guard.events
+    assert guard._judge.scalars()["guard/skipped"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:.*treespec:FutureWarning")
+@pytest.mark.filterwarnings("ignore:.*returned `None`:UserWarning")  # said once a process
+def test_step_without_a_loss_is_neither_good_nor_bad() -> None:
+    class Silent(FaultyNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            return None if batch_idx in (4, 5) else super().training_step(batch, batch_idx)
+
+    guard = lo.NonFiniteGuard()
+    fit(Silent({3: "nan", 6: "nan"}), guard)
+    assert [event["batch_idx"] for event in guard.events] == [3, 6]
+    assert guard._judge.scalars()["guard/consecutive"] == 0
+    assert guard._steps == 10
+
+
+def test_a_gradient_whose_square_overflows_is_a_fault() -> None:
+    class Huge(FaultyNet):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            loss = super().training_step(batch, batch_idx)
+            return loss + 1e20 * self.head.bias.sum() if batch_idx == 3 else loss
+
+    guard = lo.NonFiniteGuard()
+    fit(Huge(optimizer=torch.optim.Adam), guard)
+    assert [event["kind"] for event in guard.events] == ["nonfinite_gradient"]

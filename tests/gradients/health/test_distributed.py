@@ -1,0 +1,137 @@
+"""GradientHealth on two real processes: every rank measures what a single process measures."""
+
+from typing import Any
+
+import pytest
+from lightning.pytorch.strategies import Strategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+
+import lightning_opt as lo
+from tests.gradients.clipping.test_distributed import FSDPOnCPU, ShardedNet, data_parallel
+from tests.helpers.models import loader_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]
+
+
+class WithUnused(ShardedNet):
+    """A net with a layer that the loss does not know, and a NaN in one step of one rank."""
+
+    def __init__(self, shard: str = "", bad_step: int | None = None, **settings: Any) -> None:
+        super().__init__(shard, **settings)
+        self.unused = nn.Linear(3, 2)
+        self.bad_step = bad_step
+
+    def configure_model(self) -> None:
+        super().configure_model()
+        if self.shard:
+            fully_shard(self.unused, mesh=self.device_mesh["data_parallel"])
+
+    def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
+        loss = super().loss(preds, labels)
+        bad = self.global_step == self.bad_step and self.global_rank == self.trainer.world_size - 1
+        return loss * float("nan") if bad else loss
+
+
+def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) -> dict[str, Any]:
+    logger = MemoryLogger()
+    health = lo.GradientHealth(every_n_steps=every, figure=None)
+    trainer = quiet_trainer(
+        strategy=strategy,
+        devices=1 if strategy == "auto" else 2,
+        logger=logger,
+        callbacks=[health],
+        limit_val_batches=0,
+    )
+    trainer.fit(model, loader_of(8))
+    record = health._records[0]
+    return {
+        "parameters": {
+            p.name: {
+                key: getattr(p, key)
+                for key in ("numel", "status", "norm", "max", "zeros", "mean", "spread", "update")
+            }
+            for layer in record.layers
+            for p in layer.parameters
+        },
+        "order": [layer.name for layer in record.layers],
+        "logged": dict(logger.records[-1][1]),
+        "issues": [str(issue) for issue in record.issues],
+        "state": str(health.state_dict()),
+        "nonfinite": (record.nonfinite, record.first_nonfinite),
+    }
+
+
+BY_SHAPE = ("health/update", "health/smallest_rms", "health/largest_rms")
+"""Taken of weight matrices where there are some."""
+
+
+def check(
+    ranks: list[dict[str, Any]], expected: dict[str, Any], leave_out: tuple[str, ...] = ()
+) -> None:
+    for run in ranks:
+        assert run["order"] == expected["order"]
+        assert run["parameters"].keys() == expected["parameters"].keys()
+        for name, vitals in run["parameters"].items():
+            for key, value in vitals.items():
+                reference = expected["parameters"][name][key]
+                if isinstance(reference, float):
+                    reference = pytest.approx(reference, rel=1e-3, abs=1e-7)
+                assert value == reference, (name, key)
+        for key in expected["logged"].keys() - set(leave_out):
+            assert run["logged"][key] == pytest.approx(expected["logged"][key], rel=1e-3), key
+    assert ranks[0]["state"] == ranks[1]["state"]
+
+
+@pytest.fixture(scope="module")
+def single() -> dict[str, Any]:
+    return train(WithUnused())
+
+
+def run_ddp() -> dict[str, Any]:
+    return train(WithUnused(), "ddp_find_unused_parameters_true")
+
+
+def run_fsdp2() -> dict[str, Any]:
+    return train(WithUnused("all"), data_parallel())
+
+
+def run_fsdp1() -> dict[str, Any]:
+    policy = ModuleWrapPolicy({nn.Linear})
+    return train(WithUnused(), FSDPOnCPU(auto_wrap_policy=policy, use_orig_params=True))
+
+
+@pytest.mark.parametrize("run", [run_ddp, run_fsdp2])
+def test_every_rank_measures_what_one_process_measures(run, single):
+    check(launch(run), single)
+
+
+def test_fsdp1_measures_whole_parameters(single):
+    """Shards are flat, so which of them are matrices is not known, but all else is."""
+    check(launch(run_fsdp1), single, leave_out=BY_SHAPE)
+
+
+def run_nan() -> dict[str, Any]:
+    return {
+        "ddp": train(WithUnused(bad_step=5), "ddp_find_unused_parameters_true"),
+        "fsdp2": train(WithUnused("all", bad_step=5), data_parallel()),
+    }
+
+
+def test_nan_on_one_rank_is_known_to_all_and_hangs_none():
+    for runs in launch(run_nan):
+        for run in runs.values():
+            assert run["nonfinite"] == (3, 6)  # from step 6 to the end, weights are NaN
+            assert any(issue.startswith("[critical] nan") for issue in run["issues"])
+
+
+def run_every_step() -> dict[str, Any]:
+    return train(WithUnused("all"), data_parallel(), every=1)
+
+
+def test_a_report_at_every_step_keeps_ranks_together():
+    first, second = launch(run_every_step)
+    assert first["state"] == second["state"]

@@ -1,0 +1,322 @@
+"""GradientHealth in Trainers: what it measures, logs, resumes, saves and leaves alone."""
+
+import builtins
+import json
+import math
+import statistics
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.loggers import TensorBoardLogger
+from torch import Tensor, nn
+
+import lightning_opt as lo
+from lightning_opt.gradients.health.gradient_health import record as health_record
+from tests.gradients.health.test_faults import Classifier, mlp
+from tests.helpers.models import AdversarialNet, SmallNet
+from tests.helpers.syncs import SyncCounter, take_device_path
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+FINE = pytest.approx
+
+
+class Reference(Callback):
+    """Gradients and weights of every step in float64, looked at one by one."""
+
+    def __init__(self) -> None:
+        self.gradients: list[dict[str, Tensor]] = []
+        self.before: list[dict[str, Tensor]] = []
+        self.after: list[dict[str, Tensor]] = []
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        named = dict(pl_module.named_parameters())
+        self.gradients.append({name: p.grad.double() for name, p in named.items()})
+        self.before.append({name: p.detach().double() for name, p in named.items()})
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.after.append({n: p.detach().double() for n, p in pl_module.named_parameters()})
+
+
+def fit(health: lo.GradientHealth, *others: Callback, model: Any = None, **settings: Any) -> Any:
+    model = SmallNet() if model is None else model
+    trainer = quiet_trainer(callbacks=[health, *others], limit_val_batches=0, **settings)
+    trainer.fit(model)
+    return trainer
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_measures_what_float64_measures(path):
+    health, reference = lo.GradientHealth(every_n_steps=6, figure=None), Reference()
+    fit(health, reference)  # 12 steps: the window of the last report is steps 7 to 12
+    vitals = {p.name: p for layer in health.layers for p in layer.parameters}
+    assert vitals.keys() == reference.gradients[0].keys()
+    for name, found in vitals.items():
+        norms = [float(step[name].norm()) for step in reference.gradients[6:]]
+        last = reference.gradients[-1][name]
+        assert found.mean == FINE(statistics.fmean(norms), rel=1e-5)
+        assert math.sqrt(found.spread / 6) == FINE(statistics.pstdev(norms), rel=1e-5)
+        assert found.norm == FINE(norms[-1], rel=1e-5)
+        assert found.max == FINE(float(last.abs().max()), rel=1e-6)
+        assert found.zeros == FINE(float((last == 0).double().mean()))
+        change = (reference.after[-1][name] - reference.before[-1][name]).norm()
+        assert found.update == FINE(float(change / reference.before[-1][name].norm()), rel=1e-3)
+
+
+def test_update_ratio_of_a_large_tensor_is_sampled():
+    """The sample must not stay within a column: 150,000 weights of 6 columns, every 18th or so."""
+    model = SmallNet("Adam", widths=(25_000,), lr=1e-3)
+    health, reference = lo.GradientHealth(every_n_steps=12, figure=None), Reference()
+    fit(health, reference, model=model)
+    found = next(p for p in health.layers[0].parameters if p.name == "layer.0.weight")
+    before, after = reference.before[-1][found.name], reference.after[-1][found.name]
+    assert found.numel == 150_000
+    assert found.update == FINE(float((after - before).norm() / before.norm()), rel=0.1)
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_a_finite_gradient_with_an_infinite_norm_is_not_inf(path):
+    class Huge(SmallNet):
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            for parameter in self.parameters():
+                parameter.grad.zero_()
+
+    class Overflow(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            pl_module.layer[0].weight.grad.fill_(2e19)
+
+    health = lo.GradientHealth(every_n_steps=1, figure=None)
+    quiet_trainer(callbacks=[Overflow(), health], limit_train_batches=3).fit(Huge())
+    assert {issue.type for issue in health.issues} == {"exploding"}
+    assert health.issues[0].severity == "critical"
+    assert health._records[0].nonfinite == 0
+
+
+def test_logs_at_reports_only_and_under_the_trainers_step():
+    logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=5, figure=None)
+    reference = Reference()
+    trainer = fit(health, reference, logger=logger)
+    records = [(s, m) for s, m in logger.records if any(k.startswith("health/") for k in m)]
+    assert [step for step, _ in records] == [4, 9]
+    totals = [
+        float(torch.stack([g.norm() for g in step.values()]).norm()) for step in reference.gradients
+    ]
+    last = records[-1][1]
+    assert last["health/norm"] == FINE(statistics.median(totals[5:10]), rel=1e-5)
+    assert last["health/peak_norm"] == FINE(max(totals[5:10]), rel=1e-5)
+    assert last.keys() == {
+        f"health/{key}"
+        for key in (
+            "norm", "peak_norm", "noise", "update", "zeros", "smallest_rms", "largest_rms",
+            "nonfinite", "overflows", "critical", "warnings",
+        )
+    }  # fmt: skip
+    assert trainer.callback_metrics["health/norm"] == FINE(last["health/norm"])
+
+
+def test_two_optimizers_have_a_history_each():
+    logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=4, figure=None)
+    fit(health, model=AdversarialNet(generator_every=2), logger=logger)
+    assert {index: record.steps for index, record in health._records.items()} == {0: 6, 1: 12}
+    assert {layer.name.partition(".")[0] for layer in health._records[0].layers} == {"generator"}
+    logged = {key for _, metrics in logger.records for key in metrics}
+    assert {"health/0/norm", "health/1/norm"} <= logged
+    assert "health/norm" not in logged
+    names = [layer.name for layer in health.layers]
+    assert sorted(names) == ["discriminator.0", "discriminator.2", "generator.0", "generator.2"]
+
+
+def test_several_steps_in_one_batch_are_all_seen():
+    class Twice(AdversarialNet):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            super().training_step(batch, batch_idx)
+            super().training_step(batch, batch_idx)
+
+    health = lo.GradientHealth(every_n_steps=1, figure=None)
+    fit(health, model=Twice())
+    assert {index: record.steps for index, record in health._records.items()} == {0: 24, 1: 24}
+    assert sum(layer.parameters[0].count for layer in health._records[0].layers) == 4
+
+
+def test_layers_come_in_the_order_in_which_they_run():
+    class Shuffled(Classifier):
+        def __init__(self) -> None:
+            super().__init__(nn.Identity())
+            self.last, self.first = nn.Linear(8, 4), nn.Linear(8, 8)
+            self.attention = nn.MultiheadAttention(8, 2, batch_first=True)
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            hidden = self.first(batch[0])[:, None]
+            hidden = self.attention(hidden, hidden, hidden)[0][:, 0]
+            return nn.functional.cross_entropy(self.last(hidden), batch[1])
+
+    health, model = lo.GradientHealth(every_n_steps=2, figure=None), Shuffled()
+    fit(health, model=model, max_steps=4)
+    names = [layer.name for layer in health.layers]
+    assert names == ["first", "attention", "attention.out_proj", "last"]
+    assert not any(module._forward_pre_hooks for module in model.modules())
+
+
+def test_compiled_model_keeps_its_hooks_off_and_the_order_of_registration():
+    model = Classifier(mlp(2))
+    model.net.compile(backend="eager")
+    health = lo.GradientHealth(every_n_steps=2, figure=None, activations=True)
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            assert not any(m._forward_pre_hooks or m._forward_hooks for m in pl_module.modules())
+
+    fit(health, Look(), model=model, max_steps=4)
+    assert [layer.name for layer in health.layers] == ["net.0", "net.2", "net.4"]
+
+
+def test_reads_the_device_once_a_report(monkeypatch):
+    take_device_path(monkeypatch)
+
+    class Window(Callback):
+        def __init__(self, syncs: SyncCounter, start: bool) -> None:
+            self.syncs, self.start, self.counts = syncs, start, []
+
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            self.mark()
+
+        def on_train_batch_end(self, *args: Any) -> None:
+            self.mark()
+
+        def mark(self) -> None:
+            self.syncs.clear() if self.start else self.counts.append(self.syncs.where.copy())
+
+    with SyncCounter() as syncs:
+        after = Window(syncs, False)
+        health = lo.GradientHealth(every_n_steps=3, figure=None)
+        fit(Window(syncs, True), health, after)  # type: ignore[arg-type]
+    ours = [
+        sum(n for place, n in count.items() if "lightning_opt" in place) for count in after.counts
+    ]
+    before_update, at_batch_end = ours[::2], ours[1::2]
+    assert sum(before_update) == 0
+    assert at_batch_end == [0, 0, 1] * 4
+    assert all("health_measures" in p for c in after.counts for p in c if "lightning_opt" in p)
+
+
+def test_an_issue_and_its_history_survive_a_resume(tmp_path):
+    """What was seen in two reports before a stop and one after it is an issue."""
+
+    def broken() -> Classifier:
+        net = mlp(4)
+        with torch.no_grad():
+            net[4].bias.fill_(-1e4)
+        return Classifier(net)
+
+    first = lo.GradientHealth(every_n_steps=5, figure=None)
+    trainer = fit(first, model=broken(), max_steps=12)
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+    assert not first.issues
+    json.dumps(first.state_dict())  # plain types, whatever the checkpoint's format
+
+    second, model = lo.GradientHealth(every_n_steps=5, figure=None), broken()
+    trainer = quiet_trainer(callbacks=[second], max_steps=15, max_epochs=-1)
+    trainer.fit(model, ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
+    assert [issue.type for issue in second.issues] == ["dead"]
+    assert second.issues[0].place == "net.4"
+    assert second._records[0].steps == 15
+    assert second._records[0].timeline[-1]["step"] == 15
+
+
+def test_accumulated_batches_are_one_step():
+    health = lo.GradientHealth(every_n_steps=2, figure=None)
+    fit(health, accumulate_grad_batches=3)
+    assert health._records[0].steps == 4
+
+
+def test_clipping_and_health_measure_once(monkeypatch):
+    calls: list[int] = []
+    measure = lo.core.norms.measure_norms  # type: ignore[attr-defined]
+
+    def counted(*args: Any, **settings: Any) -> Any:
+        calls.append(1)
+        return measure(*args, **settings)
+
+    monkeypatch.setattr("lightning_opt.core.norms.measure_norms", counted)
+    fit(lo.GradientHealth(figure=None), lo.AdaptiveClipping())
+    assert len(calls) == 12
+
+
+def test_long_histories_are_thinned(monkeypatch):
+    monkeypatch.setattr(health_record, "TIMELINE", 8)
+    health = lo.GradientHealth(every_n_steps=1, figure=None)
+    fit(health, max_epochs=3)
+    timeline = health._records[0].timeline
+    assert len(timeline) <= 8
+    assert (timeline[0]["step"], timeline[-1]["step"]) == (1, 36)
+
+
+# --- figure -------------------------------------------------------------------------------------
+
+
+def test_figure_is_saved_and_sent_to_tensorboard(tmp_path):
+    logger = TensorBoardLogger(tmp_path, name="run", version=0)
+    fit(lo.GradientHealth(every_n_steps=3), logger=logger)
+    assert (tmp_path / "run" / "version_0" / "gradient_health.png").stat().st_size > 10_000
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(tmp_path / "run" / "version_0")).Reload()
+    assert events.Tags()["images"] == ["health"]
+    assert "health/norm" in events.Tags()["scalars"]
+
+
+def test_figure_goes_where_it_is_told(tmp_path):
+    fit(lo.GradientHealth(every_n_steps=3, figure=str(tmp_path / "deep" / "flow.svg")))
+    assert (tmp_path / "deep" / "flow.svg").read_text().startswith("<?xml")
+
+
+def test_no_figure_without_a_report(tmp_path):
+    fit(lo.GradientHealth(), default_root_dir=tmp_path)  # 12 steps, a report every 50
+    assert not list(tmp_path.iterdir())
+
+
+def test_training_goes_on_without_matplotlib(tmp_path, monkeypatch, caplog):
+    importer = builtins.__import__
+
+    def without(name: str, *args: Any, **settings: Any) -> Any:
+        if name.startswith("matplotlib"):
+            raise ImportError(name)
+        return importer(name, *args, **settings)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    health = lo.GradientHealth(every_n_steps=3)
+    fit(health, default_root_dir=tmp_path)
+    assert sum("lightning-opt[plots]" in record.message for record in caplog.records) == 1
+    with pytest.raises(ImportError, match=r"lightning-opt\[plots\]"):
+        health.figure()
+
+
+# --- what it refuses ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"every_n_steps": 0}, ValueError),
+        ({"every_n_steps": 2.5}, TypeError),
+        ({"exploding": 0.0}, ValueError),
+        ({"exploding": math.nan}, ValueError),
+        ({"vanishing": -1e-7}, ValueError),
+        ({"bottleneck": 1.0}, ValueError),
+        ({"imbalance": math.inf}, ValueError),
+        ({"dead_after": 0}, ValueError),
+    ],
+)
+def test_bad_arguments_are_refused_by_name(settings, error):
+    with pytest.raises(error, match=next(iter(settings))):
+        lo.GradientHealth(**settings)
+
+
+def test_lbfgs_is_refused():
+    class Newton(SmallNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(lo.GradientHealth(), model=Newton())

@@ -1,0 +1,266 @@
+"""Diagnosis, report and figure from numbers that are given, without a training."""
+
+import io
+import json
+import math
+from typing import Any
+
+import pytest
+
+from lightning_opt.gradients.health.diagnosis import diagnose
+from lightning_opt.gradients.health.findings import (
+    CRITICAL,
+    WARNING,
+    Finding,
+    Limits,
+    Persistence,
+    Snapshot,
+)
+from lightning_opt.gradients.health.plot import draw_health
+from lightning_opt.gradients.health.report import HealthReport, layer_rows, summarise
+from lightning_opt.gradients.health.vitals import (
+    LayerVitals,
+    ParameterVitals,
+    module_of,
+    plain_name,
+)
+
+
+def layer(name: str, flow: float = 1e-3, **more: Any) -> LayerVitals:
+    """A layer of 100 weights with this RMS, the same at each of ten steps."""
+    settings = {"count": 10, "mean": 10 * flow, "norm": 10 * flow, "max": flow, "zeros": 0.0}
+    weight = ParameterVitals(f"{name}.weight", 100, True, **{**settings, **more})
+    return LayerVitals(name, [weight])
+
+
+def layers(*flows: float) -> list[LayerVitals]:
+    return [layer(f"layer{place}", flow) for place, flow in enumerate(flows)]
+
+
+def snapshot(found: list[LayerVitals], total: float = 1.0, **more: Any) -> Snapshot:
+    return Snapshot(found, [(step, total) for step in range(11, 21)], **more)
+
+
+def types(found: Snapshot, **limits: Any) -> set[tuple[str, str]]:
+    return {(finding.type, finding.severity) for finding in diagnose(found, Limits(**limits))}
+
+
+def find(found: Snapshot, **limits: Any) -> Any:
+    findings = diagnose(found, Limits(**limits))
+    assert len(findings) == 1, findings
+    return findings[0]
+
+
+# --- thresholds: each from both sides -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("total", "early", "typical", "expected"),
+    [
+        (99.0, 50.0, 50.0, set()),
+        (101.0, 50.0, 50.0, {("exploding", WARNING)}),
+        (101.0, 9.0, 10.0, {("exploding", CRITICAL)}),  # ten times what it was
+        (100_001.0, 1e5, 1e5, {("exploding", CRITICAL)}),
+        (0.9, 0.01, 0.001, set()),
+        (1.1, 0.01, 0.001, {("exploding", WARNING)}),
+        (1.1, 0.01, 1.0, set()),  # it was there before
+        (101.0, 0.001, 0.01, {("exploding", CRITICAL)}),
+        (50.0, None, None, set()),
+    ],
+)
+def test_exploding(total, early, typical, expected):
+    assert types(snapshot(layers(1, 1, 1), total, early=early, typical=typical)) == expected
+
+
+@pytest.mark.parametrize(
+    ("flows", "before", "expected"),
+    [
+        ((0.9e-7, 1e-3, 1e-3, 1e-3, 1e-3), {}, WARNING),
+        ((1.1e-7, 1e-3, 1e-3, 1e-3, 1e-3), {}, None),
+        ((8e-10, 1e-8, 1e-7, 0.9e-6, 0.9e-6), {}, WARNING),
+        ((2e-9, 1e-8, 1e-7, 0.9e-6, 0.9e-6), {}, None),  # not a thousandth of the largest
+        ((1e-9, 1e-8, 1e-5, 1e-3, 1e-3), {}, CRITICAL),  # two of five
+        ((1e-8, 1e-3, 1e-3, 1e-3, 1e-3), {"layer0": 1e-9}, None),  # on its way up
+        ((1e-12, 1e-11, 1e-10, 1e-10, 1e-10), {}, None),  # a model that has converged
+    ],
+)
+def test_vanishing(flows, before, expected):
+    found = types(snapshot(layers(*flows), before=before), bottleneck=1e9)
+    assert found == ({("vanishing", expected)} if expected else set())
+
+
+def test_a_model_without_any_gradient_from_the_start():
+    faint = snapshot(layers(1e-9, 1e-9, 1e-9), 1e-8, early=1e-8, typical=1e-8)
+    assert find(faint).place == "all layers"
+    converged = snapshot(layers(1e-9, 1e-9, 1e-9), 1e-8, early=1.0, typical=1e-8)
+    assert not diagnose(converged, Limits())
+
+
+@pytest.mark.parametrize(
+    ("flows", "place"),
+    [
+        ((1e-5, 1e-5, 1e-5, 2e-3, 2e-3, 2e-3), "layer2"),
+        ((1e-5, 1e-5, 1e-5, 9e-4, 9e-4, 9e-4), None),
+        ((1e-3, 1e-3, 1e-5, 2e-3, 2e-3, 2e-3), None),  # one odd layer
+        ((1e-3, 1e-3, 1e-3, 1e-5, 1e-5, 1e-5), None),  # the other way round
+    ],
+)
+def test_bottleneck(flows, place):
+    found = diagnose(snapshot(layers(*flows)), Limits())
+    assert [finding.place for finding in found] == ([place] if place else [])
+
+
+def test_imbalance_needs_a_ratio_to_the_others_and_a_size_of_its_own():
+    def updates(*ratios: float) -> Snapshot:
+        found = [layer(f"l{i}", update=r, weight=1.0) for i, r in enumerate(ratios)]
+        return snapshot(found)
+
+    assert find(updates(1e-4, 0.02, 1e-4)).place == "l1"
+    assert not diagnose(updates(1e-3, 0.02, 1e-3), Limits())
+    assert not diagnose(updates(1e-6, 5e-3, 1e-6), Limits())
+    loud = snapshot([layer("a"), layer("b", 0.11), layer("c")])
+    assert find(loud, bottleneck=1e9).place == "b"
+
+
+def test_dead_behind_a_vanishing_layer_has_underflowed():
+    found = layers(0.0, 0.0, 1e-9, 1e-3, 1e-3)
+    findings = diagnose(snapshot(found), Limits(bottleneck=1e9))
+    assert {(f.type, f.place) for f in findings} == {
+        ("vanishing", "layer0"), ("vanishing", "layer1"), ("vanishing", "layer2"),
+    }  # fmt: skip
+    dead = diagnose(snapshot(layers(0.0, 0.0, 1e-3)), Limits())
+    assert {f.type for f in dead} == {"dead"}
+    assert max(dead, key=lambda f: f.badness).place == "layer1"
+
+
+def test_underflow_needs_zeros_and_small_numbers():
+    def scaled(zeros: float, flow: float, scale: float | None) -> Any:
+        return types(snapshot([layer("a", flow, zeros=zeros)], loss_scale=scale))
+
+    assert scaled(0.5, 1e-6, 1.0) == {("fp16_underflow", CRITICAL)}
+    assert not scaled(0.2, 1e-6, 1.0)
+    assert not scaled(0.5, 1e-6, 1024.0)  # the scale lifts them
+    assert not scaled(0.5, 1e-6, None)
+
+
+def test_normalisation_layers_are_not_compared_with_weights():
+    gain = LayerVitals("norm", [ParameterVitals("norm.weight", 9, False, count=1, mean=1e-9)])
+    found = [layer("a"), gain, layer("b"), layer("c")]
+    assert not diagnose(snapshot(found), Limits())
+
+
+# --- persistence --------------------------------------------------------------------------------
+
+
+def run(reports: list[str]) -> list[set[str]]:
+    persistence, seen = Persistence(dead_after=3), []
+    for number, kinds in enumerate(reports):
+        found = [Finding(kind, WARNING, "a", "seen") for kind in kinds.split()]
+        persistence.update(found, number)
+        seen.append({issue.type for issue in persistence.issues({})})
+    return seen
+
+
+def test_issues_come_late_and_go_late():
+    assert run(["dead", "dead", "dead"]) == [set(), set(), {"dead"}]
+    assert run(["vanishing", "vanishing", "", ""]) == [
+        set(), {"vanishing"}, {"vanishing"}, set()
+    ]  # fmt: skip
+    assert run(["vanishing", "", "vanishing", ""]) == [set()] * 4  # not in a row
+    assert run(["nan", "", ""]) == [{"nan"}, {"nan"}, set()]
+
+
+def test_where_a_nan_came_from_is_not_overwritten_by_what_it_led_to():
+    persistence = Persistence()
+    persistence.update([Finding("inf", CRITICAL, "encoder.3", "first")], 10)
+    persistence.update([Finding("nan", CRITICAL, "all layers", "later")], 20)
+    (issue,) = persistence.issues({})
+    assert (issue.type, issue.place, issue.since) == ("inf", "encoder.3", 10)
+
+
+def test_several_places_are_one_issue_named_by_the_worst():
+    persistence = Persistence()
+    found = [Finding("stale", WARNING, name, name, badness) for name, badness in
+             (("c", 1.0), ("a", 3.0), ("b", 2.0))]  # fmt: skip
+    for number in range(2):
+        persistence.update(found, number)
+    (issue,) = persistence.issues({"c": 0, "b": 1, "a": 2})
+    assert (issue.place, issue.others) == ("a", ("c", "b"))
+
+
+# --- what a person sees -------------------------------------------------------------------------
+
+
+def broken_report(top: int | None = None) -> HealthReport:
+    found = layers(1e-9, 1e-8, 1e-4, 1e-3, 1e-3)
+    persistence = Persistence()
+    for step in (10, 20):
+        persistence.update(diagnose(snapshot(found), Limits(bottleneck=1e9)), step)
+    issues = persistence.issues({f"layer{i}": i for i in range(5)})
+    rows = layer_rows(found, issues)[:top]
+    return HealthReport(summarise(issues, 20, 2), issues, rows, ["A note."])
+
+
+def test_the_report_says_what_where_and_what_to_do_in_every_form():
+    report = broken_report()
+    for text in (str(report), report.to_markdown(), report._repr_markdown_(), report.to_json()):
+        for part in ("critical", "vanishing", "layer0", "residual connections", "A note."):
+            assert part in text
+    assert str(report).splitlines()[0].startswith("Gradient health: critical: vanishing at layer0")
+    content = json.loads(report.to_json())
+    assert (content["status"], content["issues"][0]["others"]) == ("critical", ["layer1"])
+    assert [row["layer"] for row in content["rows"][:2]] == ["layer0", "layer1"]
+
+
+def test_the_report_prints_on_a_terminal():
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    terminal, pipe = Terminal(), io.StringIO()
+    broken_report().print(terminal)
+    broken_report().print(pipe)
+    assert "vanishing at layer0" in terminal.getvalue()
+    assert pipe.getvalue() == f"{broken_report()}\n"
+
+
+def test_a_healthy_report_says_so():
+    report = HealthReport(summarise([], 100, 2), [], layer_rows(layers(1, 1), []))
+    assert str(report).startswith("Gradient health: healthy: no issue in 100 steps")
+    assert {row["state"] for row in report.rows} == {"ok"}
+
+
+def test_rows_by_parameter():
+    rows = layer_rows(layers(1e-3, 1e-2), [], by="parameter")
+    assert {row["parameter"] for row in rows} == {"layer0.weight", "layer1.weight"}
+    assert rows[0]["rms"] == pytest.approx(1e-3) or rows[0]["rms"] == pytest.approx(1e-2)
+
+
+@pytest.mark.parametrize("count", [0, 1, 300])
+def test_the_figure_of_any_number_of_layers(count):
+    found = [layer(f"blocks.{i}.attention.projection", 1e-3) for i in range(count)]
+    entry = {"low": 0.5, "median": 1.0, "high": 200.0}
+    timeline = [{"step": s, **entry, "flow": {x.name: x.flow for x in found}} for s in (10, 20)]
+    figure = draw_health(summarise([], 20, 2), [], found, {0: timeline}, Limits())
+    figure.savefig(io.BytesIO())
+    assert len(figure.axes[1].get_xticks()) <= 40
+
+
+def test_the_figure_of_a_run_that_was_never_finite():
+    found = [layer("a", count=0, mean=0.0, nan=3, norm=math.nan)]
+    issues_of = Persistence()
+    issues_of.update([Finding("nan", CRITICAL, "a", "NAN gradients")], 1)
+    issues = issues_of.issues({})
+    draw_health(summarise(issues, 3, 1), issues, found, {0: []}, Limits()).savefig(io.BytesIO())
+
+
+def test_the_figure_before_any_step():
+    draw_health(summarise([], 0, 0), [], [], {}, Limits()).savefig(io.BytesIO())
+
+
+def test_names():
+    assert module_of("net.0.weight") == "net.0"
+    assert module_of("weight") == "(root)"
+    assert plain_name("_orig_mod.net._fsdp_wrapped_module.0.weight") == "net.0.weight"
+    assert plain_name("net._orig_mod") == "net"
+    assert plain_name("_orig_mod") == ""

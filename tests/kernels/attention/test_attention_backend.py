@@ -1,0 +1,353 @@
+"""AttentionBackend against the operations that torch really runs, and what it leaves behind."""
+
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningModule
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.kernels.attention import self_attention
+from lightning_opt.kernels.attention.sdpa import CAN_RANK
+from tests.helpers.models import assert_same_weights
+from tests.helpers.trainers import quiet_trainer
+
+# Nets that can validate, without data for it.
+pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
+
+LENGTH, WIDTH = 6, 8
+# Under a name of its own, since what has torch's is replaced for a batch.
+ORIGINAL = functional.scaled_dot_product_attention
+FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+
+def sdp_settings() -> dict[str, Any]:
+    cuda = torch.backends.cuda
+    return {
+        "flash": cuda.flash_sdp_enabled(),
+        "efficient": cuda.mem_efficient_sdp_enabled(),
+        "math": cuda.math_sdp_enabled(),
+        "cudnn": cuda.cudnn_sdp_enabled(),
+        "ranks": torch._C._get_sdp_priority_order() if CAN_RANK else None,
+    }
+
+
+@pytest.fixture(autouse=True)
+def _nothing_is_left() -> Iterator[None]:
+    before = sdp_settings()
+    yield
+    assert sdp_settings() == before
+    assert functional.scaled_dot_product_attention is ORIGINAL
+    assert self_attention.scaled_dot_product_attention is ORIGINAL
+
+
+class Net(LightningModule):
+    """Attention between two linear layers.
+
+    Args:
+        kind: How it is asked for: ``"plain"``, ``"bias"`` (a learnt one added to the scores),
+            ``"module"`` (SelfAttention) or ``"layer"`` (torch's encoder layer).
+        dropout: Of the attention.
+    """
+
+    def __init__(self, kind: str = "plain", dropout: float = 0.0) -> None:
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        self.kind, self.dropout, self.settings = kind, dropout, []
+        self.first, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        if kind == "bias":
+            self.bias = nn.Parameter(torch.zeros(LENGTH, LENGTH))
+        elif kind == "module":
+            self.attention = lo.SelfAttention(WIDTH, 2, causal=True, dropout=dropout)
+        elif kind == "layer":
+            self.attention = nn.TransformerEncoderLayer(
+                WIDTH, 2, WIDTH, dropout=dropout, batch_first=True
+            )
+        torch.set_rng_state(state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        if self.kind in ("module", "layer"):
+            x = self.attention(x)
+        else:
+            heads = x.unflatten(-1, (2, -1)).transpose(1, 2)
+            x = functional.scaled_dot_product_attention(
+                heads,
+                heads,
+                heads,
+                attn_mask=self.bias if self.kind == "bias" else None,
+                dropout_p=self.dropout,
+            )
+            x = x.transpose(1, 2).flatten(2)
+        return self.last(x)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.settings.append(sdp_settings())
+        return self(batch).square().mean()
+
+    def validation_step(self, batch: Tensor, batch_idx: int) -> None:
+        self.settings.append(sdp_settings())
+        self.log("loss", self(batch).square().mean())
+
+    test_step = validation_step
+
+    def predict_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.settings.append(sdp_settings())
+        return self(batch)
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), 0.1)
+
+
+def data() -> DataLoader[Any]:
+    generator = torch.Generator().manual_seed(3)
+    return DataLoader(torch.randn(12, LENGTH, WIDTH, generator=generator), batch_size=4)
+
+
+def fit(net: Net, *callbacks: Callback, **settings: Any) -> Net:
+    torch.manual_seed(5)  # of dropout
+    quiet_trainer(callbacks=list(callbacks), **settings).fit(net, data())
+    return net
+
+
+class Operations(TorchDispatchMode):
+    """Counts the calls of torch's flash kernel."""
+
+    flash = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.flash += func.overloadpacket is FLASH
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("kind", ["plain", "module", "layer"])
+def test_report_is_what_torch_runs(kind):
+    attention, operations = lo.AttentionBackend(), Operations()
+    net = Net(kind)
+    with operations:
+        fit(net, attention, max_epochs=2)
+    assert operations.flash == 6
+    (row,) = attention.report().rows
+    assert row == {
+        "backend": "flash",
+        "calls": 1,
+        "device": "cpu",
+        "dtype": "float32",
+        "query": "(4, 2, 6, 4)",
+        "key": "(4, 2, 6, 4)",
+        "mask": "none",
+        "causal": kind == "module",
+        "dropout": 0.0,
+        "better ones": "",
+    }
+    assert_same_weights(net, fit(Net(kind), max_epochs=2))
+
+
+def served_slowly(net: Net, attention: lo.AttentionBackend, says: str) -> dict[str, Any]:
+    """Train, count one message, and compare with a run without the callback."""
+    expected = fit(Net(net.kind, net.dropout))
+    with warnings.catch_warnings(record=True) as caught, Operations() as operations:
+        warnings.simplefilter("always")
+        fit(net, attention)
+    messages = [str(w.message) for w in caught if "AttentionBackend" in str(w.message)]
+    assert len(messages) == 1
+    assert says in messages[0]
+    assert operations.flash == 0
+    assert_same_weights(net, expected)
+    (row,) = attention.report().rows
+    assert row["backend"] == "math"
+    return row
+
+
+def test_a_mask_that_no_fast_backend_takes():
+    row = served_slowly(Net("bias"), lo.AttentionBackend(), "flash: because of the mask")
+    assert row["mask"] == "float32 (6, 6)"
+    assert "flash: because of the mask or a mask that requires a gradient" in row["better ones"]
+    assert "cudnn: not for CPUs" in row["better ones"]
+
+
+def test_dropout_that_no_fast_backend_takes():
+    for kind in ("plain", "module", "layer"):
+        says = "flash: because of dropout in attention"
+        served_slowly(Net(kind, 0.2), lo.AttentionBackend(), says)
+
+
+def test_two_reasons():
+    says = "flash: because of the mask and a mask that requires a gradient and dropout in attention"
+    served_slowly(Net("bias", 0.2), lo.AttentionBackend(), says)
+
+
+@pytest.mark.parametrize("order", [("flash",), ("cudnn", "flash")])
+def test_math_takes_what_the_order_does_not(order):
+    says = "Math is not in `order`, but nothing in it takes this."
+    served_slowly(Net("bias"), lo.AttentionBackend(order), says)
+
+
+def test_math_if_it_is_wished_for():
+    """What stands behind it is never reached, also on a CPU, where torch cannot rank."""
+    attention = lo.AttentionBackend(("math", "flash"))
+    with Operations() as operations:
+        net = fit(Net(), attention)
+    assert operations.flash == 0
+    assert attention.report().rows[0]["backend"] == "math"
+    assert_same_weights(net, fit(Net()), rtol=0, atol=1e-6)
+
+
+def test_other_shapes_are_told_apart():
+    def mixed(batch: list[Tensor]) -> Tensor:
+        return torch.stack(batch)[:, : len(batch) + 2]
+
+    attention = lo.AttentionBackend(watch_batches=3)
+    samples = torch.randn(7, LENGTH, WIDTH)
+    loader = DataLoader(samples, batch_size=3, collate_fn=mixed)
+    quiet_trainer(callbacks=[attention]).fit(Net(), loader)
+    found = [(row["query"], row["calls"]) for row in attention.report().rows]
+    assert found == [("(3, 2, 5, 4)", 2), ("(1, 2, 3, 4)", 1)]
+
+
+def test_under_autocast_the_dtype_is_that_of_the_kernel():
+    attention = lo.AttentionBackend()
+    fit(Net(), attention, precision="bf16-mixed")
+    assert attention.report().rows[0]["dtype"] == "bfloat16"
+
+
+@pytest.mark.parametrize("stage", ["validate", "test", "predict"])
+def test_without_training(stage):
+    attention, net = lo.AttentionBackend(("math",)), Net()
+    getattr(quiet_trainer(callbacks=[attention]), stage)(net, data())
+    assert [row["backend"] for row in attention.report().rows] == ["math"]
+    assert all(not found["flash"] and found["math"] for found in net.settings)
+
+
+def test_the_order_holds_in_training_and_validation():
+    net = Net()
+    trainer = quiet_trainer(callbacks=[lo.AttentionBackend(("efficient", "flash"))])
+    trainer.fit(net, data(), data())
+    assert len(net.settings) == 6
+    for found in net.settings:
+        assert (found["efficient"], found["flash"], found["math"]) == (True, True, True)
+        assert not found["cudnn"]
+        if CAN_RANK:
+            assert found["ranks"][:3] == [2, 1, 0]
+            assert sorted(found["ranks"]) == [0, 1, 2, 3, 4]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_unusual_settings_are_put_back(fails):
+    """Some backends off, and another order than torch's, as a user may have set them."""
+
+    class Failing(Net):
+        def on_before_zero_grad(self, optimizer: Any) -> None:
+            if fails:
+                raise ArithmeticError("planted")
+
+    before = sdp_settings()
+    torch.backends.cuda.enable_flash_sdp(False)
+    torch.backends.cuda.enable_cudnn_sdp(False)
+    if CAN_RANK:
+        torch._C._set_sdp_priority_order([3, 0, 4, 2, 1])
+    try:
+        unusual = sdp_settings()
+        net = Failing()
+        try:
+            fit(net, lo.AttentionBackend())
+        except ArithmeticError:
+            assert fails
+        assert net.settings[0] != unusual
+        assert sdp_settings() == unusual
+        assert functional.scaled_dot_product_attention is ORIGINAL
+    finally:
+        torch.backends.cuda.enable_flash_sdp(before["flash"])
+        torch.backends.cuda.enable_cudnn_sdp(before["cudnn"])
+        if CAN_RANK:
+            torch._C._set_sdp_priority_order(before["ranks"])
+
+
+def test_nothing_is_in_the_way_after_the_first_batch():
+    class See(Callback):
+        def __init__(self) -> None:
+            self.replaced: list[bool] = []
+
+        def on_before_backward(self, *args: Any) -> None:
+            self.replaced.append(functional.scaled_dot_product_attention is not ORIGINAL)
+
+    see = See()
+    fit(Net(), lo.AttentionBackend(), see)
+    assert see.replaced == [True, False, False]
+    see = See()
+    fit(Net(), lo.AttentionBackend(watch_batches=0), see)
+    assert see.replaced == [False, False, False]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it itself
+def test_a_compiled_model_is_not_looked_at():
+    """Else it would be compiled again for the second step."""
+    attention, net = lo.AttentionBackend(), Net("module")
+    net.attention.compile(backend="eager")
+    fit(net, attention)
+    torch._dynamo.reset()
+    assert attention.report().rows == []
+    assert "compiled" in attention.report().notes[0]
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_beside_compile_model():
+    """Nothing is compiled twice: as many graphs as without it."""
+
+    def graphs(*callbacks: Callback) -> float:
+        trainer = quiet_trainer(callbacks=[*callbacks, lo.CompileModel(backend="aot_eager")])
+        trainer.fit(Net("module"), data())
+        torch._dynamo.reset()
+        return float(trainer.callback_metrics["compile/graphs"])
+
+    attention = lo.AttentionBackend()
+    assert graphs(attention) == graphs() > 0
+    assert "compiled" in attention.report().notes[0]
+
+
+def test_no_attention_is_said():
+    attention = lo.AttentionBackend()
+    assert attention.report().notes == ["No call of scaled_dot_product_attention was seen."]
+
+
+def test_settings_are_checked():
+    for order in ((), ("flash", "flash"), ("quick",)):
+        with pytest.raises(ValueError, match="order must name some of flash, cudnn"):
+            lo.AttentionBackend(order)
+    with pytest.raises(ValueError, match="backend 'efficient'"):
+        lo.AttentionBackend(("xformers", "math"))
+    with pytest.raises(ValueError, match="watch_batches must be"):
+        lo.AttentionBackend(watch_batches=-1)
+    with pytest.raises(ValueError, match="one AttentionBackend only"):
+        fit(Net(), lo.AttentionBackend(), lo.AttentionBackend())
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "math"])
+def test_on_a_gpu_the_first_of_the_order_serves(backend):
+    attention = lo.AttentionBackend((backend, "math") if backend != "math" else ("math",))
+    net = Net("module")
+    trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
+    trainer.fit(net, data())
+    (row,) = attention.report().rows
+    assert row["backend"] in (backend, "math")
+    if row["backend"] != backend:
+        assert row["better ones"]  # torch says why, in its own words
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_flash_says_why_not():
+    attention = lo.AttentionBackend()
+    net = Net("bias")
+    trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        trainer.fit(net, data())
+    assert "mask" in attention.report().rows[0]["better ones"].lower()

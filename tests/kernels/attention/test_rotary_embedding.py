@@ -1,0 +1,289 @@
+"""RotaryEmbedding and SelfAttention against formulas written out in float64."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounter
+
+import lightning_opt as lo
+
+
+def rotated(x: Tensor, base: float, offset: int, interleaved: bool) -> Tensor:
+    """Return ``x`` with each pair of features turned as a complex number, in float64."""
+    *_, length, dim = x.shape
+    turned = x.detach().double().clone()
+    for place in range(length):
+        for pair in range(dim // 2):
+            first, second = (2 * pair, 2 * pair + 1) if interleaved else (pair, pair + dim // 2)
+            angle = (place + offset) / base ** (2 * pair / dim)
+            number = torch.complex(turned[..., place, first], turned[..., place, second])
+            number = number * complex(math.cos(angle), math.sin(angle))
+            turned[..., place, first], turned[..., place, second] = number.real, number.imag
+    return turned
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("offset", [0, 13])
+@pytest.mark.parametrize("base", [10_000.0, 50.0])
+def test_rotation(interleaved, offset, base):
+    x = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(0))
+    rotary = lo.RotaryEmbedding(8, base, interleaved=interleaved)
+    expected = rotated(x, base, offset, interleaved)
+    torch.testing.assert_close(rotary(x, offset).double(), expected, rtol=0, atol=1e-6)
+    exact = rotary.double()(x.double(), offset)
+    torch.testing.assert_close(exact, expected, rtol=0, atol=1e-13)
+
+
+def test_far_positions_are_as_exact_as_near_ones():
+    """In float32 angles would be off by thousandths there; half precision has no such number."""
+    x, position = torch.ones(1, 8), 100_003
+    for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
+        rotary = lo.RotaryEmbedding(8, max_positions=position + 1).to(dtype)
+        actual = rotary(x.to(dtype), position)
+        assert actual.dtype is dtype
+        expected = rotated(x, 10_000.0, position, False)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
+
+
+def test_scores_depend_on_distances_alone():
+    query, key = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
+    rotary = lo.RotaryEmbedding(8).double()
+    near = rotary(query.double()) @ rotary(key.double()).T
+    far = rotary(query.double(), 1000) @ rotary(key.double(), 1000).T
+    torch.testing.assert_close(near, far, rtol=0, atol=1e-11)
+
+
+def test_tables_grow_with_the_sequence():
+    rotary, large = lo.RotaryEmbedding(4, max_positions=3), lo.RotaryEmbedding(4)
+    x = torch.randn(1, 20, 4)
+    assert torch.equal(rotary(x[:, :3]), large(x[:, :3]))
+    assert rotary.cos.shape == (3, 2)
+    assert torch.equal(rotary(x), large(x))
+    assert rotary.cos.shape == rotary.sin.shape == (32, 2)  # the next power of two
+    tables = rotary.cos
+    rotary(x[:, :5], offset=27)
+    assert rotary.cos is tables
+    assert torch.equal(rotary(x[:, :1], offset=32), large(x[:, :1], offset=32))
+
+
+def test_tables_are_computed_once(monkeypatch):
+    rotary = lo.RotaryEmbedding(4, max_positions=16)
+    monkeypatch.setattr("lightning_opt.kernels.attention.rotary_embedding.rotary_tables", None)
+    for length in (3, 16, 8):
+        rotary(torch.randn(1, length, 4))
+
+
+def test_tables_are_not_rounded_for_good():
+    """A module that was in half precision for a while is as before, and so it is from meta."""
+    rotary = lo.RotaryEmbedding(8, max_positions=50)
+    cos = rotary.cos.clone()
+    assert rotary.half().cos.dtype is torch.float32
+    assert rotary.bfloat16().float().to(torch.float32).cos.equal(cos)
+    assert rotary.double().cos.dtype is torch.float64
+    assert rotary.float().cos.equal(cos)
+    assert rotary.to("meta").cos.is_meta
+    assert rotary.to_empty(device="cpu").cos.equal(cos)
+    with torch.device("meta"):
+        assert lo.RotaryEmbedding(8, max_positions=50).cos.device.type in ("cpu", "meta")
+    assert copy.deepcopy(rotary).cos.equal(cos)
+
+
+def test_rotary_settings_are_checked():
+    with pytest.raises(ValueError, match=r"dim must be even.* got 7"):
+        lo.RotaryEmbedding(7)
+    with pytest.raises(ValueError, match=r"base must be .* got 0"):
+        lo.RotaryEmbedding(8, base=0)
+    with pytest.raises(ValueError, match=r"max_positions must be .* got 0"):
+        lo.RotaryEmbedding(8, max_positions=0)
+    assert "8, base=10000, interleaved=True" in repr(lo.RotaryEmbedding(8, interleaved=True))
+
+
+# --- SelfAttention ------------------------------------------------------------------------------
+
+
+def attended(
+    module: lo.SelfAttention, x: Tensor, padding: Tensor | None = None, offset: int = 0
+) -> Tensor:
+    """Return what ``module`` should, one query after the other, in float64."""
+    batch, length, _ = x.shape
+    weights = {name: value.double() for name, value in module.state_dict().items()}
+    qkv = x.double() @ weights["qkv.weight"].T + weights.get("qkv.bias", 0.0)
+    query, key, value = qkv.split(module.sizes, -1)
+    query = query.reshape(batch, length, module.heads, -1)
+    key = key.reshape(batch, length, module.kv_heads, -1)
+    value = value.reshape(batch, length, module.kv_heads, -1)
+    if module.rotary is not None:
+        query, key = (
+            rotated(part.transpose(1, 2), module.rotary.base, offset, module.rotary.interleaved)
+            for part in (query, key)
+        )
+        query, key = query.transpose(1, 2), key.transpose(1, 2)
+    seen = torch.zeros(batch, length, module.heads, module.value_dim, dtype=torch.float64)
+    for sample in range(batch):
+        for head in range(module.heads):
+            source = head * module.kv_heads // module.heads
+            for place in range(length):
+                keys = [
+                    other
+                    for other in range(length)
+                    if (other <= place or not module.causal)
+                    and not (padding is not None and padding[sample, other])
+                ]
+                if keys:
+                    scores = key[sample, keys, source] @ query[sample, place, head]
+                    shares = (scores / math.sqrt(module.head_dim)).softmax(0)
+                    seen[sample, place, head] = shares @ value[sample, keys, source]
+    return seen.flatten(2) @ weights["out.weight"].T + weights.get("out.bias", 0.0)
+
+
+PADDING = torch.tensor(
+    [
+        [False, False, False, False, False],
+        [False, False, False, True, True],
+        [True, True, False, False, True],  # in front: under causal, two queries see nothing
+        [True, True, True, True, True],
+    ]
+)
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("padding", [None, PADDING], ids=["whole", "padded"])
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {},
+        {"rotary": True},
+        {"kv_heads": 2, "rotary": lo.RotaryEmbedding(4, base=100.0, interleaved=True)},
+        {"kv_heads": 1, "bias": False, "out_bias": False},
+        {"head_dim": 6, "value_dim": 3, "rotary": True},
+    ],
+    ids=str,
+)
+def test_self_attention(settings, causal, padding):
+    torch.manual_seed(0)
+    module = lo.SelfAttention(16, 4, causal=causal, **settings)
+    x = torch.randn(4, 5, 16)
+    for offset in (0, 3):
+        actual = module(x, padding, offset)
+        expected = attended(module, x, padding, offset)
+        torch.testing.assert_close(actual.double(), expected, rtol=0, atol=2e-6)
+    exact = copy.deepcopy(module).double()
+    torch.testing.assert_close(
+        exact(x.double(), padding), attended(exact, x, padding), rtol=0, atol=1e-13
+    )
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_gradients_are_those_of_the_formula(causal):
+    torch.manual_seed(0)
+    module = lo.SelfAttention(8, 2, causal=causal).double()
+    x = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x: module(x, PADDING), x)
+
+
+def test_padding_is_worth_nothing():
+    """What stands at padded places reaches neither outputs nor gradients, be it infinite."""
+    torch.manual_seed(0)
+    module = lo.SelfAttention(8, 2, causal=True)
+    x = torch.randn(4, 5, 8)
+    module(x, PADDING)[~PADDING].sum().backward()
+    expected = {name: p.grad.clone() for name, p in module.named_parameters()}
+    outputs = module(x, PADDING)[~PADDING]
+    module.zero_grad()
+    other = torch.where(PADDING[..., None], 1e4 * torch.randn(4, 5, 8), x).requires_grad_()
+    actual = module(other, PADDING)[~PADDING]
+    torch.testing.assert_close(actual, outputs)
+    actual.sum().backward()
+    assert not other.grad[PADDING].any()
+    for name, parameter in module.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name])
+
+
+def test_rows_that_see_nothing_get_the_bias():
+    module = lo.SelfAttention(8, 2)
+    x = torch.randn(4, 5, 8)
+    assert module(x, PADDING)[3].equal(module.out.bias.expand(5, 8))
+    plain = lo.SelfAttention(8, 2, out_bias=False)
+    assert not plain(x, PADDING)[3].any()
+
+
+def test_dropout_is_for_training():
+    torch.manual_seed(0)
+    module = lo.SelfAttention(8, 2, dropout=0.5)
+    x = torch.randn(2, 5, 8)
+    assert not module(x).equal(module(x))
+    module.eval()
+    torch.testing.assert_close(module(x).double(), attended(module, x), rtol=0, atol=1e-6)
+
+
+def test_state_dict_is_stable():
+    """Positions are no weights: with and without them, checkpoints fit."""
+    names = ["qkv.weight", "qkv.bias", "out.weight", "out.bias"]
+    module = lo.SelfAttention(8, 2, rotary=True)
+    assert list(module.state_dict()) == names
+    plain = lo.SelfAttention(8, 2)
+    plain.load_state_dict(module.state_dict())
+    assert module.qkv.weight.shape == (24, 8)
+
+
+def test_layers_may_share_the_tables():
+    rotary = lo.RotaryEmbedding(4)
+    layers = nn.ModuleList(lo.SelfAttention(8, 2, rotary=rotary) for _ in range(3))
+    assert len(list(layers.buffers())) == 2
+
+
+def test_self_attention_settings_are_checked():
+    with pytest.raises(ValueError, match="heads must divide dim, 8"):
+        lo.SelfAttention(8, 3)
+    with pytest.raises(ValueError, match="kv_heads must divide heads, 4, got 3"):
+        lo.SelfAttention(8, 4, kv_heads=3)
+    with pytest.raises(ValueError, match="rotary must be for 4"):
+        lo.SelfAttention(8, 2, rotary=lo.RotaryEmbedding(8))
+    with pytest.raises(ValueError, match=r"dropout must be .* got 1"):
+        lo.SelfAttention(8, 2, dropout=1)
+
+
+# --- torch.compile ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_one_graph_for_all_steps(interleaved):
+    """No graph break, and no more graphs with the second length and the second offset."""
+    counter = CompileCounter()
+    rotary = lo.RotaryEmbedding(4, interleaved=interleaved)
+    module = lo.SelfAttention(8, 2, causal=True, rotary=rotary)
+    torch._dynamo.reset()
+    compiled = torch.compile(module, backend=counter, fullgraph=True)
+    try:
+        for length, offset in ((6, 0), (6, 0), (7, 0), (9, 0), (9, 4), (9, 5), (11, 7), (20, 31)):
+            x = torch.randn(2, length, 8)
+            assert compiled(x, offset=offset).equal(module(x, offset=offset))
+        assert counter.frame_count <= 3  # the first; any length; any offset
+        before = counter.frame_count
+        for length, offset in ((8, 1), (13, 2), (30, 300)):
+            compiled(torch.randn(2, length, 8), offset=offset)
+        assert counter.frame_count == before
+    finally:
+        torch._dynamo.reset()
+
+
+def test_tables_grow_in_a_compiled_model():
+    rotary = lo.RotaryEmbedding(4, max_positions=8)
+    large = lo.RotaryEmbedding(4)
+    counter = CompileCounter()
+    torch._dynamo.reset()
+    compiled = torch.compile(rotary, backend=counter)
+    try:
+        for length in (8, 12, 40, 41, 42, 43, 50, 64):
+            x = torch.randn(1, length, 4)
+            assert compiled(x).equal(large(x))
+        before = counter.frame_count
+        for length in (33, 48, 63, 5):
+            x = torch.randn(1, length, 4)
+            assert compiled(x).equal(large(x))
+        assert counter.frame_count == before
+    finally:
+        torch._dynamo.reset()

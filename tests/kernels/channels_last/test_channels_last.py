@@ -1,0 +1,407 @@
+"""ChannelsLast: what is converted when, that nothing but rounding changes, and what is put back."""
+
+import copy
+import pickle
+from collections import namedtuple
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.kernels.channels_last import channels_last as memory_format
+from lightning_opt.kernels.channels_last.convolutions import Convolutions
+from tests.helpers.footprint import model_footprint
+from tests.helpers.models import SmallNet, assert_same_weights
+from tests.helpers.trainers import quiet_trainer
+from tests.kernels.convnets import STEPS, ConvNet, images_of
+
+LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
+
+
+def fit(model: Any, *callbacks: Callback, seed: int = 7, **settings: Any) -> Any:
+    torch.manual_seed(seed)
+    trainer = quiet_trainer(callbacks=list(callbacks), **settings)
+    trainer.fit(model)
+    return trainer
+
+
+def force(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> list[tuple[bool, bool]]:
+    """Have the measurement come out so, and return what it ran: layouts of weight and image."""
+    ran: list[tuple[bool, bool]] = []
+
+    class Timed(memory_format.TrialStep):
+        def run(self, inside: Any = None) -> float:
+            super().run(inside)
+            weight, image = self._module.net[0].weight, self._batch["nested"][0]
+            layouts = [t.is_contiguous(memory_format=LAST[t.ndim]) for t in (weight, image)]
+            ran.append((layouts[0], layouts[1]))
+            return 1.0 if layouts[0] == channels_last else 2.0
+
+    monkeypatch.setattr(memory_format, "TrialStep", Timed)
+    return ran
+
+
+# --- what happens -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ndim", [4, 5])
+def test_weights_and_images_are_converted_in_every_stage(ndim):
+    model, callback = ConvNet(ndim=ndim), lo.ChannelsLast("always")
+    before = model_footprint(model)
+    trainer = quiet_trainer(callbacks=[callback])
+    for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
+        run(model)
+    stages = ["train"] * STEPS + ["validate"] * 2 + ["test", "predict"]
+    assert model.seen == [(stage, True, True, True) for stage in stages]
+    del model.seen[:]
+    assert model_footprint(model)["tensors"] == before["tensors"]
+    assert "on_after_batch_transfer" not in vars(model)
+    quiet_trainer().validate(model, verbose=False)
+    assert model.seen == [("validate", False, True, False)]
+
+
+@pytest.mark.parametrize("ndim", [4, 5])
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize("fused", [False, True])
+def test_nothing_but_rounding_changes(ndim, optimizer, fused):
+    model, expected = ConvNet(optimizer, ndim), ConvNet(optimizer, ndim)
+    fused_optimizers = [lo.FusedOptimizer()] * fused
+    fit(model, lo.ChannelsLast("always"), *fused_optimizers, max_epochs=3)
+    fit(expected, max_epochs=3)
+    assert_same_weights(model, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_gradients_and_optimizer_state_have_the_order_of_the_weights():
+    class Look(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            weight = pl_module.net[0].weight
+            state = optimizer.state.get(weight, {})
+            tensors = [weight.grad, *(t for t in state.values() if t.ndim == 4)]
+            looked.append([t.is_contiguous(memory_format=torch.channels_last) for t in tensors])
+
+    looked: list[list[bool]] = []
+    fit(ConvNet(), lo.ChannelsLast("always"), Look())
+    assert looked == [[True], *[[True] * 3] * (STEPS - 1)]
+
+
+def test_optimizer_is_left_as_it_was():
+    trainer, plain = fit(ConvNet(), lo.ChannelsLast("always")), fit(ConvNet())
+    (found,), (expected,) = trainer.optimizers, plain.optimizers
+    for mine, theirs in zip(found.state.values(), expected.state.values(), strict=True):
+        assert {k: v.stride() for k, v in mine.items()} == {
+            k: v.stride() for k, v in theirs.items()
+        }
+    assert not found._optimizer_state_dict_post_hooks
+    assert not found._optimizer_load_state_dict_post_hooks
+
+
+@pytest.mark.parametrize("fail_at", [0, 2])
+@pytest.mark.parametrize("policy", ["always", "auto"])
+def test_put_back_after_an_exception(fail_at, policy, monkeypatch):
+    force(monkeypatch, True)
+    model = ConvNet(fail_at=fail_at)
+    before = model_footprint(model)
+    with pytest.raises(ArithmeticError, match="planted"):
+        fit(model, lo.ChannelsLast(policy))
+    assert model_footprint(model)["tensors"] == before["tensors"]
+    assert "on_after_batch_transfer" not in vars(model)
+    (optimizer,) = model.trainer.optimizers
+    for state in optimizer.state.values():
+        assert all(value.is_contiguous() for value in state.values())
+
+
+def test_only_weights_of_convolutions_and_only_images():
+    class Mixed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.plane, self.space = nn.Conv2d(3, 4, 3), nn.ConvTranspose3d(2, 4, 3)
+            self.bias = nn.Parameter(torch.ones(2, 3, 4, 5))
+            self.line = nn.Conv1d(3, 4, 3)
+            whole = torch.ones(2, 4, 3, 3, 3)
+            self.part = nn.Conv2d(3, 4, 3)
+            self.part.weight = nn.Parameter(whole[0])  # shares its memory with another
+            self.lazy = nn.LazyConv2d(3, 3)
+
+    layout = Convolutions(Mixed())
+    assert (layout.count, layout.others, layout.dominate) == (4, 1, True)
+    assert {tuple(weight.shape) for weight in layout._formats} == {(4, 3, 3, 3), (2, 4, 3, 3, 3)}
+
+    Pair = namedtuple("Pair", ["image", "other"])
+    image, volume = torch.randn(2, 3, 4, 5), torch.randn(2, 2, 3, 4, 5)
+    batch = {
+        "pair": Pair(image, torch.randn(2, 7, 4, 5)),
+        "more": [volume, image.to(torch.uint8), image.to(torch.int64), image[0], "text", None],
+    }
+    found = layout.convert_images(batch)
+    assert type(found["pair"]) is Pair
+    assert torch.equal(found["pair"].image, image)
+    assert found["pair"].image.is_contiguous(memory_format=torch.channels_last)
+    assert found["pair"].other is batch["pair"].other
+    assert found["more"][0].is_contiguous(memory_format=torch.channels_last_3d)
+    assert found["more"][1].is_contiguous(memory_format=torch.channels_last)
+    assert found["more"][2] is batch["more"][2]
+    assert found["more"][3:][1:] == ["text", None]
+    assert image.is_contiguous()
+
+
+class Data(LightningDataModule):
+    """Has a hook of its own, which must still be called."""
+
+    def train_dataloader(self):
+        return DataLoader(images_of(STEPS), batch_size=2)
+
+    val_dataloader = train_dataloader
+
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch["nested"][0] = batch["nested"][0] * 2
+        return batch
+
+
+class Doubling(ConvNet):
+    def on_after_batch_transfer(self, batch, dataloader_idx):
+        batch["nested"][0] = batch["nested"][0] * 2
+        return batch
+
+
+@pytest.mark.parametrize("owner", ["module", "datamodule"])
+def test_hooks_of_the_user_are_called(owner):
+    model, expected = (Doubling(), Doubling()) if owner == "module" else (ConvNet(), ConvNet())
+    data = {"datamodule": Data()} if owner == "datamodule" else {}
+    for net, callbacks in ((model, [lo.ChannelsLast("always")]), (expected, [])):
+        torch.manual_seed(7)
+        quiet_trainer(callbacks=callbacks, limit_val_batches=0).fit(net, **data)
+    assert model.seen == [("train", True, True, True)] * STEPS
+    assert_same_weights(model, expected, rtol=1e-3, atol=1e-5)
+    assert all("on_after_batch_transfer" not in vars(thing) for thing in (model, *data.values()))
+
+
+def test_layers_that_come_in_configure_model():
+    class Late(ConvNet):
+        def __init__(self):
+            super().__init__()
+            self.late, self.net = self.net, None
+
+        def configure_model(self):
+            if self.net is None:
+                self.net = self.late
+
+    model = Late()
+    fit(model, lo.ChannelsLast("always"))
+    assert set(model.seen) == {(stage, True, True, True) for stage in ("train", "validate")}
+    assert "configure_model" not in vars(model)
+
+
+def test_model_can_be_copied_and_pickled_in_the_middle_of_a_run():
+    class Copies(Callback):
+        def on_train_batch_end(self, trainer, pl_module, *_):
+            for twin in (copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))):
+                assert twin.on_after_batch_transfer.owner is twin
+                assert twin.net[0].weight.is_contiguous(memory_format=torch.channels_last)
+
+    fit(ConvNet(), lo.ChannelsLast("always"), Copies())
+
+
+# --- deciding -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_auto_measures_both_on_the_first_batch_and_takes_the_faster(channels_last, monkeypatch):
+    ran = force(monkeypatch, channels_last)
+    model, callback, expected = ConvNet(), lo.ChannelsLast(), ConvNet()
+    fit(model, callback, max_epochs=2)
+    fit(expected, max_epochs=2)
+    assert ran == [(False, False), (True, True)] * 4
+    real = [entry for entry in model.seen if entry[0] == "train"][-2 * STEPS :]
+    assert real[0] == ("train", False, True, channels_last)
+    assert real[1:] == [("train", channels_last, True, channels_last)] * (2 * STEPS - 1)
+    (row,) = callback.report().rows
+    assert row["memory format"] == ("channels_last" if channels_last else "contiguous")
+    assert row["because"] == "a measurement on the first batch"
+    assert {row["ms contiguous"], row["ms channels_last"]} == {1e3, 2e3}
+    exact = {"rtol": 1e-3, "atol": 1e-5} if channels_last else {}
+    assert_same_weights(model, expected, **exact)  # buffers of BatchNorm and draws of Dropout too
+
+
+def test_a_small_gain_is_noise(monkeypatch):
+    class Timed(memory_format.TrialStep):
+        def run(self, inside: Any = None) -> float:
+            return next(times)
+
+    times = iter([9.0, 9.0, *[1.0, 0.98] * 3])
+    monkeypatch.setattr(memory_format, "TrialStep", Timed)
+    callback = lo.ChannelsLast()
+    fit(ConvNet(), callback)
+    assert callback.report().rows[0]["memory format"] == "contiguous"
+
+
+def test_really_measures():
+    callback = lo.ChannelsLast()
+    fit(ConvNet(), callback)
+    (row,) = callback.report().rows
+    assert row["ms contiguous"] > 0
+    assert row["ms channels_last"] > 0
+
+
+def test_running_out_of_memory_while_measuring(monkeypatch):
+    class Full(memory_format.TrialStep):
+        def run(self, inside: Any = None) -> float:
+            raise torch.OutOfMemoryError("planted")
+
+    monkeypatch.setattr(memory_format, "TrialStep", Full)
+    model, callback = ConvNet(), lo.ChannelsLast()
+    fit(model, callback)
+    assert "memory ran out" in callback.report().rows[0]["because"]
+    assert model.seen[1] == ("train", True, True, True)  # by the layers
+
+
+def test_another_error_while_measuring_is_the_users(monkeypatch):
+    class Broken(memory_format.TrialStep):
+        def run(self, inside: Any = None) -> float:
+            raise RuntimeError("planted")
+
+    monkeypatch.setattr(memory_format, "TrialStep", Broken)
+    model = ConvNet()
+    with pytest.raises(RuntimeError, match="planted"):
+        fit(model, lo.ChannelsLast())
+    assert model.net[0].weight.is_contiguous()
+
+
+class CompileModel(Callback):
+    """Bears the name of the one that compiles."""
+
+
+@pytest.mark.parametrize("why", ["validate", "deterministic", "compile"])
+def test_layers_decide_where_measuring_makes_no_sense(why, monkeypatch):
+    ran = force(monkeypatch, False)
+    callback, model = lo.ChannelsLast(), ConvNet()
+    callbacks = [callback, *[CompileModel()] * (why == "compile")]
+    trainer = quiet_trainer(callbacks=callbacks)
+    if why == "deterministic":
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
+    if why == "validate":
+        trainer.validate(model, verbose=False)
+    else:
+        trainer.fit(model)
+    assert not ran
+    (row,) = callback.report().rows
+    assert row["memory format"] == "channels_last"
+    assert row["because"].startswith("3 convolutions, 1 other layers that multiply (")
+    assert all(entry[1:] == (True, True, True) for entry in model.seen)
+
+
+def test_layers_against_it():
+    model, callback = ConvNet(), lo.ChannelsLast("layers")
+    model.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
+    fit(model, callback)
+    assert callback.report().rows[0]["memory format"] == "contiguous"
+    assert all(entry[1] is False for entry in model.seen)
+
+
+@pytest.mark.parametrize("policy", ["auto", "layers", "always"])
+def test_a_model_without_convolutions(policy):
+    model, expected, callback = SmallNet(), SmallNet(), lo.ChannelsLast(policy)
+    fit(model, callback)
+    fit(expected)
+    assert_same_weights(model, expected)
+    assert callback.report().rows == [
+        {
+            "memory format": "contiguous",
+            "because": "no convolutions over two or three dimensions",
+        }
+    ]
+
+
+@pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
+def test_sharded_weights(strategy):
+    model = ConvNet()
+    trainer = quiet_trainer()
+    trainer.strategy.__class__ = type("Pretends", (type(trainer.strategy), strategy), {})
+    with pytest.raises(ValueError, match=r"ChannelsLast\('always'\) does not work with"):
+        lo.ChannelsLast("always").setup(trainer, model, "fit")
+    callback = lo.ChannelsLast()
+    callback.setup(trainer, model, "fit")
+    assert "lays out the weights itself" in callback.report().rows[0]["because"]
+    assert model.net[0].weight.is_contiguous()
+
+
+def test_refuses_what_makes_no_sense():
+    with pytest.raises(ValueError, match="policy must be one of"):
+        lo.ChannelsLast("on")
+    with pytest.raises(
+        RuntimeError, match="more than one stateful callback of type `ChannelsLast`"
+    ):
+        fit(ConvNet(), lo.ChannelsLast(), lo.ChannelsLast())
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+class Save(Callback):
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == STEPS:
+            trainer.save_checkpoint(self.file)
+
+
+@pytest.mark.parametrize("policy", ["always", "auto"])
+def test_checkpoints_look_as_if_it_had_not_been_there(policy, tmp_path, monkeypatch):
+    force(monkeypatch, True)
+    file = tmp_path / "saved.ckpt"
+    fit(ConvNet(), lo.ChannelsLast(policy), Save(file))
+    saved = torch.load(file, weights_only=True)
+    tensors = list(saved["state_dict"].values())
+    for state in saved["optimizer_states"][0]["state"].values():
+        tensors += state.values()
+    assert all(tensor.is_contiguous() for tensor in tensors)
+
+
+@pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
+@pytest.mark.parametrize(("saved_with", "resumed_with"), [(1, 0), (0, 1), (1, 1)])
+def test_resumes_with_and_without(optimizer, saved_with, resumed_with, tmp_path):
+    """With the fused kernels of a CPU, which mix up weights where state has another order."""
+    file = tmp_path / "saved.ckpt"
+    fit(ConvNet(optimizer), *[lo.ChannelsLast("always")] * saved_with, Save(file), max_epochs=2)
+
+    class Fused(Draws):
+        """Switches without looking, as a user who wrote `fused=True` would have."""
+
+        def on_train_start(self, trainer, pl_module):
+            super().on_train_start(trainer, pl_module)
+            (optimizer,) = trainer.optimizers
+            for settings in (optimizer.defaults, *optimizer.param_groups):
+                settings.update(fused=True, foreach=False)
+
+    nets = [ConvNet(optimizer), ConvNet(optimizer)]
+    tried = [*[lo.ChannelsLast("always")] * resumed_with, Fused()]
+    for net, callbacks in zip(nets, (tried, [Draws()]), strict=True):
+        quiet_trainer(callbacks=callbacks, max_epochs=2).fit(net, ckpt_path=file, weights_only=True)
+    assert_same_weights(*nets, rtol=1e-3, atol=1e-5)
+
+
+class Draws(Callback):
+    """Starts a resumed run from the same random numbers."""
+
+    def on_train_start(self, trainer, pl_module):
+        torch.manual_seed(3)
+
+
+@pytest.mark.parametrize("channels_last", [False, True])
+def test_a_resumed_run_keeps_what_was_measured(channels_last, tmp_path, monkeypatch):
+    file = tmp_path / "saved.ckpt"
+    force(monkeypatch, channels_last)
+    fit(ConvNet(), lo.ChannelsLast(), Save(file), max_epochs=2)
+    ran = force(monkeypatch, not channels_last)
+    model, callback = ConvNet(), lo.ChannelsLast()
+    quiet_trainer(callbacks=[callback], max_epochs=2, limit_val_batches=0).fit(
+        model, ckpt_path=file, weights_only=True
+    )
+    assert not ran
+    assert model.seen == [("train", channels_last, True, channels_last)] * STEPS
+    assert "resumed" in callback.report().rows[0]["because"]

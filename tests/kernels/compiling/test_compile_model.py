@@ -1,0 +1,354 @@
+"""CompileModel where compilation works: the same training, one graph, and nothing left behind."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.backends.debugging import aot_eager
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_opt.core.compiling import CLOCK
+from lightning_opt.kernels.channels_last.channels_last import ChannelsLast
+from lightning_opt.kernels.compiling.compile_model import CompileModel
+from lightning_opt.kernels.compiling.process_settings import ladder
+from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from tests.helpers.footprint import model_footprint
+from tests.helpers.models import AdversarialNet, assert_same_weights
+from tests.helpers.trainers import quiet_trainer
+from tests.kernels.compiling import Net, assert_same, messages_of, train
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+    # torch's own, while it looks at inputs.
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+
+@pytest.mark.parametrize("scope", ["model", "regions"])
+def test_a_run_is_bit_identical_with_aot_eager(scope: str) -> None:
+    callback = CompileModel(scope=scope, backend="aot_eager")
+    actual = train(callback, num_sanity_val_steps=1)
+    assert_same(actual, train(num_sanity_val_steps=1))
+    modes = {row["mode"] for row in callback.report().rows}
+    assert modes == {"default"}
+    assert sum(row["graphs"] for row in callback.report().rows) == 2  # training and validation
+
+
+def test_blocks_of_one_structure_share_one_compilation() -> None:
+    counter = CompileCounterWithBackend("eager")
+    callback = CompileModel(scope="regions", backend=counter)
+    train(callback, model=Net(blocks=5), limit_val_batches=0)
+    assert counter.frame_count == 1
+    [row] = callback.report().rows
+    assert (row["region"], row["modules"], row["graphs"]) == ("blocks.0", 5, 1)
+    assert (row["graph breaks"], row["recompilations"]) == (0, 0)
+
+
+class Layers(Net):
+    """Many layers of torch itself, each called by the training step."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0, steps=2)
+        self.layers = nn.ModuleList(nn.Linear(6, 6, bias=bias) for bias in [True, False] * 6)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x = batch[0]
+        for layer in self.layers:
+            x = layer(x)
+        return nn.functional.mse_loss(x[:, :1], batch[1])
+
+
+def test_layers_of_torch_do_not_share_a_limit() -> None:
+    """Torch compiles what it has in common for them eight times, and then no more."""
+    counter = CompileCounterWithBackend("eager")
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    actual = train(CompileModel(backend=counter), model=Layers(), **settings)
+    assert counter.frame_count == 12
+    assert_same(actual, train(model=Layers(), **settings))
+
+
+class Mixed(Net):
+    """Blocks of two structures, and a stack of plain layers."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=3)
+        self.other = nn.ModuleList(
+            nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 6)) for _ in range(2)
+        )
+        self.stack = nn.Sequential(*(layer for _ in range(4) for layer in self._layer()))
+
+    def _layer(self) -> tuple[nn.Module, nn.Module]:
+        return nn.Linear(6, 6), nn.Tanh()
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in (*self.other, self.stack):
+            x = block(x)
+        return super().forward(x)
+
+
+def test_regions_of_several_structures() -> None:
+    callback = CompileModel(scope="regions", backend="aot_eager")
+    assert_same(train(callback, model=Mixed()), train(model=Mixed()))
+    found = {row["region"]: row["modules"] for row in callback.report().rows}
+    assert found == {"blocks.0": 3, "other.0": 2, "stack": 1}
+
+
+def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
+    keys: list[str] = []
+
+    class Look(CompileModel):
+        def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+            super().on_train_batch_end(trainer, *args)
+            trainer.save_checkpoint(tmp_path / "some.ckpt")
+            keys.extend(trainer.model.state_dict())
+
+    model = Net()
+    names = list(model.state_dict())
+    before = model_footprint(model)
+    quiet_trainer(callbacks=[Look(backend="eager")], max_steps=1).fit(model)
+    assert keys == names
+    saved = torch.load(tmp_path / "some.ckpt", weights_only=True)["state_dict"]
+    assert list(saved) == names
+    fresh = Net()
+    fresh.load_state_dict(saved)
+    assert_same_weights(fresh, model)
+    for name, module in model_footprint(model)["modules"].items():
+        assert "forward" not in module["attributes"], name
+        assert "_compiled_call_impl" not in module["attributes"], name
+    assert model_footprint(fresh)["state_dict"] == before["state_dict"]
+
+
+def test_what_is_logged_and_the_clock() -> None:
+    found = train(CompileModel(backend="aot_eager"), limit_val_batches=0)["logger"]
+    assert found.series("compile/graphs") == [1.0]  # logged once, when it changed
+    assert found.series("compile/uncompiled") == [0.0]
+    [seconds] = found.series("compile/seconds")
+    assert 0 < seconds <= CLOCK.seconds
+    assert CLOCK._users == 0
+
+
+def test_settings_of_torch_are_put_back() -> None:
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
+    def settings() -> Any:
+        return (
+            dynamo_config.optimize_ddp,
+            getattr(functorch_config, "force_non_lazy_backward_lowering", None),
+        )
+
+    before = settings()
+    seen = []
+
+    class Look(CompileModel):
+        def on_train_batch_end(self, *args: Any) -> None:
+            super().on_train_batch_end(*args)
+            seen.append(settings())
+
+    train(Look(backend="eager"))
+    assert settings() == before
+    assert seen[0][1] is not False
+
+
+class Varying(Net):
+    """A batch of another size at each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        rows = slice(2 + batch_idx)
+        return super().training_step([part[rows] for part in batch], batch_idx)
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_recompilations_that_recur_are_told(dynamic: bool) -> None:
+    callback = CompileModel(backend="eager", dynamic=dynamic)
+    model = Varying(steps=5, batch_size=8)
+    settings = {"limit_val_batches": 0, "max_epochs": 1}
+    actual, messages = messages_of(lambda: train(callback, model=model, **settings))
+    again = sum(row["recompilations"] for row in callback.report().rows)
+    assert again == (0 if dynamic else 4)
+    assert len(messages) == (0 if dynamic else 1)
+    if not dynamic:
+        assert "forward (Varying) was compiled again 3 times" in messages[0]
+        assert "dynamic=True" in messages[0]
+        assert "size mismatch" in messages[0]
+    assert_same(actual, train(model=Varying(steps=5, batch_size=8), **settings))
+
+
+class Breaking(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x))
+
+
+def test_graph_breaks_are_counted_with_their_reason() -> None:
+    callback = CompileModel(backend="eager")
+    actual = train(callback, model=Breaking(), limit_val_batches=0)
+    assert_same(actual, train(model=Breaking(), limit_val_batches=0))
+    row = callback.report().rows[0]
+    assert (row["graphs"], row["graph breaks"]) == (2, 1)
+    assert "graph_break" in str(callback.report().notes)
+
+
+@pytest.mark.parametrize(("scope", "first"), [("model", "compile"), ("regions", "checkpointing")])
+def test_with_activation_checkpointing_in_any_order(scope: str, first: str) -> None:
+    def callbacks() -> list[Any]:
+        both = [
+            CompileModel(scope=scope, backend="eager"),
+            ActivationCheckpointing("every_layer"),
+        ]
+        return both if first == "compile" else both[::-1]
+
+    model, settings = Net(blocks=2, steps=2), {"max_epochs": 1, "limit_val_batches": 0}
+    actual = train(*callbacks(), model=model, **settings)
+    # BatchNorm's blocks run uncompiled under checkpointing, and break the graph.
+    assert_same(actual, train(model=Net(blocks=2, steps=2), **settings))
+    for module in model.modules():
+        assert "forward" not in vars(module)
+
+
+class Images(Net):
+    """A small convolutional network. No bias in front of BatchNorm: its gradient is only noise."""
+
+    def __init__(self) -> None:
+        super().__init__(blocks=0, steps=3)
+        self.stem = nn.Conv2d(3, 4, 3, padding=1, bias=False)
+        self.norm = nn.BatchNorm2d(4)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Conv2d(4, 4, 3, padding=1), nn.GELU()) for _ in range(2)
+        )
+        self.head = nn.Linear(4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.stem(x))
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x.mean((2, 3)))
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        draw = torch.Generator().manual_seed(0)
+        images, targets = torch.randn(12, 3, 6, 6, generator=draw), torch.ones(12, 1)
+        return DataLoader(TensorDataset(images, targets), batch_size=4)
+
+    val_dataloader = train_dataloader
+
+
+@pytest.mark.parametrize(("scope", "order"), [("model", 1), ("regions", -1)])
+def test_with_channels_last(scope: str, order: int) -> None:
+    seen = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        images = [i for i in inputs if isinstance(i, Tensor) and i.ndim == 4]
+        seen.append(all(i.is_contiguous(memory_format=torch.channels_last) for i in images))
+        return aot_eager(graph, inputs)
+
+    both = [CompileModel(scope=scope, backend=backend), ChannelsLast("always")][::order]
+    actual, messages = messages_of(lambda: train(*both, model=Images(), num_sanity_val_steps=1))
+    assert messages == []
+    assert seen == [True, True]  # compiled for this format at once, in training and in validation
+    # A compiled graph may hand a convolution its gradient in another order of memory.
+    for callbacks in ([ChannelsLast("always")], []):
+        expected = train(*callbacks, model=Images(), num_sanity_val_steps=1)
+        assert_same(actual, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_several_optimizers_stepped_by_hand() -> None:
+    trained = []
+    for callbacks in ([], [CompileModel(backend="aot_eager")]):
+        model = AdversarialNet()
+        quiet_trainer(callbacks=callbacks).fit(model)
+        trained.append(model)
+    assert_same_weights(trained[1], trained[0])
+
+
+def test_evaluation_and_prediction() -> None:
+    model = Net()
+    plain, compiled = quiet_trainer(), quiet_trainer(callbacks=[CompileModel(backend="aot_eager")])
+    for stage in ("validate", "test"):
+        expected = getattr(plain, stage)(model, verbose=False)
+        assert getattr(compiled, stage)(model, verbose=False) == expected
+    torch.testing.assert_close(compiled.predict(model), plain.predict(model), rtol=0, atol=0)
+    assert "forward" not in vars(model)
+
+
+@pytest.mark.parametrize(
+    ("mode", "device", "expected"),
+    [
+        ("auto", "cpu", ("default",)),
+        ("max-autotune", "cpu", ("max-autotune", "default")),
+        ("max-autotune", "cuda", ("max-autotune", "reduce-overhead", "default")),
+        ("reduce-overhead", "cuda", ("reduce-overhead", "default")),
+    ],
+)
+def test_ladders(mode: str, device: str, expected: tuple[str, ...]) -> None:
+    assert ladder(mode, device) == expected
+
+
+# --- refusals -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"mode": "fast"}, "mode must be one of"),
+        ({"scope": "blocks"}, "scope must be"),
+        ({"mode": "max-autotune", "backend": "eager"}, "inductor"),
+    ],
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        CompileModel(**arguments)
+
+
+def refused(*callbacks: Any, model: Any = None) -> str:
+    with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers compare the message
+        quiet_trainer(callbacks=list(callbacks)).fit(Net() if model is None else model)
+    return str(caught.value)
+
+
+def test_refusals() -> None:
+    assert "backend must be one of" in refused(CompileModel(backend="indoctor"))
+    assert "single operators" in refused(CompileModel(), ActivationCheckpointing("auto"))
+    assert "single operators" in refused(ActivationCheckpointing("selective"), CompileModel())
+    compiled = torch.compile(Net(), backend="eager")
+    assert "twice" in refused(CompileModel(), model=compiled)
+
+    class Empty(Net):
+        forward = pytest.importorskip("lightning.pytorch").LightningModule.forward
+
+        def __init__(self) -> None:
+            super().__init__()
+            del self.stem, self.blocks, self.head
+            self.weight = nn.Parameter(torch.ones(6))
+
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            return (self.weight * batch[0]).sum()
+
+    assert "nothing to compile" in refused(CompileModel(), model=Empty())
+
+
+# --- the real compiler --------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_inductor_gives_the_same_weights_after_100_steps() -> None:
+    """Dropout off: inductor draws other numbers. The rest differs by rounding."""
+
+    def model() -> Net:
+        net = Net(steps=100)
+        for block in net.blocks:
+            block.dropout.p = 0.0
+            # The gradient of a bias in front of BatchNorm is nothing but rounding errors, of which
+            # AdamW makes steps of full length.
+            block.linear.bias = None
+        return net
+
+    callback = CompileModel(scope="regions")
+    settings = {"max_epochs": 1, "limit_val_batches": 1}
+    actual = train(callback, model=model(), **settings)
+    expected = train(model=model(), **settings)
+    assert {row["mode"] for row in callback.report().rows} == {"default"}
+    assert_same(actual, expected, rtol=1e-3, atol=1e-4)

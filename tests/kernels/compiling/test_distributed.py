@@ -1,0 +1,124 @@
+"""CompileModel under DDP and FSDP2, in real processes."""
+
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch._dynamo.backends.debugging import aot_eager
+
+from lightning_opt.kernels.compiling.compile_model import CompileModel
+from tests.helpers.processes import launch
+from tests.kernels.compiling import (
+    Net,
+    assert_same,
+    breaks_in_backward,
+    fails,
+    fails_in_backward,
+    messages_of,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.distributed,
+    pytest.mark.slow,
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+    pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
+]
+
+SHORT = {"max_epochs": 1, "limit_val_batches": 1, "devices": 2}
+
+
+class Split(Net):
+    """Each rank has rows of its own."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        rows = [part[self.global_rank :: 2] for part in batch]
+        return super().training_step(rows, batch_idx)
+
+
+class Sharded(Split):
+    def configure_model(self) -> None:
+        from torch.distributed.fsdp import fully_shard
+
+        mesh = self.device_mesh["data_parallel"]
+        for block in self.blocks:
+            fully_shard(block, mesh=mesh)
+        fully_shard(self, mesh=mesh)
+
+
+def ddp() -> dict[str, Any]:
+    return {"strategy": DDPStrategy(process_group_backend="gloo"), **SHORT}
+
+
+def fsdp2() -> dict[str, Any]:
+    return {"strategy": ModelParallelStrategy(2, 1), **SHORT}
+
+
+def on_rank_0(backend: Any) -> Any:
+    """Return a backend that fails on one rank alone."""
+
+    def either(graph: Any, inputs: Any) -> Any:
+        return (backend if dist.get_rank() == 0 else aot_eager)(graph, inputs)
+
+    return either
+
+
+def under_ddp() -> list[Any]:
+    expected = train(model=Split(), **ddp())
+    found = []
+    for scope in ("model", "regions"):
+        callback = CompileModel(backend="aot_eager", scope=scope)
+        assert_same(train(callback, model=Split(), **ddp()), expected)
+        found.append({row["mode"] for row in callback.report().rows})
+    for backend in (fails, fails_in_backward):
+        callback = CompileModel(backend=on_rank_0(backend))
+        actual, messages = messages_of(lambda c=callback: train(c, model=Split(), **ddp()))
+        assert_same(actual, expected)
+        found.append((messages, callback.state_dict()["modes"]))
+    return found
+
+
+def test_under_ddp_also_where_one_rank_fails_alone() -> None:
+    first, second = launch(under_ddp)
+    assert first[:2] == second[:2] == [{"default"}, {"default"}]
+    for (mine, modes), (theirs, other) in zip(first[2:], second[2:], strict=True):
+        assert len(mine) == 1
+        assert "on rank 0" in mine[0]
+        assert theirs == []
+        assert modes == other  # all ranks go on in the same mode
+        assert modes["forward"] == "eager"
+
+
+def under_fsdp2() -> list[Any]:
+    expected = train(model=Sharded(), **fsdp2())
+    found = []
+    for scope, backend in (("regions", "aot_eager"), ("model", "aot_eager"), ("regions", fails)):
+        callback = CompileModel(backend=backend, scope=scope)
+        run = messages_of(lambda c=callback: train(c, model=Sharded(), **fsdp2()))
+        assert_same(run[0], expected)
+        found.append((len(run[1]), run[1], callback.report().rows))
+    return found
+
+
+def test_under_fsdp2() -> None:
+    for regions, whole, failing in launch(under_fsdp2):
+        [row] = regions[2]
+        assert regions[0] == 0, regions[1]
+        assert (row["modules"], row["graphs"], row["graph breaks"]) == (2, 2, 0)
+        assert whole[0] == 0, whole[1]
+        assert failing[0] == 1
+
+
+def raises_in_backward() -> str:
+    with pytest.raises(RuntimeError, match="planted in compiled code") as caught:
+        train(CompileModel(backend=breaks_in_backward), model=Split(), **ddp())
+    return " ".join(getattr(caught.value, "__notes__", []))
+
+
+def test_compiled_code_that_raises_in_the_backward_pass_ends_the_run() -> None:
+    """Gradients are on their way to other ranks by then: an error, not a hang."""
+    for notes in launch(raises_in_backward):
+        assert "CompileModel" in notes

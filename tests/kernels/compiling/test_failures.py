@@ -1,0 +1,323 @@
+"""CompileModel where compilation fails: the run without it, and one message."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._dynamo.exc import BackendCompilerFailed
+from torch._dynamo.testing import CompileCounterWithBackend
+
+import lightning_opt.kernels.compiling.compile_model as compile_module
+import lightning_opt.kernels.compiling.process_settings as settings_module
+from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
+from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.kernels.compiling.compile_model import CompileModel
+from tests.helpers.models import assert_same_weights
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+from tests.kernels.compiling import (
+    FailsLater,
+    Net,
+    assert_same,
+    breaks_in_backward,
+    fails,
+    fails_in_backward,
+    messages_of,
+    out_of_memory,
+    train,
+)
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
+    pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
+]
+
+SHORT = {"max_epochs": 1, "limit_val_batches": 1}
+
+
+@pytest.fixture
+def lowers_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As in a torch that compiles backward graphs when they first run."""
+    for module in (compile_module, settings_module):
+        monkeypatch.setattr(module, "lowers_ahead", lambda: False)
+
+
+def compare(backend: Any, make: Any = Net, **settings: Any) -> tuple[str, CompileModel]:
+    """Train with a failing backend, compare with a run without it, and return the one message."""
+    arguments = {key: settings.pop(key) for key in ("scope", "fullgraph") if key in settings}
+    arguments.setdefault("dynamic", False)
+    settings = {**SHORT, **settings}
+    callback = CompileModel(backend=backend, **arguments)
+    actual, messages = messages_of(lambda: train(callback, model=make(), **settings))
+    assert_same(actual, train(model=make(), **settings))
+    [message] = messages
+    assert "nothing is lost" in message
+    for module in actual["model"].modules():
+        assert "forward" not in vars(module)
+    return message, callback
+
+
+@pytest.mark.parametrize("scope", ["model", "regions"])
+def test_failure_to_compile(scope: str) -> None:
+    message, callback = compare(fails, scope=scope, num_sanity_val_steps=1)
+    assert "RuntimeError: planted in the compiler" in message
+    assert "runs uncompiled from now on" in message
+    assert ("forward (Net)" if scope == "model" else "blocks.0 (Block)") in message
+    assert {row["mode"] for row in callback.report().rows} == {"eager"}
+    assert "planted in the compiler" in str(callback.report())
+
+
+@pytest.mark.parametrize("scope", ["model", "regions"])
+def test_failure_to_compile_the_backward_graph(scope: str) -> None:
+    message, _ = compare(fails_in_backward, scope=scope)
+    assert "planted in the compiler" in message
+
+
+def test_failure_to_compile_the_backward_graph_when_it_first_runs(lowers_lazily: None) -> None:
+    message, _ = compare(fails_in_backward)
+    assert "planted in the compiler" in message
+    assert "backward pass" in message
+
+
+def test_compiled_backward_pass_that_raises() -> None:
+    message, _ = compare(breaks_in_backward)
+    assert "planted in compiled code" in message
+    assert "backward pass" in message
+
+
+class Varying(Net):
+    """A batch of another size at each step."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([part[: 2 + batch_idx] for part in batch], batch_idx)
+
+
+class BreaksLater(FailsLater):
+    """The same for the backward pass when it runs."""
+
+    def __call__(self, graph: Any, inputs: Any) -> Any:
+        self.left -= 1
+        if self.left < 0:
+            return breaks_in_backward(graph, inputs)
+        self.left += 1
+        return super().__call__(graph, inputs)
+
+
+def test_failure_in_mid_window_of_accumulation(lowers_lazily: None) -> None:
+    """The gradients of the window's first batch must survive the failure of the second.
+
+    By then the second has added those of the head, which is not compiled, to them.
+    """
+    message, _ = compare(
+        BreaksLater(1),
+        lambda: Varying(batch_size=8),
+        scope="regions",
+        limit_val_batches=0,
+        accumulate_grad_batches=2,
+    )
+    assert "backward pass" in message
+
+
+def test_failure_of_a_later_shape() -> None:
+    message, callback = compare(
+        FailsLater(2), lambda: Varying(batch_size=8), limit_val_batches=0, scope="regions"
+    )
+    assert "planted in the compiler" in message
+    assert callback.state_dict() == {"modes": {"blocks.0": "eager"}}
+
+
+class Breaking(Net):
+    """Two graphs, of which the second changes with each step."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)  # random numbers and buffers
+        torch._dynamo.graph_break()
+        return self.head(self.blocks[1](x)) * self.calls
+
+
+@pytest.mark.parametrize("graphs", [1, 2])
+def test_failure_after_a_graph_has_run(graphs: int) -> None:
+    """At the first step, and at one whose shapes have run before."""
+    message, _ = compare(FailsLater(graphs), Breaking, limit_val_batches=0)
+    assert "forward pass" in message
+
+
+class Writing(Net):
+    """Writes to its own input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x.mul_(2)
+        torch._dynamo.graph_break()
+        return self.head(x)
+
+
+def test_a_step_whose_input_is_lost_is_not_done_again() -> None:
+    callback = CompileModel(backend=FailsLater(1))
+    with pytest.raises(BackendCompilerFailed, match="planted in the compiler"):
+        train(callback, model=Writing(), **SHORT)
+
+
+class DataDependent(Net):
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)  # random numbers and buffers before the branch
+        x = x + 1 if x.sum() > 0 else x - 1
+        return self.head(self.blocks[1](x))
+
+
+def test_data_dependent_control_flow_with_fullgraph() -> None:
+    message, _ = compare("eager", DataDependent, fullgraph=True)
+    assert "forward (DataDependent)" in message
+    assert "data-dependent" in message.lower()
+
+
+def test_with_micro_batches_in_front_or_behind() -> None:
+    expected = train(MicroBatching(2), model=Linear(), **SHORT)
+    for order in (1, -1):
+        both = [CompileModel(backend=breaks_in_backward), MicroBatching(2)][::order]
+        actual, messages = messages_of(lambda both=both: train(*both, model=Linear(), **SHORT))
+        assert len(messages) == 1
+        assert_same(actual, expected)
+
+
+class Linear(Net):
+    """Without BatchNorm, whose statistics micro-batches change."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            block.norm = nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0].dropout(self.stem(x)))
+
+
+class Hungry(Linear):
+    """Has memory for two samples."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if len(x) > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize(("order", "failing"), [(1, True), (-1, False)])
+def test_with_micro_batches_that_are_found_when_memory_runs_out(order: int, failing: bool) -> None:
+    """Either takes back what the other has begun, and nothing is done twice."""
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    expected = train(MicroBatching("auto"), model=Hungry(), **settings)
+    compiling = CompileModel(backend=breaks_in_backward if failing else "aot_eager")
+    both = [compiling, MicroBatching("auto")][::order]
+    actual, messages = messages_of(lambda: train(*both, model=Hungry(), **settings))
+    assert_same(actual, expected)
+    assert len(messages) == int(failing)
+    assert compiling.report().rows[0]["mode"] == ("eager" if failing else "default")
+    [learnt] = [c for c in both if isinstance(c, MicroBatching)]
+    assert [event["size"] for event in learnt.events] == [2]
+
+
+# --- errors of the model ------------------------------------------------------------------------
+
+
+class Wrong(Net):
+    """Raises in the second step."""
+
+    kind = "raise"
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.blocks[0](x)
+        if self.calls == 2 and self.kind == "raise":
+            raise KeyError("mine")
+        if self.calls == 2 and self.kind == "shape":
+            y = y @ torch.ones(5, 5)
+        if self.kind == "index":
+            index = (y[:, 0].abs() * 0).long() + (9 if self.calls == 2 else 0)
+            return nn.functional.embedding(index, self.head.weight.T)
+        return self.head(y)
+
+
+@pytest.mark.parametrize("kind", ["raise", "shape", "index"])
+@pytest.mark.parametrize("fullgraph", [False, True])
+def test_errors_of_the_model_are_raised_as_they_are(
+    kind: str, fullgraph: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Wrong, "kind", kind)
+
+    def error_of(*callbacks: Any) -> Any:
+        model = Wrong()
+        torch.manual_seed(0)
+        with pytest.raises((KeyError, RuntimeError, IndexError)) as caught:
+            quiet_trainer(callbacks=list(callbacks), limit_val_batches=0).fit(model)
+        assert not [m for m in model.modules() if "forward" in vars(m)]
+        return caught.value, model
+
+    expected, plain = error_of()
+    callback = CompileModel(backend="aot_eager", fullgraph=fullgraph)
+    (actual, model), messages = messages_of(lambda: error_of(callback))
+    assert (type(actual), str(actual)) == (type(expected), str(expected))
+    assert actual.__context__ is None
+    assert messages == []
+    # Buffers too, if the failed step was done again. Compiled code that has run before and raises
+    # what only the model's Python could raise is taken at its word; it may end before its buffers
+    # are written.
+    if kind == "index":
+        assert_same_weights(dict(model.named_parameters()), dict(plain.named_parameters()))
+    else:
+        assert_same_weights(model, plain)
+
+
+def test_out_of_memory_passes_through() -> None:
+    callback = CompileModel(backend=out_of_memory)
+    with pytest.raises(RuntimeError) as caught:
+        quiet_trainer(callbacks=[callback]).fit(Net())
+    assert is_out_of_memory(caught.value)
+
+
+# --- resuming -----------------------------------------------------------------------------------
+
+
+def test_a_resumed_run_does_not_try_again(tmp_path: Path) -> None:
+    callback = CompileModel(backend=fails, scope="regions")
+    model = Net()
+    trainer = quiet_trainer(callbacks=[callback], max_steps=2, limit_val_batches=0)
+    _, messages = messages_of(lambda: trainer.fit(model))
+    assert len(messages) == 1
+    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
+
+    counter = CompileCounterWithBackend("eager")
+    resumed = CompileModel(backend=counter, scope="regions")
+    quiet_trainer(callbacks=[resumed], max_steps=4, limit_val_batches=0).fit(
+        Net(), ckpt_path=tmp_path / "stopped.ckpt", weights_only=True
+    )
+    assert counter.frame_count == 0
+    assert resumed.state_dict() == callback.state_dict() == {"modes": {"blocks.0": "eager"}}
+
+
+# --- the real compiler --------------------------------------------------------------------------
+
+
+def without_compiler(folder: str) -> tuple[list[str], list[Any]]:
+    import os
+
+    from torch._inductor import config
+
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+    config.cpp.cxx = (None, "/nowhere/c++")  # CXX is read when this is imported, maybe before us
+    settings = {"max_epochs": 1, "limit_val_batches": 0}
+    callback = CompileModel()
+    actual, messages = messages_of(
+        lambda: train(callback, model=Net(blocks=1, steps=1), **settings)
+    )
+    assert_same(actual, train(model=Net(blocks=1, steps=1), **settings))
+    return messages, [row["mode"] for row in callback.report().rows]
+
+
+@pytest.mark.slow
+def test_missing_compiler(tmp_path: Path) -> None:
+    [(messages, modes)] = launch(without_compiler, str(tmp_path), processes=1)
+    [message] = messages
+    assert "/nowhere/c++" in message
+    assert "nothing is lost" in message
+    assert modes == ["eager"] * 4  # forward, stem, block, head: none is tried again

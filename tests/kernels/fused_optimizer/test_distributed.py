@@ -1,0 +1,116 @@
+"""ChannelsLast and FusedOptimizer in several processes."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from torch import Tensor
+from torch.distributed.fsdp import fully_shard
+
+import lightning_opt as lo
+from tests.helpers.models import SmallNet, assert_same_weights, weights_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+from tests.kernels.convnets import STEPS, ConvNet
+
+pytestmark = pytest.mark.distributed
+
+CALLBACKS = {
+    "plain": list,
+    "last": lambda: [lo.ChannelsLast("always")],
+    "auto": lambda: [lo.ChannelsLast()],
+    "fused": lambda: [lo.FusedOptimizer()],
+    "both": lambda: [lo.FusedOptimizer(), lo.ChannelsLast("always")],
+}
+
+
+def under_ddp(bucket_view: bool) -> dict[str, tuple[dict[str, Tensor], list[Any], list[Any]]]:
+    """Warnings are errors here too, and DDP warns of gradients in another order than buckets."""
+    results = {}
+    for name, make in CALLBACKS.items():
+        torch.manual_seed(7)
+        model, callbacks = ConvNet(), make()
+        strategy = DDPStrategy(gradient_as_bucket_view=bucket_view)
+        quiet_trainer(callbacks=callbacks, strategy=strategy, devices=2, max_epochs=2).fit(model)
+        rows = [row for callback in callbacks for row in callback.report().rows]
+        results[name] = (weights_of(model), model.seen, rows)
+    return results
+
+
+@pytest.mark.parametrize("bucket_view", [False, True])
+def test_under_ddp(bucket_view):
+    ranks = launch(under_ddp, bucket_view)
+    plain = ranks[0]["plain"][0]
+    for results in ranks:
+        for name, (weights, seen, rows) in results.items():
+            assert_same_weights(weights, plain, rtol=1e-3, atol=1e-5)
+            learned = {key: value for key, value in weights.items() if "running" not in key}
+            others = ranks[0][name][0]
+            assert_same_weights(learned, {key: others[key] for key in learned})
+            last = name in ("last", "auto", "both")
+            assert (
+                seen
+                == ([("train", last, True, last)] * STEPS + [("validate", last, True, last)]) * 2
+            )
+            if name in ("fused", "both"):
+                assert rows[0]["implementation"] == "fused"
+            if name == "auto":
+                assert "several processes" in rows[0]["because"]
+
+
+class Sharded(SmallNet):
+    """A SmallNet under FSDP2."""
+
+    def __init__(self) -> None:
+        super().__init__("AdamW")
+
+    def configure_model(self) -> None:
+        if self.device_mesh is not None:
+            mesh = self.device_mesh["data_parallel"]
+            for layer in self.layer:
+                fully_shard(layer, mesh=mesh)
+            fully_shard(self, mesh=mesh)
+
+
+class Flags(Callback):
+    def __init__(self, file: Path) -> None:
+        self.file, self.flags = file, []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.flags.append(trainer.optimizers[0].param_groups[0]["fused"])
+        if batch_idx == 5:
+            trainer.save_checkpoint(self.file)
+
+
+def under_fsdp2(folder: Path) -> dict[str, dict[str, Tensor]]:
+    found = {}
+    for name, callbacks in (("plain", []), ("fused", [lo.FusedOptimizer()])):
+        model, spy = Sharded(), Flags(folder / f"{name}.ckpt")
+        trainer = quiet_trainer(
+            callbacks=[*callbacks, spy],
+            strategy=ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
+            devices=2,
+            limit_val_batches=0,
+        )
+        trainer.fit(model)
+        assert spy.flags == [True if callbacks else None] * 12
+        found[name] = {key: value.full_tensor() for key, value in model.state_dict().items()}
+    return found
+
+
+@pytest.mark.slow
+def test_under_fsdp2(tmp_path):
+    single = SmallNet("AdamW")
+    quiet_trainer(limit_val_batches=0).fit(single)
+    for found in launch(under_fsdp2, tmp_path):
+        for weights in found.values():
+            assert_same_weights(weights, single, rtol=1e-4, atol=1e-6)
+    plain, fused = (
+        torch.load(tmp_path / f"{name}.ckpt", weights_only=True) for name in ("plain", "fused")
+    )
+    assert (
+        fused["optimizer_states"][0]["param_groups"] == plain["optimizer_states"][0]["param_groups"]
+    )

@@ -1,0 +1,404 @@
+"""FusedOptimizer: what is switched, what comes of it, and what is left behind."""
+
+import io
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins import MixedPrecision
+from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop, SparseAdam
+
+import lightning_opt as lo
+from lightning_opt.kernels.fused_optimizer.fusing import Switch, choose_implementation
+from lightning_opt.kernels.layouts import is_dense, laid_out, same_layout
+from tests.helpers.models import (
+    AdversarialNet,
+    SmallNet,
+    assert_same_state,
+    assert_same_weights,
+    loader_of,
+    weights_of,
+)
+from tests.helpers.trainers import quiet_trainer
+
+KINDS: dict[str, tuple[type[Optimizer], dict[str, Any]]] = {
+    "Adam": (Adam, {"amsgrad": True, "weight_decay": 0.1}),
+    "AdamW": (AdamW, {}),
+    "SGD": (SGD, {}),
+    "momentum": (SGD, {"lr": 1e-3, "momentum": 0.9, "nesterov": True, "weight_decay": 0.1}),
+    "maximize": (SGD, {"lr": 1e-4, "momentum": 0.9, "maximize": True}),
+    "Adagrad": (Adagrad, {"lr_decay": 0.1}),
+}
+each_kind = pytest.mark.parametrize("kind", KINDS)
+
+
+class Net(SmallNet):
+    """A SmallNet whose optimizer is made from a class and settings."""
+
+    def __init__(self, kind: type[Optimizer] = Adam, **settings: Any) -> None:
+        super().__init__()
+        self.kind, self.settings = kind, {"lr": 0.02, **settings}
+
+    def configure_optimizers(self) -> Optimizer:
+        return self.kind(self.parameters(), **self.settings)
+
+
+class Spy(Callback):
+    """Records flags and state at each step, the last thing before the update."""
+
+    def __init__(self) -> None:
+        self.flags: list[tuple[Any, Any, Any]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        (optimizer,) = trainer.optimizers
+        (group,) = optimizer.param_groups
+        scaling = getattr(optimizer, "_step_supports_amp_scaling", False)
+        self.flags.append((group.get("fused"), group.get("foreach"), scaling))
+
+
+def fit(model: SmallNet, *callbacks: Callback, **settings: Any) -> Any:
+    trainer = quiet_trainer(callbacks=list(callbacks), limit_val_batches=0, **settings)
+    trainer.fit(model)
+    return trainer
+
+
+@each_kind
+def test_result_is_that_of_the_optimizer_in_float64(kind):
+    cls, settings = KINDS[kind]
+    spy, callback = Spy(), lo.FusedOptimizer()
+    model = Net(cls, **settings)
+    fit(model, callback, spy, max_epochs=3)
+    assert spy.flags == [(True, False, False)] * 36
+    assert callback.report().rows[0]["implementation"] == "fused"
+
+    exact = Net(cls, **settings)
+    fit(exact, precision="64-true", max_epochs=3)
+    assert_same_weights(model.double(), exact, rtol=1e-4, atol=1e-5)
+
+
+@each_kind
+def test_leaves_the_optimizer_as_it_was(kind):
+    cls, settings = KINDS[kind]
+    trainer, plain = (
+        fit(Net(cls, **settings), *callbacks) for callbacks in ([lo.FusedOptimizer()], [])
+    )
+    (found,), (expected,) = trainer.optimizers, plain.optimizers
+    assert found.defaults == expected.defaults
+    assert list(vars(found)) == list(vars(expected))
+    for name, value in vars(expected).items():
+        if name.endswith("hooks"):
+            assert len(getattr(found, name)) == len(value)
+    torch.testing.assert_close(found.state_dict(), expected.state_dict(), rtol=1e-4, atol=1e-5)
+
+
+class Save(Callback):
+    """Saves a checkpoint in the middle of the run."""
+
+    def __init__(self, file: Any) -> None:
+        self.file = file
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if trainer.global_step == 5:
+            trainer.save_checkpoint(self.file)
+
+
+@each_kind
+def test_checkpoints_look_as_if_it_had_not_been_there(kind, tmp_path):
+    cls, settings = KINDS[kind]
+    fused, plain = tmp_path / "fused.ckpt", tmp_path / "plain.ckpt"
+    fit(Net(cls, **settings), lo.FusedOptimizer(), Save(fused))
+    fit(Net(cls, **settings), Save(plain))
+    (found,), (expected,) = (
+        torch.load(file, weights_only=True)["optimizer_states"] for file in (fused, plain)
+    )
+    assert found["param_groups"] == expected["param_groups"]
+    torch.testing.assert_close(found["state"], expected["state"], rtol=1e-4, atol=1e-5)
+
+
+@each_kind
+@pytest.mark.parametrize("saved_with", [True, False])
+def test_resumes_from_a_checkpoint_of_either_sort(kind, saved_with, tmp_path):
+    cls, settings = KINDS[kind]
+    file, spy = tmp_path / "saved.ckpt", Spy()
+    whole = fit(Net(cls, **settings), *[lo.FusedOptimizer()] * saved_with, Save(file))
+    resumed = Net(cls, **settings)
+    trainer = quiet_trainer(callbacks=[lo.FusedOptimizer(), spy], limit_val_batches=0)
+    trainer.fit(resumed, ckpt_path=file, weights_only=True)
+    assert spy.flags == [(True, False, False)] * 7
+    exact = {} if saved_with else {"rtol": 1e-4, "atol": 1e-5}
+    assert_same_weights(resumed, whole.lightning_module, **exact)
+
+
+def test_what_is_loaded_is_switched_again():
+    parameter = nn.Parameter(torch.ones(3))
+    saved = Adam([parameter], foreach=False)
+    parameter.grad = torch.ones(3)
+    saved.step()
+    state = saved.state_dict()
+
+    optimizer = Adam([parameter])
+    switch = Switch(optimizer, "fused")
+    optimizer.load_state_dict(state)
+    assert optimizer.param_groups[0]["fused"] is True
+    optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+    assert optimizer.param_groups[1]["fused"] is True
+    assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [None, None]
+    optimizer.step()
+    switch.undo()
+    assert optimizer.param_groups[0]["foreach"] is False  # as the checkpoint says
+    assert [group["fused"] for group in optimizer.param_groups] == [None, None]
+    assert optimizer.defaults["fused"] is None
+
+
+# --- layouts ------------------------------------------------------------------------------------
+
+
+def steps_of(cls: type[Optimizer], odd: str, fused: bool, settings: dict[str, Any]) -> Tensor:
+    """Weights after three steps in which gradients or state are laid out unlike the weights."""
+    generator = torch.Generator().manual_seed(0)
+    parameter = nn.Parameter(torch.randn(4, 3, 3, 2, generator=generator))
+    optimizer = cls([parameter], **{"lr": 0.1, **settings})
+    switch = None
+    for step in range(3):
+        parameter.grad = torch.randn(4, 3, 3, 2, generator=generator)
+        if odd == "gradient":
+            parameter.grad = parameter.grad.to(memory_format=torch.channels_last)
+        if odd == "state" and step == 1:
+            state = optimizer.state[parameter]
+            for name, value in state.items():
+                if isinstance(value, Tensor) and value.ndim == 4:
+                    state[name] = value.to(memory_format=torch.channels_last)
+        if fused and step == (1 if odd == "state" else 0):
+            switch = Switch(optimizer, "fused")
+        if switch is not None:
+            assert switch.prepare_update() is None
+        optimizer.step()
+    return parameter.detach()
+
+
+@each_kind
+@pytest.mark.parametrize("odd", ["gradient", "state"])
+def test_layouts_that_differ_do_not_mix_up_the_weights(kind, odd):
+    cls, settings = KINDS[kind]
+    expected = steps_of(cls, odd, False, settings)
+    torch.testing.assert_close(steps_of(cls, odd, True, settings), expected)
+
+
+def test_layouts():
+    tensor = torch.randn(4, 3, 5, 2)
+    last = tensor.to(memory_format=torch.channels_last)
+    assert is_dense(tensor) and is_dense(last) and is_dense(tensor.permute(3, 1, 0, 2))  # noqa: PT018
+    assert not is_dense(tensor[..., :1])
+    assert not is_dense(torch.ones(1).expand(3))
+    assert is_dense(torch.ones(()))
+    assert laid_out(tensor, tensor.stride()) is tensor
+    assert laid_out(tensor, last.stride()).stride() == last.stride()
+    assert torch.equal(laid_out(tensor, last.stride()), tensor)
+    assert not same_layout(tensor, last)
+    narrow = torch.randn(4, 3, 1, 1)
+    assert same_layout(narrow, narrow.to(memory_format=torch.channels_last))
+
+
+def test_gradients_that_come_late_get_their_momentum():
+    """Fused SGD of torch 2.13 fails there."""
+    weights = []
+    for fused in (False, True):
+        pair = [nn.Parameter(torch.ones(3)) for _ in range(2)]
+        optimizer = SGD(pair, lr=0.1, momentum=0.9, weight_decay=0.1)
+        switch = Switch(optimizer, "fused") if fused else None
+        for step in range(3):
+            for parameter in pair[: 1 + bool(step)]:
+                parameter.grad = torch.arange(3.0) * (step + 1)
+            assert switch is None or switch.prepare_update() is None
+            optimizer.step()
+        weights.append([parameter.detach() for parameter in pair])
+    torch.testing.assert_close(*weights)
+
+
+# --- what is not switched -----------------------------------------------------------------------
+
+
+class Own(Adam):
+    """An optimizer of somebody's who has changed the update."""
+
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+class Renamed(AdamW):
+    """An optimizer of somebody's who has not."""
+
+
+def parameter(**settings: Any) -> nn.Parameter:
+    return nn.Parameter(torch.ones(4, 4, **settings))
+
+
+CHOICES = {
+    "fused": (lambda: Adam([parameter()]), "fused", ""),
+    "derived": (lambda: Renamed([parameter()]), "fused", ""),
+    "double": (lambda: AdamW([parameter(dtype=torch.float64)]), "fused", ""),
+    "bfloat16": (lambda: SGD([parameter(dtype=torch.bfloat16)], lr=0.1), "fused", ""),
+    "foreach": (lambda: Adam([parameter()], foreach=True), "fused", ""),
+    "already": (lambda: Adam([parameter()], fused=True), None, "already fused"),
+    "chosen": (lambda: Adam([parameter()], fused=False), None, "fused=False was chosen"),
+    "overridden": (lambda: Own([parameter()]), None, "no fused Own"),
+    "none": (lambda: RMSprop([parameter()]), None, "no fused RMSprop; foreach does not pay on"),
+    "neither": (lambda: SparseAdam([parameter()]), None, "no fused SparseAdam"),
+    "dampening": (lambda: SGD([parameter()], momentum=0.9, dampening=0.1), None, "dampening"),
+    "differentiable": (lambda: Adam([parameter()], differentiable=True), None, "differentiable"),
+    "complex": (lambda: Adam([parameter(dtype=torch.complex64)]), None, "complex64"),
+    "gaps": (lambda: Adam([nn.Parameter(torch.ones(4, 4)[:, ::2])]), None, "view with gaps"),
+}
+
+
+@pytest.mark.parametrize("case", CHOICES)
+def test_choice(case):
+    make, implementation, reason = CHOICES[case]
+    found = choose_implementation(make())
+    assert found[0] == implementation
+    assert reason in found[1]
+    assert bool(reason) == bool(found[1])
+
+
+def test_foreach_where_there_is_nothing_better():
+    optimizer = RMSprop([parameter(device="meta")])
+    assert choose_implementation(optimizer) == ("foreach", "torch has no fused RMSprop")
+    keys = list(optimizer.param_groups[0])
+    switch = Switch(optimizer, "foreach")
+    assert optimizer.param_groups[0]["foreach"] is True
+    assert optimizer.state_dict()["param_groups"][0]["foreach"] is None
+    switch.undo()
+    assert optimizer.param_groups[0]["foreach"] is None
+    assert list(optimizer.param_groups[0]) == keys
+
+
+def test_a_device_without_fused_kernels():
+    implementation, reason = choose_implementation(Adam([parameter(device="meta")]))
+    assert implementation == "foreach"
+    assert reason == "no fused Adam on meta in torch.float32"
+
+
+def test_others_are_left_and_named():
+    callback = lo.FusedOptimizer()
+    model = Net(RMSprop)
+    fit(model, callback)
+    plain = Net(RMSprop)
+    fit(plain)
+    assert_same_weights(model, plain)
+    (row,) = callback.report().rows
+    assert row["class"] == "RMSprop"
+    assert row["implementation"] == "default"
+    assert "no fused RMSprop" in row["reason"]
+
+
+class Sparse(Net):
+    """Looks its weights up."""
+
+    def __init__(self, hidden: bool) -> None:
+        super().__init__(SGD)
+        self.hidden, self.table = hidden, nn.Parameter(torch.ones(8, 6))
+        if not hidden:
+            self.embedding = nn.Embedding(8, 6, _weight=self.table.data, sparse=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table if self.hidden else self.embedding.weight
+        return super().forward(
+            x + nn.functional.embedding(torch.tensor([1, 1]), table, sparse=True).sum(0)
+        )
+
+
+@pytest.mark.parametrize("hidden", [True, False])
+def test_sparse_gradients(hidden):
+    expected, model, callback = Sparse(hidden), Sparse(hidden), lo.FusedOptimizer()
+    fit(expected)
+    if hidden:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            fit(model, callback)
+        ours = [str(w.message) for w in caught if "FusedOptimizer" in str(w.message)]
+        assert len(ours) == 1
+        assert "put SGD back: fused kernels do not take sparse gradients" in ours[0]
+    else:
+        fit(model, callback)
+    assert_same_weights(model, expected)
+    assert callback.report().rows[0]["reason"].startswith("sparse gradients")
+
+
+def test_two_optimizers_by_hand():
+    callback, model, expected = lo.FusedOptimizer(), AdversarialNet(), AdversarialNet()
+    fit(model, callback)
+    fit(expected)
+    assert [row["implementation"] for row in callback.report().rows] == ["fused", "fused"]
+    assert_same_weights(model, expected, rtol=1e-4, atol=1e-6)
+
+
+def test_two_of_them_are_refused():
+    with pytest.raises(ValueError, match="FusedOptimizer"):
+        fit(Net(), lo.FusedOptimizer(), lo.FusedOptimizer())
+
+
+# --- loss scaler --------------------------------------------------------------------------------
+
+MAX_NORM = 0.5
+
+
+def half(init_scale: float) -> MixedPrecision:
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
+    return MixedPrecision("16-mixed", "cpu", scaler)
+
+
+def by_hand(cls: type[Optimizer], init_scale: float, clip: bool) -> dict[str, Tensor]:
+    """Weights after torch's recipe for a loss scaler with clipping, unfused."""
+    model = Net(cls)
+    optimizer = model.configure_optimizers()
+    scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
+    for inputs, targets in loader_of(12):
+        optimizer.zero_grad()
+        with torch.autocast("cpu", dtype=torch.float16):
+            loss = nn.functional.mse_loss(model.layer(inputs), targets)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        if clip:
+            clip_grad_norm_(model.parameters(), MAX_NORM)
+        scaler.step(optimizer)
+        scaler.update()
+    return weights_of(model)
+
+
+class Looks(Callback):
+    """Somebody's callback that takes gradients for what they are."""
+
+    def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+        self.largest = max(p.grad.abs().max().item() for p in pl_module.parameters())
+
+
+@pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])  # the first overflows now and then
+@pytest.mark.parametrize("cls", [SGD, Adam])
+@pytest.mark.parametrize("clip", ["none", "ours", "trainer"])
+@pytest.mark.parametrize("stranger", [False, True])
+def test_under_a_loss_scaler(cls, init_scale, clip, stranger):
+    expected = by_hand(cls, init_scale, clip != "none")
+    spy, looks, model = Spy(), Looks(), Net(cls)
+    callbacks = [lo.FusedOptimizer(), spy]
+    callbacks += [looks] * stranger
+    callbacks += [lo.AdaptiveClipping(lo.FixedNorm(MAX_NORM))] * (clip == "ours")
+    settings = {"gradient_clip_val": MAX_NORM} if clip == "trainer" else {}
+    fit(model, *callbacks, plugins=[half(init_scale)], **settings)
+    in_kernel = clip != "trainer" and not stranger
+    assert spy.flags == [(True, False, in_kernel)] * 12
+    assert_same_weights(model, expected, rtol=1e-4, atol=1e-5)
+    if stranger and init_scale == 2.0**8:
+        assert looks.largest < 2.0**6
+    assert "_step_supports_amp_scaling" not in vars(model.trainer.optimizers[0])
+
+
+def test_state_is_that_of_a_plain_run():
+    file = io.BytesIO()
+    callback = lo.FusedOptimizer()
+    fit(Net(), callback)
+    torch.save(callback.state_dict(), file)
+    assert_same_state(callback.state_dict(), {})

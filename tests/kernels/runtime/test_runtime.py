@@ -1,0 +1,437 @@
+"""Runtime: what is set during a run, what is said of the rest, and that all of it is put back."""
+
+import contextlib
+import errno
+import os
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from lightning import seed_everything
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.kernels.runtime import process_settings as settings
+from tests.helpers.models import SmallNet, weights_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kept by Linux's kernel")
+
+
+THREADS = {"affinity": 0, "priority": 0}
+"""To leave out what is kept by thread: of a shared process, some begin and end at any time."""
+
+
+def state() -> dict[str, Any]:
+    """Everything that Runtime may change, read independently of it."""
+    return {
+        "matmul": torch.get_float32_matmul_precision(),
+        "benchmark": torch.backends.cudnn.benchmark,
+        "cudnn": torch.backends.cudnn.deterministic,
+        "deterministic": torch.are_deterministic_algorithms_enabled(),
+        "warn_only": torch.is_deterministic_algorithms_warn_only_enabled(),
+        "workspace": os.environ.get("CUBLAS_WORKSPACE_CONFIG"),
+        "threads": torch.get_num_threads(),
+        "affinity": by_thread(os.sched_getaffinity),
+        "priority": by_thread(lambda thread: os.getpriority(os.PRIO_PROCESS, thread)),
+    }
+
+
+def by_thread(read: Callable[[int], Any]) -> dict[int, Any]:
+    found = {}
+    for thread in settings._threads():
+        with contextlib.suppress(ProcessLookupError):  # it has ended since
+            found[thread] = read(thread)
+    return found
+
+
+class Look(Callback):
+    """Looks in a step of training or testing, at this thread and at one that is started there."""
+
+    def __init__(self) -> None:
+        self.seen: list[dict[str, Any]] = []
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        self.look()
+
+    on_test_batch_end = lambda self, *_: self.look()  # noqa: E731
+
+    def look(self) -> None:
+        found = state()
+        child: list[Any] = []
+        thread = threading.Thread(target=lambda: child.append(os.sched_getaffinity(0)))
+        thread.start()
+        thread.join()
+        main = os.getpid()
+        self.seen.append(
+            {
+                **found,
+                "affinity": found["affinity"][main],
+                "priority": found["priority"][main],
+                "child": child[0],
+            }
+        )
+
+
+def run(fail_at: int | None = None, test: bool = False, **asked: Any) -> Any:
+    """Fit with these settings; return states before, in, and after it, rows, and warnings."""
+    callback, look, before = lo.Runtime(**asked), Look(), state()
+    trainer, model = quiet_trainer(callbacks=[callback, look]), SmallNet(fail_at=fail_at)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            _ = trainer.test(model, verbose=False) if test else trainer.fit(model)
+        except ArithmeticError:
+            assert fail_at is not None
+    said = [str(w.message) for w in caught if "Runtime" in str(w.message)]
+    rows = {row["setting"]: row for row in callback.report().rows}
+    return before, look.seen, state(), rows, said
+
+
+def run_with(asked: dict[str, Any], fail_at: int | None, test: bool) -> Any:
+    return run(fail_at, test, **asked)
+
+
+def run_apart(asked: dict[str, Any], fail_at: int | None = None, test: bool = False) -> Any:
+    """The same in a process of its own, since threads and CPUs are those of a whole process."""
+    (result,) = launch(run_with, asked, fail_at, test, processes=1)
+    return result
+
+
+@linux
+@pytest.mark.parametrize("how", ["fit", "test", "fails"])
+def test_everything_is_set_and_put_back(how):
+    cpu = min(settings.allowed_cpus())
+    asked = {
+        "matmul_precision": "medium",
+        "deterministic": True,
+        "cpu_affinity": [cpu],
+        "threads": 2,
+    }
+    fail_at = 3 if how == "fails" else None
+    before, seen, after, rows, said = run_apart(asked, fail_at, how == "test")
+    assert {**after, **THREADS} == {**before, **THREADS}
+    assert {cpus for thread in after["affinity"].values() for cpus in [frozenset(thread)]} == {
+        frozenset(thread) for thread in before["affinity"].values()
+    }
+    assert said == []
+    assert len(seen) == {"fit": 12, "test": 2, "fails": 3}[how]
+    for found in seen:
+        assert found["matmul"] == "medium"
+        assert found["deterministic"] is True
+        assert found["cudnn"] is True
+        assert found["workspace"] == ":4096:8"
+        assert found["threads"] == 2
+        assert found["affinity"] == found["child"] == {cpu}
+    done = {name for name, row in rows.items() if row["set"]}
+    assert done == {"matmul_precision", "deterministic", "cpu_affinity", "threads"}
+    assert rows["threads"]["before"] == "1"
+    assert rows["allocator"]["note"] == "cpu has no such allocator"
+    assert rows["cudnn_benchmark"]["note"] == "cpu has no cuDNN"
+
+
+def test_defaults_on_a_cpu():
+    before, seen, after, rows, said = run()
+    assert after == before
+    assert said == []
+    assert [found["matmul"] for found in seen] == ["high"] * 12
+    changed = {"matmul": "high", **THREADS}
+    assert all(
+        {**found, **changed, "child": 0} == {**before, **changed, "child": 0} for found in seen
+    )
+    assert set(rows) == {"matmul_precision", "cudnn_benchmark", "allocator"}
+
+
+def test_none_leaves_everything_alone():
+    nothing = {"matmul_precision": None, "cudnn_benchmark": None, "allocator": None}
+    before, seen, after, rows, _ = run(**nothing)
+    assert after == before
+    assert rows == {}
+    assert seen[0]["matmul"] == before["matmul"]
+
+
+# --- deterministic ------------------------------------------------------------------------------
+
+
+class Scattered(SmallNet):
+    """Adds gradients from many places to few, which torch does in any order with two threads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(50))
+        self.register_buffer("places", torch.randint(0, 50, (200_000,)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + (self.table[self.places] * self.noise).sum() / 1000
+
+    @property
+    def noise(self) -> Tensor:
+        return torch.randn(self.places.shape)
+
+
+def train_scattered() -> dict[str, Tensor]:
+    seed_everything(3, verbose=False)
+    model = Scattered()
+    runtime = lo.Runtime(deterministic=True, threads=2)
+    quiet_trainer(callbacks=[runtime], limit_val_batches=0).fit(model)
+    return weights_of(model)
+
+
+def train_twice() -> list[dict[str, Tensor]]:
+    return [train_scattered(), train_scattered()]
+
+
+def test_deterministic_runs_are_bit_identical():
+    first, second = launch(train_twice, processes=1)[0]
+    assert not torch.equal(first["table"], torch.zeros(50))
+    torch.testing.assert_close(first, second, rtol=0.0, atol=0.0)
+
+
+@pytest.mark.parametrize("workspace", [None, ":16:8", ":0:0"])
+def test_workspace_of_cublas(workspace, monkeypatch):
+    if workspace is None:
+        monkeypatch.delenv(settings.CUBLAS, raising=False)
+    else:
+        monkeypatch.setenv(settings.CUBLAS, workspace)
+    before = state()
+    outcome = settings.set_deterministic()
+    assert os.environ[settings.CUBLAS] == (":16:8" if workspace == ":16:8" else ":4096:8")
+    assert (outcome.note == "CUBLAS_WORKSPACE_CONFIG was :0:0") == (workspace == ":0:0")
+    assert settings.set_cudnn_benchmark(True, CUDA).done is False
+    outcome.undo()
+    assert state() == before
+
+
+def test_deterministic_with_warnings_only_is_put_back():
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        before = state()
+        outcome = settings.set_deterministic()
+        assert not torch.is_deterministic_algorithms_warn_only_enabled()
+        outcome.undo()
+        assert state() == before
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+# --- CPUs and priority --------------------------------------------------------------------------
+
+
+@linux
+def test_a_cpu_that_does_not_exist():
+    before, seen, after, rows, said = run_apart({"cpu_affinity": [100_000]})
+    assert len(seen) == 12
+    assert rows["cpu_affinity"]["set"] is False
+    assert rows["cpu_affinity"]["note"] == os.strerror(errno.EINVAL)
+    assert said == [
+        "Runtime could not set cpu_affinity=[100000] (Invalid argument). Training goes on without."
+    ]
+    assert set(map(frozenset, after["affinity"].values())) == {
+        frozenset(cpus) for cpus in before["affinity"].values()
+    }
+
+
+@linux
+def test_cpus_of_which_some_do_not_exist():
+    outcome = settings.set_affinity([*settings.allowed_cpus(), 100_000])
+    assert not outcome.done
+    assert outcome.failed
+
+
+def test_shares_of_the_cpus():
+    cpus = [0, 1, 4, 5, 6]
+    assert [settings.share_of(cpus, rank, 2) for rank in range(2)] == [[0, 1], [4, 5]]
+    assert settings.share_of(cpus, 0, 1) == cpus
+    assert settings.share_of([3], 1, 2) == []
+
+
+@linux
+def test_split_among_processes():
+    _, seen, _, rows, said = run_apart({"cpu_affinity": "split"})
+    assert seen[0]["affinity"] == set(settings.allowed_cpus())  # one process has all
+    assert rows["cpu_affinity"]["set"] is True
+    assert said == []
+
+
+@linux
+def test_priority_is_set_for_this_run():
+    before, seen, after, rows, said = run_apart({"priority": 5})
+    assert {found["priority"] for found in seen} == {5}
+    main = min(before["priority"])  # the process's own thread
+    if said:
+        assert "could not put priority back from 5 to 0" in said[0]  # not without privileges
+        assert "could not be put back" in rows["priority"]["note"]
+    else:
+        assert after["priority"][main] == before["priority"][main]
+
+
+@linux
+def test_priority_that_the_system_refuses(monkeypatch):
+    def refuse(which: int, thread: int, value: int) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied")
+
+    monkeypatch.setattr(os, "setpriority", refuse)
+    _, seen, _, rows, said = run(priority=-5)
+    assert len(seen) == 12
+    assert rows["priority"] == {
+        "setting": "priority",
+        "asked": "-5",
+        "before": "",
+        "set": False,
+        "note": "Permission denied",
+    }
+    assert said == [
+        "Runtime could not set priority=-5 (Permission denied). Training goes on without."
+    ]
+
+
+@linux
+def test_priority_that_cannot_be_put_back(monkeypatch):
+    niceness = {"now": 0}
+
+    def only_up(which: int, thread: int, value: int) -> None:
+        if value < niceness["now"]:
+            raise PermissionError(errno.EACCES, "Permission denied")
+        niceness["now"] = value
+
+    monkeypatch.setattr(os, "setpriority", only_up)
+    monkeypatch.setattr(os, "getpriority", lambda which, thread: niceness["now"])
+    _, _, _, rows, said = run(priority=7)
+    assert "could not put priority back from 7 to 0: Permission denied" in said[0]
+    assert rows["priority"]["note"] == "could not be put back: Permission denied"
+
+
+# --- CUDA, pretended ----------------------------------------------------------------------------
+
+
+def pretend_cuda(monkeypatch: pytest.MonkeyPatch, reserved: int = 0) -> list[str]:
+    said: list[str] = []
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append, raising=False)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
+    monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
+    return said
+
+
+def test_allocator(monkeypatch):
+    for variable in settings.ALLOCATOR:
+        monkeypatch.delenv(variable, raising=False)
+    said = pretend_cuda(monkeypatch)
+    outcome = settings.set_expandable_segments(CUDA)
+    assert (outcome.done, outcome.note) == (True, "")
+    outcome.undo()
+    assert said == ["expandable_segments:True", "expandable_segments:False"]
+    pretend_cuda(monkeypatch, reserved=3 << 20)
+    assert "too late for 3 MiB" in settings.set_expandable_segments(CUDA).note
+
+
+@pytest.mark.parametrize("variable", settings.ALLOCATOR)
+def test_allocator_that_the_user_has_set(variable, monkeypatch):
+    said = pretend_cuda(monkeypatch)
+    monkeypatch.setenv(variable, "expandable_segments:False,max_split_size_mb:64")
+    outcome = settings.set_expandable_segments(CUDA)
+    assert not outcome.done
+    assert not outcome.failed
+    assert variable in outcome.note
+    assert said == []
+
+
+def test_allocator_that_torch_refuses(monkeypatch):
+    for variable in settings.ALLOCATOR:
+        monkeypatch.delenv(variable, raising=False)
+    pretend_cuda(monkeypatch)
+
+    def refuse(text: str) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    outcome = settings.set_expandable_segments(CUDA)
+    assert outcome.failed
+    assert outcome.note == (
+        "planted; set PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True before you start"
+    )
+
+
+class Odd(SmallNet):
+    """Has a batch of another size from time to time."""
+
+    def __init__(self, sizes: list[int]) -> None:
+        super().__init__()
+        self.sizes = sizes
+
+    def train_dataloader(self) -> Any:
+        batches = [(torch.ones(n, 6), torch.ones(n, 1)) for n in self.sizes]
+        return DataLoader(batches, batch_size=None)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "flags"),
+    [([4, 3, 4, 3, 4, 3], [True] * 6), ([1, 2, 3, 4, 5, 6], [True] * 4 + [False] * 2)],
+)
+def test_cudnn_tries_kernels_only_where_shapes_repeat(sizes, flags, monkeypatch):
+    pretend_cuda(monkeypatch)
+    original = settings.set_cudnn_benchmark
+    monkeypatch.setattr(
+        "lightning_opt.kernels.runtime.runtime.set_cudnn_benchmark",
+        lambda on, device: original(on, CUDA),
+    )
+    callback, look, before = lo.Runtime(), Look(), state()
+    quiet_trainer(callbacks=[callback, look], limit_val_batches=0).fit(Odd(sizes))
+    assert [found["benchmark"] for found in look.seen] == flags
+    assert {**state(), **THREADS} == {**before, **THREADS}
+    row = next(row for row in callback.report().rows if row["setting"] == "cudnn_benchmark")
+    assert row["set"] is flags[-1]
+
+
+def test_newer_settings_of_torch_do_not_mix(monkeypatch):
+    def refuse() -> str:
+        raise RuntimeError("a mix of the legacy and new APIs\nmore")
+
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    outcome = settings.set_matmul_precision("high", CPU)
+    assert outcome.failed
+    assert outcome.note == "a mix of the legacy and new APIs"
+
+
+# --- what is refused ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("asked", "named"),
+    [
+        ({"matmul_precision": "low"}, "matmul_precision"),
+        ({"cudnn_benchmark": "yes"}, "cudnn_benchmark"),
+        ({"deterministic": True, "cudnn_benchmark": True}, "contradicts"),
+        ({"allocator": "jemalloc"}, "allocator"),
+        ({"cpu_affinity": []}, "cpu_affinity"),
+        ({"cpu_affinity": [-1]}, "cpu_affinity"),
+        ({"cpu_affinity": "all"}, "cpu_affinity"),
+        ({"priority": 20}, "priority"),
+        ({"priority": -21}, "priority"),
+        ({"threads": 0}, "threads"),
+    ],
+)
+def test_refuses_what_makes_no_sense(asked, named):
+    with pytest.raises(ValueError, match=named):
+        lo.Runtime(**asked)
+
+
+def test_two_of_them_are_refused():
+    with pytest.raises(ValueError, match="Two Runtime callbacks"):
+        quiet_trainer(callbacks=[lo.Runtime(), lo.Runtime()]).fit(SmallNet())
+
+
+@pytest.mark.gpu
+def test_on_a_gpu():
+    callback = lo.Runtime(deterministic=True)
+    quiet_trainer(callbacks=[callback], accelerator="gpu").fit(SmallNet())
+    rows = {row["setting"]: row for row in callback.report().rows}
+    assert rows["allocator"]["set"] or "says" in rows["allocator"]["note"]
+    assert rows["deterministic"]["set"]

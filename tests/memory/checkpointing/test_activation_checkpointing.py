@@ -1,0 +1,410 @@
+"""The callback: arguments, what it puts onto the model and takes off again, what it reports."""
+
+import copy
+import io
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+from lightning_opt.core.blocks import find_blocks
+from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, is_checkpointed
+from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, every_layer, segments
+from lightning_opt.memory.checkpointing.planning.knapsack import Decision, Solution
+from tests.helpers.footprint import model_footprint, process_footprint
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.memory.architectures import (
+    ARCHITECTURES,
+    Architecture,
+    Keywords,
+    PlainLayers,
+    Transformer,
+)
+from tests.memory.runs import assert_identical, train, warnings_of
+
+
+class Watch(Callback):
+    """Looks at the model while it trains."""
+
+    def __init__(self) -> None:
+        self.checkpointed: list[str] = []
+        self.footprint: dict[str, Any] = {}
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
+        named = pl_module.named_modules()
+        self.checkpointed = [name for name, module in named if is_checkpointed(module)]
+        self.footprint = model_footprint(pl_module)
+
+
+def trained_names(policy: str, kind: type = Transformer, **settings: Any) -> list[str]:
+    watch = Watch()
+    callback = ActivationCheckpointing(policy, **settings)
+    quiet_trainer(callbacks=[callback, watch], max_steps=1).fit(kind())
+    return watch.checkpointed
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "expected"),
+    [
+        ("none", {}, []),
+        ("every_layer", {}, ["layers.0", "layers.1", "layers.2", "layers.3"]),
+        ("every_nth", {"interval": 3}, ["layers.0", "layers.3"]),
+        ("custom", {"modules": ["layers.1"]}, ["layers.1"]),
+        ("custom", {"modules": ["layers.[23]"]}, ["layers.2", "layers.3"]),
+        ("custom", {"modules": ["layers"]}, [f"layers.{i}" for i in range(4)]),
+        ("custom", {"modules": ["layers.0", "layers.0.linear1"]}, ["layers.0"]),
+        ("custom", {"modules": [nn.TransformerEncoderLayer]}, [f"layers.{i}" for i in range(4)]),
+        (
+            "custom",
+            {"modules": ["MultiheadAttention"]},
+            [f"layers.{i}.self_attn" for i in range(4)],
+        ),
+        ("sqrt", {"modules": ["layers.0", "layers.1"]}, ["layers.0", "layers.1"]),
+    ],
+)
+def test_what_is_recomputed(policy: str, settings: dict[str, Any], expected: list[str]) -> None:
+    assert trained_names(policy, **settings) == expected
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"policy": "half"}, "policy must be one of"),
+        ({"policy": "sqrt", "interval": 3}, "interval=3 is for policy 'block' and 'every_nth'"),
+        ({"policy": "block", "interval": 0}, "interval must be a whole number of at least 1"),
+        ({"policy": "custom"}, "needs modules"),
+        ({"policy": "block", "budget": 0.5}, "budget=0.5 is for policy 'auto'"),
+        ({"budget": 0.5, "budget_mb": 3}, "two bounds"),
+        ({"budget_mb": -1}, "budget_mb must be a finite number above 0"),
+        ({"policy": "every_layer", "min_flops": 3}, "min_flops=3 is for policy 'selective'"),
+    ],
+)
+def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ActivationCheckpointing(**arguments)
+
+
+def test_refusals() -> None:
+    def fit(callback: Callback, model: Any = None, **settings: Any) -> None:
+        quiet_trainer(callbacks=[callback], max_steps=1, **settings).fit(model or Transformer())
+
+    with pytest.raises(ValueError, match="fits no module of Transformer"):
+        fit(ActivationCheckpointing("custom", modules=["encoder.*"]))
+    single = Transformer()
+    single.layers = single.layers[:1]
+    with pytest.raises(ValueError, match="finds no repeated blocks"):
+        fit(ActivationCheckpointing("every_layer"), single)
+    with pytest.raises(ValueError, match=r"layers\.0 is checkpointed already"):
+        quiet_trainer(
+            callbacks=[ActivationCheckpointing("every_layer"), ActivationCheckpointing("sqrt")]
+        ).fit(Transformer())
+    with_flag = Transformer()
+    with_flag.layers[1].gradient_checkpointing = True  # as Transformers marks it
+    with pytest.raises(ValueError, match=r"layers\.1 is checkpointed already"):
+        fit(ActivationCheckpointing("every_layer"), with_flag)
+    compiled = Transformer()
+    compiled.layers[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"layers\.0 is compiled"):
+        fit(ActivationCheckpointing("selective"), compiled)
+    strategy = FSDPStrategy(activation_checkpointing_policy={nn.TransformerEncoderLayer})
+    trainer = quiet_trainer()
+    trainer.strategy.__class__ = FSDPStrategy
+    trainer.strategy.__dict__.update(vars(strategy))
+    with pytest.raises(ValueError, match="would recompute twice"):
+        ActivationCheckpointing("sqrt").setup(trainer, Transformer(), "fit")
+
+
+def without_forward(footprint: dict[str, Any]) -> dict[str, Any]:
+    """Leave out the one attribute that checkpointing sets."""
+    modules = copy.deepcopy(footprint["modules"])
+    for module in modules.values():
+        if "forward" in module["attributes"]:
+            if isinstance(module["attributes"], dict):
+                del module["attributes"]["forward"]
+            else:
+                module["attributes"].remove("forward")
+    return {**footprint, "modules": modules}
+
+
+@pytest.mark.parametrize("policy", ["every_layer", "block", "selective", "auto"])
+def test_the_model_looks_the_same_meanwhile_and_afterwards(policy: str) -> None:
+    plain, watched = Watch(), Watch()
+    quiet_trainer(callbacks=[plain], max_steps=1).fit(Keywords())
+    model = Keywords()
+    before = process_footprint()
+    settings = {"budget": 0.6, "strict": False} if policy == "auto" else {}
+    callback = ActivationCheckpointing(policy, **settings)
+    quiet_trainer(callbacks=[callback, watched], max_steps=1).fit(model)
+    assert without_forward(watched.footprint) == plain.footprint
+    assert without_forward(model_footprint(model)) == model_footprint(model)
+    assert not any(is_checkpointed(module) for module in model.modules())
+    after = process_footprint()
+    assert {**after, "environment": 0} == {**before, "environment": 0}
+
+
+def test_undone_after_an_exception() -> None:
+    class Failing(Transformer):
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            assert is_checkpointed(self.layers[0])
+            raise ArithmeticError("planted")
+
+    model = Failing()
+    with pytest.raises(ArithmeticError):
+        quiet_trainer(callbacks=[ActivationCheckpointing("sqrt")]).fit(model)
+    assert not any("forward" in vars(module) for module in model.modules())
+
+
+def test_a_forward_of_someone_else_is_used_and_put_back() -> None:
+    model = Transformer()
+    calls = []
+    original = model.layers[0].forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        calls.append(1)
+        return original(*args, **kwargs)
+
+    model.layers[0].forward = forward
+    quiet_trainer(callbacks=[ActivationCheckpointing("every_layer")], max_steps=1).fit(model)
+    assert len(calls) >= 2, "forward and recomputation"
+    assert vars(model.layers[0])["forward"] is forward
+
+
+def test_hooks_fire_once() -> None:
+    for policy in ("every_layer", "block"):
+        model = Transformer()
+        calls = []
+        model.layers[1].register_forward_hook(lambda *_, calls=calls: calls.append(1))
+        quiet_trainer(
+            callbacks=[ActivationCheckpointing(policy)], max_steps=2, limit_val_batches=0
+        ).fit(model)
+        assert len(calls) == 2
+
+
+def test_validation_recomputes_nothing() -> None:
+    model = Transformer()
+    applied = AppliedPlan(every_layer(find_blocks(model)))
+    entered = []
+    for forward in applied.forwards:
+        forward.buffers.before = lambda: entered.append(1)  # type: ignore[method-assign]
+    with torch.no_grad():
+        model(torch.randn(1, 2, 8))
+    assert not entered
+
+
+@pytest.mark.parametrize("plan", [every_layer, lambda blocks: segments(blocks, 2)])
+def test_a_checkpointed_model_can_be_copied_and_pickled(plan: Any) -> None:
+    model = ARCHITECTURES["UNet"]()
+    AppliedPlan(plan(find_blocks(model)))
+    batch = torch.randn(2, 4, 8)
+
+    def gradients(of: Any) -> list[Tensor]:
+        of.zero_grad()
+        of.training_step(batch, 0).backward()
+        return [p.grad for p in of.parameters()]
+
+    expected = gradients(model)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert other.layers[0].forward.module is other.layers[0]
+        torch.testing.assert_close(gradients(other), expected, rtol=0, atol=0)
+
+
+def test_a_checkpoint_resumes_with_and_without(tmp_path: Path) -> None:
+    expected = train("Residual", None)
+    for number, (first, second) in enumerate(
+        [("every_layer", "none"), ("none", "block"), ("sqrt", "every_layer")]
+    ):
+        trainer = quiet_trainer(callbacks=[ActivationCheckpointing(first)], max_steps=3)
+        trainer.fit(ARCHITECTURES["Residual"]())
+        path = tmp_path / f"{number}.ckpt"
+        trainer.save_checkpoint(path)
+        assert list(torch.load(path, weights_only=True)["state_dict"]) == list(
+            expected.state_dict()
+        )
+        states = []
+        for callbacks in ([ActivationCheckpointing(second)], []):
+            model = ARCHITECTURES["Residual"]()
+            quiet_trainer(callbacks=callbacks, max_epochs=2).fit(
+                model, ckpt_path=path, weights_only=True
+            )
+            assert model.gradients
+            states.append(model.state_dict())
+        torch.testing.assert_close(*states, rtol=0, atol=0)
+
+
+def test_a_block_that_writes_to_its_input_is_named() -> None:
+    class InPlace(PlainLayers):
+        def build(self) -> None:
+            self.layers = nn.Sequential(
+                *(nn.Sequential(nn.ReLU(inplace=True), nn.Linear(8, 8)) for _ in range(3))
+            )
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layers(x.clone())
+
+    with pytest.raises(InputChangedError, match="Sequential changes its input in place"):
+        quiet_trainer(callbacks=[ActivationCheckpointing("every_layer")]).fit(InPlace())
+    callback = ActivationCheckpointing("auto", budget=0.9, strict=False)
+    trainer = quiet_trainer(callbacks=[callback], max_steps=1)
+    # They are left alone, and nothing else is there to be recomputed.
+    assert "cannot meet budget=0.9" in warnings_of(lambda: trainer.fit(InPlace()))
+    assert callback.plan == []
+
+
+def backward_flops(model: Any, batch: Tensor) -> int:
+    attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+
+    def attention_flops(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
+        return int(sdpa_flop_count(query, key, value))
+
+    counter = FlopCounterMode(display=False, custom_mapping={attention: attention_flops})
+    loss = model.training_step(batch, 0)
+    with counter:
+        loss.backward()
+    return int(counter.get_total_flops())
+
+
+@pytest.mark.parametrize(
+    "name", ["Transformer", "Residual", "UNet", "EncoderDecoder", "PlainLayers"]
+)
+def test_the_backward_pass_takes_exactly_the_planned_operations(name: str) -> None:
+    """Counted by torch, as torchtitan does it."""
+    callback = ActivationCheckpointing("auto", budget=10.0)
+    quiet_trainer(callbacks=[callback], max_steps=1).fit(ARCHITECTURES[name]())
+    assert callback.planning is not None
+    units = {unit.block.name: unit for unit in callback.planning.planner.profile.units}
+    model = ARCHITECTURES[name]()
+    batch = torch.randn(2, 4, 8)
+    bare = backward_flops(model, batch)
+    blocks = find_blocks(model)
+    alone = sum(unit.recomputed_flops for unit in units.values())
+    assert alone > 0
+
+    def measured(plan: Any, steps: int = 1) -> int:
+        applied = AppliedPlan(plan)
+        try:
+            return [backward_flops(model, batch) for _ in range(steps)][-1] - bare
+        finally:
+            applied.undo()
+
+    assert measured(every_layer(blocks)) == alone
+    some = every_layer(blocks)[::2]
+    assert measured(some) == sum(units[s.blocks[0].name].recomputed_flops for s in some)
+
+
+class EndsWithProduct(Architecture):
+    """Blocks whose last operator need not be run again, unless another block needs its output."""
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
+
+
+@pytest.mark.parametrize(
+    "kind", [EndsWithProduct, *map(ARCHITECTURES.get, ("Residual", "EncoderDecoder", "UNet"))]
+)
+def test_mixed_plans_take_exactly_the_planned_operations(kind: type[Architecture]) -> None:
+    """Parts of blocks, segments, and both beside what is kept."""
+    callback = ActivationCheckpointing("auto", budget=10.0)
+    model = kind()
+    quiet_trainer(callbacks=[callback], max_steps=1).fit(model)
+    assert callback.planning is not None
+    planner = callback.planning.planner
+    batch = torch.randn(2, 4, 8)
+    bare, count = backward_flops(model, batch), len(planner._items)
+
+    def check(*decisions: Decision) -> int:
+        solution = Solution(decisions, 0, 0.0)
+        applied = AppliedPlan(planner.make_plan(solution))
+        try:
+            extra = backward_flops(model, batch) - bare
+        finally:
+            applied.undo()
+        assert extra == planner.recomputed_flops(solution)
+        return extra
+
+    keep = [Decision(i, i + 1, item.options[1]) for i, item in enumerate(planner._items)]
+    alone = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(planner._items)]
+    assert check(*keep) == 0
+    whole = check(*alone)
+    joined = check(Decision(0, 3, planner._items[2].options[0]), *alone[3:])
+    assert (joined > whole) == (kind is EndsWithProduct)
+    check(*keep[:1], Decision(1, 3, planner._items[2].options[0]), *keep[3:])
+    in_part = []
+    for option in planner._items[0].options[2:]:
+        part = Decision(0, 1, option)
+        in_part.append(check(part, *keep[1:]))
+        check(part, *alone[1 : count - 1], *keep[count - 1 :])
+    assert in_part == sorted(in_part, reverse=True)
+    # Which parts are worth a place is measured: there may be one that keeps nothing counted.
+    assert in_part[-1] <= check(*alone[:1], *keep[1:])
+
+
+def test_selective_operations() -> None:
+    callback = ActivationCheckpointing("selective")
+    model = Transformer()
+    model.layers = nn.ModuleList(
+        nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True) for _ in range(2)
+    )
+    batch = torch.randn(2, 4, 8)
+    bare = backward_flops(model, batch)
+    extra = []
+    for min_flops in (None, 0.2, 0.3, 10**9):
+        callback = ActivationCheckpointing("selective", min_flops=min_flops)
+        callback.on_fit_start(None, model)  # type: ignore[arg-type]
+        backward_flops(model, batch)  # the first step learns
+        extra.append(backward_flops(model, batch) - bare)
+        choice = callback._applied.forwards[0].choice
+        assert extra[-1] == 2 * choice.profile.recomputed_flops(choice.kept)
+        callback._undo()
+    assert extra[0] == 0
+    assert extra == sorted(set(extra))
+
+
+@pytest.mark.parametrize(
+    ("policy", "settings", "panels"), [("every_nth", {}, 1), ("auto", {"budget": 0.7}, 3)]
+)
+def test_it_draws_itself(policy: str, settings: dict[str, Any], panels: int) -> None:
+    callback = ActivationCheckpointing(policy, strict=False, **settings)
+    logger = MemoryLogger()
+    warnings_of(
+        lambda: quiet_trainer(callbacks=[callback], max_steps=2, logger=logger).fit(Transformer())
+    )
+    figure = callback.plot()
+    figure.savefig(io.BytesIO())
+    assert len(figure.axes) == panels
+    bars = figure.axes[0].patches
+    assert sorted(bar.get_x() + bar.get_width() / 2 for bar in bars) == [0, 1, 2, 3]
+    rows = callback.describe().rows
+    heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in bars}
+    for place, row in enumerate(rows):
+        expected = row["parameters"] if panels == 1 else row["keeping MB"]
+        assert heights[place] == pytest.approx(expected)
+    if panels == 3:
+        assert callback.planning is not None
+        drawn = [bar.get_height() for bar in figure.axes[2].patches]
+        assert drawn[2] * 2**20 == pytest.approx(callback.planning.outcome.peak)
+    assert logger.series("checkpointing/blocks") == [4.0]
+    recomputed = sum(row["policy"] != "kept" for row in rows)
+    assert logger.series("checkpointing/recomputed") == [float(recomputed)]
+
+
+def test_it_describes_itself() -> None:
+    callback = ActivationCheckpointing("block", interval=2)
+    quiet_trainer(callbacks=[callback], max_steps=1).fit(Transformer())
+    rows = callback.describe().rows
+    assert [row["block"] for row in rows] == [f"layers.{i}" for i in range(4)]
+    assert rows[3]["policy"] == "recomputed with layers.2 to layers.3"
+    assert rows[0]["class"] == "TransformerEncoderLayer"
+
+
+def test_identical_with_model_checkpoint_and_accumulation(tmp_path: Path) -> None:
+    settings: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}
+    expected = train("Residual", None, **settings)
+    for policy in ("every_layer", "sqrt", "selective"):
+        assert_identical(train("Residual", ActivationCheckpointing(policy), **settings), expected)

@@ -1,0 +1,233 @@
+"""The budget is met, measured; and the measurement leaves no trace."""
+
+import random
+from typing import Any
+
+import pytest
+import torch
+import torchmetrics
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_opt.memory.checkpointing.planning.batch_planning import BudgetError
+from lightning_opt.memory.checkpointing.planning.standing_memory import (
+    optimizer_state_bytes,
+    standing_bytes,
+)
+from lightning_opt.memory.meters import StorageMeter
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.memory.architectures import Architecture
+from tests.memory.runs import warnings_of
+
+MB = 2**20
+
+
+class Wide(Architecture):
+    """Large enough for bytes to count: eight blocks, half a megabyte each."""
+
+    blocks = 8
+    rows = 128
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Linear(64, 256), nn.Sigmoid(), nn.Linear(256, 256), nn.Sigmoid(), nn.Linear(256, 64)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        sizes = getattr(self, "sizes", [self.rows] * 3)
+        return DataLoader([torch.randn(rows, 64) for rows in sizes], batch_size=None)
+
+
+def fit(callback: ActivationCheckpointing, model: Wide | None = None, **settings: Any) -> Wide:
+    model = model or Wide()
+    quiet_trainer(callbacks=[callback], **{"max_steps": 2, "limit_val_batches": 0, **settings}).fit(
+        model
+    )
+    return model
+
+
+def peak_of_a_real_step(callback: ActivationCheckpointing, model: Wide) -> int:
+    """Return the peak above parameters and gradients of a step under the callback's plan."""
+    callback._apply(callback.plan)
+    try:
+        batch = torch.randn(model.rows, 64)
+        for parameter in model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        with StorageMeter() as meter:
+            model.training_step(batch, 0).backward()
+        return meter.mark()
+    finally:
+        callback._undo()
+
+
+@pytest.mark.parametrize("budget", [0.35, 0.5, 0.7, 1.0])
+def test_a_share_is_met_and_predicted(budget: float) -> None:
+    callback = ActivationCheckpointing("auto", budget=budget)
+    model = fit(callback)
+    planning = callback.planning
+    assert planning is not None
+    unchecked = planning.planner.unchecked_peak
+    measured = peak_of_a_real_step(callback, model)
+    assert measured <= budget * unchecked
+    assert abs(planning.outcome.solution.peak - measured) <= 0.03 * unchecked
+    assert bool(callback.plan) == (budget < 1)
+    callback.plan = []
+    assert peak_of_a_real_step(callback, model) == unchecked
+
+
+def test_megabytes_of_everything() -> None:
+    probe = ActivationCheckpointing("auto", budget=1.0)
+    model = fit(probe)
+    assert probe.planning is not None
+    optimizers = [model.configure_optimizers()]
+    standing = standing_bytes(model, optimizers)
+    wanted = standing + 0.5 * probe.planning.planner.unchecked_peak
+    callback = ActivationCheckpointing("auto", budget_mb=wanted / MB)
+    model = fit(callback)
+    assert 0 < peak_of_a_real_step(callback, model) <= wanted - standing
+
+
+def test_a_budget_that_cannot_be_met() -> None:
+    model = Wide()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(BudgetError, match=r"cannot meet budget=0\.01") as caught:
+        fit(ActivationCheckpointing("auto", budget=0.01), model)
+    torch.testing.assert_close(model.state_dict(), before, rtol=0, atol=0)
+    assert not any("forward" in vars(module) for module in model.modules())
+    smallest = caught.value.smallest
+    fit(ActivationCheckpointing("auto", budget=smallest + 0.001))
+    fit(ActivationCheckpointing("auto", budget_mb=caught.value.smallest_mb + 0.1))
+    with pytest.raises(BudgetError):
+        fit(ActivationCheckpointing("auto", budget=smallest - 0.01))
+    callback = ActivationCheckpointing("auto", budget=0.01, strict=False)
+    assert "The plan with the smallest peak is used." in warnings_of(lambda: fit(callback))
+    assert callback.plan
+
+
+def test_without_a_budget_nothing_is_recomputed_where_all_fits() -> None:
+    callback = ActivationCheckpointing()
+    fit(callback)
+    assert callback.plan == []
+    assert callback.planning is not None
+
+
+def test_a_larger_batch_is_planned_anew() -> None:
+    model = Wide()
+    model.sizes = [32, 128, 128, 32]
+    probe = ActivationCheckpointing("auto", budget_mb=10**4)
+    fit(probe, model, max_steps=1)
+    assert probe.planning is not None
+    standing = standing_bytes(model, [model.configure_optimizers()])
+    allowed = standing + 2 * probe.planning.planner.unchecked_peak
+    plans = []
+
+    class Recording(ActivationCheckpointing):
+        def on_train_batch_end(self, *args: Any) -> None:
+            plans.append(len(self.plan))
+
+    callback = Recording("auto", budget_mb=allowed / MB)
+    fit(callback, model, max_steps=4)
+    assert plans[0] == 0
+    assert plans[1] > 0
+    assert plans[1:] == [plans[1]] * 3
+    assert peak_of_a_real_step(callback, model) <= allowed - standing
+
+
+def test_the_measurement_leaves_no_trace() -> None:
+    class Keeping(Wide):
+        def build(self) -> None:
+            super().build()
+            self.norm = nn.BatchNorm1d(64)
+            self.accuracy = torchmetrics.MeanMetric()
+            self.count, self.outputs, self.seen = 0, [], {}
+
+        def training_step(self, batch: Tensor, batch_idx: int) -> Any:
+            self.count += 1
+            self.noise = random.random() + float(torch.rand(()))
+            batch += 1  # a batch belongs to the step
+            loss = self.norm(self(batch)).square().mean()
+            self.accuracy.update(loss.detach())
+            self.outputs.append(loss.item())
+            self.seen[self.count] = self.noise
+            self.log("train/loss", loss, on_step=True, on_epoch=True)
+            self.log("train/accuracy", self.accuracy)
+            self.late = self.count
+            return loss
+
+    def run(callback: ActivationCheckpointing | None) -> tuple[Any, ...]:
+        torch.manual_seed(1)
+        random.seed(1)
+        model, logger = Keeping(), MemoryLogger()
+        trainer = quiet_trainer(
+            callbacks=[callback] if callback else [],
+            logger=logger,
+            log_every_n_steps=1,
+            limit_val_batches=0,
+        )
+        trainer.fit(model)
+        records = [
+            (step, {k: v for k, v in values.items() if not k.startswith("checkpointing/")})
+            for step, values in logger.records
+        ]
+        return (
+            dict(model.state_dict()),
+            (model.count, model.outputs, model.seen, model.late),
+            [record for record in records if record[1]],
+            (random.random(), torch.rand(2)),
+            trainer.global_step,
+            logger,
+        )
+
+    expected = run(None)
+    actual = run(ActivationCheckpointing("auto", budget=0.5))
+    torch.testing.assert_close(actual[:5], expected[:5], rtol=0, atol=0)
+    keys = {key for _, values in actual[5].records for key in values}
+    assert {f"checkpointing/{key}" for key in ("peak_mb", "step_ms", "recomputed")} <= keys
+    peaks = [actual[5].series(f"checkpointing/{key}") for key in ("peak_mb", "unchecked_peak_mb")]
+    assert [len(series) for series in peaks] == [1, 1]
+    assert 0 < peaks[0][0] <= 0.5 * peaks[1][0]
+
+
+@pytest.mark.parametrize(
+    ("make", "copies"),
+    [
+        (lambda p: torch.optim.SGD(p, lr=0.1), 0),
+        (lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9), 1),
+        (lambda p: torch.optim.AdamW(p), 2),
+        (lambda p: torch.optim.AdamW(p, amsgrad=True), 3),
+    ],
+)
+def test_an_optimizer_state_is_foreseen(make: Any, copies: int) -> None:
+    weight = nn.Parameter(torch.randn(20, 30))
+    optimizer = make([weight])
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the optimizer's `step`
+    foreseen = optimizer_state_bytes(optimizer)
+    assert foreseen == copies * 20 * 30 * 4
+    assert not optimizer.state
+    weight.grad = torch.ones_like(weight)
+    optimizer.step()
+    scheduler.step()
+    assert abs(optimizer_state_bytes(optimizer) - foreseen) <= 8
+
+
+def test_the_meter_counts_memory_once() -> None:
+    x = torch.randn(1000)
+    with StorageMeter() as meter:
+        y = x * 2
+        assert meter.live() == 4000
+        z = y.view(10, 100)[3]
+        w = torch.empty_like(x)
+        torch.mul(x, 3, out=w)
+        assert meter.live() == 8000
+        del y
+        assert meter.live() == 8000, "a view holds it"
+        del z
+        assert meter.live() == 4000
+        assert meter.mark() == 8000
+        assert meter.mark() == 4000

@@ -1,0 +1,104 @@
+"""The knapsack against trying everything."""
+
+import itertools
+import random
+
+import pytest
+
+from lightning_opt.memory.checkpointing.planning.knapsack import (
+    Item,
+    Option,
+    _steps,
+    smallest_peak,
+    solve,
+)
+
+
+def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]:
+    items = []
+    for _ in range(count):
+        internals = generator.randint(5, 40)
+        recompute = Option("recompute", 0, generator.uniform(1, 5))
+        part = Option("0", internals // 3, recompute.seconds * generator.uniform(0.4, 0.9))
+        items.append(
+            Item(
+                options=(recompute, Option("keep", internals, 0.0), part),
+                recompute=recompute if generator.random() < 0.8 else None,
+                follows=generator.random() < 0.8,
+                inputs=generator.randint(1, 5),
+                internals=internals,
+                forward_peak=generator.randint(10, 40),
+                backward_peak=generator.randint(40, 80),
+            )
+        )
+    return items, generator.randint(20, 90)
+
+
+def fastest(items: list[Item], head_peak: int, budget: float) -> float | None:
+    """Try every choice without segments; in prefixes, as the definition of the peak has it."""
+    best = None
+    for chosen in itertools.product(*(item.options for item in items)):
+        held, peak = 0, 0
+        for item, option in zip(items, chosen, strict=True):
+            peak = max(peak, held + item.forward_peak, held + item.backward_peak)
+            held += option.nbytes
+        peak = max(peak, held + head_peak)
+        seconds = sum(option.seconds for option in chosen)
+        if peak <= budget and (best is None or seconds < best):
+            best = seconds
+    return best
+
+
+@pytest.mark.parametrize("seed", range(25))
+def test_it_finds_the_fastest(seed: int) -> None:
+    generator = random.Random(seed)
+    items, head = random_items(generator, generator.randint(1, 6))
+    for budget in (60, 80, 100, 140, 200, 400):
+        solution, expected = solve(items, head, budget), fastest(items, head, budget)
+        assert (solution is None) == (expected is None)
+        if solution is not None:
+            assert solution.seconds == pytest.approx(expected)
+            assert solution.peak <= budget
+            assert [d.start for d in solution.decisions] == list(range(len(items)))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_segments_never_hurt(seed: int) -> None:
+    items, head = random_items(random.Random(seed), 8)
+    for budget in (60, 100, 200):
+        alone, joined = solve(items, head, budget), solve(items, head, budget, longest=4)
+        if alone is not None:
+            assert joined is not None
+            assert joined.seconds <= alone.seconds + 1e-9
+            assert joined.peak <= budget
+            covered = [i for d in joined.decisions for i in range(d.start, d.stop)]
+            assert covered == list(range(8))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_the_smallest_peak(seed: int) -> None:
+    items, head = random_items(random.Random(seed), 6)
+    smallest = smallest_peak(items, head)
+    recomputed = max(head, *(max(item.forward_peak, item.backward_peak) for item in items))
+    assert smallest.peak == recomputed
+    joined = smallest_peak(items, head, longest=3)
+    assert joined.peak <= smallest.peak
+    assert solve(items, head, joined.peak * 0.99, longest=3) is None
+
+
+def test_a_segment_pays_for_the_rest_of_all_but_its_last() -> None:
+    recompute = Option("recompute", 0, 1.0)
+    items = [
+        Item((recompute,), recompute, order > 0, 10, 20, 30, 30, remainder=0.25)
+        for order in range(3)
+    ]
+    alone = solve(items, 30, 1000.0)
+    assert alone is not None
+    assert alone.seconds == 3.0
+    joined = solve(items, 30, 1000.0, longest=3)
+    assert joined is not None
+    assert [(d.start, d.stop) for d in joined.decisions] == [(0, 1), (1, 2), (2, 3)], (
+        "what costs more is not chosen for nothing"
+    )
+    found = [seconds for _, _, seconds, _ in _steps(items, 0, 3)]
+    assert found == [1.0, 2.25, 3.5]

@@ -1,0 +1,361 @@
+"""MemoryCleanup: when it cleans, what it frees, when it gives up, and a run that lives by it."""
+
+import gc
+import logging
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor
+
+import lightning_opt as lo
+from lightning_opt.core.malloc import malloc_info
+from lightning_opt.core.memory import MB, MemoryLimits, Usage, address_space, process_memory
+from lightning_opt.memory.cleanup.actions import Cleaner
+from lightning_opt.memory.cleanup.memory_cleanup import actions as cleaning
+from lightning_opt.memory.cleanup.memory_cleanup import memory_cleanup as cleanup_module
+from lightning_opt.memory.cleanup.pressure import Pressure
+from tests.helpers.models import SmallNet, assert_same_weights, loader_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+CPU = torch.device("cpu")
+needs_heap = pytest.mark.skipif(malloc_info() is None, reason="needs glibc's malloc statistics")
+
+# --- the decision -------------------------------------------------------------------------------
+
+
+def decide(pressure: Pressure, levels: dict[int, float]) -> list[int]:
+    return [step for step, level in levels.items() if pressure.wants(step, level)]
+
+
+def test_cleans_from_the_threshold_on():
+    assert decide(Pressure(0.8, 0.7, 0), {1: 0.5, 2: 0.79, 3: 0.8, 4: 0.9}) == [3, 4]
+
+
+def test_waits_for_the_cooldown_unless_it_helps_and_is_urgent():
+    pressure = Pressure(0.8, 0.7, 50)
+    assert pressure.wants(10, 0.85)
+    assert pressure.cleaned(10, fraction=0.75, freed=0.1)
+    assert not pressure.wants(11, 0.85)
+    assert not pressure.wants(59, 0.89)
+    assert pressure.wants(20, 0.9)
+    assert pressure.wants(60, 0.85)
+
+
+def test_each_useless_cleanup_raises_the_level_and_the_third_is_the_last():
+    pressure = Pressure(0.8, 0.6, 5)
+    cleanups = []
+    for step in range(1, 2000):
+        level = min(0.999, 0.8 + step / 5000)  # a working set that grows and grows
+        if pressure.wants(step, level):
+            cleanups.append(round(level, 2))
+            assert not pressure.cleaned(step, fraction=level, freed=0.04)
+    assert cleanups == [0.8, 0.9, 0.95]
+    assert pressure.gave_up
+    assert not pressure.wants(2000, 0.65)  # not yet below release
+    assert not pressure.wants(2001, 0.999)
+    assert not pressure.wants(2002, 0.59)
+    assert pressure.wants(2003, 0.81)
+
+
+@pytest.mark.parametrize(("freed", "fraction", "useful"), [
+    (0.051, 0.85, True), (0.049, 0.85, False), (0.001, 0.59, True), (0.0, 0.9, False),
+])  # fmt: skip
+def test_use_is_measured_against_threshold_and_release(freed, fraction, useful):
+    assert Pressure(0.8, 0.6, 0).cleaned(1, fraction, freed) is useful
+
+
+# --- the actions --------------------------------------------------------------------------------
+
+
+class Cycle:
+    def __init__(self, megabytes: float) -> None:
+        self.me = self
+        self.tensor = torch.ones(int(megabytes * MB), dtype=torch.uint8)
+
+
+@needs_heap
+def test_measures_what_each_action_frees():
+    gc.collect()
+    gc.disable()
+    try:
+        cycle = Cycle(50)
+        del cycle
+        pieces = [torch.ones(20_000, dtype=torch.uint8) for _ in range(2500)]
+        last = torch.ones(20_000, dtype=torch.uint8)
+        del pieces
+        collected, trimmed = Cleaner(["malloc_trim", "gc"], CPU).clean()
+    finally:
+        gc.enable()
+    assert (collected.action, trimmed.action) == ("gc", "malloc_trim")
+    assert collected.freed / MB == pytest.approx(50, rel=0.05)
+    assert trimmed.freed / MB > 40
+    assert collected.seconds > 0
+    assert last.numel()
+
+
+def test_leaves_out_what_has_had_no_effect_twice(monkeypatch):
+    effects = {"gc": 10 * MB, "malloc_trim": 0}
+    kinds = {
+        name: (lambda name=name: done.append(name), lambda device, name=name: left(name))
+        for name in effects
+    }
+    done: list[str] = []
+
+    def left(name: str) -> int:
+        return -effects[name] * done.count(name)
+
+    monkeypatch.setattr(cleaning, "_KINDS", kinds)
+    cleaner = Cleaner(["gc", "malloc_trim", "cuda_cache"], CPU)  # a CPU has no such cache
+    freed = [[(e.action, e.freed // MB) for e in cleaner.clean()] for _ in range(3)]
+    assert freed == [[("gc", 10), ("malloc_trim", 0)]] * 2 + [[("gc", 10)]]
+    assert cleaner.resting() == ["malloc_trim"]
+    cleaner.retry()
+    assert len(cleaner.clean()) == 2
+
+
+# --- the callback, with a limit of our own ------------------------------------------------------
+
+
+class Ballast(Callback):
+    """Uses up memory at each batch, in megabytes: garbage in cycles, or a working set."""
+
+    def __init__(self, garbage: float = 0.0, kept: float = 0.0) -> None:
+        self.garbage, self.kept = garbage, kept
+        self.working_set: list[Tensor] = []
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if self.garbage:
+            Cycle(self.garbage)
+        if self.kept:
+            self.working_set.append(torch.ones(int(self.kept * MB), dtype=torch.uint8))
+
+
+@pytest.fixture
+def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
+    """Let 200 MB more of the heap be the only limit there is, and nobody else collect."""
+    gc.collect()
+    gc.freeze()  # so that collecting is fast
+    base = malloc_info().used
+    monkeypatch.setattr(
+        MemoryLimits, "read", lambda self: [Usage("heap", malloc_info().used - base, 200 * MB)]
+    )
+    gc.disable()
+    yield base
+    gc.enable()
+    gc.unfreeze()
+
+
+def train(*callbacks: Callback, batches: int = 60, **settings: Any) -> MemoryLogger:
+    logger = MemoryLogger()
+    trainer = quiet_trainer(callbacks=[*callbacks], logger=logger, **settings)
+    trainer.fit(SmallNet(), train_dataloaders=loader_of(batches))
+    return logger
+
+
+@needs_heap
+def test_frees_garbage_and_says_what_it_did(limit):
+    cleanup = lo.MemoryCleanup(cooldown_steps=5, every_n_steps=10)
+    logger = train(Ballast(garbage=10), cleanup, limit_val_batches=0)
+    # 10 MB a batch reach 160 MB at the 16th, which is seen although it is not on the schedule.
+    assert [event["step"] for event in cleanup.events] == [16, 32, 48]
+    for event in cleanup.events:
+        assert event["useful"]
+        assert event["source"] == "heap"
+        assert event["before"] == pytest.approx(0.8, abs=0.02)
+        assert event["after"] == pytest.approx(0.0, abs=0.05)
+        assert event["freed_mb"]["gc"] == pytest.approx(160, rel=0.02)
+    assert logger.series("memory/cleanups") == [1, 2, 3, 3]  # and at step 50
+    assert logger.series("memory/freed_mb")[-1] == pytest.approx(480, rel=0.02)
+    seconds = sum(sum(event["seconds"].values()) for event in cleanup.events)
+    assert logger.series("memory/cleanup_seconds")[-1] == pytest.approx(seconds)
+    assert logger.series("memory/used_fraction")[-1] == pytest.approx(0.1, abs=0.03)
+    assert [row["step"] for row in cleanup.report().rows] == [16, 32, 48]
+    assert "3 cleanups in 60 steps freed 480 MB" in str(cleanup.report())
+
+
+@needs_heap
+def test_garbage_of_validation_is_seen_too(limit):
+    class Validation(Ballast):
+        def on_train_batch_start(self, *_): ...
+
+        def on_validation_batch_start(self, *arguments):
+            Cycle(10)
+
+    cleanup = lo.MemoryCleanup(every_n_steps=1)
+    quiet_trainer(callbacks=[Validation(), cleanup], limit_train_batches=1).fit(
+        SmallNet(), loader_of(2), loader_of(20, seed=1)
+    )
+    assert [round(event["before"], 1) for event in cleanup.events] == [0.8]
+
+
+@needs_heap
+def test_a_working_set_that_is_large_is_left_alone(limit, caplog):
+    cleanup = lo.MemoryCleanup(cooldown_steps=2, every_n_steps=1)
+    ballast = Ballast(kept=3.3)  # grows to 198 of 200 MB
+    with caplog.at_level(logging.WARNING, logger=cleanup_module.__name__):
+        train(ballast, cleanup, limit_val_batches=0)
+    assert [round(event["before"], 2) for event in cleanup.events] == [0.81, 0.91, 0.96]
+    assert not any(event["useful"] for event in cleanup.events)
+    (advice,) = caplog.messages
+    assert "not garbage" in advice
+    assert 'lightning_opt.ActivationCheckpointing("auto")' in advice
+
+
+@needs_heap
+def test_advice_names_what_is_large(limit, caplog):
+    model = SmallNet("Adam", widths=(4000, 2000))  # 32 MB, and twice that of state
+    cleanup = lo.MemoryCleanup(threshold=0.4, release=0.1)
+    with caplog.at_level(logging.WARNING, logger=cleanup_module.__name__):
+        quiet_trainer(callbacks=[cleanup], limit_val_batches=0).fit(model, loader_of(20))
+    assert "weights and optimizer state are 92 MB: shard them" in caplog.text
+
+
+@needs_heap
+def test_garbage_after_a_working_set_was_left_alone(limit):
+    """Where it has given up it begins again once memory was plentiful."""
+
+    class Both(Ballast):
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if batch_idx == 0:
+                self.working_set.append(torch.ones(165 * MB, dtype=torch.uint8))
+            if batch_idx == 10:
+                self.working_set.clear()
+            if batch_idx > 20:
+                Cycle(20)
+
+    cleanup = lo.MemoryCleanup(cooldown_steps=0, every_n_steps=1)
+    train(Both(), cleanup, batches=32, limit_val_batches=0)
+    assert [event["useful"] for event in cleanup.events] == [False, True]
+
+
+def test_does_not_touch_the_training():
+    plain, cleaned = SmallNet("Adam"), SmallNet("Adam")
+    quiet_trainer().fit(plain)
+    cleanup = lo.MemoryCleanup(threshold=0.001, release=0.0, cooldown_steps=0, every_n_steps=1)
+    quiet_trainer(callbacks=[cleanup]).fit(cleaned)
+    assert cleanup.events
+    assert_same_weights(cleaned, plain)
+
+
+def test_looks_only_on_its_schedule(monkeypatch):
+    reads: list[int] = []
+    monkeypatch.setattr(
+        MemoryLimits, "read", lambda self: reads.append(1) or [Usage("system", 1, 10**15)]
+    )
+    logger = train(lo.MemoryCleanup(every_n_steps=10), batches=60, limit_val_batches=0)
+    # The very first step does not know yet how much room there is.
+    assert len(reads) == 7
+    assert len(logger.records) == 1
+
+
+@pytest.mark.parametrize("settings", [
+    {"threshold": 1.0}, {"threshold": 0.5}, {"release": -0.1}, {"threshold": float("nan")},
+    {"actions": []}, {"actions": ["reboot"]}, {"actions": "gc"}, {"cooldown_steps": -1},
+])  # fmt: skip
+def test_refuses_what_makes_no_sense(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        lo.MemoryCleanup(**settings)
+
+
+def test_refuses_to_watch_nothing():
+    with pytest.raises(ValueError, match="Leave system=True"):
+        quiet_trainer(callbacks=[lo.MemoryCleanup(system=False)]).fit(SmallNet())
+
+
+# --- several ranks ------------------------------------------------------------------------------
+
+
+def clean_on_two_ranks(delayed: bool) -> tuple[list[int], list[bool], float]:
+    import os
+
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    if delayed:
+        cleanup_module.wants_host = lambda device: False
+    rank, base = int(os.environ["RANK"]), malloc_info().used
+    MemoryLimits.read = lambda self: [Usage("heap", malloc_info().used - base, 200 * MB)]
+    cleanup, logger = lo.MemoryCleanup(every_n_steps=5), MemoryLogger()
+    trainer = quiet_trainer(
+        callbacks=[Ballast(garbage=15 if rank else 0.1), cleanup],
+        strategy="ddp",
+        devices=2,
+        limit_val_batches=0,
+        logger=logger,
+    )
+    trainer.fit(SmallNet(), train_dataloaders=loader_of(30))
+    steps = [event["step"] for event in cleanup.events]
+    used = trainer.callback_metrics["memory/used_fraction"].item()
+    return steps, [event["useful"] for event in cleanup.events], used
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("delayed", [False, True])
+@needs_heap
+def test_all_ranks_clean_when_one_has_to(delayed):
+    (steps, useful, used), (other_steps, other_useful, other_used) = launch(
+        clean_on_two_ranks, delayed
+    )
+    # 15 MB a step on one rank pass 160 MB at step 11, seen at 15, and acted on two steps later.
+    assert steps == other_steps == ([17] if delayed else [15, 30])
+    assert other_useful == [True] * len(steps)
+    assert useful == [False] * len(steps)
+    assert used == other_used
+
+
+# --- a run that dies without it -----------------------------------------------------------------
+
+
+class Episodes(SmallNet):
+    """Each step makes an episode of 8 MB that knows itself, as many a replay or tree does."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        Cycle(8)
+        return super().training_step(batch, batch_idx)
+
+
+def train_under_a_limit(with_cleanup: bool, kept: float) -> tuple[int, str, int]:
+    """Return steps made, how it ended, and how many cleanups there were."""
+    import resource
+
+    torch.set_num_threads(1)
+    model = Episodes() if not kept else SmallNet()
+    quiet_trainer(callbacks=[Ballast(kept=kept)] if kept else [], limit_train_batches=2).fit(model)
+    gc.collect()
+    gc.freeze()
+    limit = process_memory().virtual + 400 * MB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    assert address_space().total == limit
+    cleanup = lo.MemoryCleanup(threshold=1 - 150 * MB / limit, release=1 - 300 * MB / limit)
+    callbacks = [cleanup] if with_cleanup else []
+    callbacks += [Ballast(kept=kept)] if kept else []
+    trainer = quiet_trainer(callbacks=callbacks, max_epochs=1, limit_val_batches=0)
+    try:
+        trainer.fit(model, train_dataloaders=loader_of(300))
+    except (RuntimeError, MemoryError) as error:
+        return trainer.global_step, str(error), len(cleanup.events)
+    return trainer.global_step, "completed", len(cleanup.events)
+
+
+@pytest.mark.distributed
+@needs_heap
+def test_a_run_completes_that_dies_without_it():
+    ((steps, end, _),) = launch(train_under_a_limit, False, 0.0, processes=1)
+    assert steps < 300
+    assert "allocate memory" in end
+    ((steps, end, cleanups),) = launch(train_under_a_limit, True, 0.0, processes=1)
+    assert (steps, end) == (300, "completed")
+    assert cleanups >= 3
+
+
+@pytest.mark.distributed
+@needs_heap
+def test_a_large_working_set_is_cleaned_three_times_at_most():
+    # 1.25 MB a step are 375 of 400 MB in the end.
+    ((steps, end, cleanups),) = launch(train_under_a_limit, True, 1.2, processes=1)
+    assert (steps, end) == (300, "completed")
+    assert 1 <= cleanups <= 3

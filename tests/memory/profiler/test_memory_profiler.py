@@ -1,0 +1,400 @@
+"""MemoryProfiler against closed forms, torch's MemTracker, saved-tensor hooks and the kernel."""
+
+import gc
+import json
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.core.malloc import malloc_info
+from lightning_opt.core.memory import MB, process_memory
+from lightning_opt.memory.profiler.phase_peaks import (
+    CATEGORIES,
+    PeakMeter,
+    countable,
+    storage_bytes,
+)
+from tests.helpers.models import AdversarialNet, SmallNet
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+needs_heap = pytest.mark.skipif(malloc_info() is None, reason="needs glibc's malloc statistics")
+
+ROWS, WIDTH = 512, 256
+ACTIVATION = ROWS * WIDTH * 4
+WEIGHTS = 2 * (WIDTH * WIDTH + WIDTH) * 4
+
+
+class Wide(SmallNet):
+    """Two linear layers of 256 and ReLU between, on 512 rows, with Adam: all sizes are known."""
+
+    def __init__(self) -> None:
+        super().__init__("Adam")
+        self.layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return self.layer(batch).square().mean()
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.layer(batch)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.randn(8 * ROWS, WIDTH), batch_size=ROWS)
+
+    def val_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.randn(2 * ROWS, WIDTH), batch_size=ROWS)
+
+
+def profile(model: Any, every_n_steps: int = 2, **settings: Any) -> lo.MemoryProfiler:
+    options = {key: settings.pop(key) for key in ("modules", "figure", "file") if key in settings}
+    profiler = lo.MemoryProfiler(every_n_steps, **{"figure": None, "file": None, **options})
+    quiet_trainer(callbacks=[profiler], **settings).fit(model)
+    return profiler
+
+
+# --- records and deltas -------------------------------------------------------------------------
+
+
+@needs_heap
+@pytest.mark.parametrize("size", [100_000, 5_000_000])
+def test_deltas_are_those_of_the_tensors_between(size):
+    with lo.MemoryProfiler() as profiler:
+        profiler.record("empty")
+        kept = [torch.empty(size) for _ in range(5)]
+        profiler.record("full")
+        del kept[1:]
+        profiler.record("one left")
+    assert profiler.delta("empty", "full") == pytest.approx(5 * 4 * size, rel=0.01)
+    assert profiler.delta("full", "one left") == pytest.approx(-4 * 4 * size, rel=0.01)
+    assert profiler.delta("empty", "one left") == pytest.approx(4 * size, rel=0.01)
+
+
+def test_of_equal_names_the_newest_pair_counts():
+    with lo.MemoryProfiler() as profiler:
+        kept = []
+        for size in (1, 10):
+            profiler.record("before")
+            kept.append(torch.empty(size * MB))
+            profiler.record("after")
+    assert profiler.delta("before", "after") == pytest.approx(40 * MB, rel=0.02)
+    with pytest.raises(KeyError, match=r"No record 'afterwards'.*before, after"):
+        profiler.delta("before", "afterwards")
+    with pytest.raises(KeyError, match="No record 'after' to"):
+        lo.MemoryProfiler().delta("before", "after")
+
+
+# --- a step whose sizes are known ---------------------------------------------------------------
+
+
+@needs_heap
+def test_categories_are_the_closed_form():
+    profiler = profile(Wide(), every_n_steps=3)
+    last = {record.name: record.parts for record in list(profiler.profile.records)[-6:]}
+    assert list(last) == ["step_start", "after_forward", "before_backward", "after_backward",
+                          "before_optimizer", "step_end"]  # fmt: skip
+    for parts in last.values():
+        assert parts["parameters"] == WEIGHTS
+        assert parts["optimizer"] == pytest.approx(2 * WEIGHTS, rel=0.001)  # and the step counts
+    gradients = {name: parts["gradients"] for name, parts in last.items()}
+    assert gradients["step_start"] == gradients["after_forward"] == WEIGHTS
+    assert gradients["before_backward"] == 0
+    assert gradients["after_backward"] == gradients["step_end"] == WEIGHTS
+    # Saved: the output of ReLU and that of the network; the input is the batch. ReLU's input is
+    # not kept.
+    activations = {name: parts["activations"] for name, parts in last.items()}
+    assert activations["after_forward"] == pytest.approx(2 * ACTIVATION, rel=0.05)
+    for name in ("step_start", "after_backward", "step_end"):
+        assert activations[name] < 0.05 * ACTIVATION
+
+
+def test_all_of_live_memory_belongs_to_a_category():
+    profiler = profile(Wide())
+    for record in profiler.profile.records:
+        assert sum(record.parts[name] for name in CATEGORIES) == pytest.approx(
+            record.live, rel=0.02
+        )
+
+
+@needs_heap
+def test_peaks_agree_with_torchs_tracker():
+    from torch.distributed._tools.mem_tracker import MemTracker
+
+    model = Wide()
+    profiler = profile(model, every_n_steps=4)
+    start = next(r for r in profiler.profile.records if r.name == "step_start")
+    batch, optimizer = torch.randn(ROWS, WIDTH), torch.optim.Adam(model.parameters())
+    model.layer(batch).square().mean().backward()
+    optimizer.step()  # the state and the gradients are there before the step that counts
+    tracker = MemTracker()
+    tracker.track_external(model.layer, optimizer, batch)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        with tracker:
+            loss = model.layer(batch).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            after_backward = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+            optimizer.step()
+            whole = tracker.get_tracker_snapshot("peak")[torch.device("cpu")]["Total"]
+    before = storage_bytes([*model.parameters(), batch]) + 3 * WEIGHTS  # with gradients and state
+    above = {name: peak - start.live for name, peak in profiler.peaks.items()}
+    largest = max(above["forward"], above["backward"])
+    assert largest == pytest.approx(after_backward - before, rel=0.05)
+    assert max(above.values()) == pytest.approx(whole - before, rel=0.05)
+
+
+def test_peak_of_a_phase_is_that_of_what_runs_inside():
+    with lo.MemoryProfiler() as profiler:
+        profiler.record("before")
+        with profiler.phase("wide"):
+            for _ in range(3):  # one after the other: not thrice
+                torch.zeros(8 * MB).add(1).sum()
+        with profiler.phase("narrow"):
+            torch.zeros(MB)
+    before = profiler.profile.latest("before").live
+    assert profiler.peaks["wide"] - before == pytest.approx(64 * MB, rel=0.05)
+    assert profiler.peaks["narrow"] - before == pytest.approx(4 * MB, rel=0.05)
+    assert [row["phase"] for row in profiler.report().rows] == ["wide", "narrow"]
+
+
+def peak_of_the_process() -> tuple[float, float]:
+    """Return the growth of the kernel's peak and of the profiler's, for steps of 200 MB.
+
+    Element by element: a matrix product takes some megabytes within itself that no tensor shows.
+    """
+    inputs = torch.zeros(8 * MB, requires_grad=True)
+    inputs.grad = torch.zeros_like(inputs)
+    with lo.MemoryProfiler() as warm, warm.phase("small"):  # what is loaded and built only once
+        small = torch.zeros(100, requires_grad=True)
+        small.sin().exp().square().cos().sum().backward()
+    gc.collect()
+    start = process_memory()
+    Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is there
+    with lo.MemoryProfiler() as profiler:
+        before = profiler.record("before").live
+        with profiler.phase("steps"):
+            for _ in range(2):
+                inputs.sin().exp().square().cos().sum().backward()
+    return (process_memory().peak - start.resident) / MB, (profiler.peaks["steps"] - before) / MB
+
+
+@pytest.mark.distributed
+@needs_heap
+def test_peak_agrees_with_the_kernels():
+    if not Path("/proc/self/clear_refs").exists():
+        pytest.skip("this kernel cannot reset the peak of a process")
+    ((kernel, ours),) = launch(peak_of_the_process, processes=1)
+    assert ours > 100
+    assert ours == pytest.approx(kernel, rel=0.05)
+
+
+def test_phases_of_two_optimizers_are_told_apart():
+    profiler = profile(AdversarialNet(), every_n_steps=1, max_epochs=1, limit_val_batches=0)
+    assert set(profiler.peaks) == {"forward", "backward", "optimizer"}
+    names = [record.name for record in profiler.profile.records if record.step == 2]
+    assert names.count("before_backward") == 2
+    assert names.count("before_optimizer") == 2
+
+
+def test_validation_has_a_peak_and_the_sanity_check_has_none():
+    profiler = profile(Wide(), every_n_steps=100, num_sanity_val_steps=2)
+    assert set(profiler.peaks) == {"validation"}
+    assert len(profiler.profile.peaks["validation"]) == 1
+
+
+def test_compiled_parts_are_not_counted_but_read():
+    model = Wide()
+    assert countable(model)
+    model.layer.compile(backend="eager")
+    assert not countable(model)
+    profiler = profile(model)
+    assert set(profiler.peaks) == {"forward", "backward", "optimizer", "validation"}
+    assert "those of their two ends" in str(profiler.report())
+    assert not PeakMeter(torch.device("cpu"), model).exact
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+def test_modules_are_told_what_autograd_saves_in_them():
+    rows = profile(Wide(), modules=True).module_report().rows
+    saved = {row["module"]: row["saved MB"] * MB for row in rows}
+    # The first layer saves the batch, ReLU its output, which the second layer saves again.
+    assert saved == pytest.approx(
+        {
+            "layer.0": ACTIVATION,
+            "layer.1": ACTIVATION,
+            "layer.2": 0,
+            "(outside of modules)": ACTIVATION,
+        }
+    )
+    total, seen = 0, set()
+
+    def pack(tensor: Tensor) -> Tensor:
+        nonlocal total
+        place = tensor.untyped_storage().data_ptr()
+        if place not in seen and not isinstance(tensor, nn.Parameter):
+            seen.add(place)
+            total += tensor.untyped_storage().nbytes()
+        return tensor
+
+    model = Wide()
+    seen.update(p.untyped_storage().data_ptr() for p in model.parameters())
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.training_step(torch.randn(ROWS, WIDTH), 0)
+    assert sum(saved.values()) == pytest.approx(total)
+
+
+# --- the run and its files ----------------------------------------------------------------------
+
+
+def test_logs_and_writes(tmp_path):
+    logger = MemoryLogger()
+    profiler = profile(
+        Wide(), every_n_steps=3, logger=logger, default_root_dir=tmp_path, file=True,
+        figure=str(tmp_path / "plots" / "memory.png"), max_epochs=2,
+    )  # fmt: skip
+    for phase in ("forward", "backward", "optimizer"):
+        peaks = [peak / MB for peak in profiler.profile.peaks[phase]]
+        assert logger.series(f"profile/peak_{phase}_mb") == peaks
+        assert len(peaks) == 5  # of 16 steps
+    assert logger.series("profile/resident_mb")[0] > 50
+    content = json.loads((tmp_path / "memory_profile.json").read_text())
+    assert content["peaks"] == profiler.profile.peaks
+    assert len(content["records"]) == len(profiler.profile.records) == 5 * 6
+    assert (tmp_path / "plots" / "memory.png").read_bytes().startswith(b"\x89PNG")
+    row = next(row for row in profiler.report().rows if row["phase"] == "backward")
+    assert row["peak MB"] == max(profiler.profile.peaks["backward"]) / MB
+    assert row["gradients MB"] == WEIGHTS / MB
+
+
+def test_a_run_that_is_too_short_to_profile_writes_nothing(tmp_path):
+    profile(SmallNet(), 50, default_root_dir=tmp_path, file=True, figure=True, limit_val_batches=0)
+    assert not list(tmp_path.iterdir())
+
+
+def test_counts_the_pauses_of_the_garbage_collector():
+    class Collecting(Wide):
+        def on_train_batch_end(self, *_: Any) -> None:
+            gc.collect()
+
+    gc.freeze()
+    try:
+        profiler = profile(Collecting())
+    finally:
+        gc.unfreeze()
+    assert profiler.profile.pauses.collections >= 8
+    assert "Garbage collection" in str(profiler.report())
+
+
+def test_a_failing_step_leaves_no_mode_behind():
+    model = SmallNet(fail_at=3)
+    with pytest.raises(ArithmeticError, match="planted"):
+        profile(model, every_n_steps=1, modules=True)
+    assert torch.utils._python_dispatch._get_current_dispatch_mode() is None
+    torch.ones(3, requires_grad=True).square().sum().backward()
+
+
+# --- out of memory ------------------------------------------------------------------------------
+
+
+class RunsOut(Wide):
+    """Asks for more memory than any machine has, with something large at hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kept = [torch.zeros(2 * MB)]
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scratch = torch.zeros(3 * MB)
+        if self.global_step == 3:
+            self.ask(scratch)
+        return super().training_step(batch, batch_idx)
+
+    def ask(self, scratch: Tensor) -> None:
+        doubled = scratch.requires_grad_() * 2
+        torch.empty(1 << 50)
+        del doubled
+
+
+@pytest.mark.parametrize("every_n_steps", [1, 50])
+def test_out_of_memory_leaves_a_list_of_what_was_alive(every_n_steps, tmp_path, caplog):
+    gc.collect()  # tensors of other tests would be listed too
+    with pytest.raises(RuntimeError, match=r"allocate memory|not enough memory"):
+        profile(RunsOut(), every_n_steps, default_root_dir=tmp_path)
+    content = json.loads((tmp_path / "out_of_memory.json").read_text())
+    assert content["title"] == "Out of memory in forward: the largest live tensors"
+    found = {row["what"]: row for row in content["rows"]}
+    assert found["ask:['scratch']"]["MB"] == 12
+    assert found["ask:['doubled']"]["made by"] == "MulBackward0"
+    assert found["RunsOut.kept[0]"]["MB"] == 8
+    weights = WIDTH * WIDTH * 4 / MB
+    for name in ("layer.0.weight", "layer.0.weight.grad", "Adam.state[layer.2.weight].exp_avg_sq"):
+        assert found[name]["MB"] == weights
+        assert found[name]["shape"] == "(256, 256)"
+    assert "of it in" in content["notes"][1]
+    assert "out_of_memory.txt" in caplog.text
+    assert (tmp_path / "out_of_memory.txt").read_text().startswith("Out of memory in forward")
+
+
+def test_other_errors_leave_nothing(tmp_path):
+    with pytest.raises(ArithmeticError, match="planted"):
+        profile(SmallNet(fail_at=2), default_root_dir=tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_out_of_memory_in_a_loop_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(RuntimeError), lo.MemoryProfiler() as profiler, profiler.phase("loading"):
+        torch.empty(1 << 50)
+    assert (tmp_path / "out_of_memory.txt").read_text().startswith("Out of memory in loading")
+
+
+def run_out_under_a_limit(folder: str) -> tuple[str, list[str]]:
+    """Die of a real limit, within the backward pass."""
+    import resource
+
+    torch.set_num_threads(1)
+    model = Wide()
+    profile(model)
+    limit = process_memory().virtual + 60 * MB
+    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    model.train_dataloader = lambda: DataLoader(torch.randn(8192, WIDTH), batch_size=8192)
+    try:
+        profile(model, default_root_dir=folder)
+    except RuntimeError as error:
+        content = json.loads((Path(folder) / "out_of_memory.json").read_text())
+        return str(error), [row["what"] for row in content["rows"]]
+    return "completed", []
+
+
+@pytest.mark.distributed
+def test_writes_even_when_there_is_no_memory_left(tmp_path):
+    ((error, names),) = launch(run_out_under_a_limit, str(tmp_path), processes=1)
+    assert "allocate memory" in error
+    assert "layer.0.weight" in names
+
+
+def test_refuses_what_makes_no_sense():
+    with pytest.raises(ValueError, match="every_n_steps"):
+        lo.MemoryProfiler(every_n_steps=0)
+
+
+# --- a GPU --------------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+def test_cuda_peaks_are_the_allocators(tmp_path):
+    model = Wide()
+    profiler = profile(model, accelerator="gpu", default_root_dir=tmp_path)
+    assert profiler.profile.exact == dict.fromkeys(profiler.peaks, True)
+    assert profiler.profile.source == "torch's CUDA allocator"
+    assert {"fragmentation", "alloc_retries"} <= set(profiler.profile.allocator)
+    above = profiler.peaks["forward"] - profiler.profile.latest("step_start").live
+    assert above >= 2 * ACTIVATION

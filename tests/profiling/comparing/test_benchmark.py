@@ -1,0 +1,141 @@
+"""Functions timed in turns, by a clock that the test turns, and once by the real one."""
+
+import gc
+import json
+import random
+
+import pytest
+import torch
+
+import lightning_opt as lo
+from lightning_opt.profiling.comparing.compare import benchmark as module
+from lightning_opt.profiling.comparing.verdicts import format_seconds
+
+
+class Clock:
+    """Time that passes only in the functions.
+
+    Args:
+        noise: The relative deviation of what each call takes.
+    """
+
+    def __init__(self, noise: float = 0.0) -> None:
+        self.now = 0.0
+        self.noise = noise
+        self.random = random.Random(0)
+        self.calls: list[str] = []
+
+    def takes(self, name: str, seconds: float):
+        def function() -> None:
+            self.calls.append(name)
+            self.now += seconds * (1 + self.noise * self.random.random())
+
+        return function
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
+    return clock
+
+
+def test_ratios_and_seconds_are_those_of_the_clock(clock):
+    result = lo.benchmark(
+        {"one": clock.takes("one", 0.01), "three": clock.takes("three", 0.03)}, rounds=5
+    )
+    assert result.seconds["one"] == pytest.approx([0.01] * 5)
+    assert result.ratios["three"].value == pytest.approx(3.0)
+    assert [row["ratio"] for row in result.report.rows] == [1.0, 3.0]
+    assert result.ratios["three"].verdict == "slower"
+    assert result.report.rows[1]["median"] == "30 ms"
+
+
+def test_functions_take_turns_whose_order_rotates(clock):
+    functions = {name: clock.takes(name, 1.0) for name in "abc"}
+    lo.benchmark(functions, warmup=1, iterations=2, rounds=3)
+    warm, rounds = clock.calls[:3], clock.calls[3:]
+    assert warm == ["a", "b", "c"]
+    assert "".join(rounds) == "ccaabb" + "aabbcc" + "bbccaa" + "ccaabb"
+
+
+def test_as_many_calls_are_timed_together_as_take_long_enough(clock):
+    functions = {"short": clock.takes("short", 1e-6), "long": clock.takes("long", 1.0)}
+    result = lo.benchmark(functions, min_seconds=0.002, rounds=2)
+    assert 2000 <= result.calls["short"] <= 4000
+    assert result.calls["long"] == 1
+    assert result.seconds["short"] == pytest.approx([1e-6] * 2, rel=1e-3)
+
+
+def test_equal_ones_are_no_difference_and_a_note_says_what_that_means(clock):
+    clock.noise = 0.05
+    result = lo.benchmark({"a": clock.takes("a", 1.0), "b": clock.takes("b", 1.0)}, iterations=1)
+    assert result.ratios["b"].verdict == "no difference"
+    assert "would not have been seen" in str(result)
+
+
+def test_one_function_has_no_ratio(clock):
+    result = lo.benchmark(clock.takes("f", 0.5), rounds=3)
+    (row,) = result.report.rows
+    assert row["function"] == "function"
+    assert "ratio" not in row
+    assert result.ratios == {}
+
+
+def test_json_and_figure(clock):
+    result = lo.benchmark(
+        {"one": clock.takes("one", 1.0), "two": clock.takes("two", 2.0)}, rounds=3
+    )
+    content = json.loads(result.to_json())
+    assert content["seconds_of_rounds"]["two"] == pytest.approx([2.0] * 3)
+    assert content["rows"][1]["verdict"] == "slower"
+    left, right = result.plot().axes
+    assert [label.get_text() for label in left.get_yticklabels()] == ["one", "two"]
+    assert len(right.lines) == 3  # at 1, an interval, a point
+    assert "| two |" in result._repr_markdown_()
+
+
+def test_real_work_is_told_apart_and_the_collector_is_left_as_it_was():
+    x = torch.randn(48, 48)
+
+    def twice() -> None:
+        for _ in range(4):
+            _ = x @ x
+
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            result = lo.benchmark(
+                {"once": lambda: x @ x, "often": twice}, min_seconds=0.001, rounds=10
+            )
+            assert gc.isenabled() is enabled
+        finally:
+            gc.enable()
+        assert result.ratios["often"].value > 1.5
+
+
+def test_an_error_leaves_the_collector_on():
+    with pytest.raises(ZeroDivisionError):
+        lo.benchmark(lambda: 1 / 0)
+    assert gc.isenabled()
+
+
+@pytest.mark.parametrize(
+    ("functions", "settings", "error", "message"),
+    [
+        ({}, {}, TypeError, "by name"),
+        ({"a": 3}, {}, TypeError, "by name"),
+        (print, {"rounds": 1}, ValueError, "rounds"),
+        (print, {"iterations": 0}, ValueError, "iterations"),
+        (print, {"min_seconds": 0}, ValueError, "min_seconds"),
+        (print, {"confidence": 2}, ValueError, "confidence"),
+    ],
+)
+def test_impossible_arguments_are_refused(functions, settings, error, message):
+    with pytest.raises(error, match=message):
+        lo.benchmark(functions, **settings)
+
+
+def test_seconds_are_written_in_a_unit_that_reads():
+    texts = [format_seconds(value) for value in (2.5, 0.0213, 4.2e-5, 3e-9)]
+    assert texts == ["2.5 s", "21.3 ms", "42 us", "3 ns"]

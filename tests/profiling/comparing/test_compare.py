@@ -1,0 +1,215 @@
+"""Configurations beside each other: what is reported, in which order they train, what may fail."""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+
+import lightning_opt as lo
+from lightning_opt.profiling.comparing.compare import _turns
+from lightning_opt.profiling.comparing.result import Comparison, Run
+from lightning_opt.worker.gate import Step
+from lightning_opt.worker.training_process import Fit
+from tests.profiling.fitting import CPU, Net, Waits, mishap, rows, rows_with_workers
+
+QUICK = {"steps": 8, "rounds": 4, "starts": 2, "warmup": 1}
+
+
+class Signs(Callback):
+    """Writes down whose step it was."""
+
+    def __init__(self, name: str, file: Path) -> None:
+        self.name, self.file = name, file
+
+    def on_train_start(self, *_: Any) -> None:
+        self._write("|")
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self._write(self.name)
+
+    def _write(self, text: str) -> None:
+        with self.file.open("a") as file:
+            file.write(text)
+
+
+@pytest.fixture(scope="module")
+def comparison() -> Comparison:
+    return lo.compare(
+        Net,
+        rows,
+        {
+            "plain": CPU,
+            "slower": {**CPU, "callbacks": [Waits(0.02)]},
+            "broken": lambda: mishap("segfaults"),
+            "wrong": {"max_stepz": 1},
+            "short": {**CPU, "max_steps": 4},
+        },
+        **QUICK,
+    )
+
+
+def row_of(comparison: Comparison, name: str) -> dict[str, Any]:
+    (row,) = [row for row in comparison.report.rows if row["configuration"] == name]
+    return row
+
+
+def test_a_slower_configuration_is_found(comparison):
+    plain, slower = row_of(comparison, "plain"), row_of(comparison, "slower")
+    assert slower["verdict"] == "slower"
+    assert slower["low"] < slower["ratio"] < slower["high"]
+    assert slower["ms/step"] >= 20
+    assert plain["ratio"] == 1.0
+    assert plain["samples/s"] > slower["samples/s"]
+    assert plain["peak MB"] > 0
+
+
+def test_one_that_dies_is_a_row_and_the_others_go_on(comparison):
+    assert "SIGSEGV" in row_of(comparison, "broken")["verdict"]
+    assert "max_stepz" in row_of(comparison, "wrong")["verdict"]
+    assert "ended after 4 steps" in row_of(comparison, "short")["verdict"]
+    kinds = {name: failure.kind for name, failure in comparison.failures.items()}
+    assert kinds == {"broken": "died", "wrong": "setup", "short": "error"}
+    assert set(comparison.ratios) == {"slower"}
+    assert [len(t.turns) for t in comparison.runs["plain"].trainings] == [4, 4]
+
+
+def test_losses_after_equal_steps_are_those_of_one_training(comparison):
+    """Each start trains from the same seed, so all agree, whatever is between the steps."""
+    with Fit(Net, rows, CPU) as fit:
+        losses = [step.loss for step in fit.advance(1 + 4 * (1 + 2))]
+    for name in ("plain", "slower"):
+        for training in comparison.runs[name].trainings:
+            assert [step.loss for step in (*training.warm, *training.later)] == losses
+        expected = sum(losses[-3:]) / 3  # a quarter of 13 steps
+        assert row_of(comparison, name)["loss, equal steps"] == pytest.approx(expected)
+
+
+def test_json_figure_and_text(comparison):
+    content = json.loads(comparison.to_json())
+    assert len(content["trainings"]["plain"]) == 2
+    assert [len(turn) for turn in content["trainings"]["plain"][0]["seconds"]] == [2] * 4
+    assert "segfaults" in content["failures"]["broken"]["details"]
+    left, right = comparison.plot().axes
+    assert [label.get_text() for label in left.get_yticklabels()] == list(comparison.runs)
+    assert len(right.lines) == 3
+    text = str(comparison)
+    assert "would not have been seen" in text
+    assert "2 starts" in text
+
+
+def test_turns_rotate_and_starts_are_new_processes(tmp_path):
+    file = tmp_path / "order"
+    named = {name: {**CPU, "callbacks": [Signs(name, file)]} for name in "ab"}
+    lo.compare(Net, rows, named, steps=6, rounds=3, starts=2, warmup=1)
+    # Each turn: one step to settle, and two that count.
+    first, second = "aaa bbb bbb aaa aaa bbb", "bbb aaa aaa bbb bbb aaa"
+    assert file.read_text() == f"|a|b{first}|b|a{second}".replace(" ", "")
+
+
+def test_steps_out_of_what_workers_made_ready_are_not_timed():
+    result = lo.compare(
+        Net, rows_with_workers, {"plain": CPU}, steps=4, rounds=2, starts=1, warmup=1
+    )
+    (training,) = result.runs["plain"].trainings
+    assert sum(map(len, training.turns.values())) == 4
+    assert len(training.later) == 2 * (3 + 2)
+
+
+def test_time_ends_it_after_two_turns(comparison):
+    result = lo.compare(Net, rows, {"plain": CPU}, rounds=1000, steps=2000, seconds=0.01, starts=3)
+    (training,) = result.runs["plain"].trainings
+    assert len(training.turns) == 2
+
+
+def test_without_the_first_nothing_is_compared():
+    named = {"broken": lambda: mishap("raises"), "plain": CPU}
+    result = lo.compare(Net, rows, named, steps=4, rounds=2, starts=1)
+    assert result.ratios == {}
+    assert row_of(result, "plain")["verdict"] == "nothing to compare with"
+    assert "'broken', with which others are compared, has failed." in str(result)
+
+
+def test_in_this_process_nothing_is_left_behind(tmp_path):
+    file = tmp_path / "order"
+    torch.manual_seed(5)
+    state, environment = torch.get_rng_state(), dict(os.environ)
+    named = {
+        "plain": {**CPU, "callbacks": [Signs("a", file)]},
+        "slower": {**CPU, "callbacks": [Waits(0.02), Signs("b", file)]},
+        "raises": lambda: mishap("raises"),
+    }
+    result = lo.compare(Net, rows, named, steps=4, rounds=2, warmup=1, processes=False)
+    assert torch.get_rng_state().equal(state)
+    assert dict(os.environ) == environment
+    # The first training of each measures the pace or fails; then turns of one and two steps.
+    assert file.read_text() == "|aa" + "|aaa|bbb" + "|bbb|aaa"
+    assert result.ratios["slower"].verdict == "slower"
+    assert row_of(result, "plain")["peak MB"] is None
+    assert result.failures["raises"].kind == "error"
+
+
+def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 4) -> Run:
+    run = Run(name)
+    run.begin({})
+    steps = [Step(s, loss, samples) for s, loss in zip(seconds, losses, strict=True)]
+    run.add_warmup(steps[:1], 1)
+    for number in range(1, len(steps) - 1, 2):
+        run.add(number, steps[number : number + 2], 0, 2)
+    return run
+
+
+def compared(*runs: Run) -> Comparison:
+    return Comparison(
+        {run.name: run for run in runs}, confidence=0.95, tolerance=0.01, processes=True
+    )
+
+
+def test_loss_after_equal_time_is_that_of_the_fewer_steps_of_the_slower():
+    losses = [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
+    quick = run_of("quick", [9.0] + [1.0] * 6, losses)
+    slow = run_of("slow", [1.0] + [2.0] * 6, losses)
+    rows_found = {row["configuration"]: row for row in compared(quick, slow).report.rows}
+    assert rows_found["quick"]["loss, equal steps"] == rows_found["slow"]["loss, equal steps"] == 4
+    assert rows_found["quick"]["loss, equal time"] == 4
+    assert rows_found["slow"]["loss, equal time"] == 7  # three steps in six seconds
+
+
+def test_batches_of_different_size_are_compared_by_the_sample():
+    plain = run_of("plain", [1.0] * 9, [1.0] * 9, samples=4)
+    double = run_of("double", [1.5] * 9, [1.0] * 9, samples=8)
+    result = compared(plain, double)
+    assert result.ratios["double"].value == pytest.approx(0.75)
+    assert "seconds for a sample" in str(result)
+
+
+def test_a_loss_that_is_not_finite_is_no_number():
+    run = run_of("plain", [1.0] * 5, [math.nan] * 5)
+    assert compared(run).report.rows[0]["loss, equal steps"] is None
+    assert json.loads(compared(run).to_json())["trainings"]["plain"][0]["losses"] == [None] * 5
+
+
+def test_lengths_of_turns():
+    assert _turns(None, 12, [0.02, 0.01]) == [5] * 12
+    assert _turns(None, 3, [2.0]) == [2] * 3
+    assert _turns(10, 4, []) == [3, 3, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "settings", "error", "message"),
+    [
+        ((Net, rows, {}), {}, ValueError, "at least one entry"),
+        ((Net, rows, {"a": 3}), {}, TypeError, "The configuration 'a'"),
+        ((Net(), rows, {"a": {}}), {}, TypeError, "model must be a function"),
+        ((Net, rows, {"a": {}}), {"steps": 3}, ValueError, "one step a turn"),
+        ((Net, rows, {"a": {}}), {"starts": 0}, ValueError, "starts"),
+        ((Net, rows, {"a": {}}), {"seconds": -1}, ValueError, "seconds"),
+    ],
+)
+def test_impossible_arguments_are_refused(arguments, settings, error, message):
+    with pytest.raises(error, match=message):
+        lo.compare(*arguments, **settings)

@@ -1,0 +1,347 @@
+"""The clocks below StepProfiler, on a time that tests make up."""
+
+import random
+import statistics
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_opt.profiling.durations import Durations, Timeline
+from lightning_opt.profiling.steps import device_clock, step_clock
+from lightning_opt.profiling.steps.device_clock import DeviceClock
+from lightning_opt.profiling.steps.step_clock import StepClock
+from lightning_opt.profiling.steps.step_phases import (
+    BACKWARD,
+    CHECKPOINT,
+    DATA,
+    FORWARD,
+    FORWARD_AND_LOSS,
+    IGNORED,
+    LOOP,
+    LOSS,
+    MOST_PHASES,
+    OPTIMIZER,
+    OTHER,
+    PROFILER,
+    SETUP,
+    VALIDATION,
+    Phases,
+)
+from lightning_opt.profiling.steps.step_run import StepRun
+
+
+class Time:
+    """A clock that stands still until told to go on."""
+
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+    def pass_by(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def passing(monkeypatch: pytest.MonkeyPatch) -> Time:
+    made_up = Time()
+    monkeypatch.setattr(step_clock, "perf_counter", made_up)
+    return made_up
+
+
+def totals(clock: StepClock) -> dict[int, float]:
+    return {phase: round(d.total, 9) for phase, d in clock.durations.items()}
+
+
+# --- durations ----------------------------------------------------------------------------------
+
+
+def test_quantiles_are_those_of_all_values():
+    draw = random.Random(0)
+    values = sorted(draw.lognormvariate(-5.0, 1.0) for _ in range(5000))
+    durations = Durations()
+    for value in values:
+        durations.add(value)
+    assert durations.mean == pytest.approx(statistics.fmean(values))
+    for q in (0.05, 0.5, 0.95):
+        exact = values[int(q * len(values)) - 1]
+        assert durations.quantile(q) == pytest.approx(exact, rel=0.006)
+    assert Durations().quantile(0.5) == Durations().mean == 0.0
+
+
+def test_quantiles_of_few():
+    durations = Durations()
+    for value in (0.001, 0.002, 1.0):
+        durations.add(value)
+    assert durations.quantile(0.5) == pytest.approx(0.002, rel=0.006)
+    assert durations.quantile(0.95) == pytest.approx(1.0, rel=0.006)
+
+
+def test_a_timeline_keeps_the_sum_and_stays_short():
+    timeline = Timeline(length=4)
+    for step in range(37):
+        stretch = timeline.next_step()
+        for phase, seconds in ((3, 1.0), (step % 3, 0.5)):
+            stretch[phase] = stretch.get(phase, 0.0) + seconds
+    assert len(timeline.steps) <= 4
+    assert sum(timeline.steps) == 37
+    assert timeline.steps_each == 16
+    sums = [sum(stretch.get(phase, 0.0) for stretch in timeline.stretches) for phase in range(4)]
+    assert sums == [13 * 0.5, 12 * 0.5, 12 * 0.5, 37.0]
+
+
+# --- the host's clock ---------------------------------------------------------------------------
+
+
+def test_each_moment_counts_once_for_the_innermost_phase(passing):
+    clock = StepClock(Phases(), SETUP)
+    passing.pass_by(1.0)
+    clock.enter(LOOP, "epoch")
+    passing.pass_by(0.1)
+    clock.enter(OPTIMIZER, "update")
+    clock.enter(LOSS, "step")
+    passing.pass_by(0.2)
+    clock.enter(FORWARD, "forward")
+    passing.pass_by(0.3)
+    clock.leave("forward")
+    clock.leave("step")
+    clock.enter(BACKWARD, "backward")
+    passing.pass_by(0.5)
+    clock.leave("backward")
+    passing.pass_by(0.7)
+    clock.leave("update")
+    clock.end_step(trained=True)
+    expected = {SETUP: 1.0, LOOP: 0.1, LOSS: 0.2, FORWARD: 0.3, BACKWARD: 0.5, OPTIMIZER: 0.7}
+    assert totals(clock) == expected
+    assert clock.steps.total == pytest.approx(1.8)  # without the start
+    assert clock.elapsed == pytest.approx(2.8)
+
+
+def test_an_exception_closes_what_is_open(passing):
+    clock = StepClock(Phases(), SETUP)
+    clock.leave("of before")
+    clock.enter(LOOP, "epoch")
+    clock.enter(OPTIMIZER, "update")  # Lightning ends this one only if nothing was raised
+    clock.enter(FORWARD, "forward")
+    passing.pass_by(1.0)
+    clock.leave("epoch")
+    clock.leave("epoch")
+    assert (clock.phase, clock.depth) == (SETUP, 0)
+    passing.pass_by(2.0)
+    clock.end_step(trained=False)
+    assert totals(clock) == {FORWARD: 1.0, SETUP: 2.0}
+
+
+def test_what_belongs_to_the_phase_around_it(passing):
+    phases = Phases()
+    callback, region = phases.number("callback X", False), phases.number("region r", True)
+    clock = StepClock(phases, SETUP)
+
+    def spend(*within: int) -> dict[int, float]:
+        for place, phase in enumerate(within):
+            clock.enter(phase, place)
+            passing.pass_by(1.0)
+        clock.leave(0)
+        before = totals(clock)
+        clock.end_step(trained=False)
+        spent = {p: t - before.get(p, 0.0) for p, t in totals(clock).items()}
+        return {phase: seconds for phase, seconds in spent.items() if seconds}
+
+    assert spend(VALIDATION, DATA, FORWARD) == {VALIDATION: 3.0}
+    assert spend(VALIDATION, callback) == {VALIDATION: 1.0, callback: 1.0}
+    assert spend(callback, CHECKPOINT, callback) == {callback: 1.0, CHECKPOINT: 2.0}
+    assert spend(region, FORWARD) == {region: 2.0}
+    assert spend(PROFILER, LOSS, FORWARD, CHECKPOINT, region) == {PROFILER: 5.0}
+
+
+def test_steps_in_which_the_profiler_worked_do_not_count(passing):
+    clock = StepClock(Phases(), SETUP)
+    for phase in (FORWARD, PROFILER):
+        clock.enter(phase, "it")
+        passing.pass_by(1.0)
+        clock.leave("it")
+        clock.end_step(trained=True)
+    assert clock.steps.count == 1
+    assert sum(totals(clock).values()) == clock.elapsed
+
+
+def test_memory_does_not_grow(passing, monkeypatch):
+    """Thousands of steps hold as much as hundreds, with names that are new each time."""
+    run = StepRun("fit", None, log_every_n_steps=10, tokens=None, flops=True, trace=None)
+    draw = random.Random(0)
+    run.start("run_training_epoch")
+
+    def held() -> tuple[int, ...]:
+        clock = run.clock
+        cells = max(len(d._cells) for d in clock.durations.values())
+        return (
+            len(clock.durations), len(clock.phases.names), len(clock.timeline.steps) > 60,
+            len(run._phase_of), len(run._actions), len(clock._window), len(clock._stack),
+            cells > 8000,
+        )  # fmt: skip
+
+    def take(steps: int) -> tuple[int, ...]:
+        for _ in range(steps):
+            run.start("[_TrainingEpochLoop].train_dataloader_next")
+            passing.pass_by(draw.lognormvariate(-5.0, 3.0))
+            run.stop("[_TrainingEpochLoop].train_dataloader_next")
+            run.start("run_training_batch")
+            name = f"part {draw.random()}"
+            run.start(name)
+            passing.pass_by(draw.lognormvariate(-5.0, 3.0))
+            run.stop(name)
+            run.stop("run_training_batch")
+        return held()
+
+    first = take(3000)
+    assert take(6000) == first
+    assert len(run.clock.phases.names) == MOST_PHASES
+    assert run.measures.batches == 9000
+    run.stop("run_training_epoch")
+    measures = run.finish()
+    assert sum(measures.seconds.values()) == pytest.approx(measures.wall, rel=1e-9)
+
+
+# --- names --------------------------------------------------------------------------------------
+
+
+def test_names_of_lightnings_actions():
+    phases = Phases()
+    known = {
+        "[Strategy]DDPStrategy.batch_to_device": "transfer",
+        "[Strategy]SingleDeviceStrategy.validation_step": "validation",
+        "[Callback]ModelCheckpoint{'monitor': 'a.b', 'mode': 'min'}.on_train_batch_end":
+            "callback ModelCheckpoint",
+        "[Callback]X.on_save_checkpoint": "checkpoint",
+        "[LightningModule]Net.optimizer_zero_grad": "zeroing gradients",
+        "[LightningModule]Net.configure_gradient_clipping": "clipping",
+        "[LightningModule]Net.lr_scheduler_step": "LR scheduler",
+        "[LightningDataModule]Data.on_before_batch_transfer": "transfer",
+        "[_EvaluationLoop].val_next": "validation",
+        "save_checkpoint": "checkpoint",
+        "optimizer_step": "optimizer step",
+        "something of mine": "something of mine",
+    }  # fmt: skip
+    for action, name in known.items():
+        assert phases.names[phases.of(action, None)] == name, action
+    assert phases.of("[Strategy]DDPStrategy.on_train_batch_start", None) == IGNORED
+    assert phases.of("[Loop].something_new", None) == IGNORED
+    alone: Any = SimpleNamespace(state=SimpleNamespace(fn="validate"))
+    assert phases.of("[_EvaluationLoop].val_next", alone) == DATA
+    assert phases.of("[Strategy]DDPStrategy.validation_step", alone) == FORWARD
+
+
+# --- the device's clock -------------------------------------------------------------------------
+
+
+class Device:
+    """A device that does what it is given later, at its own pace, and counts who waits for it."""
+
+    def __init__(self) -> None:
+        self.queued = 0.0  # when what was queued so far will be done
+        self.done = 0.0
+        self.waits = 0
+        self.events = 0
+
+    def work(self, seconds: float) -> None:
+        self.queued += seconds
+
+
+class Event:
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        device.events += 1
+
+    def record(self, stream: Any) -> None:
+        self.time = self.device.queued
+
+    def query(self) -> bool:
+        return self.time <= self.device.done
+
+    def synchronize(self) -> None:
+        self.device.waits += 1
+        self.device.done = max(self.device.done, self.time)
+
+    def elapsed_time(self, other: "Event") -> float:
+        assert self.query()
+        assert other.query(), "an event of the future has been read"
+        return 1e3 * (other.time - self.time)
+
+
+@pytest.fixture
+def device(monkeypatch: pytest.MonkeyPatch) -> Device:
+    made_up = Device()
+    monkeypatch.setattr(DeviceClock, "_new_event", lambda self: Event(made_up))
+    monkeypatch.setattr(device_clock.torch.cuda, "current_stream", lambda device: None)
+    return made_up
+
+
+@pytest.mark.parametrize("behind", [0, 40, 10_000])
+def test_device_time_is_read_later_and_never_waited_for(device, behind):
+    """Whatever the device is behind by; beyond some windows steps are dropped and said so."""
+    clock = DeviceClock(torch.device("cuda"))
+    ends: list[float] = []
+    for step in range(400):
+        for phase, seconds in ((FORWARD, 1.0), (BACKWARD, 2.0 + step % 2), (-1, 0.25)):
+            clock.mark(phase)
+            device.work(seconds)
+        ends.append(device.queued)
+        device.done = ends[step - behind] if step >= behind else 0.0
+        clock.end_step()
+    assert device.waits == 0
+    assert device.events < 1500  # they are used again; at most what the windows hold
+    unread = {id(event) for window in clock._windows for event, _ in window}
+    assert unread.isdisjoint(map(id, clock._free))
+    clock.finish()
+    kept = clock.durations[FORWARD].count
+    assert kept + clock.dropped == pytest.approx(400, abs=16)
+    assert (clock.dropped > 0) == (behind == 10_000)
+    assert clock.durations[FORWARD].mean == pytest.approx(1.0)
+    assert clock.durations[BACKWARD].mean == pytest.approx(2.5)
+    assert clock.durations[-1].mean == pytest.approx(0.25, rel=0.05)
+
+
+def test_device_phases_follow_those_of_the_host(device, passing):
+    clock = StepClock(Phases(), SETUP, DeviceClock(torch.device("cuda")))
+    for _ in range(40):
+        clock.enter(DATA, "data")
+        device.work(0.5)  # what of the last update is still to do
+        clock.leave("data")
+        clock.enter(LOSS, "step")
+        device.work(1.0)
+        clock.leave("step")
+        clock.move(LOSS, FORWARD_AND_LOSS)
+        clock.enter(OPTIMIZER, "update")
+        device.work(2.0)
+        clock.leave("update")
+        device.done = device.queued
+        clock.end_step(trained=True)
+    assert clock.device is not None
+    clock.device.finish()
+    durations = clock.device.durations
+    assert LOSS not in durations
+    assert durations[FORWARD_AND_LOSS].mean == pytest.approx(1.0)
+    assert durations[OPTIMIZER].mean == pytest.approx(2.0)
+    assert durations[-1].mean == pytest.approx(0.5, rel=0.03)
+    assert OTHER not in durations
+
+
+@pytest.mark.gpu
+def test_device_time_on_a_gpu():
+    clock = DeviceClock(torch.device("cuda"))
+    for _ in range(40):
+        clock.mark(FORWARD)
+        torch.cuda._sleep(20_000_000)
+        clock.mark(-1)
+        clock.end_step()
+    clock.finish()
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    torch.cuda._sleep(20_000_000)
+    end.record()
+    end.synchronize()
+    expected = start.elapsed_time(end) / 1e3
+    assert clock.durations[FORWARD].quantile(0.5) == pytest.approx(expected, rel=0.2)

@@ -1,0 +1,299 @@
+"""Compression against dense arithmetic in float64, without processes."""
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_opt.strategies.compression.codecs import chunks, selection
+from lightning_opt.strategies.compression.codecs.compressors import (
+    Compressor,
+    Quantize,
+    Threshold,
+    TopK,
+)
+from lightning_opt.strategies.compression.codecs.packing import GROUP, read_header
+from tests.strategies.paths import tensors, use
+
+CPU = torch.device("cpu")
+
+relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
+
+
+@pytest.fixture(autouse=True, params=["torch", "native"])
+def _paths(request, monkeypatch):
+    """Everything holds in torch operations and in native code."""
+    use(request.param, monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    """Small tensors then take several chunks, as large ones do."""
+    monkeypatch.setattr(chunks.add_in_chunks, "__defaults__", (1.0, 100))
+    monkeypatch.setattr(chunks.chunk_size, "__defaults__", (100,))
+
+
+compressors = st.one_of(
+    st.builds(
+        TopK,
+        st.one_of(st.just(1.0), st.floats(1e-4, 1.0)),
+        values=st.sampled_from(["int8", "bf16"]),
+    ),
+    st.builds(Threshold, st.one_of(st.just("auto"), st.floats(1e-3, 10)), st.floats(1e-3, 1.0)),
+    st.builds(Quantize, st.sampled_from([8, 4]), st.sampled_from([2, 34, 1024]), st.booleans()),
+)
+
+
+def decompressed(codec, message: Tensor, numel: int) -> Tensor:
+    out = torch.zeros(numel, dtype=torch.float64)
+    codec.decompress_add(message, out)
+    return out
+
+
+def assert_rounded(sent: Tensor, exact: Tensor, block: int, levels: int) -> None:
+    """Each element is within half a step of its block, whose largest has the code ``levels``."""
+    for part, true in zip(sent.split(block), exact.split(block), strict=True):
+        if len(true):
+            assert (part - true).abs().max() <= true.abs().max() / levels * 0.5001 + 1e-35
+
+
+def round_off(flat: Tensor) -> float:
+    return 1e-6 * flat.abs().max().item() + 1e-37
+
+
+@relaxed
+@given(compressor=compressors, flat=tensors(), steps=st.integers(1, 4))
+def test_what_is_sent_and_what_is_left_add_up_to_every_gradient(compressor, flat, steps):
+    codec = compressor.codec(len(flat), CPU)
+    residual = torch.zeros_like(flat)
+    sent = torch.zeros(len(flat), dtype=torch.float64)
+    owed = torch.zeros(len(flat), dtype=torch.float64)
+    for step in range(steps):
+        gradient = flat.roll(step) * (1 + step)
+        assert codec.compress(residual, gradient)
+        sent += decompressed(codec, codec.message, len(flat))
+        owed += gradient
+    torch.testing.assert_close(sent + residual, owed, rtol=0, atol=20 * round_off(owed))
+
+
+@relaxed
+@given(
+    flat=tensors(),
+    ratio=st.floats(1e-4, 1.0),
+    warm=st.floats(0.05, 20.0),
+    values=st.sampled_from(["int8", "bf16"]),
+)
+def test_top_k_sends_the_largest(flat, ratio, warm, values):
+    compressor = TopK(ratio, values=values)
+    k = compressor.capacity(len(flat))
+    codec = compressor.codec(len(flat), CPU)
+    codec.compress(flat * warm)  # leaves a threshold that is too high, or too low
+    codec.compress(flat.clone())
+    indices, sent = codec.layout.read(codec.message)
+
+    magnitudes = flat.double().abs().numpy()
+    present = int((magnitudes >= selection.TINY).sum())
+    assert len(indices) <= k
+    assert len(indices) >= min(k, present) // 2
+    assert torch.equal(indices, indices.unique())
+    # Nothing that stays is larger than what goes, so it is the true top of its length.
+    np.testing.assert_array_equal(
+        np.sort(magnitudes[indices.numpy()]),
+        np.sort(magnitudes)[len(magnitudes) - len(indices) :],
+    )
+    exact = flat[indices]
+    if values == "bf16":
+        torch.testing.assert_close(sent, exact.bfloat16().float(), rtol=0, atol=0)
+    else:
+        for part, true in zip(sent.split(GROUP), exact.split(GROUP), strict=True):
+            assert (
+                torch.all((part - true).abs() <= true.abs().amax(0, True) / 127 * 0.5001 + 1e-36)
+                if len(true)
+                else True
+            )
+
+
+@relaxed
+@given(flat=tensors(), bound=st.floats(1e-3, 10), max_ratio=st.floats(1e-3, 1.0))
+def test_threshold_sends_what_reaches_it(flat, bound, max_ratio):
+    codec = Threshold(bound, max_ratio).codec(len(flat), CPU)
+    above = np.flatnonzero(flat.abs().numpy() >= np.float32(bound))
+    capacity = max(round(max_ratio * len(flat)), 1)
+    for _ in range(2):
+        codec.compress(flat.clone())
+        indices, _ = codec.layout.read(codec.message)
+        if len(above) <= capacity:
+            np.testing.assert_array_equal(indices.numpy(), above)
+        else:
+            assert min(capacity, len(above)) // 2 <= len(indices) <= capacity
+            assert set(indices.tolist()) <= set(above.tolist())
+
+
+def test_an_automatic_threshold_stays_what_it_was_at_first():
+    flat = torch.randn(5000)
+    codec = Threshold("auto", max_ratio=0.05).codec(5000, CPU)
+    codec.compress(flat.clone())
+    assert read_header(codec.message)[0] == 50
+    codec.compress(flat / 10)
+    assert read_header(codec.message)[0] == 0  # a quiet layer sends nothing
+    codec.compress(flat * 1.2)
+    assert 50 < read_header(codec.message)[0] < 250
+
+
+@relaxed
+@given(flat=tensors(), bits=st.sampled_from([8, 4]), block=st.sampled_from([2, 34, 1024]))
+def test_quantisation_rounds_to_the_nearest_of_its_levels(flat, bits, block):
+    codec = Quantize(bits, block).codec(len(flat), CPU)
+    codec.compress(flat.clone())
+    sent = decompressed(codec, codec.message, len(flat))
+    assert_rounded(sent, flat.double(), block, 127 if bits == 8 else 7)
+
+
+@pytest.mark.parametrize("bits", [8, 4])
+def test_stochastic_rounding_is_right_on_average(bits):
+    flat = torch.linspace(-1.0, 1.0, 1024)
+    codec = Quantize(bits, stochastic=True).codec(1024, CPU)
+    total = torch.zeros(1024, dtype=torch.float64)
+    for _ in range(400):
+        codec.compress(flat.clone())
+        codec.decompress_add(codec.message, total)
+    step = 1.0 / (127 if bits == 8 else 7)
+    assert (total / 400 - flat).abs().max() < 5 * 0.5 * step / math.sqrt(400)
+    assert (total / 400 - flat).abs().mean() > 0  # and not by rounding nothing
+
+
+@relaxed
+@given(
+    compressor=compressors,
+    flat=tensors(),
+    place=st.integers(0, 10**6),
+    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
+)
+def test_a_gradient_that_is_not_finite_leaves_no_trace(compressor, flat, place, bad, dtype):
+    codec = compressor.codec(len(flat), CPU)
+    residual = torch.randn(len(flat))
+    gradient = flat.clamp(-6e4, 6e4).to(dtype)
+    gradient[place % len(flat)] = bad
+    before = residual.clone()
+    assert not codec.compress(residual, gradient)
+    assert read_header(codec.message) == (0, 1)
+    torch.testing.assert_close(
+        residual,
+        before,
+        rtol=1e-5,
+        atol=3e-7 * gradient.nan_to_num(0, 0, 0).abs().max().item() + 1e-6,
+    )
+    assert codec.compress(residual, torch.zeros_like(gradient))
+    assert read_header(codec.message)[1] == 0
+
+
+def test_gradients_too_large_to_square_are_finite():
+    assert chunks.is_finite(torch.full((10,), 1e30))
+    assert chunks.is_finite(torch.full((10,), 6e4, dtype=torch.float16))
+    assert not chunks.is_finite(torch.tensor([1.0, math.inf, -math.inf]))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
+def test_gradients_of_other_dtypes_are_added_in_the_residuals_own(dtype):
+    gradient = torch.randn(3000).to(dtype)
+    residual = torch.full((3000,), 0.25, dtype=torch.promote_types(dtype, torch.float32))
+    codec = TopK(0.1).codec(3000, CPU)
+    assert codec.compress(residual, gradient, alpha=1 / 1024)
+    codec.decompress_add(codec.message, residual)
+    torch.testing.assert_close(residual, 0.25 + gradient.to(residual.dtype) / 1024)
+
+
+# --- size ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numel", [1_000_000, 6_553_600])
+def test_bytes_on_the_wire(numel):
+    element = TopK(0.01).codec(numel, CPU).nbytes / (0.01 * numel)
+    assert element <= 2.45
+    assert 4 * numel / TopK(0.01).codec(numel, CPU).nbytes >= 150
+    assert TopK(0.001).codec(numel, CPU).nbytes / (0.001 * numel) <= 3.2
+    assert Quantize(8).codec(numel, CPU).nbytes <= 1.005 * numel
+    assert Quantize(4).codec(numel, CPU).nbytes <= 0.505 * numel
+
+
+@relaxed
+@given(compressor=compressors, flat=tensors())
+def test_messages_have_one_length_and_one_place(compressor, flat):
+    codec = compressor.codec(len(flat), CPU)
+    place = codec.message.data_ptr()
+    for factor in (1.0, 0.0, -3.0):
+        codec.compress(flat * factor)
+        assert codec.message.shape == (codec.nbytes,)
+        assert codec.message.data_ptr() == place
+
+
+# --- selection ----------------------------------------------------------------------------------
+
+
+def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
+    generator = torch.Generator().manual_seed(0)
+    codec = TopK(0.01).codec(200_000, CPU)
+    residual = torch.zeros(200_000)
+    looks = []
+    original = selection.Selector.at_least
+    monkeypatch.setattr(
+        selection.Selector,
+        "at_least",
+        lambda self, *args: looks.append(original(self, *args)) or looks[-1],
+    )
+    counts = []
+    for step in range(60):
+        looks.clear()
+        codec.compress(residual, torch.randn(200_000, generator=generator))
+        counts.append(read_header(codec.message)[0])
+        assert len(looks) == 1, step
+        assert len(looks[0][0]) < 2 * 2000 or step < 10
+    assert sum(counts) >= 0.97 * 60 * 2000
+
+
+def test_equal_magnitudes_at_the_edge_are_cut_to_the_right_number():
+    places, kth = selection.largest(torch.tensor([1.0, 2.0, 2.0, 3.0, 2.0, 0.5]), 3)
+    assert kth == 2.0
+    assert places.tolist() == [1, 2, 3]
+
+
+# --- arguments ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.1, math.nan, "1%", True])
+def test_a_ratio_is_above_0_and_at_most_1(ratio):
+    with pytest.raises(ValueError, match="ratio"):
+        TopK(ratio)
+    with pytest.raises(ValueError, match="max_ratio"):
+        Threshold(max_ratio=ratio)
+
+
+@pytest.mark.parametrize(
+    ("make", "word"),
+    [
+        (lambda: Quantize(bits=3), "bits"),
+        (lambda: Quantize(block=0), "block"),
+        (lambda: Quantize(block=5), "block"),
+        (lambda: TopK(k=0), "k must"),
+        (lambda: TopK(values="fp8"), "values"),
+        (lambda: Threshold(value=-1.0), "value"),
+        (lambda: Threshold(value=0.0), "value"),
+        (lambda: TopK(k=11).codec(10, CPU), "bucket of 10"),
+    ],
+)
+def test_bad_arguments_are_named(make, word):
+    with pytest.raises(ValueError, match=word):
+        make()
+
+
+@pytest.mark.parametrize("compressor", [TopK(0.02), Threshold(0.1), Quantize(4)])
+def test_descriptions_pickle_and_print(compressor: Compressor):
+    again = pickle.loads(pickle.dumps(compressor))
+    assert repr(again) == repr(compressor)
+    assert eval(repr(compressor)).__dict__ == compressor.__dict__

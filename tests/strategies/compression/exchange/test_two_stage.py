@@ -1,0 +1,190 @@
+"""One bucket in two stages, without a model around it."""
+
+import contextlib
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from lightning_opt.strategies.compression.codecs.compressors import Quantize, TopK
+from lightning_opt.strategies.compression.exchange import channels as transport
+from lightning_opt.strategies.compression.exchange import two_stage
+from lightning_opt.strategies.compression.exchange.channels import Channel, GatherChannel
+from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel
+from tests.helpers.processes import launch
+from tests.strategies.runs import (
+    KeptResiduals,
+    Ledger,
+    assert_nothing_is_lost,
+    dist_world,
+    expected,
+    fit,
+)
+
+NUMEL = 4000
+
+
+def _infinity_in(compressor: Any, place: int) -> None:
+    """An infinity in whichever shard leaves nothing of the step, also of shards done before."""
+    rank, world = int(os.environ["RANK"]), dist_world()
+    dist.init_process_group("gloo", rank=rank, world_size=world)
+    with ThreadPoolExecutor(1) as worker:
+        generator = torch.Generator().manual_seed(rank)
+        residual = torch.randn(NUMEL, generator=generator)
+        before = residual.clone()
+        channel = TwoStageChannel(compressor, residual, dist.group.WORLD, worker)
+        gradient = torch.randn(NUMEL, generator=generator) * 10
+        if rank == 1:
+            gradient[place] = torch.inf
+        mean = channel.start(gradient.clone()).wait()
+        assert channel.flagged
+        assert mean.isnan().all()
+        torch.testing.assert_close(residual, before, rtol=0, atol=1e-4)
+
+        # The next step is sound again, and what is sent and what is left are all of it.
+        gradient[place] = 0.0
+        mean = channel.start(gradient.clone()).wait()
+        assert not channel.flagged
+        channel.fold()
+        total = before + gradient
+        dist.all_reduce(total)
+        left = residual.clone()
+        dist.all_reduce(left)
+        torch.testing.assert_close(mean * world + left, total, rtol=0, atol=1e-3)
+        assert mean.abs().max() > 1
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    ("compressor", "place"), [(Quantize(8, block=128), NUMEL - 1), (TopK(0.1), 2000)]
+)
+def test_an_infinity_in_a_later_shard_leaves_no_trace(compressor, place):
+    launch(_infinity_in, compressor, place, processes=3)
+
+
+def _channel(compressor: Any, residual: torch.Tensor, worker: ThreadPoolExecutor) -> Channel:
+    """What a bucket of this compressor would get, among this many ranks."""
+    group = dist.group.WORLD
+    if dist_world() == 2:
+        return GatherChannel(compressor, residual, group)
+    return TwoStageChannel(compressor, residual, group, worker)
+
+
+def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -> None:
+    """Three steps, the last but one with a NaN on a rank, in pieces and whole: the same bits."""
+    rank, world = dist.get_rank(), dist_world()
+    block = compressor.block
+    channels, residuals = [], [torch.zeros(numel), torch.zeros(numel)]
+    for residual, size in zip(residuals, (10**9, 3 * block), strict=True):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(transport, "PIECE", size)
+            patch.setattr(transport, "LEAST_PIECE", size)
+            channels.append(_channel(compressor, residual, worker))
+    pieces = channels[1]._pieces if world == 2 else channels[1]._parts
+    shard = numel if world == 2 else -(-numel // (world * block)) * block
+    assert len(pieces) == max(-(-shard // (3 * block)), 1)
+    account = torch.zeros(numel, dtype=torch.float64)
+    for step in range(4):
+        generator = torch.Generator().manual_seed(7 * rank + step)
+        gradient = torch.randn(numel, generator=generator)
+        spoilt = step == 2 and numel > 0
+        if spoilt and rank == 1:
+            gradient[-1] = torch.nan
+        before = residuals[1].clone()
+        means = [channel.start(gradient.clone(), 2.0).wait() for channel in channels]
+        for channel in channels:
+            assert channel.flagged == spoilt
+            assert channel.selected == (0 if spoilt and rank == 1 else numel)
+        if spoilt:
+            assert all(mean.isnan().all() for mean in means)
+            torch.testing.assert_close(residuals[1], before, rtol=0, atol=1e-5)
+            residuals[0].copy_(residuals[1])  # the same but for rounding
+            continue
+        account += gradient.double() / 2.0
+        if step < 3:
+            account -= means[1].double() / 2.0
+        else:  # not applied
+            for channel in channels:
+                channel.take_back()
+        assert torch.equal(*means)
+        assert torch.equal(*residuals)
+    for channel in channels:
+        channel.fold()
+    assert torch.equal(*residuals)
+    # What was not applied is still owed by the ranks together, all of it.
+    owed = residuals[1].double()
+    dist.all_reduce(owed)
+    dist.all_reduce(account)
+    torch.testing.assert_close(owed, account, rtol=0, atol=1e-4)
+    # A message in pieces has more headers, and ends of rows, but no more than that.
+    extra = 2 * world * (len(pieces) + 1) * (16 + 8)
+    assert channels[0].sent_bytes <= channels[1].sent_bytes + 8 * world
+    assert channels[1].sent_bytes <= channels[0].sent_bytes + extra + 2 * world * 4 * block
+
+
+def _every_size() -> None:
+    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=dist_world())
+    with ThreadPoolExecutor(1) as worker:
+        for bits in (8, 4):
+            for numel in (0, 1, 33, 34, 35, 3 * 34, 3 * 34 + 1, 500, 34 * 12, 34 * 12 + 5, 2000):
+                _pieces_and_whole(Quantize(bits, block=34), numel, worker)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3, 4])
+def test_pieces_leave_the_bits_of_the_whole(processes):
+    launch(_every_size, processes=processes)
+
+
+@contextlib.contextmanager
+def _small_pieces() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "PIECE", 340)
+        patch.setattr(transport, "LEAST_PIECE", 136)
+        yield
+
+
+def _train_in_pieces() -> None:
+    strategy = KeptResiduals(Quantize(4, block=34), warmup_steps=3, fallback="never")
+    model = Ledger()
+    with _small_pieces():
+        fit(model, strategy, range(20))
+    assert_nothing_is_lost(model, strategy, expected(range(20), dist_world(), model))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3])
+def test_training_in_pieces_loses_nothing(processes):
+    launch(_train_in_pieces, processes=processes)
+
+
+def _lose_a_rank_between_pieces() -> None:
+    """Rank 1 dies when it has sent some of the pieces of a bucket."""
+    sent = itertools.count()
+    gather = transport.all_gather
+
+    def all_gather(*arguments: Any, **settings: Any) -> Any:
+        if int(os.environ["RANK"]) == 1 and next(sent) == 20:
+            os._exit(3)
+        return gather(*arguments, **settings)
+
+    with _small_pieces(), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(transport, "all_gather", all_gather)
+        patch.setattr(two_stage, "all_gather", all_gather)
+        strategy = KeptResiduals(Quantize(8, block=34), warmup_steps=3, fallback="never")
+        fit(Ledger(), strategy, range(1000))
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_rank_lost_between_pieces_ends_the_others(processes):
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
+        launch(_lose_a_rank_between_pieces, timeout=60, processes=processes)
+    assert time.monotonic() - start < 55  # a hang would have used up the time

@@ -1,0 +1,383 @@
+"""Compressed DDP in real processes over gloo."""
+
+import time
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.callbacks import Callback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+from lightning_opt.strategies.compression import hook as reduction
+from lightning_opt.strategies.compression.codecs.compressors import Quantize, Threshold, TopK
+from lightning_opt.strategies.compression.compressed_ddp import CHECKPOINT_KEY
+from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel
+from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
+from tests.helpers.models import SmallNet
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger
+from tests.strategies.runs import (
+    SMALL_BUCKETS,
+    KeptResiduals,
+    Ledger,
+    LedgerByHand,
+    SaveAtEnd,
+    always_compressed,
+    assert_nothing_is_lost,
+    dist_world,
+    expected,
+    fit,
+    same_on_all_ranks,
+)
+
+pytestmark = pytest.mark.distributed
+
+COMPRESSORS = [TopK(0.05), TopK(0.05, values="bf16"), Threshold(3.0), Quantize(8), Quantize(4)]
+
+
+def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
+    settings = {
+        "warmup_steps": 3,
+        "ramp_steps": 0,
+        "bucket_cap_mb": SMALL_BUCKETS,
+        "fallback": "never",
+        **settings,
+    }
+    return KeptResiduals(compressor or TopK(0.05), **settings)
+
+
+# --- the books balance --------------------------------------------------------------------------
+
+
+def _balance(steps: int) -> None:
+    world = dist_world()
+    runs: list[tuple[KeptResiduals, Ledger, dict[str, Any]]] = [
+        *((compressed(compressor), Ledger(), {}) for compressor in COMPRESSORS),
+        (compressed(TopK(0.01), ramp_steps=15), Ledger(), {}),
+        (compressed(gradient_as_bucket_view=True), Ledger(), {}),
+        (compressed(static_graph=True), Ledger(), {}),
+        (compressed(bucket_cap_mb=25), Ledger(), {}),
+    ]
+    for strategy, model, settings in runs:
+        fit(model, strategy, range(steps), **settings)
+        assert_nothing_is_lost(model, strategy, expected(range(steps), world, model))
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_nothing_is_lost(processes):
+    launch(_balance, 30, processes=processes)
+
+
+def _balance_in_two_stages(steps: int) -> None:
+    world = dist_world()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reduction, "STAGED_FROM", 100)
+        for compressor in (TopK(0.05), TopK(k=40, values="bf16"), TopK(0.01)):
+            strategy, model = compressed(compressor, sparse_stages_from=3, ramp_steps=15), Ledger()
+            fit(model, strategy, range(steps), callbacks=[Stages()])
+            assert_nothing_is_lost(model, strategy, expected(range(steps), world, model))
+
+
+class Stages(Callback):
+    """Checks how the buckets travel."""
+
+    def on_train_end(self, trainer: Any, pl_module: Any) -> None:
+        channels = trainer.strategy._reduction._launched
+        assert sum(isinstance(channel, TwoStageChannel) for channel in channels) >= 2
+        for channel in channels:
+            # No more than twice the message, whatever the number of ranks.
+            whole = trainer.strategy.compressor.codec(len(channel.residual), torch.device("cpu"))
+            assert channel.sent_bytes < 2 * whole.nbytes + 100 * channel._world
+
+
+@pytest.mark.parametrize("processes", [3, 4])
+def test_nothing_sparse_is_lost_in_two_stages(processes):
+    launch(_balance_in_two_stages, 40, processes=processes)
+
+
+def _accumulate() -> None:
+    strategy, model = compressed(), Ledger(window=4)
+    fit(model, strategy, range(40), accumulate_grad_batches=4)
+    assert_nothing_is_lost(model, strategy, expected(range(40), 2, model))
+
+
+def _leave_out() -> None:
+    """Parameter 1 is now and then unused on a rank, and on all; parameter 3 most of the time."""
+
+    def skip(step: int, rank: int, index: int) -> bool:
+        return (
+            (index == 1 and (step + rank) % 3 > 0) or (index == 3 and step % 10 < 8)
+        ) and step > 3
+
+    strategy, model = compressed(find_unused_parameters=True), Ledger(skip)
+    fit(model, strategy, range(40))
+    assert_nothing_is_lost(model, strategy, expected(range(40), 2, model))
+
+
+def test_accumulation_sends_whole_windows():
+    launch(_accumulate)
+
+
+def test_what_an_unused_parameter_is_owed_waits_for_it():
+    launch(_leave_out)
+
+
+def _planted_infinity(bucket_cap_mb: float, compressor: Any) -> None:
+    world = dist_world()
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+    strategy = compressed(compressor, bucket_cap_mb=bucket_cap_mb)
+    model = Ledger(bad=(12, 1, 3))
+    fit(model, strategy, range(30), scaler=scaler)
+    steps = [step for step in range(30) if step != 12]
+    without = expected(steps, world, model)
+    # The loss scale grew with the residual in between, and the scaler skipped the bad step.
+    assert scaler.get_scale() == 1024.0 * 2**3 / 2
+    if bucket_cap_mb > 1:
+        assert_nothing_is_lost(model, strategy, without)
+    else:
+        # Buckets that were sound keep the step's gradient for later; the flagged one nothing.
+        whole = expected(range(30), world, model)
+        kept = [strategy.kept[f"weights.{index}"] for index in range(len(whole))]
+        told = []
+        for weight, rest, with_it, without_it in zip(
+            model.weights, kept, whole, without, strict=True
+        ):
+            account = weight.detach().double() - rest
+            told.append(
+                [torch.allclose(account, one, rtol=0, atol=2e-4) for one in (with_it, without_it)]
+            )
+        assert told[3] == [False, True]
+        assert all(any(one) for one in told)
+        assert [True, False] in told
+        assert same_on_all_ranks(model)
+
+
+@pytest.mark.parametrize("bucket_cap_mb", [25, SMALL_BUCKETS])
+@pytest.mark.parametrize(("compressor", "processes"), [(TopK(0.05), 2), (Quantize(4), 3)])
+def test_an_overflow_skips_the_step_everywhere_and_spoils_no_residual(
+    bucket_cap_mb, compressor, processes
+):
+    launch(_planted_infinity, bucket_cap_mb, compressor, processes=processes)
+
+
+class GradientsAt(Callback):
+    """Keeps whether each gradient is finite, as the optimizer of this rank sees it."""
+
+    def __init__(self) -> None:
+        self.finite: list[list[bool]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        self.finite.append([bool(p.grad.isfinite().all()) for p in pl_module.parameters()])
+        for parameter in pl_module.parameters():
+            parameter.grad.nan_to_num_(0.0, 0.0, 0.0)
+
+
+def _flag() -> list[list[bool]]:
+    seen = GradientsAt()
+    model = Ledger(bad=(12, 1, 3))
+    fit(model, compressed(bucket_cap_mb=25), range(20), callbacks=[seen])
+    assert same_on_all_ranks(model)
+    return seen.finite
+
+
+def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
+    for finite in launch(_flag):
+        assert [all(step) for step in finite] == [step != 12 for step in range(20)]
+
+
+# --- resume -------------------------------------------------------------------------------------
+
+
+def _first_half(path: str, bits: int | None) -> None:
+    strategy, model = compressed(bits and Quantize(bits)), Ledger()
+    trainer = fit(model, strategy, range(20), callbacks=[SaveAtEnd(path)])
+    assert trainer.global_step == 20
+
+
+def _second_half(path: str, bits: int | None) -> None:
+    strategy, model = compressed(bits and Quantize(bits)), Ledger()
+    # The second epoch's batches are numbered on from the first's.
+    fit(model, strategy, range(20, 40), ckpt_path=path, max_epochs=2)
+    before = 2 if bits is None else 3
+    first, second = expected(range(20), before, model), expected(range(20, 40), dist_world(), model)
+    accounts = [one + other for one, other in zip(first, second, strict=True)]
+    assert_nothing_is_lost(model, strategy, accounts)
+
+
+@pytest.mark.parametrize(
+    ("bits", "before", "after"), [(None, 2, 2), (None, 2, 3), (4, 3, 3), (4, 3, 2)]
+)
+def test_a_resumed_run_owes_what_the_interrupted_one_did(tmp_path, bits, before, after):
+    path = str(tmp_path / "half.ckpt")
+    launch(_first_half, path, bits, processes=before)
+    content = torch.load(path, weights_only=True)
+    assert content[CHECKPOINT_KEY]["step"] == 19
+    assert CHECKPOINT_KEY not in torch.load(path + ".weights", weights_only=True)
+    launch(_second_half, path, bits, processes=after)
+
+
+def _dense_half(path: str) -> None:
+    fit(Ledger(), "ddp", range(20), callbacks=[SaveAtEnd(path)])
+
+
+def _compressed_half(path: str) -> None:
+    strategy, model = compressed(), Ledger()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(model, strategy, range(20, 40), ckpt_path=path, max_epochs=2)
+    said = any("written without compressed DDP" in str(warning.message) for warning in caught)
+    assert said == (model.global_rank == 0)
+    assert_nothing_is_lost(model, strategy, expected(range(40), 2, model))
+
+
+def test_a_checkpoint_of_plain_ddp_resumes_with_a_word(tmp_path):
+    launch(_dense_half, str(tmp_path / "dense.ckpt"))
+    launch(_compressed_half, str(tmp_path / "dense.ckpt"))
+
+
+# --- training -----------------------------------------------------------------------------------
+
+
+class Student(SmallNet):
+    """Learns a random teacher; its loss tells good compression from bad."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(3)
+        self.layer = nn.Sequential(nn.Linear(32, 128), nn.ReLU(), nn.Linear(128, 8))
+        teacher = nn.Sequential(nn.Linear(32, 64), nn.Tanh(), nn.Linear(64, 8))
+        self.inputs = torch.randn(2048, 32) * torch.logspace(-0.7, 0.3, 32)
+        self.targets = teacher(self.inputs).detach() * 3
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.02, momentum=0.9)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=64)
+
+    def final_loss(self) -> float:
+        return nn.functional.mse_loss(self.layer(self.inputs), self.targets).item()
+
+
+def _learn() -> dict[str, float]:
+    losses = {}
+    for name, strategy in {
+        "dense": "ddp",
+        "topk": always_compressed("topk", ratio=0.01),
+        "forgetful": always_compressed("topk", ratio=0.01, error_feedback=False),
+        "threshold": always_compressed("threshold"),
+        "int8": always_compressed("int8"),
+        "int4": always_compressed("int4"),
+    }.items():
+        model = Student()
+        fit(model, strategy, max_epochs=-1, max_steps=400)
+        assert same_on_all_ranks(model), name
+        losses[name] = model.final_loss()
+    return losses
+
+
+@pytest.mark.slow
+def test_400_steps_leave_the_same_bits_everywhere_and_error_feedback_pays():
+    losses = launch(_learn)[0]
+    gap = {name: loss - losses["dense"] for name, loss in losses.items()}
+    untrained = Student().final_loss() - losses["dense"]
+    assert gap["topk"] < 0.1 * untrained
+    assert gap["threshold"] < 0.1 * untrained
+    assert gap["int8"] < 0.001 * untrained
+    assert gap["int4"] < 0.01 * untrained
+    assert gap["forgetful"] > 3 * gap["topk"]
+
+
+def _by_hand() -> None:
+    strategy, model = compressed(find_unused_parameters=True), LedgerByHand()
+    fit(model, strategy, range(30))
+    assert_nothing_is_lost(model, strategy, expected(range(30), 2, model))
+
+
+def test_two_optimizers_by_hand():
+    launch(_by_hand)
+
+
+def _low_precision() -> None:
+    for precision in ("bf16-true", "bf16-mixed", "64-true"):
+        model = SmallNet(widths=(50, 50))
+        start = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+        fit(model, always_compressed(TopK(0.3), warmup_steps=2), precision=precision)
+        assert same_on_all_ranks(model)
+        end = torch.cat([p.detach().flatten() for p in model.parameters()]).double()
+        assert end.isfinite().all()
+        assert (end - start).norm() > 0.01
+
+
+def test_other_precisions():
+    launch(_low_precision)
+
+
+def _log() -> tuple[Any, ...]:
+    logger = MemoryLogger()
+    model = Ledger()
+    trainer = fit(
+        model,
+        always_compressed(TopK(0.05), warmup_steps=10, ramp_steps=0, every_n_steps=10),
+        range(30),
+        logger=logger,
+    )
+    return logger.records, {key: float(value) for key, value in trainer.callback_metrics.items()}
+
+
+def test_traffic_is_counted_and_logged():
+    (records, metrics), (others, _) = launch(_log)
+    assert not others or len(others) == len(records)
+    assert [step for step, values in records if "comm/mode" in values] == [9, 19, 29]
+    first, _, last = (values for _, values in records if "comm/mode" in values)
+    numel = sum(p.numel() for p in Ledger().parameters())
+    assert first["comm/mode"] == 0
+    assert first["comm/bytes"] == 4 * numel  # two ranks: each half once to add, once to spread
+    assert first["comm/ratio"] == 1
+    assert first["comm/residual_norm"] == 0
+    assert last["comm/mode"] == 3
+    assert last["comm/bytes"] == TopK(0.05).codec(numel, torch.device("cpu")).nbytes
+    assert last["comm/ratio"] == pytest.approx(4 * numel / last["comm/bytes"])
+    assert 0.02 < last["comm/selected"] <= 0.0501
+    assert last["comm/residual_norm"] > 0
+    assert 0 < last["comm/seconds"] < 10
+    assert metrics == pytest.approx(last)
+
+
+# --- trouble ------------------------------------------------------------------------------------
+
+
+def _lose_a_rank(compressor: str) -> None:
+    fit(Ledger(die_at=12), compressed(compressor), range(1000))
+
+
+@pytest.mark.parametrize(("compressor", "processes"), [("topk", 2), ("int8", 3)])
+def test_a_lost_rank_ends_the_others(compressor, processes):
+    start = time.monotonic()
+    with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
+        launch(_lose_a_rank, compressor, timeout=60, processes=processes)
+    assert time.monotonic() - start < 55  # a hang would have used up the time
+
+
+# --- baselines ----------------------------------------------------------------------------------
+
+
+def _baselines() -> dict[str, float]:
+    losses = {}
+    for hook in ("dense", "fp16", "bf16", "powersgd"):
+        model = Student()
+        strategy = "ddp" if hook == "dense" else HookedDDPStrategy(hook, warmup_steps=5)
+        fit(model, strategy, max_epochs=-1, max_steps=60)
+        assert same_on_all_ranks(model), hook
+        losses[hook] = model.final_loss()
+    return losses
+
+
+def test_torchs_own_hooks_work_on_gloo():
+    losses = launch(_baselines)[0]
+    assert losses["fp16"] == pytest.approx(losses["dense"], rel=0.01)
+    assert losses["bf16"] == pytest.approx(losses["dense"], rel=0.05)
+    assert losses["fp16"] != losses["dense"] != losses["bf16"]
+    assert losses["powersgd"] < 0.5 * Student().final_loss()

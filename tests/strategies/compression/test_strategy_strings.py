@@ -1,0 +1,265 @@
+"""Strategy strings, arguments and refusals, without training; and the launchers, with it."""
+
+import math
+import os
+import pickle
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.cli import LightningCLI
+from lightning.pytorch.strategies import StrategyRegistry
+
+from lightning_opt.strategies.compression.choosing.ramp import default_steps
+from lightning_opt.strategies.compression.codecs.compressors import (
+    Compressor,
+    Quantize,
+    Threshold,
+    TopK,
+)
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
+from lightning_opt.strategies.compression.strategy_strings import (
+    START_METHODS,
+    STRATEGIES,
+    register_strategies,
+)
+from tests.helpers.models import SmallNet
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+from tests.strategies.runs import Ledger, fit
+
+NAMES = {
+    "ddp_topk": TopK,
+    "ddp_threshold": Threshold,
+    "ddp_int8": Quantize,
+    "ddp_int4": Quantize,
+    "ddp_compressed": TopK,
+}
+
+
+@pytest.mark.parametrize("suffix", START_METHODS)
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_strings_make_the_strategy(name, suffix):
+    strategy = quiet_trainer(strategy=name + suffix, devices=2).strategy
+    assert strategy._start_method == START_METHODS[suffix]
+    if name in NAMES:
+        assert type(strategy) is CompressedDDPStrategy
+        assert type(strategy.compressor) is NAMES[name]
+    else:
+        assert type(strategy) is HookedDDPStrategy
+        assert "ddp_" + strategy.hook == name
+    if isinstance(getattr(strategy, "compressor", None), Quantize):
+        assert name.endswith(str(strategy.compressor.bits))
+
+
+def test_registering_again_changes_nothing():
+    before = dict(StrategyRegistry)
+    register_strategies()
+    assert dict(StrategyRegistry) == before
+
+
+def test_a_string_of_somebody_else_is_left_alone(monkeypatch):
+    monkeypatch.setitem(StrategyRegistry, "ddp_topk", "theirs")
+    register_strategies()
+    assert StrategyRegistry["ddp_topk"] == "theirs"
+
+
+def test_a_strategy_survives_pickling():
+    strategy = pickle.loads(pickle.dumps(CompressedDDPStrategy(Threshold(0.5), static_graph=True)))
+    assert repr(strategy.compressor) == repr(Threshold(0.5))
+    assert strategy._ddp_kwargs == {"static_graph": True}
+
+
+@pytest.mark.parametrize(
+    "compressor",
+    [
+        "int8",
+        "auto",
+        {"class_path": "lightning_opt.Quantize", "init_args": {"bits": 4, "block": 256}},
+        {"class_path": "lightning_opt.TopK", "init_args": {"ratio": 0.02}},
+    ],
+)
+def test_a_configuration_file_can_write_it(compressor, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["fit"])  # LightningCLI warns of the arguments of pytest
+    # Lightning 2.6 calls jsonargparse 4.53 in a way that is about to go.
+    monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
+    strategy = {
+        "class_path": "lightning_opt.CompressedDDPStrategy",
+        "init_args": {"compressor": compressor, "warmup_steps": 7, "fallback": "never"},
+    }
+    cli = LightningCLI(
+        SmallNet,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+        args={"trainer": {"strategy": strategy, "accelerator": "cpu", "devices": 2}},
+    )
+    made = cli.trainer.strategy
+    assert made.warmup_steps == 7
+    assert made.fallback == "never"
+    if compressor == "int8":
+        assert made.compressor.bits == 8
+    elif compressor == "auto":
+        assert len(made.schemes) == 4
+    else:
+        arguments = compressor["init_args"]
+        assert {key: getattr(made.compressor, key) for key in arguments} == arguments
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"compressor": "gzip"}, "compressor must be one of 'auto', 'topk'.*got 'gzip'"),
+        ({"ratio": 0.0}, "ratio must"),
+        ({"ratio": 1.5}, "ratio must"),
+        ({"warmup_steps": 1}, "warmup_steps .* at least 2"),
+        ({"warmup_steps": 2, "static_graph": True}, "warmup_steps .* at least 3"),
+        ({"ramp_steps": -1}, "ramp_steps"),
+        ({"every_n_steps": 0}, "every_n_steps"),
+        ({"fallback": "maybe"}, "fallback must be one of 'auto', 'never', 'always', got 'maybe'"),
+        ({"examine_every_n_steps": 0}, "examine_every_n_steps"),
+        ({"sparse_stages_from": 1}, "sparse_stages_from .* at least 2"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook"),
+    ],
+)
+def test_bad_arguments_are_named_at_once(settings, words):
+    with pytest.raises(ValueError, match=words):
+        CompressedDDPStrategy(**settings)
+
+
+@pytest.mark.parametrize(
+    ("settings", "ratios"),
+    [
+        ({"ratio": 0.01, "ramp_steps": 0}, {0: None, 9: None, 10: 0.01, 10**6: 0.01}),
+        (
+            {"ratio": 0.001, "ramp_steps": 500},
+            {9: None, 10: 0.25, 134: 0.25, 135: 0.0625, 509: 0.25**4, 510: 0.001},
+        ),
+        (
+            {"ratio": 0.1, "ramp_steps": 10, "warmup_steps": 2},
+            {1: None, 2: 0.25, 11: 0.25, 12: 0.1},
+        ),
+        # Nobody has said how long the run is.
+        ({"ratio": 0.01}, {9: None, 10: 0.25, 343: 0.25, 344: 0.0625, 1009: 0.25**3, 1010: 0.01}),
+        ({"ratio": 0.5}, {9: None, 10: 0.5}),
+    ],
+)
+def test_few_elements_are_approached_in_stages(settings, ratios):
+    strategy = CompressedDDPStrategy(**settings)
+    found = {step: strategy.compressor_at(step) for step in ratios}
+    assert {step: c and c.ratio for step, c in found.items()} == ratios
+    # One object a stage: a new one costs new buffers.
+    assert strategy.compressor_at(10) is strategy.compressor_at(10)
+
+
+def test_only_top_k_has_a_ramp():
+    for compressor in (Quantize(), Threshold(), TopK(k=3)):
+        assert default_steps(compressor, 10_000) == default_steps(compressor) == 0
+        assert CompressedDDPStrategy(compressor).compressor_at(10) is compressor
+
+
+def test_a_ramp_takes_a_share_of_the_run_up_to_a_multiple_of_an_elements_wait():
+    assert default_steps(TopK(0.01), 900) == 450
+    assert default_steps(TopK(0.01), 10**6) == 3000
+    assert default_steps(TopK(0.001), 10**6) == 30_000
+    for unknown in (math.inf, -1):  # what Lightning's estimate may be
+        assert default_steps(TopK(0.01), unknown) == 1000
+
+
+def test_cpus_need_gloo():
+    trainer = quiet_trainer(strategy=CompressedDDPStrategy(process_group_backend="mpi"), devices=2)
+    with pytest.raises(ValueError, match="needs the process group backend 'gloo', got 'mpi'"):
+        trainer.strategy.setup_environment()
+
+
+def test_baselines_refuse_what_hangs():
+    with pytest.raises(ValueError, match="hook must be"):
+        HookedDDPStrategy("fp8")
+
+
+def _refusals() -> None:
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(SmallNet(optimizer="LBFGS"), "ddp_topk")
+    with pytest.raises(ValueError, match="k=9999"):
+        fit(Ledger(), CompressedDDPStrategy(TopK(k=9999)), range(20))
+    with pytest.raises(ValueError, match="one bucket"):
+        fit(Ledger(), HookedDDPStrategy("powersgd", bucket_cap_mb=1), range(3))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        fit(SmallNet(optimizer="Adam"), CompressedDDPStrategy(ratio=0.001), max_steps=2)
+    assert any("second moments" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.distributed
+def test_what_cannot_be_right_is_refused_before_the_first_step():
+    launch(_refusals, processes=1)
+
+
+@pytest.mark.distributed
+def test_a_single_process_trains_as_ever():
+    launch(_alone, processes=1)
+
+
+def _alone() -> None:
+    weights = []
+    for strategy in ("ddp", "ddp_topk"):
+        model = SmallNet()
+        fit(model, strategy)
+        weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+    assert torch.equal(*weights)
+
+
+SCRIPT = """
+import sys
+import lightning_opt
+from tests.helpers.models import SmallNet
+from tests.helpers.trainers import quiet_trainer
+from tests.strategies.runs import same_on_all_ranks
+
+class Net(SmallNet):
+    def on_train_end(self):
+        strategy = self.trainer.strategy
+        assert strategy._reduction.step == 11, strategy._reduction.step
+        assert strategy.describe().rows
+        assert same_on_all_ranks(self)
+        sys.stdout.write(f"rank {self.global_rank} is fine\\n")
+
+if __name__ == "__main__":
+    quiet_trainer(strategy=sys.argv[1], devices=2, limit_val_batches=0).fit(Net())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", ["ddp_topk", "ddp_topk_spawn"])
+def test_lightnings_own_launchers_start_it(tmp_path, name):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment: dict[str, Any] = {
+        **os.environ,
+        "PYTHONPATH": str(Path.cwd()),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        [sys.executable, str(script), name],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "rank 0 is fine" in done.stdout
+    assert "rank 1 is fine" in done.stdout
+
+
+def test_every_compressor_is_exported():
+    import lightning_opt as lo
+
+    for cls in Compressor.__subclasses__():
+        assert getattr(lo, cls.__name__) is cls

@@ -1,0 +1,187 @@
+"""The search finds what an exhaustive one finds, with few trials, and knows when to stop."""
+
+import itertools
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+
+import pytest
+
+from lightning_opt.tuner.search.search import Outcome, Search, TimeIsUp
+
+Names = tuple[str, ...]
+
+
+class Machine:
+    """Costs that are products of each switch's factor and of those of pairs, and some noise.
+
+    Attributes:
+        tried: What was measured, in order.
+    """
+
+    def __init__(
+        self,
+        factors: dict[str, float],
+        pairs: dict[frozenset[str], float] | None = None,
+        exclusive: Sequence[set[str]] = (),
+        noise: float = 0.0,
+        seed: int = 0,
+    ) -> None:
+        self.factors, self.pairs, self.exclusive = factors, pairs or {}, exclusive
+        self.noise, self.random = noise, random.Random(seed)
+        self.tried: list[Names] = []
+        self.limit = math.inf
+        self.failing: dict[str, Outcome] = {}
+
+    def cost(self, names: Iterable[str]) -> float:
+        on = set(names)
+        pairs = math.prod(value for pair, value in self.pairs.items() if pair <= on)
+        return math.prod(self.factors[name] for name in on) * pairs
+
+    def allows(self, names: Iterable[str]) -> bool:
+        return all(len(group & set(names)) < 2 for group in self.exclusive)
+
+    def interacts(self, one: str, other: str) -> bool:
+        return frozenset((one, other)) in self.pairs
+
+    def measure(self, configurations: Sequence[Names]) -> Iterable[Outcome]:
+        for names in configurations:
+            if len(self.tried) >= self.limit:
+                raise TimeIsUp
+            self.tried.append(names)
+            failed = [self.failing[name] for name in names if name in self.failing]
+            score = self.cost(names) * math.exp(self.noise * self.random.gauss(0, 1))
+            spread = 1 + 2 * self.noise
+            yield failed[0] if failed else Outcome(score, score / spread, score * spread)
+
+    def search(self) -> Search:
+        return Search(self.measure, tuple(self.factors), self.allows, self.interacts)
+
+    def exhaustive(self) -> float:
+        names = list(self.factors)
+        every = itertools.chain.from_iterable(
+            itertools.combinations(names, size) for size in range(len(names) + 1)
+        )
+        return min(self.cost(some) for some in every if self.allows(some))
+
+
+def random_machine(seed: int, switches: int, noise: float) -> Machine:
+    """Half of the switches gain; a fifth of the pairs spoil or help each other."""
+    rng = random.Random(seed)
+    names = "abcdefgh"[:switches]
+    factors = {name: rng.choice([rng.uniform(0.6, 0.97), rng.uniform(0.97, 1.5)]) for name in names}
+    pairs = {
+        frozenset(pair): rng.uniform(0.85, 1.3)
+        for pair in itertools.combinations(names, 2)
+        if rng.random() < 0.2
+    }
+    exclusive = [set(rng.sample(names, 2))]
+    return Machine(factors, pairs, exclusive, noise, seed)
+
+
+@pytest.mark.parametrize(("noise", "share"), [(0.0, 0.95), (0.01, 0.9)])
+def test_it_is_near_the_optimum_of_random_machines_for_a_quarter_of_the_trials(
+    noise: float, share: float
+) -> None:
+    near, trials, grid = 0, 0, 0
+    for seed in range(300):
+        machine = random_machine(seed, switches=6, noise=noise)
+        found = machine.search().run()
+        assert machine.allows(found)
+        best = machine.exhaustive()
+        # An answer that gains less than 3% is not given.
+        near += machine.cost(found) <= 1.05 * best or (not found and best > 0.96)
+        trials += len(machine.tried)
+        grid += 48  # 2 ** 6 without those that the exclusive pair forbids
+    assert near / 300 >= share
+    assert trials / grid <= 0.25
+
+
+def test_gains_that_multiply_take_one_trial_more_than_their_number() -> None:
+    machine = Machine({"a": 0.8, "b": 0.9, "c": 1.4, "d": 0.95})
+    search = machine.search()
+    assert search.run() == ("a", "b", "d")
+    assert len(machine.tried) == 5
+    assert search.complete
+
+
+def test_where_nothing_gains_it_says_so() -> None:
+    machine = Machine({"a": 1.02, "b": 1.4, "c": 0.985})
+    assert machine.search().run() == ()
+    assert len(machine.tried) == 3
+
+
+def test_two_that_spoil_each_other_are_not_both_taken() -> None:
+    machine = Machine({"a": 0.7, "b": 0.8, "c": 0.9}, {frozenset("ab"): 1.5})
+    assert machine.search().run() == ("a", "c")
+
+
+def test_more_than_one_may_have_to_go() -> None:
+    factors = {"a": 0.7, "b": 0.8, "c": 0.75, "d": 0.85}
+    machine = Machine(factors, {frozenset("ab"): 1.5, frozenset("cd"): 1.4})
+    machine.interacts = lambda one, other: False  # type: ignore[method-assign]
+    assert machine.search().run() == ("a", "c")
+
+
+def test_a_switch_that_only_pays_beside_another_is_found() -> None:
+    machine = Machine({"a": 0.8, "b": 1.05, "c": 1.3}, {frozenset("ab"): 0.7})
+    assert machine.search().run() == ("a", "b")
+
+
+def test_two_losers_that_win_together_are_found() -> None:
+    machine = Machine({"a": 1.04, "b": 1.05, "c": 1.2}, {frozenset("ab"): 0.7})
+    assert machine.search().run() == ("a", "b")
+
+
+def test_of_two_that_exclude_each_other_the_better_company_is_taken() -> None:
+    machine = Machine({"a": 0.7, "b": 0.72, "c": 0.8}, {frozenset("ac"): 1.3}, [{"a", "b"}])
+    assert machine.search().run() == ("b", "c")
+
+
+def test_what_adds_nothing_is_left_out() -> None:
+    machine = Machine({"a": 0.7, "b": 0.98}, {frozenset("ab"): 1.021})
+    assert machine.search().run() == ("a",)
+
+
+def test_what_costs_a_little_is_left_out() -> None:
+    machine = Machine({"a": 0.8, "b": 0.9, "c": 0.98}, {frozenset("ac"): 1.035})
+    machine.interacts = lambda one, other: False  # type: ignore[method-assign]
+    assert machine.search().run() == ("a", "b")
+
+
+def test_of_two_that_are_alike_the_simpler_is_taken() -> None:
+    machine = Machine({"a": 0.8, "b": 0.9, "c": 0.9895}, {frozenset("ac"): 1.005})
+    search = machine.search()
+    assert search.run() == ("a", "b")
+    assert search.best() == ("a", "b", "c"), "by less than is worth a switch"
+
+
+def test_a_failure_is_not_tried_again_unless_another_may_cure_it() -> None:
+    broken = Machine({"a": 0.5, "b": 0.9}, {frozenset("ab"): 1.0})
+    broken.failing = {"a": Outcome(math.inf)}
+    assert broken.search().run() == ("b",)
+    assert ("a", "b") not in broken.tried
+    curable = Machine({"a": 0.5, "b": 1.05}, {frozenset("ab"): 1.0})
+    measure = curable.measure
+
+    def measured(configurations: Sequence[Names]) -> Iterable[Outcome]:
+        for names, outcome in zip(configurations, measure(configurations), strict=True):
+            yield Outcome(math.inf, retry=True) if names == ("a",) else outcome
+
+    curable.measure = measured  # type: ignore[method-assign]
+    assert curable.search().run() == ("a", "b")
+
+
+@pytest.mark.parametrize("limit", range(6))
+def test_when_the_time_is_up_the_best_so_far_is_the_answer(limit: int) -> None:
+    machine = Machine({"a": 0.8, "b": 0.9, "c": 1.4, "d": 0.95})
+    machine.limit = limit
+    search = machine.search()
+    assert search.run() == [(), ("a",), ("a",), ("a",), ("a",), ("a", "b", "d")][limit]
+    assert search.complete == (limit == 5)
+
+
+def test_an_uncertain_gain_is_none() -> None:
+    measure: Callable[..., list[Outcome]] = lambda some: [Outcome(0.93, 0.85, 1.02) for _ in some]  # noqa: E731
+    assert Search(measure, ("a",)).run() == ()
+    assert Search(lambda some: [Outcome(0.93, 0.91, 0.95) for _ in some], ("a",)).run() == ("a",)

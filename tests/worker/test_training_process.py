@@ -1,0 +1,402 @@
+"""A training in a process of its own: the steps that it takes, what it says, and that it ends."""
+
+import contextlib
+import math
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from lightning.pytorch import Callback, seed_everything
+from torch import nn
+
+from lightning_opt.worker.recipes import find, instantiate
+from lightning_opt.worker.training_process import Fit, FitFailed, Step
+from tests.helpers.trainers import quiet_trainer
+from tests.profiling import fitting
+from tests.profiling.fitting import CPU, Net, Waits, mishap, rows, rows_with_workers
+
+
+class Losses(Callback):
+    """Keeps what a training without us loses."""
+
+    def __init__(self) -> None:
+        self.losses: list[float] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+
+def losses_without_us(epochs: int = 2) -> list[float]:
+    state = torch.get_rng_state()
+    spy = Losses()
+    seed_everything(0, workers=True, verbose=False)
+    net = Net()
+    seed_everything(0, workers=True, verbose=False)
+    quiet_trainer(callbacks=[spy], max_epochs=epochs).fit(net, rows())
+    torch.set_rng_state(state)
+    del os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]
+    return spy.losses
+
+
+@pytest.fixture(scope="module")
+def fit() -> Iterator[Fit]:
+    with Fit(Net, rows, CPU, label="plain") as fit:
+        yield fit
+
+
+def gone(pid: int, seconds: float = 10.0) -> bool:
+    """Return whether the process ends, or has ended and only waits to be noticed."""
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        try:
+            if psutil.Process(pid).status() == psutil.STATUS_ZOMBIE:
+                return True
+        except psutil.NoSuchProcess:
+            return True
+        time.sleep(0.02)
+    return False
+
+
+# --- what it does -------------------------------------------------------------------------------
+
+
+def test_steps_are_those_of_a_training_without_us(fit):
+    """In blocks of any size, over the end of an epoch (10 batches)."""
+    steps = [*fit.advance(3), *fit.advance(1), *fit.advance(16)]
+    assert all(type(step) is Step for step in steps)
+    assert [step.loss for step in steps] == losses_without_us()
+    assert {step.samples for step in steps} == {4}
+    assert all(0 < step.seconds < 5 for step in steps)
+
+
+def test_summary_says_what_is_trained(fit):
+    summary = fit.summary
+    assert summary["model"] == "Net"
+    assert summary["parameters"] == sum(p.numel() for p in Net().parameters())
+    assert (summary["device"], summary["devices"]) == ("cpu", 1)
+    assert summary["threads"] == torch.get_num_threads()
+    assert psutil.pid_exists(summary["pid"])
+    assert summary["pid"] != os.getpid()
+
+
+def test_waiting_takes_no_cpu(fit):
+    fit.advance(1)
+    process = psutil.Process(fit.summary["pid"])
+    before = sum(process.cpu_times()[:2])
+    time.sleep(0.5)
+    assert sum(process.cpu_times()[:2]) - before <= 0.02
+
+
+def test_time_between_blocks_is_no_step_s():
+    """The wait for the next block is left out, what callbacks and loaders do is in."""
+    with Fit(Net, rows, {**CPU, "callbacks": [Waits(0.1)]}) as fit:
+        fit.advance(1)
+        time.sleep(1.0)
+        steps = fit.advance(3)
+    assert all(0.1 <= step.seconds < 0.9 for step in steps)
+
+
+def test_peak_of_memory_counts_the_model():
+    def large() -> Net:
+        net = Net()
+        net.more = nn.Parameter(torch.ones(25_000_000))  # 100 MB
+        return net
+
+    with Fit(large, rows, CPU) as large_fit, Fit(Net, rows, CPU) as small_fit:
+        large_fit.advance(1)
+        small_fit.advance(1)
+        assert 95e6 < large_fit.peak_bytes - small_fit.peak_bytes < 130e6
+
+
+def test_samples_and_loss_with_accumulated_gradients():
+    with Fit(Net, rows, {**CPU, "accumulate_grad_batches": 2}) as fit:
+        steps = fit.advance(2)
+    # The weights have not changed yet, and the loss is not divided.
+    assert [step.loss for step in steps] == pytest.approx(
+        losses_with_the_first_weights(2), rel=1e-6
+    )
+
+
+def losses_with_the_first_weights(count: int) -> list[float]:
+    state = torch.get_rng_state()
+    seed_everything(0, workers=True, verbose=False)
+    net = Net()
+    seed_everything(0, workers=True, verbose=False)
+    batches = [batch for batch, _ in zip(rows(), range(count), strict=False)]
+    torch.set_rng_state(state)
+    del os.environ["PL_GLOBAL_SEED"], os.environ["PL_SEED_WORKERS"]
+    return [net.training_step(batch, 0).item() for batch in batches]
+
+
+def test_the_user_s_own_limit_ends_it():
+    with Fit(Net, rows, {**CPU, "max_steps": 5}) as fit:
+        assert len(fit.advance(3)) == 3
+        assert len(fit.advance(3)) == 2
+        assert fit.advance(3) == []
+
+
+def test_settings_are_made_in_the_process():
+    """By a function, and from class paths as in a configuration file."""
+
+    def settings() -> dict[str, Any]:
+        waits = {"class_path": "tests.profiling.fitting.Waits", "init_args": {"seconds": 0.05}}
+        return {**CPU, "callbacks": [waits], "strategy": {"class_path": "SingleDeviceStrategy"}}
+
+    with Fit("tests.profiling.fitting:Net", rows, settings) as fit:
+        assert all(step.seconds > 0.05 for step in fit.advance(2))
+        assert fit.summary["strategy"] == "SingleDeviceStrategy"
+
+
+@pytest.mark.slow
+def test_a_new_interpreter_does_the_same(fit):
+    with Fit(lambda: Net(), rows, CPU, fork=False) as fresh:
+        assert [step.loss for step in fresh.advance(5)] == losses_without_us()[:5]
+        process = psutil.Process(fresh.summary["pid"])
+        assert "--serve" not in process.cmdline()
+
+
+@pytest.mark.slow
+@pytest.mark.distributed
+def test_two_ranks_wait_and_step_together():
+    settings = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
+    with Fit(Net, rows, settings) as fit:
+        steps = fit.advance(3)
+        fit.advance(2)
+        assert {step.samples for step in steps} == {8}
+        assert (fit.summary["devices"], fit.summary["peak_of"]) == (2, "rank 0")
+        pids = [fit.summary["pid"], *children_of(fit)]
+        assert len(pids) >= 2
+    assert all(gone(pid) for pid in pids)
+
+
+# --- how it fails -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("what", "kind", "message"),
+    [
+        ("raises", "error", "ArithmeticError: planted"),
+        ("takes_memory", "out of memory", "allocate"),
+        ("segfaults", "died", "SIGSEGV, a segmentation fault"),
+        ("leaves", "died", "exit status 7"),
+        ("is_killed", "out of memory", "SIGKILL"),
+    ],
+)
+def test_failures_have_a_kind_and_one_sentence(what, kind, message):
+    with Fit(Net, rows, lambda: mishap(what)) as fit:
+        assert len(fit.advance(2)) == 2
+        with pytest.raises(FitFailed, match=message) as failure:
+            fit.advance(2)
+        assert failure.value.kind == kind
+        assert "\n" not in failure.value.message
+        if what in ("raises", "segfaults"):
+            assert f"in {what}" in failure.value.details  # where in the user's code
+        again = pickle.loads(pickle.dumps(failure.value))
+        assert (again.kind, again.message) == (kind, failure.value.message)
+        with pytest.raises(FitFailed):
+            fit.advance(1)
+        assert fit.closed
+
+
+def test_a_hang_ends_with_the_place_where_it_hung():
+    with Fit(Net, rows, lambda: mishap("hangs"), timeout=60) as fit:
+        pid = fit.summary["pid"]
+        with pytest.raises(FitFailed, match=r"more than 1 s") as failure:
+            fit.advance(3, timeout=1)
+        assert failure.value.kind == "timeout"
+        assert "in hangs" in failure.value.details
+        assert gone(pid)
+
+
+def test_memory_beyond_the_limit_is_out_of_memory():
+    for limit, fails in ((1 << 29, True), (1 << 31, False)):
+        with Fit(Net, rows, lambda: mishap("takes_a_gigabyte"), memory_limit=limit) as fit:
+            outcome = contextlib.nullcontext() if not fails else pytest.raises(FitFailed)
+            with outcome as failure:
+                fit.advance(4)
+            if fails:
+                assert failure.value.kind == "out of memory"
+
+
+def broken() -> Net:
+    raise LookupError("no such weights")
+
+
+@pytest.mark.parametrize(
+    ("model", "data", "settings", "message"),
+    [
+        (broken, rows, CPU, "no such weights"),
+        (Net, rows, {**CPU, "max_stepz": 3}, "max_stepz"),
+        ("tests.profiling.fitting:Nothing", rows, CPU, "no 'Nothing'"),
+        (lambda: "a model", rows, CPU, "must make a LightningModule"),
+        (Net, lambda: rows(0 + 1, 2, drop_last=True), CPU, "data are empty"),
+        (Net, rows, {**CPU, "devices": 2, "strategy": "ddp_spawn"}, "strategy='ddp'"),
+    ],
+)
+def test_what_cannot_begin_says_why(model, data, settings, message):
+    with pytest.raises(FitFailed, match=message) as failure:
+        Fit(model, data, settings)
+    assert failure.value.kind == "setup"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "message"),
+    [
+        ((Net(), rows), TypeError, "model must be a function"),
+        ((Net, rows()), TypeError, "data must be a function"),
+        (("project.Model", rows), ValueError, "package.module:attribute"),
+        ((Net, rows, 3), TypeError, "settings must be"),
+        ((Net, rows, {"callbacks": [(i for i in ())]}), TypeError, "cannot be pickled"),
+    ],
+)
+def test_impossible_arguments_are_refused_at_once(arguments, error, message):
+    with pytest.raises(error, match=message):
+        Fit(*arguments)
+
+
+# --- that it ends -------------------------------------------------------------------------------
+
+
+def children_of(fit: Fit) -> list[int]:
+    return [child.pid for child in psutil.Process(fit.summary["pid"]).children(recursive=True)]
+
+
+def test_closing_ends_workers_too():
+    fit = Fit(Net, rows_with_workers, CPU)
+    fit.advance(2)
+    pids = [fit.summary["pid"], *children_of(fit)]
+    assert len(pids) == 2
+    assert fit.summary["prefetched"] == 2
+    fit.close()
+    fit.close()
+    assert all(gone(pid) for pid in pids)
+    with pytest.raises(RuntimeError, match="closed"):
+        fit.advance(1)
+
+
+def test_a_training_told_to_end_tidies_up(tmp_path):
+    class Leaves(Callback):
+        def on_exception(self, *_: Any) -> None:
+            (tmp_path / "tidy").touch()
+
+    with Fit(Net, rows, lambda: {**CPU, "callbacks": [Leaves()]}) as fit:
+        fit.advance(1)
+    assert (tmp_path / "tidy").exists()
+
+
+def test_a_forgotten_one_is_ended():
+    fit = Fit(Net, rows, CPU)
+    pid = fit.summary["pid"]
+    del fit
+    assert gone(pid)
+
+
+PARENT = """
+import sys, time
+from lightning_opt.worker.training_process import Fit
+from tests.profiling.fitting import CPU, Net, rows_with_workers, mishap
+import psutil
+if __name__ == "__main__":
+    fits = [Fit(Net, rows_with_workers, CPU), Fit(Net, rows_with_workers, lambda: mishap("hangs"))]
+    fits[0].advance(2)
+    children = psutil.Process().children(recursive=True)
+    print(*[child.pid for child in children], flush=True)
+    fits[1].advance(5)  # hangs
+"""
+
+
+def test_ctrl_c_ends_a_training_that_hangs():
+    fit = Fit(Net, rows, lambda: mishap("hangs"))
+    pid = fit.summary["pid"]
+    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt), fit:
+        fit.advance(3)
+    assert gone(pid)
+
+
+@pytest.mark.slow
+def test_nothing_outlives_a_parent_that_is_killed():
+    """One training waits, another hangs in a step; each has a worker."""
+    root = Path(fitting.__file__).parents[2]
+    parent = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", PARENT],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        cwd=root,
+        text=True,
+    )
+    try:
+        assert parent.stdout is not None
+        pids = [int(pid) for pid in parent.stdout.readline().split()]
+        assert len(pids) >= 5  # the server, two trainings, two workers
+        time.sleep(0.5)
+        parent.kill()
+        parent.wait(30)
+    finally:
+        parent.kill()
+        parent.wait()
+        parent.stdout.close()
+    assert [pid for pid in pids if not gone(pid, 20)] == []
+
+
+# --- factories ----------------------------------------------------------------------------------
+
+
+def test_files_are_found_with_their_neighbours(tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "neighbour_of_ours.py").write_text("VALUE = 3\n")
+    (tmp_path / "project_of_ours.py").write_text(
+        "import neighbour_of_ours\nclass Model:\n    size = neighbour_of_ours.VALUE\n"
+    )
+    path = f"{tmp_path}/project_of_ours.py"
+    assert find(f"{path}:Model.size") == 3
+    assert find(f"{path}:Model") is find(f"{path}:Model")
+    with pytest.raises(ImportError, match="no 'Other'"):
+        find(f"{path}:Other")
+    with pytest.raises(ImportError, match="no file"):
+        find(f"{tmp_path}/nothing.py:Model")
+    del sys.modules["project_of_ours"], sys.modules["neighbour_of_ours"]
+
+
+def test_class_paths_are_made_within_lists_and_arguments():
+    made = instantiate(
+        {
+            "callbacks": [
+                {"class_path": "EarlyStopping", "init_args": {"monitor": "loss"}},
+                {"class_path": "lightning_opt.GradientHealth"},
+            ],
+            "other": {"a": [1, {"b": 2}]},
+        }
+    )
+    assert [type(callback).__name__ for callback in made["callbacks"]] == [
+        "EarlyStopping",
+        "GradientHealth",
+    ]
+    assert made["callbacks"][0].monitor == "loss"
+    assert made["other"] == {"a": [1, {"b": 2}]}
+    with pytest.raises(ImportError, match="no class 'Nothing'"):
+        instantiate({"class_path": "Nothing"})
+
+
+def test_loss_is_nan_where_there_is_none():
+    class Silent(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch, batch_idx):
+            return None
+
+    with Fit(Silent, rows, CPU) as fit:
+        assert all(math.isnan(step.loss) for step in fit.advance(2))
