@@ -1,12 +1,10 @@
 """The pages that are made from what is recorded: the feature list, the matrix, the benchmarks."""
 
 import json
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning_opt
 from lightning_opt import Report
 
 DOCS = Path(__file__).parent

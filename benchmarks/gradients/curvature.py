@@ -308,7 +308,7 @@ def few_tokens() -> tuple[L.LightningModule, Sequence[Any]]:
 
 def many_tokens() -> tuple[L.LightningModule, Sequence[Any]]:
     """Return a small language model with 2,048 tokens a step."""
-    sys.path.append(str(Path(__file__).parents[1] / "examples"))
+    sys.path.append(str(Path(__file__).parents[2] / "examples"))
     from byte_gpt import ByteGPT
 
     model = ByteGPT()

@@ -1,4 +1,4 @@
-"""The process of a :class:`~lightning_opt.worker.training_process.Fit`: trains, when told to, step by step.
+"""The process of a ``Fit``: trains, when told to, step by step.
 
 It is started as ``python -m lightning_opt.worker.child FOLDER``, or forked from one started with
 ``--serve``, and finds in the folder what to train.

@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
 from torch.optim import Optimizer
 
 from lightning_opt.core.loggers import log_scalars
@@ -17,6 +14,7 @@ from lightning_opt.core.verdicts import Verdict
 from lightning_opt.gradients.access import GradientAccess
 from lightning_opt.gradients.clipping.gradient_clipper import ClipTally, resolve_rule
 from lightning_opt.gradients.clipping.norm_rules import ClippingRule
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -27,7 +25,7 @@ OFTEN = 0.3
 """Share of clipped steps, tensors or units above which clipping is no exception any more."""
 
 
-class AdaptiveClipping(Callback):
+class AdaptiveClipping(RunCallback):
     """Clips gradients before each optimizer step, at a threshold learnt from the run itself.
 
     A fixed ``gradient_clip_val`` has to be found anew for each model and is wrong for most of a
@@ -71,7 +69,6 @@ class AdaptiveClipping(Callback):
         self._schedule = Schedule(every_n_steps)
         self._access = GradientAccess("AdaptiveClipping")
         self._tallies: dict[int, ClipTally] = {}
-        self._module: ref[nn.Module] | None = None
 
     @property
     def state_key(self) -> str:
@@ -80,6 +77,7 @@ class AdaptiveClipping(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before the model is wrapped."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self._access.check_trainer(trainer)
@@ -95,9 +93,10 @@ class AdaptiveClipping(Callback):
                 "FSDPStrategy (FSDP1) flattens them. Use a rule on the total norm, such as "
                 "'robust', or FSDP2 through ModelParallelStrategy."
             )
-        if self._module is None or self._module() is not pl_module:
-            self._tallies = {}  # another model: its norms have nothing to do with the last one's
-            self._module = ref(pl_module)
+
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget the norms of another model."""
+        self._tallies = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learn the names and shards of the parameters."""
@@ -139,27 +138,14 @@ class AdaptiveClipping(Callback):
             rows.append({"optimizer": index, "steps": tally.steps, **tally.read()})
         return Report(f"AdaptiveClipping({self.rule!r})", rows)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Let go of the model; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""
-        self._release()
-
-    def _release(self) -> None:
         self.rule.detach()
         self._access.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's state and counts for each optimizer, as plain types."""
         return {index: tally.state_dict() for index, tally in self._tallies.items()}  # type: ignore[misc]
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""

@@ -118,8 +118,8 @@ class Comparison:
             second, the ratio to the first with its interval and a verdict, the peak of memory, and
             the loss after equal steps and after equal time.
         ratios: For each configuration but the first, and but those that failed, its
-            :class:`~lightning_opt.profiling.comparing.ratios.Ratio` to the first.
-        failures: For each that failed its :class:`~lightning_opt.worker.training_process.FitFailed`.
+            ``Ratio`` to the first.
+        failures: For each that failed its ``FitFailed``.
         runs: All steps of each.
     """
 

@@ -103,7 +103,7 @@ def _sample(parameter: Tensor) -> Tensor:
 
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    """Return the facts of :class:`~lightning_opt.tuner.search.space.Facts` that are known at the start."""
+    """Return those of the ``Facts`` of the search space that are known at the start."""
     device = trainer.strategy.root_device
     loader = trainer.train_dataloader
     fused = [

@@ -111,7 +111,7 @@ class Selector:
         Args:
             flat: One-dimensional, float32 or float64; changed in place by the increment.
             k: How many to return, at least 1.
-            increment: See :func:`~lightning_opt.strategies.compression.codecs.chunks.add_in_chunks`.
+            increment: See ``chunks.add_in_chunks``.
             alpha: What the increment is multiplied with.
 
         Returns:

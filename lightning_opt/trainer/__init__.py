@@ -1,0 +1,1 @@
+"""What features share that knows Lightning's Trainer."""

@@ -1,0 +1,67 @@
+"""The life of a callback: what belongs to a run ends with it, however the run ends."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+from weakref import ref
+
+from lightning.pytorch import Callback
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+
+class RunCallback(Callback):
+    """A callback that starts anew on another model and lets go of everything when a run ends.
+
+    Lightning calls no ``teardown`` after an exception, calls ``setup`` for each stage, and pickles
+    callbacks when it spawns processes. A subclass says in one place each what that means for it:
+
+    - :meth:`release` undoes what was patched and drops references;
+    - :meth:`start_anew` forgets what was learnt from a model, when the next ``fit`` is of another;
+    - ``process_only`` names attributes that are ``None`` in a pickled copy;
+    - ``only_one = True`` refuses a second instance in the same Trainer.
+
+    A ``setup`` of its own calls ``super().setup(...)`` first.
+
+    Raises:
+        ValueError: In ``setup``, for a second instance of a class with ``only_one``.
+    """
+
+    process_only: ClassVar[tuple[str, ...]] = ()
+    only_one: ClassVar[bool] = False
+    _model: ref[pl.LightningModule] | None = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Start anew if the model of this ``fit`` is not that of the last one."""
+        if stage != "fit":
+            return
+        kind = type(self)
+        if self.only_one and sum(type(other) is kind for other in trainer.callbacks) > 1:  # type: ignore[attr-defined]
+            raise ValueError(
+                f"Trainer(callbacks=[...]) has more than one {kind.__name__}, and each would undo "
+                "the other's work. Leave one."
+            )
+        if self._model is None or self._model() is not pl_module:
+            self.start_anew(pl_module)
+            self._model = ref(pl_module)
+
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget what was learnt from another model. Called before the first run too."""
+
+    def release(self, trainer: pl.Trainer) -> None:
+        """Undo what was patched and let go of the model; called once or more as a run ends."""
+
+    def on_exception(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
+    ) -> None:
+        """Let go; Lightning calls no ``teardown`` after an exception."""
+        self.release(trainer)
+
+    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Let go."""
+        self.release(trainer)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Leave out the model and what holds in this process only."""
+        return {**self.__dict__, "_model": None, **dict.fromkeys(self.process_only)}
