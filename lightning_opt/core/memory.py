@@ -12,6 +12,8 @@ import sys
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
+from weakref import WeakSet
 
 import torch
 
@@ -259,3 +261,80 @@ def live_source(device: torch.device) -> str:
     if device.type == "cuda":
         return "torch's CUDA allocator"
     return "the C library's heap" if malloc_info() is not None else "resident memory of the process"
+
+
+class PeakMeter:
+    """The peak of memory from its start on, whoever else measures peaks at the same time.
+
+    On CUDA it is what tensors hold. Elsewhere it is resident memory, of which Linux keeps the peak;
+    on other systems :meth:`sample` has to be called now and then.
+
+    Torch's allocator and the kernel keep one peak for the whole process, which begins anew for all
+    at once. So the meter that starts anew first hands what was reached to all the others.
+
+    Args:
+        device: The device that trains.
+
+    Attributes:
+        samples: Whether the peak is only that of the samples.
+    """
+
+    _running: ClassVar[WeakSet[PeakMeter]] = WeakSet()
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._largest = 0
+        self.samples = False
+        self.start()
+        self._running.add(self)
+
+    def start(self) -> None:
+        """Begin anew, with what is held now."""
+        for other in self._running:
+            if _same_counter(other._device, self._device):
+                other.sample()
+        if self._device.type == "cuda":
+            torch.cuda.reset_peak_memory_stats(self._device)
+        else:
+            self.samples = not _reset_peak_resident()
+        self._largest = 0
+        self.sample()
+
+    def sample(self) -> None:
+        """Take note of what was reached, or, where nobody keeps a peak, of what is held now."""
+        if self._device.type == "cuda":
+            peak: int | None = torch.cuda.max_memory_allocated(self._device)
+        else:
+            peak = None if self.samples else _peak_resident()
+        self._largest = max(self._largest, resident_memory() if peak is None else peak)
+
+    def read(self) -> int:
+        """Return the peak since the start, in bytes."""
+        self.sample()
+        return self._largest
+
+    def mark(self) -> int:
+        """Return the peak since the start or the last mark, and begin anew."""
+        peak = self.read()
+        self.start()
+        return peak
+
+
+def _same_counter(one: torch.device, other: torch.device) -> bool:
+    """Return whether the peaks of two devices are one number: all but CUDA's are the process's."""
+    if "cuda" not in (one.type, other.type):
+        return True
+    return one.type == other.type and _index(one) == _index(other)
+
+
+def _index(device: torch.device) -> int:
+    return torch.cuda.current_device() if device.index is None else device.index
+
+
+def _reset_peak_resident() -> bool:
+    """Have the kernel begin anew with this process's peak, and return whether it does."""
+    try:
+        Path("/proc/self/clear_refs").write_text("5")
+    except OSError:
+        return False
+    return True

@@ -18,6 +18,7 @@ from lightning_opt.core.memory import (
     MB,
     GrowthCounter,
     MemoryLimits,
+    PeakMeter,
     Usage,
     address_space,
     device_memory,
@@ -51,6 +52,52 @@ def test_peak_outlives_what_made_it():
     del block
     assert after.resident - before.resident >= 60 * MB
     assert process_memory().peak >= after.resident - MB
+
+
+@linux
+def test_meters_that_run_at_once_do_not_erase_each_others_peak():
+    """Of 64 MB that are there in the middle only, whoever started before knows, and nobody else."""
+    outer, before = PeakMeter(CPU), resident_memory()
+    assert not outer.samples
+    block = torch.ones(64 * MB, dtype=torch.uint8)
+    inner = PeakMeter(CPU)
+    del block
+    malloc_trim()
+    inner.start()
+    later = PeakMeter(CPU)
+    assert (outer.read() - before) / MB == pytest.approx(64, abs=6)
+    assert (inner.read() - before) / MB == pytest.approx(0, abs=6)
+    assert (later.read() - before) / MB == pytest.approx(0, abs=6)
+
+
+def test_on_a_device_a_mark_begins_anew_for_one_meter_alone(monkeypatch):
+    """CUDA's allocator has one peak for the process: pretended, so that no device is needed."""
+    held = peak = 0
+
+    def hold(amount: int) -> None:
+        nonlocal held, peak
+        held, peak = amount, max(peak, amount)
+
+    def reset(device: torch.device) -> None:
+        nonlocal peak
+        peak = held
+
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", reset)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    run, step = PeakMeter(torch.device("cuda")), PeakMeter(torch.device("cuda", 0))
+    other_device = PeakMeter(torch.device("cuda", 1))
+    other_device.start()
+    hold(9)
+    hold(2)
+    assert step.mark() == 9
+    hold(5)
+    hold(1)
+    assert step.mark() == 5
+    assert step.read() == 1
+    assert run.read() == 9
+    run.start()
+    assert run.read() == 1
 
 
 @linux
