@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lightning_opt.core.arguments import at_least, between, positive, share
+from lightning_opt.core.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.report import Report
 from lightning_opt.profiling.comparing.plot import draw_ratios
-from lightning_opt.profiling.comparing.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.profiling.comparing.verdicts import format_seconds, ratio_columns, verdict_note
 from lightning_opt.worker.gate import wait_for_device
 

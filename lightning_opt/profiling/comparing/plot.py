@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lightning_opt.profiling.comparing.ratios import Ratio
+from lightning_opt.core.ratios import Ratio
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.memory import MB
+from lightning_opt.core.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.report import Report
 from lightning_opt.profiling.comparing.plot import draw_ratios
-from lightning_opt.profiling.comparing.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.profiling.comparing.verdicts import ratio_columns, verdict_note
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.training_process import FitFailed

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_opt.profiling.comparing.ratios import Ratio
+from lightning_opt.core.ratios import Ratio
 
 
 def verdict_note(ratios: Mapping[str, Ratio], confidence: float, tolerance: float) -> str:

@@ -50,6 +50,11 @@ class Ratio(NamedTuple):
     high: float
     verdict: str
 
+    @property
+    def width(self) -> float:
+        """Half the interval, as a share of the estimate."""
+        return (self.high - self.low) / 2 / self.value
+
 
 def compare_pairs(
     starts: Sequence[Sequence[tuple[float, float]]],

@@ -7,7 +7,7 @@ import statistics
 import pytest
 import scipy.stats
 
-from lightning_opt.profiling.comparing.ratios import (
+from lightning_opt.core.ratios import (
     centre_and_variance,
     compare_pairs,
     judge,
