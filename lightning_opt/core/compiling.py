@@ -1,10 +1,42 @@
-"""What torch.compile does in this process: when it compiles, for how long, and how often."""
+"""What torch.compile does in this process: which modules it runs, when it compiles, how long."""
 
 from __future__ import annotations
 
 import contextlib
 import time
 from typing import Any
+
+from torch import nn
+
+
+def is_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile runs this very module, in whichever way it was asked to."""
+    return hooks_are_compiled(module) or _compiles_forward(module)
+
+
+def has_compiled_parts(model: nn.Module) -> bool:
+    """Return whether torch.compile runs ``model`` or any module inside of it."""
+    return any(map(is_compiled, model.modules()))
+
+
+def hooks_are_compiled(module: nn.Module) -> bool:
+    """Return whether torch.compile runs this very module together with its hooks."""
+    return (
+        getattr(module, "_compiled_call_impl", None) is not None  # module.compile()
+        or "_orig_mod" in module._modules  # torch.compile(module)
+        or getattr(module, "_compiler_ctx", None) is not None  # what Lightning makes of that
+    )
+
+
+def _compiles_forward(module: nn.Module) -> bool:
+    forward = getattr(module, "forward", None)
+    if hasattr(forward, "_torchdynamo_orig_callable"):  # module.forward = torch.compile(...)
+        return True
+    while forward is not None:  # ours, and what others of ours have put on top of it
+        if getattr(forward, "is_compiled", False) is True:
+            return True
+        forward = getattr(forward, "shadowed", None)
+    return False
 
 
 class CompileClock:

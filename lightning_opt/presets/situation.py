@@ -30,6 +30,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_opt.core.blocks import find_blocks
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.memory import MemoryLimits
 from lightning_opt.presets.machine import why_no_bf16, why_no_compiler
 
@@ -234,13 +235,7 @@ class Situation:
     @property
     def compiled(self) -> bool:
         """Whether a part of the model has been passed to torch.compile."""
-        return self.model is not None and (
-            getattr(self.model, "_compiler_ctx", None) is not None  # it was unpacked by a Trainer
-            or any(
-                type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None
-                for module in self.model.modules()
-            )
-        )
+        return self.model is not None and has_compiled_parts(self.model)
 
     @property
     def checkpointed(self) -> bool:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
@@ -51,25 +50,6 @@ class OperationCount(TorchDispatchMode):
                 else:
                     self.flops += flops
         return result
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether a part of it is compiled: fused kernels are no operations to be counted."""
-    return any(
-        part._compiled_call_impl is not None
-        or hasattr(part, "_orig_mod")
-        or hasattr(part.forward, "_torchdynamo_orig_callable")
-        or any(getattr(below, "compiled", None) is not None for below in _regions(part))
-        for part in module.modules()
-    )
-
-
-def _regions(part: nn.Module) -> Iterator[Any]:
-    """Return what ``CompileModel`` has put in the place of the part's ``forward``."""
-    current = vars(part).get("forward")
-    while current is not None:
-        yield getattr(current, "region", None)
-        current = getattr(current, "shadowed", None)
 
 
 def count_next_batch(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from lightning_opt.core.arguments import at_least, fraction, positive
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import isfinite, where, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
@@ -218,7 +219,7 @@ class UnitWise(ClippingRule):
                     )
         elif self.exclude == "final_linear":
             linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-            if any(hasattr(child, "_orig_mod") for child in module.modules()):
+            if has_compiled_parts(module):
                 self._linears += linears  # a hook would force a compiled model to compile again
             else:
                 for linear in linears:

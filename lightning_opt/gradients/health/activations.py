@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.sharding import wants_host
 from lightning_opt.gradients.health.findings import CRITICAL, WARNING, Finding
-from lightning_opt.gradients.health.forward_order import is_compiled
 from lightning_opt.gradients.health.measures import read_together
 
 SATURATED_SHARE = 0.95
@@ -82,7 +82,7 @@ class ActivationWatch:
     def watch(self, model: nn.Module) -> bool:
         """Put the hooks on, and return whether there are any: a compiled model gets none."""
         self.stop()
-        if any(map(is_compiled, model.modules())):
+        if has_compiled_parts(model):
             return False
         for name, module in model.named_modules():
             if name and next(module.children(), None) is None:

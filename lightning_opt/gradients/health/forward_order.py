@@ -8,6 +8,8 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_opt.core.compiling import has_compiled_parts
+
 
 class ForwardOrder:
     """Notes the order in which the modules that hold parameters first run.
@@ -31,7 +33,7 @@ class ForwardOrder:
             if next(module.parameters(recurse=False), None) is not None
         }
         self._names = list(holders)
-        if any(map(is_compiled, model.modules())):
+        if has_compiled_parts(model):
             return
         for name, module in holders.items():
             if not isinstance(module, torch.jit.ScriptModule):
@@ -65,10 +67,3 @@ class ForwardOrder:
             last = (ran[name],) if name in ran else (last[0], registered + 1)
             keys[name] = last
         return {name: place for place, name in enumerate(sorted(keys, key=keys.__getitem__))}
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether ``module`` itself is run by ``torch.compile``."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
-        return True
-    return hasattr(module, "_orig_mod")  # OptimizedModule, without importing the compiler

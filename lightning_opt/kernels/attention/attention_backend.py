@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import nn
 
 from lightning_opt.core.arguments import at_least
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.report import Report
 from lightning_opt.kernels.attention.sdpa import (
     BACKENDS,
@@ -19,7 +19,6 @@ from lightning_opt.kernels.attention.sdpa import (
     Signature,
     Watch,
 )
-from lightning_opt.kernels.compiling.regions import CompiledForward
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -191,7 +190,7 @@ class AttentionBackend(Callback):
         if self._left <= 0 or self._watch is not None:
             return
         self._left -= 1
-        self._compiled = _is_compiled(trainer.strategy.model or pl_module)
+        self._compiled = has_compiled_parts(trainer.strategy.model or pl_module)
         if not self._compiled:
             self._watch = Watch(self._calls, self.order)
 
@@ -232,14 +231,3 @@ class AttentionBackend(Callback):
         if self._preference is not None:
             self._preference.restore()
             self._preference = None
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    """Return whether ``torch.compile`` is on the model or a part of it."""
-    return any(
-        getattr(module, "_compiled_call_impl", None) is not None
-        or "_orig_mod" in module._modules
-        or isinstance(module.forward, CompiledForward)
-        or hasattr(module.forward, "_torchdynamo_orig_callable")
-        for module in model.modules()
-    )

@@ -13,6 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.report import Report
 from lightning_opt.core.trial import TrialStep
@@ -250,10 +251,7 @@ def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms, and a measurement is not"
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    compiled = any(
-        module._compiled_call_impl is not None or hasattr(module, "_orig_mod")
-        for module in trainer.lightning_module.modules()
-    )
+    compiled = has_compiled_parts(trainer.lightning_module)
     return "a model that is compiled" if compiled or "CompileModel" in names else None
 
 

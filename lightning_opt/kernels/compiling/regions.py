@@ -187,6 +187,11 @@ class CompiledForward:
         self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
         self.forget()
 
+    @property
+    def is_compiled(self) -> bool:
+        """Whether compiled code runs here."""
+        return self.region.compiled is not None
+
     def forget(self) -> None:
         """Take nothing as known any more."""
         self._known: set[Any] = set()

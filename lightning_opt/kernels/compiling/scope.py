@@ -10,6 +10,7 @@ from torch import nn
 from torchmetrics import Metric
 
 from lightning_opt.core.blocks import Signature, find_blocks, signature, unwrapped
+from lightning_opt.core.compiling import is_compiled
 from lightning_opt.kernels.compiling.regions import Region, Shared
 
 CONTAINERS = (nn.ModuleList, nn.ModuleDict)
@@ -42,7 +43,7 @@ def _entrances(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
             yield from _entrances(inner, f"{prefix}{name}.")
         elif inner is child and _can_compile(child):
             yield f"{prefix}{name}", child
-        elif inner is not child and type(child).__name__ != "OptimizedModule":
+        elif inner is not child and not is_compiled(child):
             yield f"{prefix}{name}", inner  # FSDP1's hooks stay outside
 
 
@@ -72,7 +73,6 @@ def _at(model: nn.Module, name: str) -> nn.Module:
 def _can_compile(module: nn.Module) -> bool:
     return (
         not isinstance(module, (Metric, torch.jit.ScriptModule))
-        and type(module).__name__ != "OptimizedModule"
-        and module._compiled_call_impl is None
+        and not is_compiled(module)
         and any(True for _ in module.parameters())
     )

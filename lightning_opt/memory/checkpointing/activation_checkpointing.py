@@ -13,6 +13,7 @@ from torch import nn
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.blocks import Block, find_blocks
+from lightning_opt.core.compiling import is_compiled
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
@@ -352,7 +353,7 @@ def refuse_compiled(model: nn.Module, who: str) -> None:
         ValueError: For modules under ``torch.compile``.
     """
     for name, module in model.named_modules():
-        if type(module).__name__ == "OptimizedModule" or module._compiled_call_impl is not None:
+        if is_compiled(module):
             raise ValueError(
                 f"{who} looks at single operators, and {name or type(model).__name__} is "
                 "compiled. Use policy 'every_layer' or 'custom' with torch.compile, and neither "

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.memory import live_bytes
 from lightning_opt.memory.meters import StorageMeter
 
@@ -84,11 +85,9 @@ class PeakMeter:
 
 def countable(module: nn.Module) -> bool:
     """Return whether all operators of a module are there to be counted."""
-    for part in module.modules():
-        compiled = getattr(part, "_compiled_call_impl", None) is not None
-        if compiled or type(part).__name__ == "OptimizedModule":
-            return False
-    return all(type(p) in (Tensor, nn.Parameter) for p in module.parameters())
+    return not has_compiled_parts(module) and all(
+        type(p) in (Tensor, nn.Parameter) for p in module.parameters()
+    )
 
 
 class Holdings:

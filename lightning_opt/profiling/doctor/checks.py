@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.sharding import local_part
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.profiling.batch_flops import is_compiled
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -101,7 +101,7 @@ def _optimizer(trainer: pl.Trainer) -> Verdict | None:
 
 def _compilation(trainer: pl.Trainer) -> Verdict | None:
     module = trainer.lightning_module
-    if module is None or not is_compiled(module):
+    if module is None or not has_compiled_parts(module):
         return None
     return Verdict("compilation", "ok", "The model, or a part of it, is compiled.")
 

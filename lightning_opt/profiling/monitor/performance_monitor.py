@@ -13,6 +13,7 @@ from lightning.pytorch import Callback
 from torch import Tensor, nn
 
 from lightning_opt.core.arguments import at_least, between, positive
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
@@ -20,7 +21,7 @@ from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.core.splitting import tensors_of
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.profiling.batch_flops import OperationCount, count_next_batch, is_compiled
+from lightning_opt.profiling.batch_flops import OperationCount, count_next_batch
 from lightning_opt.profiling.monitor.gpu import find_gpu
 from lightning_opt.profiling.monitor.record import Record, means, quantile
 from lightning_opt.profiling.monitor.report import Facts, build_report, judge
@@ -195,7 +196,7 @@ class PerformanceMonitor(Callback):
     def _count_flops(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, samples: int
     ) -> None:
-        if is_compiled(pl_module):
+        if has_compiled_parts(pl_module):
             self._facts.flops_note = (
                 "FLOPs of a compiled model are not counted: give flops_per_step."
             )

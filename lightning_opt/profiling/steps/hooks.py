@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_opt.core.compiling import hooks_are_compiled
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_phases import (
     BACKWARD,
@@ -44,7 +45,7 @@ class Watch:
         self.clock, self._trainer = clock, trainer
         self._module = trainer.lightning_module
         modules = list(_called_modules(self._module))
-        self.separate = not any(map(is_compiled, modules))
+        self.separate = not any(map(hooks_are_compiled, modules))
         self.seen = False
         self._open: nn.Module | None = None
         self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
@@ -214,15 +215,6 @@ def _is_loss_or_metric(name: str, module: nn.Module) -> bool:
         return True
     words = f"{name} {type(module).__name__}".lower()
     return "loss" in words or "criterion" in words
-
-
-def is_compiled(module: nn.Module) -> bool:
-    """Return whether this very module is compiled: hooks on it would be compiled with it."""
-    return (
-        type(module).__name__ == "OptimizedModule"
-        or getattr(module, "_compiled_call_impl", None) is not None
-        or getattr(module, "_compiler_ctx", None) is not None
-    )
 
 
 def _is_redirected(module: nn.Module) -> bool:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.splitting import tensors_of
-from lightning_opt.profiling.batch_flops import is_compiled as has_compiled_parts
 from lightning_opt.profiling.flops import StepFlops
 from lightning_opt.profiling.steps.device_clock import DeviceClock
-from lightning_opt.profiling.steps.hooks import Watch, is_compiled
+from lightning_opt.profiling.steps.hooks import Watch
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_measures import Measures, Ranks, Region, phase_means
 from lightning_opt.profiling.steps.step_phases import (
@@ -195,7 +195,7 @@ class StepRun:
             return False
         module = self.trainer.lightning_module
         # Under a counter torch would leave the first call uncompiled, and then all others too.
-        if any(map(is_compiled, module.modules())) or has_compiled_parts(module):
+        if has_compiled_parts(module):
             self.measures.notes.append("FLOPs were not counted: the model is compiled.")
             return False
         return True

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lightning_opt as lo
 from lightning_opt.core import nvml
-from lightning_opt.profiling.batch_flops import OperationCount, is_compiled
+from lightning_opt.profiling.batch_flops import OperationCount
 from lightning_opt.profiling.monitor.gpu import GpuReader, GpuReading, find_gpu, find_visible
 from lightning_opt.profiling.monitor.performance_monitor import gpu as gpu_module
 from lightning_opt.profiling.monitor.performance_monitor import step_times
@@ -234,14 +234,6 @@ def test_given_flops_are_taken_and_none_are_left_out():
         quiet_trainer(callbacks=[monitor]).fit(SmallNet())
         assert monitor._facts.flops_a_sample is None
         assert monitor._flops(1, 4) == expected
-
-
-def test_compiled_parts_are_known():
-    net = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert not is_compiled(net)
-    net[1].compile(backend="eager")
-    assert is_compiled(net)
-    assert is_compiled(torch.compile(nn.Linear(2, 2), backend="eager"))
 
 
 def test_a_model_of_compile_model_is_not_counted():
