@@ -1,6 +1,8 @@
 """What importing the package costs and offers."""
 
 import ast
+import json
+import pickle
 import re
 import subprocess
 import sys
@@ -25,29 +27,67 @@ for name in before | {OPTIONAL}:
     if name.partition(".")[0] in {OPTIONAL}:
         sys.modules[name] = None
 import lightning_opt
-print(json.dumps(sorted(set(sys.modules) - before - {OPTIONAL})))
+known = "ddp_topk" in lightning.pytorch.strategies.StrategyRegistry
+for name in lightning_opt.__all__:
+    getattr(lightning_opt, name)
+print(json.dumps([known, *sorted(set(sys.modules) - before - {OPTIONAL})]))
 """
+
+# Nothing of ours is used between the import and the Trainer.
+OURS_FIRST = """
+import sys
+import lightning_opt
+assert "torch" not in sys.modules, "importing the package imports torch"
+assert {"preset", "TopK"} <= set(dir(lightning_opt)) and lightning_opt.__version__
+print(sorted({name.partition(".")[0] for name in sys.modules} - sys.stdlib_module_names))
+from lightning.pytorch.strategies import StrategyRegistry
+import lightning
+trainer = lightning.Trainer(strategy="ddp_topk", accelerator="cpu", logger=False)
+print(type(trainer.strategy) is lightning_opt.CompressedDDPStrategy, "ddp_fp16" in StrategyRegistry)
+"""
+
+
+def run(program: str) -> list[str]:
+    """Return the lines that a new interpreter prints."""
+    command = [sys.executable, "-W", "ignore", "-c", program]
+    done = subprocess.run(
+        command, cwd=ROOT.parent, check=True, capture_output=True, text=True, timeout=120
+    )
+    return done.stdout.splitlines()
 
 
 @pytest.fixture(scope="module")
 def imported() -> set[str]:
-    """The modules that ``import lightning_opt`` adds to those of Lightning."""
-    command = [sys.executable, "-W", "ignore", "-c", READ_IMPORTS]
-    output = subprocess.run(
-        command, cwd=ROOT.parent, check=True, capture_output=True, text=True, timeout=120
-    ).stdout
-    return set(ast.literal_eval(output.splitlines()[-1]))
+    """The modules that the exports add to those of Lightning."""
+    registered, *modules = json.loads(run(READ_IMPORTS)[-1])
+    assert registered, "Lightning was there, and the strategy strings were not registered"
+    return set(modules)
 
 
+@pytest.mark.slow
 def test_import_brings_nothing_that_lightning_has_not(imported):
     """Heavy and optional packages are imported where they are used."""
     packages = {name.partition(".")[0] for name in imported}
-    assert packages - sys.stdlib_module_names - {"torch"} == {"lightning_opt"}
+    allowed = {"lazy_loader", "lightning_opt", "wrapt"}
+    assert packages - sys.stdlib_module_names - {"torch"} == allowed
 
 
+@pytest.mark.slow
 def test_import_leaves_torchs_optional_parts_alone(imported):
     heavy = ("torch._dynamo", "torch._inductor", "torch.onnx", "torch.utils.tensorboard")
     assert not [name for name in imported if name.startswith(heavy)]
+
+
+@pytest.mark.slow
+def test_import_before_lightning_costs_nothing_and_registers_the_strategies():
+    packages, *_, trained = run(OURS_FIRST)
+    loaded = set(ast.literal_eval(packages)) - {"sitecustomize", "__main__"}
+    assert {name for name in loaded if not name.startswith("_")} == {
+        "lazy_loader",
+        "lightning_opt",
+        "wrapt",
+    }
+    assert trained == "True True"
 
 
 def test_exports_are_sorted_and_exist():
@@ -62,7 +102,17 @@ def test_nothing_public_is_left_out_of_the_exports():
         for name, value in vars(lo).items()
         if not name.startswith("_") and not isinstance(value, ModuleType)
     }
-    assert public == set(lo.__all__)
+    assert public <= set(lo.__all__) == set(dir(lo))
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    with pytest.raises(AttributeError, match="NoSuchCallback"):
+        lo.NoSuchCallback  # noqa: B018
+
+
+def test_exports_can_be_pickled():
+    for name in lo.__all__:
+        assert pickle.loads(pickle.dumps(getattr(lo, name))) is getattr(lo, name)
 
 
 def test_exports_belong_to_the_package():

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import difflib
+import importlib.util
 import os
 import sys
 import traceback
@@ -86,17 +87,17 @@ def _dispatch(words: list[str]) -> int:
         return OK
     name = words[0]
     if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UsageError(
-            f"There is no command {name!r}; there are {', '.join(COMMANDS)}. "
-            "lightning-opt --help says what they do."
+            f"There is no command {name!r}; "
+            + (f"did you mean {near[0]!r}? " if near else f"there are {', '.join(COMMANDS)}. ")
+            + "lightning-opt --help says what they do."
         )
-    try:
-        import jsonargparse  # noqa: F401
-    except ImportError as error:
+    if importlib.util.find_spec("jsonargparse") is None:
         raise MissingExtraError(
             f"lightning-opt {name} needs jsonargparse, which is not installed: "
             "pip install 'lightning-opt[cli]'."
-        ) from error
+        )
     command = importlib.import_module(f"lightning_opt.cli.{name}_command")
     code: int = command.run(words[1:])
     return code

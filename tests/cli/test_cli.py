@@ -84,6 +84,19 @@ def test_without_anything_it_says_what_there_is(capsys):
     assert lo.__version__ in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("words", [["--help"], ["--version"], ["tun"], []])
+def test_what_trains_nothing_loads_no_torch(words):
+    """Torch and Lightning take seconds to import, which an answer of one line is not worth."""
+    program = (
+        "import sys; from lightning_opt.cli import main; main(sys.argv[1:])\n"
+        "print(sorted({'torch', 'lightning', 'numpy', 'jsonargparse'} & set(sys.modules)))"
+    )
+    command = [sys.executable, "-c", program, *words]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
 @pytest.mark.parametrize("command", ["fit", "presets", "tune", "bench", "profile", "doctor"])
 def test_help_teaches(command, capsys):
     assert main([command, "--help"]) == 0
@@ -98,7 +111,8 @@ def test_help_teaches(command, capsys):
 @pytest.mark.parametrize(
     ("arguments", "sentence"),
     [
-        (["tun"], "There is no command 'tun'; there are fit, presets"),
+        (["tun"], "There is no command 'tun'; did you mean 'tune'?"),
+        (["train"], "There is no command 'train'; there are fit, presets"),
         (["presets", "advancd"], "There is no preset 'advancd'; did you mean 'advanced'?"),
         (["presets", "basic", "--without", "Clipping"], "has no 'Clipping'"),
         (["bench"], "bench needs a model"),
