@@ -1,0 +1,155 @@
+"""Runs features on the models of the zoo, and says what each does to the weights.
+
+A cell works (``identical``, ``close`` or ``changed`` beside the same run without the feature), is
+``refused`` before the first step, or ``fails``, which is a bug.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import traceback
+import warnings
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from tests.helpers.trainers import quiet_trainer
+from tests.matrix.subjects import CHANGES, Subject, find_subjects
+from tests.zoo.models import MODELS, Learner, make
+
+FILE = Path(__file__).parents[2] / "docs" / "zoo.json"
+AGAIN = "Run `python -m tests.zoo`, look at what changed, and commit docs/zoo.json."
+
+ROUNDING = 1e-3
+"""Largest difference to count as rounding, of the distance that training moves the weights."""
+
+MORE_CHANGES = {
+    "DynamicLossScale": "float16",
+    "MicroBatching": "losses that are no mean over samples, and dropout masks drawn in parts",
+}
+"""Beside ``CHANGES`` of the matrix: what may change weights of these models."""
+
+Weights = dict[str, Tensor]
+
+
+def subjects() -> list[Subject]:
+    """Return what is tried: every callback, precision plugin and profiler of the package."""
+    return [subject for subject in find_subjects() if subject.kind != "strategy"]
+
+
+def fit(model: Learner, subject: Subject | None) -> Weights:
+    """Train for the model's batches, and return its weights."""
+    settings = subject.trainer_settings() if subject else {}
+    torch.manual_seed(0)
+    quiet_trainer(limit_val_batches=0, **settings).fit(model)
+    return weights_of(model)
+
+
+def weights_of(model: Learner) -> Weights:
+    """Return copies of the weights and buffers, by name."""
+    return {
+        name.replace("_orig_mod.", ""): value.detach().clone()
+        for name, value in model.state_dict().items()
+        if value.is_floating_point()
+    }
+
+
+def largest_difference(a: Weights, b: Weights) -> float:
+    """Return the largest difference of any two elements that are not the same."""
+    if a.keys() != b.keys():
+        raise RuntimeError(f"The weights have other names: {sorted(a.keys() ^ b.keys())}.")
+    largest = 0.0
+    for name, value in a.items():
+        other = b[name]
+        differs = (value != other) & ~(value.isnan() & other.isnan())  # infinities may be the same
+        if differs.any():
+            largest = max(largest, float((value - other)[differs].abs().max()))
+    return largest
+
+
+class Row:
+    """One model with every feature.
+
+    Args:
+        name: Of the model.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.start = weights_of(make(name))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            self.plain = fit(make(name), None)
+        self.moved = largest_difference(self.plain, self.start)
+        if not self.moved > 0.0:
+            raise RuntimeError(f"{name} learns nothing by itself.")
+
+    def cell(self, subject: Subject) -> str:
+        """Return what the feature does to the model."""
+        model = make(self.name)
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                weights = fit(model, subject)
+                distance = largest_difference(weights, self.plain)
+        except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
+            return describe(error, model)
+        if distance == 0.0:
+            return "identical"
+        if distance <= ROUNDING * self.moved:
+            return "close"
+        if subject.name in CHANGES.keys() | MORE_CHANGES.keys():
+            finite = all(torch.isfinite(weights[name]).all() for name in _finite(self.plain))
+            return "changed" if finite else "fails: the weights are not finite"
+        return f"fails: it changes the weights; by {distance / self.moved:.2g} of the way"
+
+
+def _finite(weights: Weights) -> list[str]:
+    return [name for name, value in weights.items() if torch.isfinite(value).all()]
+
+
+def describe(error: Exception, model: Learner) -> str:
+    """Return what a cell says that raised."""
+    message = " ".join(str(error).split())
+    last = traceback.extract_tb(error.__traceback__)[-1]
+    if model.begun:
+        where = f"{Path(last.filename).name}:{last.lineno}"
+        return f"fails: {type(error).__name__} in training, from {where}: {message}"
+    if "/lightning_opt/" in last.filename or "/lightning/" in last.filename:
+        return f"refused: {message}"
+    return f"fails: {type(error).__name__} from {Path(last.filename).name}: {message}"
+
+
+def run_row(name: str, wanted: list[Subject]) -> dict[str, str]:
+    """Return the cells of a model by the label of the feature."""
+    before = Path.cwd()
+    with tempfile.TemporaryDirectory() as folder:
+        os.chdir(folder)  # some write files of their own
+        try:
+            row = Row(name)
+            return {subject.label: row.cell(subject) for subject in wanted}
+        finally:
+            os.chdir(before)
+
+
+def read() -> dict[str, dict[str, str]]:
+    """Return the recorded cells: by model, by feature."""
+    rows: dict[str, dict[str, str]] = json.loads(FILE.read_text())["rows"]
+    return rows
+
+
+def write(rows: dict[str, dict[str, str]]) -> None:
+    """Record what was found, with the versions of the libraries."""
+    from importlib.metadata import version
+
+    names = ("torch", "lightning", "transformers", "peft", "diffusers", "torch_geometric")
+    versions = {name: version(name).partition("+")[0] for name in names}
+    FILE.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+def known_models() -> list[str]:
+    """Return the names of the rows."""
+    return list(MODELS)

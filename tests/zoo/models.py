@@ -1,0 +1,456 @@
+"""Models that others wrote, tiny and random, with batches as their users have them.
+
+Each is what a user's code makes of the library: the model in a LightningModule whose step asks the
+model for its loss. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, fields
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import lightning as L
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+BATCHES, ROWS, LENGTH, VOCABULARY = 4, 4, 12, 64
+
+
+class Learner(L.LightningModule):
+    """Trains a model of somebody else's.
+
+    Args:
+        model: The model.
+        batches: What it is trained on, one after the other.
+        step: Takes the model and a batch and returns the loss.
+    """
+
+    def __init__(
+        self, model: nn.Module, batches: list[Any], step: Callable[[nn.Module, Any], Tensor]
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.batches, self.step = batches, step
+        self.begun = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.begun = True
+        loss = self.step(self.model, batch)
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        # Gradients that are zero but for rounding stay small: Adam's usual epsilon would make whole
+        # steps of them, so that any other order of adding up looked like another training.
+        return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+
+
+def loss_of(model: nn.Module, batch: Any) -> Tensor:
+    """Ask a model of ``transformers`` for its loss."""
+    loss: Tensor = model(**batch).loss
+    return loss
+
+
+def tokens(generator: torch.Generator, rows: int = ROWS, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+
+
+def encodings(*, labels: str | None, padded: bool = True, classes: int = 0) -> list[Any]:
+    """Return batches as a tokenizer makes them: ``BatchEncoding``, padded to the longest row.
+
+    Args:
+        labels: ``"causal"`` for the input itself, ``"masked"`` for some of it, ``"class"`` for a
+            class a row, ``"sequence"`` for another text.
+        padded: Whether rows end at different places.
+        classes: Of ``"class"``.
+    """
+    from transformers import BatchEncoding
+
+    generator = torch.Generator().manual_seed(1)
+    batches = []
+    for number in range(BATCHES):
+        length = LENGTH - number % 2 * 3  # bucketed: the batches differ in length
+        ids = tokens(generator, length=length)
+        mask = torch.ones_like(ids)
+        if padded:
+            for row in range(1, ROWS):
+                mask[row, length - row :] = 0
+        ids = ids * mask
+        batch = {"input_ids": ids, "attention_mask": mask}
+        if labels == "causal":
+            batch["labels"] = ids.masked_fill(mask == 0, -100)
+        elif labels == "masked":
+            hidden = torch.rand(ids.shape, generator=generator) < 0.3
+            batch["labels"] = ids.masked_fill(~hidden | (mask == 0), -100)
+        elif labels == "sequence":
+            batch["labels"] = tokens(generator, length=5)
+        elif labels == "class":
+            batch["labels"] = torch.randint(classes, (ROWS,), generator=generator)
+        batches.append(BatchEncoding(batch))
+    return batches
+
+
+def images(*, size: int = 16, classes: int = 5) -> list[Any]:
+    generator = torch.Generator().manual_seed(1)
+    return [
+        {
+            "pixel_values": torch.randn(ROWS, 3, size, size, generator=generator),
+            "labels": torch.randint(classes, (ROWS,), generator=generator),
+        }
+        for _ in range(BATCHES)
+    ]
+
+
+SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
+DECODER = {
+    **SMALL,
+    "vocab_size": VOCABULARY,
+    "intermediate_size": 48,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 32,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def gpt2() -> Learner:
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    config = GPT2Config(
+        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=3, n_head=4, bos_token_id=1,
+        eos_token_id=2, resid_pdrop=0.1,
+    )  # fmt: skip
+    return Learner(GPT2LMHeadModel(config), encodings(labels="causal"), loss_of)
+
+
+def llama() -> Learner:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    return Learner(LlamaForCausalLM(LlamaConfig(**DECODER)), encodings(labels="causal"), loss_of)
+
+
+def qwen() -> Learner:
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    batches = encodings(labels="causal", padded=False)
+    return Learner(Qwen2ForCausalLM(Qwen2Config(**DECODER)), batches, loss_of)
+
+
+def mixture_of_experts() -> Learner:
+    from transformers import MixtralConfig, MixtralForCausalLM
+
+    config = MixtralConfig(
+        **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
+    )
+    return Learner(MixtralForCausalLM(config), encodings(labels="causal"), loss_of)
+
+
+def bert() -> Learner:
+    from transformers import BertConfig, BertForMaskedLM
+
+    config = BertConfig(**SMALL, vocab_size=VOCABULARY, intermediate_size=48)
+    return Learner(BertForMaskedLM(config), encodings(labels="masked"), loss_of)
+
+
+def deberta() -> Learner:
+    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
+
+    config = DebertaV2Config(
+        **SMALL, vocab_size=VOCABULARY, intermediate_size=48, relative_attention=True,
+        pos_att_type=["p2c", "c2p"], position_buckets=8, num_labels=3,
+    )  # fmt: skip
+    model = DebertaV2ForSequenceClassification(config)
+    return Learner(model, encodings(labels="class", classes=3), loss_of)
+
+
+def t5() -> Learner:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(
+        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
+        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
+    )  # fmt: skip
+    return Learner(T5ForConditionalGeneration(config), encodings(labels="sequence"), loss_of)
+
+
+def bart() -> Learner:
+    from transformers import BartConfig, BartForConditionalGeneration
+
+    config = BartConfig(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, max_position_embeddings=32, pad_token_id=0, bos_token_id=1,
+        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
+    )  # fmt: skip
+    return Learner(BartForConditionalGeneration(config), encodings(labels="sequence"), loss_of)
+
+
+def whisper() -> Learner:
+    """Speech: an encoder of spectrograms and a decoder of text."""
+    from transformers import WhisperConfig, WhisperForConditionalGeneration
+
+    config = WhisperConfig(
+        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2,
+        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
+        decoder_ffn_dim=48, max_source_positions=10, max_target_positions=16, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+        begin_suppress_tokens=None,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {
+            "input_features": torch.randn(ROWS, 8, 20, generator=generator),
+            "labels": tokens(generator, length=6),
+        }
+        for _ in range(BATCHES)
+    ]
+    return Learner(WhisperForConditionalGeneration(config), batches, loss_of)
+
+
+def vit() -> Learner:
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(**SMALL, intermediate_size=48, image_size=16, patch_size=4, num_labels=5)
+    return Learner(ViTForImageClassification(config), images(), loss_of)
+
+
+def swin() -> Learner:
+    from transformers import SwinConfig, SwinForImageClassification
+
+    config = SwinConfig(
+        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4,
+        num_labels=5,
+    )  # fmt: skip
+    return Learner(SwinForImageClassification(config), images(), loss_of)
+
+
+def convnext() -> Learner:
+    from transformers import ConvNextConfig, ConvNextForImageClassification
+
+    config = ConvNextConfig(
+        num_stages=2, hidden_sizes=[8, 16], depths=[1, 2], image_size=16, num_labels=5
+    )
+    return Learner(ConvNextForImageClassification(config), images(), loss_of)
+
+
+def clip() -> Learner:
+    from transformers import CLIPConfig, CLIPModel
+
+    config = CLIPConfig(
+        text_config={**DECODER, "num_key_value_heads": 4},
+        vision_config={**SMALL, "intermediate_size": 48, "image_size": 16, "patch_size": 4},
+        projection_dim=16,
+    )
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {
+            "input_ids": tokens(generator),
+            "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=generator),
+            "return_loss": True,
+        }
+        for _ in range(BATCHES)
+    ]
+    return Learner(CLIPModel(config), batches, loss_of)
+
+
+def mamba() -> Learner:
+    """A state-space model."""
+    from transformers import MambaConfig, MambaForCausalLM
+
+    config = MambaConfig(
+        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0,
+        bos_token_id=1, eos_token_id=2, time_step_rank=2,
+    )  # fmt: skip
+    return Learner(MambaForCausalLM(config), encodings(labels="causal", padded=False), loss_of)
+
+
+def lora() -> Learner:
+    """Low-rank adapters on a frozen base."""
+    from peft import LoraConfig, get_peft_model
+
+    base = llama()
+    settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
+    return Learner(get_peft_model(base.model, settings), base.batches, loss_of)
+
+
+@dataclass
+class Noised:
+    """A batch as a dataclass, as those who write their own loops have it."""
+
+    image: Tensor
+    noise: Tensor
+    time: Tensor
+
+
+def unet() -> Learner:
+    from diffusers import UNet2DModel
+
+    model = UNet2DModel(
+        sample_size=8, in_channels=3, out_channels=3, layers_per_block=1, norm_num_groups=4,
+        block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
+        up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
+    )  # fmt: skip
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        Noised(
+            torch.randn(ROWS, 3, 8, 8, generator=generator),
+            torch.randn(ROWS, 3, 8, 8, generator=generator),
+            torch.randint(1000, (ROWS,), generator=generator),
+        )
+        for _ in range(BATCHES)
+    ]
+
+    def step(model: nn.Module, batch: Noised) -> Tensor:
+        assert {field.name for field in fields(batch)} == {"image", "noise", "time"}
+        predicted = model(batch.image + batch.noise, batch.time).sample
+        return nn.functional.mse_loss(predicted, batch.noise)
+
+    return Learner(model, batches, step)
+
+
+def graph_network() -> Learner:
+    """Graphs of different sizes in one sparse batch."""
+    from torch_geometric.data import Batch, Data
+    from torch_geometric.nn import GCN, global_mean_pool
+
+    generator = torch.Generator().manual_seed(1)
+
+    def graph(nodes: int) -> Data:
+        return Data(
+            x=torch.randn(nodes, 6, generator=generator),
+            edge_index=torch.randint(nodes, (2, 3 * nodes), generator=generator),
+            y=torch.randint(3, (1,), generator=generator),
+        )
+
+    batches = [
+        Batch.from_data_list([graph(3 + (row + number) % 4) for row in range(ROWS)])
+        for number in range(BATCHES)
+    ]
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        nodes = model(batch.x, batch.edge_index)
+        return nn.functional.cross_entropy(global_mean_pool(nodes, batch.batch), batch.y)
+
+    return Learner(GCN(6, 16, num_layers=3, out_channels=3), batches, step)
+
+
+def torch_transformer() -> Learner:
+    """torch's own encoder, with a causal mask of -inf in a buffer."""
+
+    class Encoder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, 16)
+            layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 3)
+            self.head = nn.Linear(16, VOCABULARY)
+            mask = nn.Transformer.generate_square_subsequent_mask(LENGTH)
+            self.register_buffer("mask", mask)
+
+        def forward(self, ids: Tensor) -> Tensor:
+            hidden = self.encoder(self.embedding(ids), mask=self.mask, is_causal=True)
+            result: Tensor = self.head(hidden)
+            return result
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [(tokens(generator), tokens(generator)) for _ in range(BATCHES)]
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        ids, targets = batch
+        return nn.functional.cross_entropy(model(ids).flatten(0, 1), targets.flatten())
+
+    return Learner(Encoder(), batches, step)
+
+
+def lstm() -> Learner:
+    """torch's own LSTM on packed sequences of different lengths."""
+
+    class Tagger(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding = nn.Embedding(VOCABULARY, 16)
+            self.lstm = nn.LSTM(16, 16, num_layers=2, batch_first=True, dropout=0.1)
+            self.head = nn.Linear(16, 5)
+
+        def forward(self, ids: Tensor, lengths: Tensor) -> Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(
+                self.embedding(ids), lengths.cpu(), batch_first=True, enforce_sorted=False
+            )
+            _, (last, _) = self.lstm(packed)
+            result: Tensor = self.head(last[-1])
+            return result
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [
+        {
+            "ids": tokens(generator),
+            "lengths": torch.randint(3, LENGTH, (ROWS,), generator=generator),
+            "labels": torch.randint(5, (ROWS,), generator=generator),
+        }
+        for _ in range(BATCHES)
+    ]
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        return nn.functional.cross_entropy(model(batch["ids"], batch["lengths"]), batch["labels"])
+
+    return Learner(Tagger(), batches, step)
+
+
+def lightning_demo() -> Learner:
+    """Lightning's demo transformer, which takes input and target."""
+    from lightning.pytorch.demos import Transformer
+
+    generator = torch.Generator().manual_seed(1)
+    batches = [(tokens(generator), tokens(generator)) for _ in range(BATCHES)]
+
+    def step(model: nn.Module, batch: Any) -> Tensor:
+        output = model(*batch)
+        return nn.functional.nll_loss(output, batch[1].view(-1))
+
+    model = Transformer(vocab_size=VOCABULARY, ninp=16, nhead=2, nhid=16, nlayers=2, dropout=0.1)
+    return Learner(model, batches, step)
+
+
+MODELS: dict[str, Callable[[], Learner]] = {
+    "GPT-2": gpt2,
+    "Llama": llama,
+    "Qwen2": qwen,
+    "Mixtral": mixture_of_experts,
+    "BERT": bert,
+    "DeBERTa": deberta,
+    "T5": t5,
+    "BART": bart,
+    "Whisper": whisper,
+    "ViT": vit,
+    "Swin": swin,
+    "ConvNeXt": convnext,
+    "CLIP": clip,
+    "Mamba": mamba,
+    "LoRA on Llama": lora,
+    "UNet": unet,
+    "GCN": graph_network,
+    "torch Transformer": torch_transformer,
+    "torch LSTM": lstm,
+    "Lightning Transformer": lightning_demo,
+}
+"""By the names that the table of the documentation has."""
+
+
+def make(name: str) -> Learner:
+    """Return a model, the same at each call."""
+    torch.manual_seed(0)
+    return MODELS[name]()
+
+
+def names() -> Iterator[str]:
+    yield from MODELS
