@@ -1,6 +1,6 @@
-"""The running statistic of a scalar: a window with its mean, deviation and quantiles.
+"""Running statistics of a scalar: a window of its values, and a band of what is usual.
 
-It is a small rule over a plain ``dict`` that holds its state, so that a checkpoint can take the
+Each is a small rule over a plain ``dict`` that holds its state, so that a checkpoint can take the
 state as it is. A value that is a Python float is handled with Python floats; a value that is a
 0-dimensional tensor is handled on its device without ever reading it. NaN and infinity never enter:
 an update with one of them changes nothing.
@@ -23,9 +23,17 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import at_least, fraction, positive
 from lightning_opt.core.scalars import (
     Scalar,
+    as_kind_of,
+    clamp,
+    exp,
+    isfinite,
+    log,
+    logical_and,
+    maximum,
+    sqrt,
     where,
     wide_dtype,
 )
@@ -129,6 +137,95 @@ class Window:
     def _held(state: State) -> Tensor:
         values, count = state["values"], state["count"]
         return torch.arange(len(values), device=values.device).lt(count)
+
+
+class LogBand:
+    """The usual values of a positive series, as a band of their logarithm that no spike can widen.
+
+    Losses and norms of a training spread over factors, not over differences, so mean and deviation
+    are those of the logarithm, averaged exponentially. The band ends at ``exp(mean + k * std)``. A
+    value enters the average only as far as ``winsor`` deviations from the mean, and one beyond the
+    band moves the mean without widening it. After ``patience`` values in a row beyond it the band
+    moves to their level.
+
+    In the warm-up the deviation is that from one value to the next (von Neumann's estimate, half
+    the mean square of the differences), which a trend does not enter, and the weight of a new value
+    in the average is ``3 / (n + 3)`` after ``n`` values until it reaches ``1 - decay``.
+
+    Args:
+        k: Standard deviations above the mean, above 0.
+        decay: Share of the old estimate that is kept at each value, in [0, 1).
+        winsor: Deviations from the mean beyond which a value counts as no further, above 0.
+        warmup: Values to see before the band ends anywhere, at least 2.
+        patience: Values in a row beyond the band after which it moves; None for never.
+        min_std: The band's deviation is at least this (of the natural logarithm).
+    """
+
+    WARMUP_STD = 0.5
+    """Deviation assumed at least while it is not yet known; a factor of 1.6."""
+
+    LEAD = 3.0
+    """How much more than an equal share a new value weighs at first."""
+
+    def __init__(
+        self,
+        k: float = 3.0,
+        decay: float = 0.99,
+        winsor: float = 2.0,
+        warmup: int = 20,
+        patience: int | None = 25,
+        min_std: float = 0.1,
+    ) -> None:
+        self.k, self.decay = positive("k", k), fraction("decay", decay)
+        self.winsor = positive("winsor", winsor)
+        self.warmup = at_least("warmup", warmup, 2)
+        self.patience = None if patience is None else at_least("patience", patience, 1)
+        self.min_std = positive("min_std", min_std)
+
+    def init(self) -> State:
+        """Return the state before any value."""
+        return {
+            "count": 0,
+            "mean": 0.0,
+            "var": 0.0,
+            "previous": 0.0,
+            "streak": 0,
+            "streak_sum": 0.0,
+        }
+
+    def limit(self, value: Scalar, state: State) -> Scalar:
+        """Return the threshold for this value, then move the band."""
+        # A device rounds `exp` and division otherwise than Python does, and the step after a resume
+        # must round as the steps around it.
+        count, mean, var = (as_kind_of(value, state[key]) for key in ("count", "mean", "var"))
+        x = log(value)  # minus infinity for a value of 0, which then does not enter
+        finite, warm, first = isfinite(x), count < self.warmup, count < 1
+        std = maximum(sqrt(var), self.min_std)
+        threshold = where(warm, math.inf, exp(mean + self.k * std))
+        over = logical_and(value > threshold, finite)
+
+        width = self.winsor * where(warm, maximum(std, self.WARMUP_STD), std)
+        weight = maximum(1.0 - self.decay, self.LEAD / (count + self.LEAD))
+        delta = where(first, x - mean, clamp(x - mean, width))
+        jump = where(first, 0.0, clamp(x - state["previous"], width))
+        settling = var + (0.5 * jump * jump - var) / maximum(count, 1)
+        following = where(over, var, (1.0 - weight) * (var + weight * delta * delta))
+
+        # A value that is not finite changes nothing; it neither extends nor ends a streak.
+        state["count"] = count + where(finite, 1, 0)
+        state["mean"] = where(finite, mean + weight * delta, mean)
+        state["var"] = where(finite, where(warm, settling, following), var)
+        state["previous"] = where(finite, x, state["previous"])
+        broken = logical_and(value <= threshold, finite)
+        state["streak"] = where(broken, 0, state["streak"] + where(over, 1, 0))
+        state["streak_sum"] = where(broken, 0.0, state["streak_sum"] + where(over, x, 0.0))
+        if self.patience is not None:
+            moved = state["streak"] >= self.patience
+            level = state["streak_sum"] / maximum(state["streak"], 1)
+            state["mean"] = where(moved, level, state["mean"])
+            state["streak"] = where(moved, 0, state["streak"])
+            state["streak_sum"] = where(moved, 0.0, state["streak_sum"])
+        return threshold
 
 
 def _on_device(state: State, like: Tensor, length: int) -> None:

@@ -64,6 +64,9 @@ class AdaptiveClipping(RunCallback):
         >>> trainer = L.Trainer(callbacks=[lo.AdaptiveClipping()], logger=False)
     """
 
+    rescales_gradients = True
+    """A guard must stand before it."""
+
     def __init__(self, rule: str | ClippingRule = "robust", every_n_steps: int = 50) -> None:
         self.rule = resolve_rule(rule)
         self._schedule = Schedule(every_n_steps)

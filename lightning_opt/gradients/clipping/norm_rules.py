@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, TypeAlias
+from typing import ClassVar, Literal
 
 from torch import Tensor, nn
 
@@ -20,20 +20,13 @@ from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import (
     Condition,
     Scalar,
-    as_kind_of,
-    clamp,
-    exp,
     isfinite,
-    log,
     logical_and,
-    maximum,
     minimum,
     sqrt,
     where,
 )
-from lightning_opt.core.statistics import Window
-
-State: TypeAlias = dict[str, Any]
+from lightning_opt.core.statistics import LogBand, State, Window
 
 NORM_EPSILON = 1e-6
 """Added to a norm before a threshold is divided by it, as in ``torch.nn.utils.clip_grad_norm_``."""
@@ -280,23 +273,16 @@ class ZClip(NormRule):
         return adaptive if self.max_norm is None else minimum(adaptive, self.max_norm)
 
 
-class Robust(NormRule):
-    """The default: a band around the logarithm of the norm that no spike can widen.
+class Robust(LogBand, NormRule):
+    """The default: the norms' own :class:`~lightning_opt.core.statistics.LogBand` as threshold.
 
-    Norms of a training run spread over factors, not over differences, so mean and deviation are
-    those of the logarithm, averaged exponentially. The threshold is ``exp(mean + k * std)``. A norm
-    enters the average only as far as ``winsor`` deviations from the mean, and one that was clipped
-    moves the mean without widening the band: one spike or ten leave the threshold where it was. If
+    No spike widens that band, and one spike or ten leave the threshold where it was. If
     ``patience`` steps in a row are clipped, the norm has moved for good (a new phase of training, a
-    changed learning rate), and the band moves to their level.
+    changed learning rate), and the band moves to their level. That lets a run through that truly
+    diverges, 25 steps late: put a guard behind it.
 
-    That last part lets a run through that truly diverges, 25 steps late: put a guard behind it.
-
-    A training begins with norms that fall, often tenfold within a hundred steps, and an average of
-    them all would leave the band far above the norms for as long again. So in the warm-up the
-    deviation is that from one norm to the next (von Neumann's estimate, half the mean square of the
-    differences), which a trend does not enter, and the weight of a new norm in the average is
-    ``3 / (n + 3)`` after ``n`` norms until it reaches ``1 - decay``.
+    A training begins with norms that fall, often tenfold within a hundred steps; the band follows
+    them down in its warm-up.
 
     Args:
         k: Standard deviations above the mean, above 0. At 3 a steady run has one step in 400
@@ -308,69 +294,3 @@ class Robust(NormRule):
         min_std: The band's deviation is at least this (of the natural logarithm), so that runs with
             hardly any noise are not clipped at every turn. 0.1 lets through 1.35 times the mean.
     """
-
-    WARMUP_STD = 0.5
-    """Deviation assumed at least while it is not yet known; a factor of 1.6."""
-
-    LEAD = 3.0
-    """How much more than an equal share a new norm weighs at first."""
-
-    def __init__(
-        self,
-        k: float = 3.0,
-        decay: float = 0.99,
-        winsor: float = 2.0,
-        warmup: int = 20,
-        patience: int | None = 25,
-        min_std: float = 0.1,
-    ) -> None:
-        self.k, self.decay = positive("k", k), fraction("decay", decay)
-        self.winsor = positive("winsor", winsor)
-        self.warmup = at_least("warmup", warmup, 2)
-        self.patience = None if patience is None else at_least("patience", patience, 1)
-        self.min_std = positive("min_std", min_std)
-
-    def init(self) -> State:
-        """Return the state before any norm."""
-        return {
-            "count": 0,
-            "mean": 0.0,
-            "var": 0.0,
-            "previous": 0.0,
-            "streak": 0,
-            "streak_sum": 0.0,
-        }
-
-    def limit(self, norm: Scalar, state: State) -> Scalar:
-        """Return the threshold for this norm, then move the band."""
-        # A device rounds `exp` and division otherwise than Python does, and the step after a resume
-        # must round as the steps around it.
-        count, mean, var = (as_kind_of(norm, state[key]) for key in ("count", "mean", "var"))
-        x = log(norm)  # minus infinity for a norm of 0, which then does not enter
-        finite, warm, first = isfinite(x), count < self.warmup, count < 1
-        std = maximum(sqrt(var), self.min_std)
-        threshold = where(warm, math.inf, exp(mean + self.k * std))
-        over = logical_and(norm > threshold, finite)
-
-        width = self.winsor * where(warm, maximum(std, self.WARMUP_STD), std)
-        weight = maximum(1.0 - self.decay, self.LEAD / (count + self.LEAD))
-        delta = where(first, x - mean, clamp(x - mean, width))
-        jump = where(first, 0.0, clamp(x - state["previous"], width))
-        settling = var + (0.5 * jump * jump - var) / maximum(count, 1)
-        following = where(over, var, (1.0 - weight) * (var + weight * delta * delta))
-
-        # A norm that is not finite changes nothing; it neither extends nor ends a streak.
-        state["count"] = count + where(finite, 1, 0)
-        state["mean"] = where(finite, mean + weight * delta, mean)
-        state["var"] = where(finite, where(warm, settling, following), var)
-        state["previous"] = where(finite, x, state["previous"])
-        broken = logical_and(norm <= threshold, finite)
-        state["streak"] = where(broken, 0, state["streak"] + where(over, 1, 0))
-        state["streak_sum"] = where(broken, 0.0, state["streak_sum"] + where(over, x, 0.0))
-        if self.patience is not None:
-            moved = state["streak"] >= self.patience
-            level = state["streak_sum"] / maximum(state["streak"], 1)
-            state["mean"] = where(moved, level, state["mean"])
-            state["streak"] = where(moved, 0, state["streak"])
-            state["streak_sum"] = where(moved, 0.0, state["streak_sum"])
-        return threshold

@@ -16,7 +16,8 @@ from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import isfinite, where, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
-from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule, State
+from lightning_opt.core.statistics import State
+from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
 
 
 class FixedValue(ClippingRule):

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.scalars import Condition, Scalar, isfinite, logical_and, where, wide_dtype
-from lightning_opt.gradients.clipping.norm_rules import Robust
+from lightning_opt.core.statistics import LogBand
 
 Kind: TypeAlias = Literal[
     "nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_spike", "nonfinite_weight"
@@ -88,7 +88,7 @@ class Detector:
     """
 
     def __init__(self, spike: float | None, patience: int) -> None:
-        self._usual = None if spike is None else Robust(k=spike, patience=patience)
+        self._usual = None if spike is None else LogBand(k=spike, patience=patience)
 
     def init(self) -> dict[str, Any]:
         """Return the state before the first step."""

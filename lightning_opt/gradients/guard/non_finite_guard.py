@@ -25,7 +25,6 @@ from lightning_opt.gradients.access import (
     loss_scale_of,
     unscales_itself,
 )
-from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
 from lightning_opt.gradients.guard.buffers import BufferKeeper
 from lightning_opt.gradients.guard.events import Event, EventLog
 from lightning_opt.gradients.guard.faults import Symptoms
@@ -180,9 +179,11 @@ class NonFiniteGuard(Callback):
         self._access.check_trainer(trainer)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         before = callbacks[: callbacks.index(self)] if self in callbacks else []
-        if any(isinstance(callback, AdaptiveClipping) for callback in before):
+        clipping = [other for other in before if getattr(other, "rescales_gradients", False)]
+        if clipping:
             raise ValueError(
-                "NonFiniteGuard must stand before AdaptiveClipping in Trainer(callbacks=[...]): "
+                f"NonFiniteGuard must stand before {type(clipping[0]).__name__} in "
+                "Trainer(callbacks=[...]): "
                 "behind it, it would see spikes only after they have been clipped."
             )
         if self._module is None or self._module() is not pl_module:
