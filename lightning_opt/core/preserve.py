@@ -1,37 +1,186 @@
-"""Trying something on a model and leaving no trace of it."""
+"""Putting a model's state back: after a trial that is to leave no trace, or a step that failed."""
 
 from __future__ import annotations
 
+import functools
+import math
 import random
-import sys
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple, deque)
 """Attributes of these types are put back: counters, flags, collected outputs."""
 
-_OWN = frozenset(
-    ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set", "_is_full_backward_hook")
-)
+LONGEST_COPIED = 1000
+"""Entries of a container that is copied; of longer ones only the length is kept."""
+
+SMALL = 64 * 2**10
+"""Bytes of a tensor that is copied whether a step has been seen to write it or not."""
+
+LARGE = 64 * 2**20
+"""Bytes above which a tensor that is an attribute, such as a data set, is not copied to find out
+whether it is written. Buffers of any size are."""
+
+_CONTAINERS = (list, dict, set, deque)
+_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+
+Undo = Callable[[], object]
+
+
+class CannotUndoError(RuntimeError):
+    """A failed step has changed something of which there is no copy."""
+
+
+class Before:
+    """The state that a training step may change, as it is before each batch.
+
+    Random numbers (Python's, NumPy's, torch's, and generators that modules hold), buffers, tensors
+    that are attributes, metrics, and counters, flags and collections of the modules. Not gradients,
+    and not parameters, of which it only sees that they were written. Taking it waits for no device.
+
+    The first batch shows which tensors it writes; from then on large ones are copied if they are
+    among these.
+
+    Args:
+        module: What runs, with all that is inside of it.
+        device: Where it runs.
+    """
+
+    def __init__(self, module: nn.Module, device: torch.device) -> None:
+        self._device = device
+        self._parameters = list(module.parameters())
+        modules = list(module.modules())
+        self._buffers = [owner._buffers for owner in modules if owner._buffers]
+        # Layers of torch count nothing, and most modules are such layers.
+        self._attributes = [vars(owner) for owner in modules if _is_users(type(owner))]
+        self._written: set[tuple[int, str]] | None = None
+        self.forget()
+
+    def forget(self) -> None:
+        """Let go of the copies."""
+        self._weights: list[int] = []
+        self._undo: list[Undo] = []
+        self._tensors: list[_Kept] = []
+
+    def take(self) -> None:
+        """Remember the state as it is."""
+        self._weights = [parameter._version for parameter in self._parameters]
+        self._undo, self._tensors = list(_random_states(self._device)), []
+        for buffers in self._buffers:
+            self._undo.append(functools.partial(buffers.update, buffers.copy()))
+            for name, buffer in buffers.items():
+                if buffer is not None:
+                    self._keep(buffers, name, buffer, math.inf)
+        for attributes in self._attributes:
+            self._undo.append(self._remember(attributes))
+
+    def _keep(self, place: dict[str, Any], name: str, tensor: Tensor, most: float) -> None:
+        seen = self._written is None or (id(place), name) in self._written
+        bytes_ = tensor.numel() * tensor.element_size()  # `nbytes` fails for sparse ones
+        copied = bytes_ <= (most if seen else SMALL) and not tensor.is_inference()
+        copy = tensor.detach().clone() if copied else None
+        self._tensors.append(_Kept(place, name, tensor, _version(tensor), copy))
+
+    def _remember(self, attributes: dict[str, Any]) -> Undo:
+        """Return what puts back attributes of plain types, their contents, and generators."""
+        before: dict[str, Any] = {}
+        inside: list[Undo] = []
+        for name, value in attributes.items():  # of all modules of the user's, at each batch
+            kind = _kind(type(value))  # type: ignore[arg-type]
+            if not kind or name in _OWN or name.endswith("hooks"):
+                continue
+            if kind == "generator":
+                inside.append(_generator_state(value))
+            elif kind == "tensor":
+                # One that belongs to a graph is made anew by each step, and would keep it alive.
+                if value.grad_fn is None:
+                    self._keep(attributes, name, value, LARGE)
+            else:
+                before[name] = value
+                if kind == "container":
+                    content = len(value) if len(value) > LONGEST_COPIED else value.copy()
+                    inside.append(functools.partial(_refill, value, content))
+        names = set(attributes)
+
+        def undo() -> None:
+            # What appeared goes, unless it is a cache of tensors or an object of someone's.
+            for name in [n for n, v in attributes.items() if n not in names]:
+                if isinstance(attributes[name], PLAIN):
+                    del attributes[name]
+            attributes.update(before)
+            for put_back in inside:
+                put_back()
+
+        return undo
+
+    def learn(self) -> None:
+        """Note, after the first batch that succeeded, which tensors the step writes."""
+        if self._written is None:
+            self._written = {(id(kept.place), kept.name) for kept in self._tensors if kept.changed}
+
+    @torch.no_grad()
+    def restore(self, parameters: bool = True) -> None:
+        """Put everything back, as often as needed.
+
+        Args:
+            parameters: Whether it is an error if parameters were written.
+
+        Raises:
+            CannotUndoError: If a parameter was written, or a large tensor that the first batch has
+                not written. Nothing is put back then.
+        """
+        if parameters and self._weights != [p._version for p in self._parameters]:
+            raise CannotUndoError(
+                "The step has changed parameters (such as those of a moving average) before it "
+                "failed, so it cannot be taken back and tried again. Change them in "
+                "on_train_batch_end."
+            )
+        lost = [kept.name for kept in self._tensors if kept.copy is None and kept.changed]
+        if lost:
+            raise CannotUndoError(
+                f"The step has written to tensors that it had not written before ({lost}), so it "
+                "cannot be taken back and tried again."
+            )
+        for kept in self._tensors:
+            kept.place[kept.name] = kept.tensor
+            if kept.copy is not None:
+                kept.tensor.data.copy_(kept.copy)  # `.data`: autograd need not know
+        for undo in self._undo:
+            undo()
+
+
+class _Kept(NamedTuple):
+    """A tensor as it was, and where it belongs."""
+
+    place: dict[str, Any]
+    name: str
+    tensor: Tensor
+    version: int
+    copy: Tensor | None
+
+    @property
+    def changed(self) -> bool:
+        return _version(self.tensor) != self.version
+
+
+def _version(tensor: Tensor) -> int:
+    # What was made in inference mode, as in validation, cannot be written in training.
+    return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def isolated_random(device: torch.device) -> Iterator[None]:
     """Put the random numbers back: Python's, NumPy's, torch's of the CPU and of ``device``."""
     with ExitStack() as stack:
-        stack.callback(random.setstate, random.getstate())
-        if "numpy" in sys.modules:
-            import numpy as np
-
-            stack.callback(np.random.set_state, np.random.get_state())  # noqa: NPY002 - the user's
-        stack.callback(torch.set_rng_state, torch.get_rng_state())
-        if device.type == "cuda":
-            stack.callback(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+        for undo in _random_states(device):
+            stack.callback(undo)
         yield
 
 
@@ -39,71 +188,70 @@ def isolated_random(device: torch.device) -> Iterator[None]:
 def preserved(model: nn.Module) -> Iterator[None]:
     """Let forward and backward passes run on ``model``, and leave it as it was.
 
-    Put back are gradients, which are ``None`` inside, buffers, ``requires_grad``, attributes of
-    plain types with the contents of their containers, and the states of torchmetrics. Parameters
-    are not copied: whoever runs the passes must not step an optimizer.
+    Put back are gradients, which are ``None`` inside, ``requires_grad``, and what :class:`Before`
+    knows. Parameters are not copied: whoever runs the passes must not step an optimizer.
     """
-    with ExitStack() as stack:
-        for parameter in model.parameters():
-            stack.callback(_put_back_gradient, parameter, parameter.grad, parameter.requires_grad)
-            parameter.grad = None
-        for module in model.modules():
-            if type(module).__name__ == "FullyShardedDataParallel":
-                continue  # its attributes are its own bookkeeping, set up by the first pass
-            _preserve_buffers(module, stack)
-            _preserve_attributes(module, stack)
+    parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
+    before = Before(model, parameters[0][0].device if parameters else torch.device("cpu"))
+    before.take()
+    modes = [(module, module.training) for module in model.modules()]
+    for parameter, _, _ in parameters:
+        parameter.grad = None
+    try:
         yield
+    finally:
+        before.restore(parameters=False)
+        for module, training in modes:
+            module.training = training
+        for parameter, gradient, requires_grad in parameters:
+            parameter.requires_grad_(requires_grad)
+            parameter.grad = gradient
 
 
-def _put_back_gradient(parameter: Tensor, gradient: Tensor | None, requires_grad: bool) -> None:
-    parameter.requires_grad_(requires_grad)
-    parameter.grad = gradient
+def _is_users(kind: type) -> bool:
+    return any(not base.__module__.startswith("torch.") for base in kind.__mro__[:-1])
 
 
-def _preserve_buffers(module: nn.Module, stack: ExitStack) -> None:
-    for name, buffer in module._buffers.items():
-        stack.callback(module._buffers.__setitem__, name, buffer)
-        if buffer is not None:
-            stack.callback(_copy_silently, buffer, buffer.detach().clone())
+def _random_states(device: torch.device) -> Iterator[Undo]:
+    yield functools.partial(random.setstate, random.getstate())
+    yield functools.partial(np.random.set_state, np.random.get_state(legacy=False))  # noqa: NPY002
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    if device.type == "cuda":
+        yield functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
 
 
-def _preserve_attributes(module: nn.Module, stack: ExitStack) -> None:
-    attributes = vars(module)
-    states = getattr(module, "_defaults", {})  # of torchmetrics: tensors or lists of tensors
-    before = {
-        name: value
-        for name, value in attributes.items()
-        if name not in _OWN and not name.endswith("hooks")
-        if isinstance(value, PLAIN) or name in states
-    }
-    stack.callback(_put_back_attributes, attributes, set(attributes), before)
-    for value in before.values():
-        if isinstance(value, Tensor):
-            stack.callback(_copy_silently, value, value.detach().clone())
-        elif isinstance(value, (list, deque, set, dict)):
-            stack.callback(_refill, value, value.copy())
+def _generator_state(generator: Any) -> Undo:
+    if isinstance(generator, torch.Generator):
+        return functools.partial(generator.set_state, generator.get_state())
+    if isinstance(generator, random.Random):
+        return functools.partial(generator.setstate, generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return functools.partial(generator.set_state, generator.get_state(legacy=False))
+    bits = generator.bit_generator
+    return functools.partial(setattr, bits, "state", bits.state)
 
 
-def _put_back_attributes(
-    attributes: dict[str, Any], names: set[str], before: dict[str, Any]
-) -> None:
-    # What appeared meanwhile goes, unless it is a cache of tensors or an object of someone's.
-    for name in [n for n, v in attributes.items() if n not in names and isinstance(v, PLAIN)]:
-        del attributes[name]
-    attributes.update(before)
-
-
-def _copy_silently(target: Tensor, source: Tensor) -> None:
-    with torch.no_grad():
-        target.data.copy_(source)  # `.data`: autograd need not know
+@functools.cache
+def _kind(kind: Any) -> str:
+    if issubclass(kind, _GENERATORS):
+        return "generator"
+    if issubclass(kind, Tensor):
+        return "tensor"
+    if issubclass(kind, _CONTAINERS):
+        return "container"
+    return "plain" if issubclass(kind, PLAIN) else ""
 
 
 def _refill(container: Any, content: Any) -> None:
+    if isinstance(content, int):
+        if isinstance(container, (list, deque)):
+            while len(container) > content:
+                container.pop()
+        return
+    container.clear()
     if isinstance(container, (list, deque)):
-        container.clear()
         container.extend(content)
     else:
-        container.clear()
         container.update(content)
 
 

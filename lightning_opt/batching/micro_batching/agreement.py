@@ -33,8 +33,8 @@ from lightning_opt.batching.micro_batching.ddp_reduction import (
     noted_order,
     reduce_gradients,
 )
+from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.undo import GradientsBefore
 
 MID_BATCH = (
     "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
@@ -84,7 +84,7 @@ class Alone:
             yield
 
     def last_backward(
-        self, backward: Backward, loss: Tensor, gradients: GradientsBefore | None, keep: bool
+        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, keep: bool
     ) -> None:
         """Run the last backward pass of a batch, after which gradients are whole.
 
@@ -159,7 +159,7 @@ class Replicas(Alone):
             yield
 
     def last_backward(
-        self, backward: Backward, loss: Tensor, gradients: GradientsBefore | None, keep: bool
+        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, keep: bool
     ) -> None:
         """Run the last backward pass, and reduce gradients once all ranks have come that far.
 

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_opt.batching.micro_batching.agreement import Alone, OtherRankFailedError
+from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.batching.micro_batching.logs_and_outputs import LogRecorder, merge_outputs
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
-from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.preserve import Before, CannotUndoError, do_nothing, replaced
 from lightning_opt.core.splitting import split_into, tensors_of, with_own_containers
-from lightning_opt.core.undo import Before, CannotUndoError, GradientsBefore
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -125,7 +125,7 @@ class MicroBatchClosure(Closure):
         )
         self._shop, self._kwargs, self._parts = shop, kwargs, parts
         self._smaller, self._succeeded, self._measure = smaller, succeeded, measure
-        self._gradients: GradientsBefore | None = None
+        self._gradients: HeldGradients | None = None
         self._zeroed = self._told = False
         self.finished = False
 
@@ -258,7 +258,7 @@ class MicroBatchClosure(Closure):
             if self._zero_grad_fn is not None:
                 self._zero_grad_fn()
         if self._shop.before is not None and self._gradients is None:
-            self._gradients = GradientsBefore(self._shop.parameters)
+            self._gradients = HeldGradients(self._shop.parameters)
 
     def _backward(self, loss: Tensor, is_last: bool, accumulating: bool) -> None:
         """Run the backward pass, and the hooks around it if they are due."""

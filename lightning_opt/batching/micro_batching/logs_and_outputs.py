@@ -11,7 +11,6 @@ from torch import Tensor
 from torchmetrics import Metric
 
 from lightning_opt.core.preserve import replaced
-from lightning_opt.core.undo import named_hook
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -62,7 +61,7 @@ class LogRecorder:
             samples: Of each micro-batch.
             weights: Of each micro-batch in a mean.
         """
-        with named_hook(self._module, "training_step"):
+        with _named_hook(self._module, "training_step"):
             for (name, _), calls in self._calls.items():
                 self._log(name, calls, samples, weights)
         self.forget()
@@ -177,3 +176,13 @@ def _merge_tensors(tensors: list[Any], samples: Sequence[int], weights: Weights)
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
+
+
+@contextmanager
+def _named_hook(module: Any, name: str) -> Iterator[None]:
+    """Have ``self.log`` take what is logged for that of the hook ``name``."""
+    before, module._current_fx_name = module._current_fx_name, name
+    try:
+        yield
+    finally:
+        module._current_fx_name = before

@@ -20,8 +20,8 @@ from torch.utils._pytree import tree_leaves
 
 from lightning_opt.core.compiling import CLOCK
 from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.core.preserve import Before
 from lightning_opt.core.replacing import take_off
-from lightning_opt.core.undo import Before
 from lightning_opt.kernels.compiling.errors import (
     fails_in_every_mode,
     is_compilers,

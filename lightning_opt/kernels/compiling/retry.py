@@ -16,8 +16,7 @@ import torch
 from torch import Tensor
 
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.preserve import replaced
-from lightning_opt.core.undo import Before, CannotUndoError
+from lightning_opt.core.preserve import Before, CannotUndoError, replaced
 from lightning_opt.kernels.compiling.errors import passed_compiled_backward
 from lightning_opt.kernels.compiling.regions import Shared
 

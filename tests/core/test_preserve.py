@@ -8,7 +8,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_opt.core.undo import Before, CannotUndoError
+from lightning_opt.core.preserve import SMALL, Before, CannotUndoError, preserved
 
 
 class Busy(nn.Module):
@@ -17,14 +17,25 @@ class Busy(nn.Module):
         self.norm = nn.BatchNorm1d(3)
         self.error = torchmetrics.MeanSquaredError()
         self.register_buffer("queue", torch.zeros(4))
-        self.register_buffer("table", torch.zeros(4))
+        self.register_buffer("table", torch.zeros(SMALL))
+        self.ema, self.mean, self.large = torch.zeros(3), torch.zeros(3), torch.zeros(SMALL)
+        with torch.inference_mode():
+            self.cache = torch.ones(2)
+        self.sparse = torch.eye(3).to_sparse()
+        self.draw, self.rng = torch.Generator(), random.Random(1)
+        self.numpy, self.legacy = np.random.default_rng(1), np.random.RandomState(1)
         self.count, self.seen, self.options = 0, [], {"a": 1}
 
     def forward(self, x):
         noise = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002
+        noise += torch.rand((), generator=self.draw).item() + self.rng.random()
+        noise += self.numpy.random() + self.legacy.rand()
         self.norm(x)
         self.error(x[:, 0], x[:, 1])
         self.queue[0] += 1
+        self.ema.mul_(0.9).add_(1)
+        self.mean = self.mean + x.mean(dim=0)
+        self.large.add_(1)
         self.count += 1
         self.seen.append(self.count)
         self.options["b"] = self.count
@@ -35,6 +46,7 @@ class Busy(nn.Module):
 def state_of(module):
     tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     metric = {name: getattr(module.error, name).clone() for name in module.error._defaults}
+    tensors |= {name: getattr(module, name).clone() for name in ("ema", "mean", "large")}
     plain = (module.count, list(module.seen), dict(module.options), hasattr(module, "late"))
     return tensors, metric, (*plain, module.error._update_count, module.error._computed)
 
@@ -74,3 +86,22 @@ def test_what_cannot_be_put_back_is_an_error():
         module.norm.weight.mul_(2)
     with pytest.raises(CannotUndoError, match="parameters"):
         before.restore()
+
+
+def test_a_trial_leaves_no_trace():
+    module, x = Busy(), torch.randn(5, 3)
+    module(x)
+    module.norm.weight.grad = gradient = torch.ones(3)
+    expected = state_of(module)
+    with preserved(module):
+        assert module.norm.weight.grad is None
+        noise = module(x)
+        module.eval()
+        module.norm.weight.requires_grad_(False)
+    assert module.norm.weight.grad is gradient
+    assert module.norm.weight.requires_grad
+    assert module.training
+    assert module.norm.training
+    torch.testing.assert_close(state_of(module)[:2], expected[:2], rtol=0.0, atol=0.0)
+    assert state_of(module)[2] == expected[2]
+    assert module(x) == noise

@@ -1,0 +1,57 @@
+"""Gradients of earlier batches of an accumulation window, while a batch may be taken back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+
+
+class HeldGradients:
+    """Gradients of earlier batches of an accumulation window, held aside while a batch runs.
+
+    So a failed attempt has nothing to spoil. They are added up at the end of the last backward
+    pass, which is the work that autograd would have had; the memory is that of a second gradient.
+    At the first batch of a window there are none.
+
+    Args:
+        parameters: All of them.
+    """
+
+    def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
+        self._parameters = list(parameters)
+        self._held = [(p, p.grad) for p in self._parameters if p.grad is not None]
+        if self._held:
+            self.drop()
+
+    def __bool__(self) -> bool:
+        return bool(self._held)
+
+    def drop(self) -> None:
+        """Forget the gradients of the batch."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    @torch.no_grad()
+    def add_up(self) -> None:
+        """Have each parameter's gradient be what was held aside and that of the batch."""
+        olds, news = [], []
+        for parameter, old in self._held:
+            new = parameter.grad
+            if new is not None and (old.is_sparse or new.is_sparse):
+                parameter.grad = old + new
+                continue
+            if new is not None:
+                olds.append(old)
+                news.append(new)
+            parameter.grad = old
+        if olds:
+            torch._foreach_add_(olds, news)
+        self._held = []
+
+    def put_back(self) -> None:
+        """Have the gradients as they were, if they have not been added up."""
+        for parameter, old in self._held:
+            parameter.grad = old
+        self._held = []
