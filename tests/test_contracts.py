@@ -58,7 +58,7 @@ SETTINGS: dict[str, list[Settings]] = {
     ],
     "DataMonitor": [{"every_n_steps": 2, "threshold": 0.0, "patience": 1}],
     "DataPipelineTuner": [{"max_workers": 1, "random_items": "refuse", "verbose": False}],
-    "GarbageCollection": [{"every_n_steps": 5, "baseline_steps": 2}],
+    "GarbageCollection": [{"every_n_steps": 5}],
     "GradientHealth": [{"every_n_steps": 5, "activations": True, "figure": None}],
     "LeakDetector": [{"every_n_steps": 1, "warmup_steps": 28, "min_kb_per_step": 0.01}],
     "MemoryCleanup": [

@@ -106,10 +106,10 @@ def main() -> None:
     candidates = {
         "bare step": [],
         "MemoryCleanup": [lo.MemoryCleanup()],
-        "GarbageCollection": [lo.GarbageCollection(baseline_steps=0)],
+        "GarbageCollection": [lo.GarbageCollection()],
         "MemoryCleanup and GarbageCollection": [
             lo.MemoryCleanup(),
-            lo.GarbageCollection(baseline_steps=0),
+            lo.GarbageCollection(),
         ],
         "LeakDetector": [lo.LeakDetector()],
         "MemoryProfiler": [lo.MemoryProfiler(**quiet)],

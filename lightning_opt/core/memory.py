@@ -173,7 +173,6 @@ class MemoryLimits:
         device: The device that trains.
         host: Whether to read the limits of host memory too: the machine's, those of the control
             groups and ``RLIMIT_AS``.
-        count_cache: Whether what torch's CUDA allocator keeps for reuse counts as used.
         root: Where ``proc`` and ``sys`` are found.
     """
 
@@ -181,11 +180,9 @@ class MemoryLimits:
         self,
         device: torch.device,
         host: bool = True,
-        count_cache: bool = False,
         root: Path = Path("/"),
     ) -> None:
         self.device = device
-        self._count_cache = count_cache
         self._groups: list[MemoryGroup] = find_memory_groups(root) if host else []
         self._host: list[Callable[[], Usage | None]] = [system_memory, address_space]
         if not host:
@@ -201,7 +198,7 @@ class MemoryLimits:
         memory = device_memory(self.device)
         if memory is None:
             return None
-        reusable = 0 if self._count_cache else memory.reserved - memory.allocated
+        reusable = memory.reserved - memory.allocated
         return Usage(str(self.device), memory.total - memory.free - reusable, memory.total)
 
     @staticmethod

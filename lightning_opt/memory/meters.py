@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Protocol
@@ -12,6 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
+
+from lightning_opt.core.memory import PeakMeter
+from lightning_opt.core.sharding import local_part
 
 
 class Meter(Protocol):
@@ -60,6 +63,13 @@ class StorageMeter(TorchDispatchMode):
         self._live += self._sizes[key]
         self._peak = max(self._peak, self._live)
 
+    def adopt(self, tensors: Iterable[Tensor]) -> int:
+        """Count tensors that are there already, and return their bytes."""
+        before = self._live
+        for tensor in tensors:
+            self._count(tensor, set())
+        return self._live - before
+
     def _forget(self, key: int, _: Any) -> None:
         self._live -= self._sizes.pop(key)
         del self._references[key]
@@ -74,13 +84,13 @@ class StorageMeter(TorchDispatchMode):
         return peak
 
 
-class CudaMeter:
-    """Reads the CUDA allocator, whose peak statistics it resets."""
+class AllocatorMeter:
+    """Reads the CUDA allocator."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._start = torch.cuda.memory_allocated(device)
-        torch.cuda.reset_peak_memory_stats(device)
+        self._peak = PeakMeter(device)
 
     def live(self) -> int:
         """Return what is held now."""
@@ -88,19 +98,38 @@ class CudaMeter:
 
     def mark(self) -> int:
         """Return the peak since the last mark."""
-        peak = torch.cuda.max_memory_allocated(self._device) - self._start
-        torch.cuda.reset_peak_memory_stats(self._device)
-        return peak
+        return self._peak.mark() - self._start
 
 
 @contextmanager
 def measuring(device: torch.device) -> Iterator[Meter]:
     """Measure what is allocated on ``device`` inside."""
     if device.type == "cuda":
-        yield CudaMeter(device)
+        yield AllocatorMeter(device)
     else:
         with StorageMeter() as meter:
             yield meter
+
+
+def storage_bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
+    """Return the bytes of the memory of ``tensors`` on this rank; shared memory counts once.
+
+    Args:
+        tensors: What to count.
+        device: If given, only what is on a device of its type counts.
+    """
+    local = (local_part(tensor) for tensor in tensors)
+    storages = (
+        t.untyped_storage() for t in local if device is None or t.device.type == device.type
+    )
+    return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
+
+
+def state_tensors(optimizers: Iterable[Any]) -> list[Tensor]:
+    """Return the tensors in the states of optimizers."""
+    states = [state for o in optimizers for state in getattr(o, "state", {}).values()]
+    values = (value for state in states if isinstance(state, dict) for value in state.values())
+    return [value for value in values if isinstance(value, Tensor)]
 
 
 def _tensors(tree: Any) -> list[Tensor]:

@@ -390,5 +390,3 @@ def test_cuda_memory():
     del block
     after = MemoryLimits(device, host=False).read()[0]
     assert usage.used - after.used == pytest.approx(64 * MB, abs=MB)  # cached is not used
-    cached = MemoryLimits(device, host=False, count_cache=True).read()[0]
-    assert cached.used - after.used >= 60 * MB

@@ -3,41 +3,34 @@
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 
 from lightning_opt.core.arguments import at_least, between
+from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.memory import MB, GrowthCounter, MemoryLimits, Usage, device_memory
+from lightning_opt.core.memory import MB, GrowthCounter, MemoryLimits, Usage
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import wants_host
-from lightning_opt.memory.cleanup.actions import ACTIONS, Action, Cleaner, Effect, advise
+from lightning_opt.memory.cleanup.actions import ACTIONS, Action, Effect, advise, clean
 from lightning_opt.memory.cleanup.pressure import Pressure
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
-FAR = 5
-"""Steps between two looks at the counter while less than half of the threshold is used."""
-
-LOG_EVERY = 5
-"""Readings from one logging to the next; each cleanup is logged."""
-
 EVENTS = 1000
 """Cleanups that are remembered."""
 
-DELAY = 2
-"""Steps from asking all ranks to reading their answer on an accelerator."""
 
-
-class MemoryCleanup(Callback):
+class MemoryCleanup(RunCallback):
     """Cleans up when memory runs short: collects garbage, empties caches, trims the heap.
 
     Each limit is watched on its own: the device, the machine, the control group of the container,
@@ -47,12 +40,12 @@ class MemoryCleanup(Callback):
     row there are no more, and what would help instead is said once: a working set that is simply
     large is not garbage. When use falls below ``release``, all is forgotten.
 
-    Use is read every ``every_n_steps`` steps. In between, on a single process, each step (while
-    memory is plentiful, each fifth) looks at one cheap counter, and use is read early if that has
-    grown by half of what was left to the threshold. Several ranks agree every ``every_n_steps``
-    steps, in one all-reduce, and clean all or none.
+    Use is read every ``every_n_steps`` steps. In between, on a single process, each step looks at
+    one cheap counter, and use is read early if that has grown by half of what was left to the
+    threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce, and clean all
+    or none; on an accelerator they read the answer at the next such step, so that no host waits.
 
-    Logged at every fifth reading on the schedule, and at each cleanup:
+    Logged at every reading on the schedule, and at each cleanup:
 
     ========================== ================================================================
     ``memory/used_fraction``   share that is used of the limit that is nearest, on any rank
@@ -64,18 +57,15 @@ class MemoryCleanup(Callback):
     Args:
         threshold: Share of a limit from which to clean, above ``release`` and below 1.
         release: Share below which memory is no longer short.
-        cooldown_steps: Steps from one cleanup to the next; see above for the exceptions.
+        cooldown_steps: Steps after a cleanup in which the next one waits until half of what lies
+            above the threshold is gone.
         actions: Any of ``"gc"`` (collect reference cycles), ``"cuda_cache"`` (give the cache of the
             CUDA allocator back) and ``"malloc_trim"`` (give the free pages of the C library's heap
-            back). Each is left out for a while after two attempts without effect.
-        system: Watch the limits of host memory too, not only the device's. A CPU has no other.
+            back).
         every_n_steps: Steps from one reading to the next, at least 1.
-        count_cache: Count the cache of the CUDA allocator as used, for a GPU that is shared with
-            other processes.
 
     Raises:
-        ValueError: In ``__init__`` for arguments out of range; in ``setup`` if there is nothing to
-            watch.
+        ValueError: In ``__init__`` for arguments out of range.
 
     Example:
         >>> import lightning as L
@@ -90,9 +80,7 @@ class MemoryCleanup(Callback):
         release: float = 0.7,
         cooldown_steps: int = 50,
         actions: Sequence[Action] = ACTIONS,
-        system: bool = True,
         every_n_steps: int = 20,
-        count_cache: bool = False,
     ) -> None:
         if not 0 <= between("release", release, 0, 1) < between("threshold", threshold, 0, 1) < 1:
             raise ValueError(
@@ -102,34 +90,23 @@ class MemoryCleanup(Callback):
         unknown = [action for action in actions if action not in ACTIONS]
         if unknown or not actions or isinstance(actions, str):
             raise ValueError(f"actions must be some of {list(ACTIONS)}, got {actions!r}.")
-        self.threshold, self.release = threshold, release
+        self.threshold, self.release_below = threshold, release
         self.cooldown_steps = at_least("cooldown_steps", cooldown_steps, 0)
         self.actions = list(actions)
-        self.system, self.count_cache = system, count_cache
         self._schedule = Schedule(every_n_steps)
-        self._reset()
+        self._limits: MemoryLimits | None = None
+        self._counter: GrowthCounter | None = None
+        self._begin()
 
-    def _reset(self) -> None:
+    def _begin(self) -> None:
         self._steps = self._cleanups = 0
         self._freed = self._seconds = 0.0
         self._events: list[dict[str, Any]] = []
         self._advised: set[str] = set()
         self._pressures: dict[str, Pressure] = {}
-        self._release()
-
-    def _release(self) -> None:
-        counter: GrowthCounter | None = getattr(self, "_counter", None)
-        if counter is not None:
-            counter.close()
-        self._counter: GrowthCounter | None = None
-        self._limits: MemoryLimits | None = None
-        self._cleaner: Cleaner | None = None
-        self._asked: torch.Tensor | None = None
-        self._asked_at = 0
+        self._answers: DelayedReads[None] = DelayedReads()
         self._seen: tuple[int, ...] = ()
-        self._far = False
-        self._room: float = 0.0
-        self._look_at: float = 0.0
+        self._room = 0.0
 
     @property
     def events(self) -> list[dict[str, Any]]:
@@ -140,22 +117,12 @@ class MemoryCleanup(Callback):
         """
         return self._events
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check that there is something to watch."""
-        if stage == "fit" and not self.system and trainer.strategy.root_device.type != "cuda":
-            raise ValueError(
-                "MemoryCleanup(system=False) watches the device alone, and "
-                f"{trainer.strategy.root_device} has no memory of its own that can be read. "
-                "Leave system=True."
-            )
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find out what limits this process and its device."""
-        self._reset()
+        self.release(trainer)
+        self._begin()
         device = trainer.strategy.root_device
-        self._limits = MemoryLimits(device, host=self.system, count_cache=self.count_cache)
-        self._cleaner = Cleaner(self.actions, device)
-        self._counter = GrowthCounter(device)
+        self._limits, self._counter = MemoryLimits(device), GrowthCounter(device)
 
     def on_train_batch_end(
         self,
@@ -171,8 +138,9 @@ class MemoryCleanup(Callback):
         self._steps += 1
         due = self._schedule.is_due(self._steps)
         if trainer.world_size > 1 and dist.is_initialized():
-            self._ask_all(trainer, pl_module, due=due)
-        elif due or self._has_grown(self._steps):
+            if due:
+                self._ask_all(trainer, pl_module)
+        elif due or self._has_grown():
             self._look(trainer, pl_module, due=due)
 
     def on_validation_batch_end(
@@ -185,155 +153,105 @@ class MemoryCleanup(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Look, if this is the only process: others may have fewer batches to validate."""
-        if self._limits is not None and trainer.world_size == 1 and self._has_grown(batch_idx):
+        if self._limits is not None and trainer.world_size == 1 and self._has_grown():
             self._look(trainer, pl_module, due=False)
 
-    def _has_grown(self, batch: int) -> bool:
-        """Return whether half of what was left to the threshold may be gone since the last look.
-
-        Or whether a cooldown ends that has been waited for.
-        """
-        assert self._limits is not None
-        if not self._seen or self._steps == self._look_at:
-            return True
-        if self._far and batch % FAR:
-            return False
+    def _has_grown(self) -> bool:
+        """Return whether half of what was left to the threshold may be gone since the last look."""
         now = self._counter.read() if self._counter is not None else ()
-        return any(a - b > self._room for a, b in zip(now, self._seen, strict=False))
+        return not self._seen or any(
+            after - before > self._room for after, before in zip(now, self._seen, strict=True)
+        )
 
-    def _read(self) -> list[Usage]:
-        """Read all limits, and find out when they have to be read again."""
+    def _read(self) -> tuple[list[Usage], list[Usage]]:
+        """Return all limits and those that are short, and find out when to read them again."""
         assert self._limits is not None
-        usages = self._limits.read()
-        device = self._limits.device
-        self._seen = self._counter.read() if self._counter is not None else ()
-        self._room = self._look_at = float("inf")
-        self._far = all(usage.fraction < self.threshold / 2 for usage in usages)
+        assert self._counter is not None
+        usages, short = self._limits.read(), []
+        device, self._seen, self._room = self._limits.device, self._counter.read(), math.inf
         for usage in usages:
-            pressure = self._pressure(usage)
-            self._look_at = min(self._look_at, pressure.rests_until(usage.fraction))
-            # The counter that is looked at in between is the device's: it says nothing of others.
-            if device.type == "cpu" or usage.source == str(device):
-                for level in (pressure.level, pressure.urgent):
-                    if usage.fraction < level < 1:
-                        # Not at every step just because a limit is close.
-                        room = max(level - usage.fraction, 0.01) * usage.total
-                        self._room = min(self._room, room / 2)
-        return usages
-
-    def _pressure(self, usage: Usage) -> Pressure:
-        if usage.source not in self._pressures:
-            self._pressures[usage.source] = Pressure(
-                self.threshold, self.release, self.cooldown_steps
+            pressure = self._pressures.setdefault(
+                usage.source, Pressure(self.threshold, self.release_below, self.cooldown_steps)
             )
-        return self._pressures[usage.source]
-
-    def _wanting(self, usages: Sequence[Usage]) -> list[Usage]:
-        return [u for u in usages if self._pressure(u).wants(self._steps, u.fraction)]
+            if pressure.wants(self._steps, usage.fraction):
+                short.append(usage)
+            # The counter that is looked at in between is the device's: it says nothing of others.
+            elif device.type == "cpu" or usage.source == str(device):
+                # Not at every step just because a limit is close.
+                left = max(pressure.level(self._steps) - usage.fraction, 0.01)
+                self._room = min(self._room, left * usage.total / 2)
+        return usages, short
 
     def _look(self, trainer: pl.Trainer, pl_module: pl.LightningModule, due: bool) -> None:
-        usages = self._read()
-        wanting = self._wanting(usages)
-        if wanting:
-            self._clean(trainer, pl_module, usages, wanting)
-            usages = self._read()
-        if wanting or (due and self._is_log_due()):
-            self._log(trainer, max((u.fraction for u in usages), default=0.0))
+        usages, short = self._read()
+        if short:
+            self._clean(trainer, pl_module, short)
+            usages, _ = self._read()
+        if short or due:
+            self._log(trainer, _largest(usages))
 
-    def _is_log_due(self) -> bool:
-        return self._steps // self._schedule.every_n_steps % LOG_EVERY == 0
-
-    def _ask_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule, due: bool) -> None:
-        """Ask all ranks on the schedule, and act on their answer at one and the same step."""
+    def _ask_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Ask all ranks, and act on their answer at one and the same step."""
         device = trainer.strategy.root_device
-        if due:
-            usages = self._read()
-            largest = max((u.fraction for u in usages), default=0.0)
-            self._asked = torch.tensor([float(bool(self._wanting(usages))), largest], device=device)
-            self._asked_at = self._steps
-            dist.all_reduce(self._asked, op=dist.ReduceOp.MAX)
-        delay = 0 if wants_host(device) else min(DELAY, self._schedule.every_n_steps - 1)
-        if self._asked is None or self._steps < self._asked_at + delay:
-            return
-        wanted, largest = self._asked.tolist()
-        self._asked = None
-        if wanted:
-            usages = self._read()
-            self._clean(trainer, pl_module, usages, self._wanting(usages))
-        if wanted or self._is_log_due():
+        if not wants_host(device):
+            self._act_on_answer(trainer, pl_module)  # to what was asked the last time
+        usages, short = self._read()
+        question = torch.tensor([float(bool(short)), _largest(usages)], device=device)
+        dist.all_reduce(question, op=dist.ReduceOp.MAX)
+        self._answers.push(question, None)
+        if wants_host(device):
+            self._act_on_answer(trainer, pl_module)
+
+    def _act_on_answer(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for (wanted, largest), _ in self._answers.flush():
+            if wanted:
+                usages, short = self._read()
+                self._clean(trainer, pl_module, short or usages)
             self._log(trainer, largest)
 
     def _clean(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        before: Sequence[Usage],
-        wanting: Sequence[Usage],
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, short: Sequence[Usage]
     ) -> None:
-        """Clean, measure, and judge for each limit that wanted it whether it was of use."""
+        """Clean, measure, and judge for each limit that is short whether it was of use."""
         assert self._limits is not None
-        assert self._cleaner is not None
-        resting = self._cleaner.resting()
-        effects = self._cleaner.clean()
+        effects = clean(self.actions, self._limits.device)
         after = {usage.source: usage for usage in self._limits.read()}
+        worst = max(short, key=lambda usage: usage.fraction, default=None)
         useful = False
-        freed = 0
-        for usage in wanting:
+        for usage in short:
             now = after.get(usage.source, usage)
             gained = _gain(usage, now, effects)
-            freed = max(freed, gained)
-            pressure = self._pressure(usage)
+            if usage is worst:
+                self._freed += gained / MB
+            pressure = self._pressures[usage.source]
+            if usage.fraction < pressure.level(self._steps):
+                continue  # it is another rank that is short
             if pressure.cleaned(self._steps, now.fraction, gained / usage.total):
                 useful = True
             elif usage.source not in self._advised:
                 self._advised.add(usage.source)
-                self._advise(trainer, pl_module, now, gained)
-        if not wanting:  # another rank's need
-            freed = sum(max(0, effect.freed) for effect in effects if effect.action != "gc")
-        elif not useful and resting:
-            self._cleaner.retry()
+                log.warning(
+                    "MemoryCleanup freed only %.1f MB of the %.0f MB in use (%s, %.0f%% full): "
+                    "this is what the training needs, not garbage. It tries again when half of "
+                    "the rest is gone, three times at most. What helps: %s.",
+                    gained / MB, now.used / MB, now.source, 100 * now.fraction,
+                    advise(now, pl_module, trainer.optimizers),
+                )  # fmt: skip
         self._cleanups += 1
-        self._freed += freed / MB
         self._seconds += sum(effect.seconds for effect in effects)
-        worst = max(wanting or before, key=lambda usage: usage.fraction, default=None)
-        if worst is not None:
-            self._note(trainer, worst, after.get(worst.source, worst), effects, useful)
-
-    def _note(
-        self,
-        trainer: pl.Trainer,
-        before: Usage,
-        after: Usage,
-        effects: Sequence[Effect],
-        useful: bool,
-    ) -> None:
+        if worst is None:
+            return
         event = {
             "step": trainer.global_step,
-            "source": before.source,
-            "before": before.fraction,
-            "after": after.fraction,
+            "source": worst.source,
+            "before": worst.fraction,
+            "after": after.get(worst.source, worst).fraction,
             "freed_mb": {effect.action: effect.freed / MB for effect in effects},
             "seconds": {effect.action: effect.seconds for effect in effects},
             "useful": useful,
         }
         self._events = [*self._events, event][-EVENTS:]
-        log.info(
-            "MemoryCleanup, step %d: %s was %.0f%% full, now %.0f%% (%s).",
-            trainer.global_step, before.source, 100 * before.fraction, 100 * after.fraction,
-            ", ".join(f"{e.action} {e.freed / MB:,.1f} MB in {e.seconds:.3f} s" for e in effects),
-        )  # fmt: skip
-
-    def _advise(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, usage: Usage, freed: int
-    ) -> None:
-        assert self._limits is not None
-        log.warning(
-            "MemoryCleanup freed only %.1f MB of the %.0f MB in use (%s, %.0f%% full): this is "
-            "what the training needs, not garbage. It tries again when half of the rest is gone, "
-            "three times at most. What helps: %s.",
-            freed / MB, usage.used / MB, usage.source, 100 * usage.fraction,
-            advise(usage, trainer, pl_module, device_memory(self._limits.device)),
-        )  # fmt: skip
+        log.info("MemoryCleanup: %s", event)
 
     def _log(self, trainer: pl.Trainer, used: float) -> None:
         values = {
@@ -364,15 +282,16 @@ class MemoryCleanup(Callback):
         )
         return Report(f"MemoryCleanup(threshold={self.threshold})", rows, [note])
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Watch no longer."""
-        self._release()
+        if self._counter is not None:
+            self._counter.close()
+        self._limits = self._counter = None
+        self._answers.clear()
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Watch no longer."""
-        self._release()
+
+def _largest(usages: Sequence[Usage]) -> float:
+    return max((usage.fraction for usage in usages), default=0.0)
 
 
 def _gain(before: Usage, after: Usage, effects: Sequence[Effect]) -> int:

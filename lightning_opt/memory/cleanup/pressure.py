@@ -23,8 +23,8 @@ class Pressure:
     Args:
         threshold: Share of the limit from which to clean.
         release: Share below which all is well again.
-        cooldown: Steps from one cleanup to the next. Only if the last one was of use, and half of
-            what was left is gone again, it is not waited for.
+        cooldown: Steps after a cleanup in which the next one waits until half of what lies above
+            the threshold is gone.
     """
 
     threshold: float
@@ -33,37 +33,22 @@ class Pressure:
 
     def __post_init__(self) -> None:
         self._relax()
-        self._last: int | None = None
+        self._last = -math.inf
 
     def _relax(self) -> None:
-        self.level = self.threshold
-        self.useless = 0
+        self._level = self.threshold
+        self._useless = 0
 
-    @property
-    def gave_up(self) -> bool:
-        """Whether there are no more cleanups until use falls below ``release``."""
-        return math.isinf(self.level)
-
-    @property
-    def urgent(self) -> float:
-        """Share from which the cooldown is not waited for, as long as cleaning is of use."""
-        return (1 + self.threshold) / 2 if self.useless == 0 else math.inf
-
-    def rests_until(self, fraction: float) -> float:
-        """Return the step at which a cooldown ends that alone holds a cleanup back."""
-        if self._last is None or fraction < self.level:
-            return math.inf
-        return self._last + self.cooldown
+    def level(self, step: int) -> float:
+        """Return the share from which to clean at this step."""
+        rested = step - self._last >= self.cooldown
+        return self._level if rested else max(self._level, (1 + self.threshold) / 2)
 
     def wants(self, step: int, fraction: float) -> bool:
         """Return whether to clean at this step, with this share of the limit used."""
         if fraction < self.release:
             self._relax()
-        if fraction < self.level:
-            return False
-        if self._last is None or step - self._last >= self.cooldown:
-            return True
-        return fraction >= self.urgent
+        return fraction >= self.level(step)
 
     def cleaned(self, step: int, fraction: float, freed: float) -> bool:
         """Take note of a cleanup, and return whether it was of use.
@@ -77,6 +62,6 @@ class Pressure:
         if freed >= GAIN * (self.threshold - self.release) or fraction < self.release:
             self._relax()
             return True
-        self.useless += 1
-        self.level = fraction + (1 - fraction) / 2 if self.useless < GIVE_UP_AFTER else math.inf
+        self._useless += 1
+        self._level = fraction + (1 - fraction) / 2 if self._useless < GIVE_UP_AFTER else math.inf
         return False

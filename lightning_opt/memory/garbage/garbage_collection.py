@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import gc
-import logging
+from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
-
-from lightning_opt.core.arguments import at_least
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
-from lightning_opt.memory.gc_pauses import Pauses, PauseWatch
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-log = logging.getLogger(__name__)
 
-
-class GarbageCollection(Callback):
+class GarbageCollection(RunCallback):
     """Turns Python's automatic garbage collection off and collects on a schedule instead.
 
     Python collects whenever enough objects have been made, and a full collection looks at every
@@ -45,8 +40,6 @@ class GarbageCollection(Callback):
         freeze: Freeze what is there when automatic collection is turned off, and what the first
             collection on the schedule has left (optimizer state, compiled code). If something is
             frozen already, it is left to whoever froze it.
-        baseline_steps: Batches at the start in which Python collects as usual and its pauses are
-            measured, for comparison in :meth:`report`; with 0 there are none.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` if there are two.
@@ -62,60 +55,34 @@ class GarbageCollection(Callback):
         collections of 512 ranks at different steps had cost about 1.5% of the time.
     """
 
-    def __init__(
-        self, every_n_steps: int = 100, freeze: bool = True, baseline_steps: int = 50
-    ) -> None:
+    only_one = True
+
+    def __init__(self, every_n_steps: int = 100, freeze: bool = True) -> None:
         self._schedule = Schedule(every_n_steps)
         self.freeze = freeze
-        self.baseline_steps = at_least("baseline_steps", baseline_steps, 0)
-        self._watch = PauseWatch()
-        self._reset()
-        self._holding = self._frozen = self._was_enabled = False
-
-    def _reset(self) -> None:
         self._batches = 0
-        self._automatic, self._scheduled = Pauses(), Pauses()
-        self._full = self._full_after = 0.0
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a second one: each would put back what the other has changed."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, GarbageCollection) for callback in callbacks) > 1:
-            raise ValueError(
-                "Two GarbageCollection callbacks would undo each other's settings; keep one."
-            )
+        self._pauses: list[float] = []
+        self._running = self._frozen = self._was_enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Freeze what is there, and begin with the baseline."""
-        self._restore()
-        self._reset()
-        self._was_enabled, self._holding = gc.isenabled(), True
-        self._watch.pauses = Pauses()
-        self._watch.start()
-        if self.baseline_steps and self._was_enabled:
-            return
-        self._take_over()
-
-    def _take_over(self) -> None:
-        """End the baseline: from here on Python collects only when told to."""
-        self._automatic = self._watch.pauses
-        self._automatic.steps = self._batches
+        """Collect, freeze what is there, and have Python collect no more by itself."""
+        self.release(trainer)
+        self._batches, self._pauses = 0, []
+        self._was_enabled, self._running = gc.isenabled(), True
         gc.disable()
-        self._full = self._collect().seconds
+        self._collect()
         self._freeze()
-        self._scheduled = self._watch.pauses = Pauses()
 
     def _freeze(self) -> None:
         if self.freeze and (self._frozen or gc.get_freeze_count() == 0):
             gc.freeze()
             self._frozen = True
 
-    def _collect(self) -> Pauses:
-        """Collect everything and return this collection alone."""
-        total, self._watch.pauses = self._watch.pauses, Pauses()
-        gc.collect()
-        one, self._watch.pauses = self._watch.pauses, total
-        return one
+    def _collect(self) -> int:
+        start = perf_counter()
+        collected = gc.collect()
+        self._pauses.append(perf_counter() - start)
+        return collected
 
     def on_train_batch_end(
         self,
@@ -138,74 +105,49 @@ class GarbageCollection(Callback):
         dataloader_idx: int = 0,
     ) -> None:
         """Collect, if it is time."""
-        if self._holding:  # not in the sanity check, nor in `trainer.validate`
+        if self._running:  # not in the sanity check, nor in `trainer.validate`
             self._step(trainer)
 
     def _step(self, trainer: pl.Trainer) -> None:
         self._batches += 1
-        if self._batches == self.baseline_steps and self._was_enabled:
-            self._take_over()
-            return
-        if self._was_enabled and self._batches < self.baseline_steps:
-            return
-        self._scheduled.steps += 1
         if not self._schedule.is_due(self._batches):
             return
-        one = self._collect()
-        self._scheduled.add(one.seconds, one.collected)
-        self._full_after = one.seconds
-        if self._scheduled.collections == 1:
+        collected = self._collect()
+        if self._batches == self._schedule.every_n_steps:
             self._freeze()
         log_scalars(
-            trainer, {"gc/pause_ms": 1e3 * one.seconds, "gc/collected": float(one.collected)}
+            trainer, {"gc/pause_ms": 1e3 * self._pauses[-1], "gc/collected": float(collected)}
         )
 
     def report(self) -> Report:
-        """Return the pauses of the baseline beside those of the schedule."""
+        """Return what a full collection took before anything was frozen, and on the schedule."""
+        stretches = {"before freezing": self._pauses[:1], "on the schedule": self._pauses[1:]}
         rows = [
             {
                 "collections": name,
-                "steps": pauses.steps,
-                "count": pauses.collections,
-                "ms a step": 1e3 * pauses.seconds / pauses.steps if pauses.steps else None,
-                "longest ms": 1e3 * pauses.longest,
-                "objects freed": pauses.collected,
+                "count": len(pauses),
+                "mean ms": 1e3 * sum(pauses) / len(pauses),
+                "longest ms": 1e3 * max(pauses),
             }
-            for name, pauses in (("automatic", self._automatic), ("scheduled", self._scheduled))
-        ]
-        notes = [
-            f"A full collection took {1e3 * self._full:.3g} ms before anything was frozen"
-            + (
-                f" and {1e3 * self._full_after:.3g} ms the last time on the schedule."
-                if self._scheduled.collections
-                else "."
-            ),
-            "Automatic full collections are rare, so that a short baseline may hold none. On "
-            "several ranks each of them stops all the others too.",
+            for name, pauses in stretches.items()
+            if pauses
         ]
         return Report(
-            f"GarbageCollection(every_n_steps={self._schedule.every_n_steps})", rows, notes
-        )
-
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put everything back; Lightning calls no ``teardown`` after an exception."""
-        self._restore()
+            f"GarbageCollection(every_n_steps={self._schedule.every_n_steps})",
+            rows,
+            [f"{self._batches} batches. Without it, Python's own full collections take as long as "
+             "that before freezing, at another step on every rank."],
+        )  # fmt: skip
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put everything back."""
-        self._restore()
+        self.release(trainer)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Put everything back."""
-        self._restore()
-
-    def _restore(self) -> None:
-        self._watch.stop()
-        if not self._holding:
+        if not self._running:
             return
-        self._holding = False
+        self._running = False
         if self._frozen:
             gc.unfreeze()
             self._frozen = False

@@ -22,9 +22,9 @@ from lightning_opt.core.memory import MB, live_bytes, live_source, resident_memo
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.memory.gc_pauses import PauseWatch
+from lightning_opt.memory.profiler.gc_pauses import PauseWatch
 from lightning_opt.memory.profiler.out_of_memory import perform_autopsy
-from lightning_opt.memory.profiler.phase_peaks import Holdings, PeakMeter
+from lightning_opt.memory.profiler.phase_peaks import Holdings, PhaseMeter
 from lightning_opt.memory.profiler.plot import draw_profile
 from lightning_opt.memory.profiler.record import MemoryProfile, Record
 from lightning_opt.memory.profiler.saved_by_module import SavedWatch
@@ -121,7 +121,7 @@ class MemoryProfiler(Callback):
             self._recording = False
 
     def _end_step(self) -> None:
-        meter: PeakMeter | None = getattr(self, "_meter", None)
+        meter: PhaseMeter | None = getattr(self, "_meter", None)
         if meter is not None:
             meter.stop()
         saved: SavedWatch | None = getattr(self, "_saved", None)
@@ -129,7 +129,7 @@ class MemoryProfiler(Callback):
             saved.stop()
         for handle in getattr(self, "_handles", ()):
             handle.remove()
-        self._meter: PeakMeter | None = None
+        self._meter: PhaseMeter | None = None
         self._saved: SavedWatch | None = None
         self._holdings: Holdings | None = None
         self._handles: list[Any] = []
@@ -183,7 +183,7 @@ class MemoryProfiler(Callback):
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Measure the peak of what runs inside, and count it under a name."""
-        meter = PeakMeter(self._device)
+        meter = PhaseMeter(self._device)
         self._where = name
         try:
             yield
@@ -225,7 +225,7 @@ class MemoryProfiler(Callback):
                 hook = optimizer.register_step_post_hook(lambda *_: self._turn("forward", None))
                 self._handles.append(hook)
         self._note("step_start")
-        self._meter = PeakMeter(self._device, pl_module, self._holdings.tensors())
+        self._meter = PhaseMeter(self._device, pl_module, self._holdings.tensors())
         self._phase = "forward"
 
     def on_before_zero_grad(
@@ -284,7 +284,7 @@ class MemoryProfiler(Callback):
         """Begin to measure the first batch of a validation."""
         if self._watching(trainer) and batch_idx == 0 and dataloader_idx == 0:
             self._where = "validation"
-            self._meter = PeakMeter(self._device, pl_module)
+            self._meter = PhaseMeter(self._device, pl_module)
 
     def on_validation_batch_end(
         self,

@@ -10,7 +10,7 @@ from typing import Any
 
 from lightning_opt.core.memory import MB
 from lightning_opt.core.report import Report
-from lightning_opt.memory.gc_pauses import Pauses
+from lightning_opt.memory.profiler.gc_pauses import Pauses
 from lightning_opt.memory.profiler.phase_peaks import CATEGORIES
 from lightning_opt.memory.profiler.saved_by_module import SavedBytes
 

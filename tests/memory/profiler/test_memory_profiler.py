@@ -16,7 +16,7 @@ from lightning_opt.core.malloc import malloc_info
 from lightning_opt.core.memory import MB, process_memory
 from lightning_opt.memory.profiler.phase_peaks import (
     CATEGORIES,
-    PeakMeter,
+    PhaseMeter,
     countable,
     storage_bytes,
 )
@@ -216,7 +216,7 @@ def test_compiled_parts_are_not_counted_but_read():
     profiler = profile(model)
     assert set(profiler.peaks) == {"forward", "backward", "optimizer", "validation"}
     assert "those of their two ends" in str(profiler.report())
-    assert not PeakMeter(torch.device("cpu"), model).exact
+    assert not PhaseMeter(torch.device("cpu"), model).exact
 
 
 # --- modules ------------------------------------------------------------------------------------
