@@ -11,11 +11,14 @@ import os
 import tempfile
 import traceback
 import warnings
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.matrix.subjects import CHANGES, Subject, find_subjects
 from tests.zoo.models import MODELS, Learner, make
@@ -33,16 +36,20 @@ MORE_CHANGES = {
 """Beside ``CHANGES`` of the matrix: what may change weights of these models."""
 
 Weights = dict[str, Tensor]
+Cells = dict[str, str]
 
 
-def subjects() -> list[Subject]:
-    """Return what is tried: every callback, precision plugin and profiler of the package."""
-    return [subject for subject in find_subjects() if subject.kind != "strategy"]
+def subjects(processes: int = 1) -> list[Subject]:
+    """Return what is tried on one process (all but strategies), or on two (strategies)."""
+    on_ranks = processes > 1
+    return [subject for subject in find_subjects() if (subject.kind == "strategy") is on_ranks]
 
 
-def fit(model: Learner, subject: Subject | None) -> Weights:
+def fit(model: Learner, subject: Subject | None, processes: int) -> Weights:
     """Train for the model's batches, and return its weights."""
     settings = subject.trainer_settings() if subject else {}
+    if processes > 1:
+        settings = {"strategy": "ddp", **settings, "devices": processes}
     torch.manual_seed(0)
     quiet_trainer(limit_val_batches=0, **settings).fit(model)
     return weights_of(model)
@@ -75,14 +82,13 @@ class Row:
 
     Args:
         name: Of the model.
+        processes: Of the run: with several, under DDP.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    def __init__(self, name: str, processes: int) -> None:
+        self.name, self.processes = name, processes
         self.start = weights_of(make(name))
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.plain = fit(make(name), None)
+        self.plain = fit(make(name), None, processes)
         self.moved = largest_difference(self.plain, self.start)
         if not self.moved > 0.0:
             raise RuntimeError(f"{name} learns nothing by itself.")
@@ -91,10 +97,8 @@ class Row:
         """Return what the feature does to the model."""
         model = make(self.name)
         try:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                weights = fit(model, subject)
-                distance = largest_difference(weights, self.plain)
+            weights = fit(model, subject, self.processes)
+            distance = largest_difference(weights, self.plain)
         except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
             return describe(error, model)
         if distance == 0.0:
@@ -123,31 +127,51 @@ def describe(error: Exception, model: Learner) -> str:
     return f"fails: {type(error).__name__} from {Path(last.filename).name}: {message}"
 
 
-def run_row(name: str, wanted: list[Subject]) -> dict[str, str]:
-    """Return the cells of a model by the label of the feature."""
+def run_row(name: str, wanted: Sequence[Subject], processes: int = 1) -> Cells:
+    """Return the cells of a model by the label of the feature, in this process (of several)."""
     before = Path.cwd()
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
         os.chdir(folder)  # some write files of their own
         try:
-            row = Row(name)
+            row = Row(name, processes)
             return {subject.label: row.cell(subject) for subject in wanted}
         finally:
             os.chdir(before)
 
 
-def read() -> dict[str, dict[str, str]]:
-    """Return the recorded cells: by model, by feature."""
-    rows: dict[str, dict[str, str]] = json.loads(FILE.read_text())["rows"]
+def run_rows_on_ranks(names: Sequence[str]) -> dict[str, Cells]:
+    """Return the cells of the strategies, two processes for all of them."""
+    return launch(_rows_of_strategies, list(names), processes=2, timeout=300.0)[0]
+
+
+def _rows_of_strategies(names: list[str]) -> dict[str, Cells]:
+    return {name: run_row(name, subjects(2), processes=2) for name in names}
+
+
+def content() -> dict[str, Any]:
+    """Return the record: versions, and cells by model and by feature."""
+    found: dict[str, Any] = json.loads(FILE.read_text())
+    return found
+
+
+def read() -> dict[str, Cells]:
+    """Return the recorded cells, by model and by feature."""
+    rows: dict[str, Cells] = content()["rows"]
     return rows
 
 
-def write(rows: dict[str, dict[str, str]]) -> None:
+def write(rows: dict[str, Cells]) -> None:
     """Record what was found, with the versions of the libraries."""
     from importlib.metadata import version
 
     names = ("torch", "lightning", "transformers", "peft", "diffusers", "torch_geometric")
     versions = {name: version(name).partition("+")[0] for name in names}
     FILE.write_text(json.dumps({"versions": versions, "rows": rows}, indent=1) + "\n")
+
+
+ON_RANKS = ("GPT-2", "Llama", "T5", "BERT", "ViT", "ConvNeXt", "UNet", "torch LSTM")
+"""Models on which strategies are tried: those of which DDP reaches every parameter."""
 
 
 def known_models() -> list[str]:

@@ -51,7 +51,8 @@ class Learner(L.LightningModule):
         return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
-        return DataLoader(self.batches, batch_size=None)  # type: ignore[arg-type]
+        turn = self.global_rank % len(self.batches)  # each rank has batches of its own
+        return DataLoader(self.batches[turn:] + self.batches[:turn], batch_size=None)  # type: ignore[arg-type]
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:

@@ -1,0 +1,69 @@
+"""The page ``docs/zoo.md``, made from what is recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+FILE = Path(__file__).parents[2] / "docs" / "zoo.md"
+
+SIGNS = {"identical": "=", "close": "≈", "changed": "≠", "refused": "✗", "fails": "**!**"}
+
+HEAD = """# Models of others
+
+Every feature, tried on models that others wrote: tiny random configurations of `transformers`,
+`diffusers`, `peft`, `torch_geometric`, torch and Lightning, with batches as their users have them
+(`BatchEncoding` padded and bucketed, dataclasses, graphs of different sizes). Each cell is a fit of
+four batches on a CPU, beside the same fit without the feature; strategies run on two processes.
+`make matrix` runs all of it and writes this page; the tests run a sample of it again. {count}
+
+| sign | |
+|---|---|
+| = | the weights at the end are the same, bit by bit |
+| ≈ | the same but for rounding |
+| ≠ | others, as is the purpose of the feature |
+| ✗ | refused before the first step; the error stands below |
+| | not run |
+
+Versions: {versions}.
+"""
+
+
+def render(content: Mapping[str, Any]) -> str:
+    """Return the page.
+
+    Args:
+        content: What ``docs/zoo.json`` holds.
+    """
+    rows: Mapping[str, Mapping[str, str]] = content["rows"]
+    features = list(dict.fromkeys(label for cells in rows.values() for label in cells))
+    refusals: dict[str, list[str]] = {}
+    lines = []
+    for feature in features:
+        signs = []
+        for model, cells in rows.items():
+            kind, _, message = cells.get(feature, "").partition(": ")
+            signs.append(SIGNS.get(kind, ""))
+            if kind == "refused":
+                where = refusals.setdefault(message, [])
+                where.append(f"`{feature}` on {model}")
+        lines.append(f"| `{feature}` | " + " | ".join(signs) + " |")
+    found = [cell.partition(":")[0] for cells in rows.values() for cell in cells.values()]
+    fails = found.count("fails")
+    count = f"Of {len(found)} cells {fails or 'none'} fail{'s' if fails == 1 else ''}."
+    versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
+    parts = [
+        HEAD.format(count=count, versions=versions),
+        "## What each feature does to each model\n",
+        f"| | {' | '.join(rows)} |",
+        "|---|" + ":---:|" * len(rows),
+        *lines,
+    ]
+    if refusals:
+        parts += ["\n## What the refusals say\n"]
+        parts += [
+            f"- {', '.join(where)}: {message.replace('*', chr(92) + '*').replace('<', '&lt;')}"
+            for message, where in refusals.items()
+        ]
+    return "\n".join(parts) + "\n"
