@@ -237,9 +237,18 @@ def _kind(kind: Any) -> str:
         return "generator"
     if issubclass(kind, Tensor):
         return "tensor"
-    if issubclass(kind, _CONTAINERS):
+    if issubclass(kind, _CONTAINERS) and _is_refillable(kind):
         return "container"
     return "plain" if issubclass(kind, PLAIN) else ""
+
+
+def _is_refillable(kind: Any) -> bool:
+    """Whether a container is changed as Python's own are; a frozen configuration is not."""
+    own = [base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")]
+    return all(
+        any(getattr(kind, name, None) is getattr(base, name, None) for base in own)
+        for name in ("__setitem__", "clear", "extend", "update")
+    )
 
 
 def _refill(container: Any, content: Any) -> None:

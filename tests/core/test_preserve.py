@@ -105,3 +105,27 @@ def test_a_trial_leaves_no_trace():
     torch.testing.assert_close(state_of(module)[:2], expected[:2], rtol=0.0, atol=0.0)
     assert state_of(module)[2] == expected[2]
     assert module(x) == noise
+
+
+def test_a_frozen_configuration_is_left_alone_and_a_dictionary_of_the_users_own_class_is_not():
+    class Frozen(dict):
+        def __setitem__(self, key, value):
+            raise TypeError("frozen")
+
+        clear = update = __setitem__
+
+    class Counts(dict):
+        pass
+
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.counts = Frozen(width=2), Counts(steps=1)
+
+    holder = Holder()
+    with preserved(holder):
+        holder.counts["steps"] = 2
+    assert holder.counts == {"steps": 1}
+    assert type(holder.counts) is Counts
+    assert holder.config == {"width": 2}
