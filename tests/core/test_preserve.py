@@ -117,7 +117,6 @@ def test_a_frozen_configuration_is_left_alone_and_a_dictionary_of_the_users_own_
     class Counts(dict):
         pass
 
-
     class Holder(nn.Module):
         def __init__(self) -> None:
             super().__init__()
