@@ -59,6 +59,7 @@ def test_each_way_is_known(make, with_hooks):
     assert has_compiled_parts(around)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
 def test_what_is_not_compiled():
     checkpointed = nn.Linear(2, 2)
     checkpointed.forward = Forward(Forward())
