@@ -11,7 +11,7 @@ from .core.splitting import UnsplittableBatchError as UnsplittableBatchError
 from .core.splitting import micro_batches as micro_batches
 from .core.splitting import split_batch as split_batch
 from .data.cache.cached_dataset import CachedDataset as CachedDataset
-from .data.cache.cached_dataset import cached as cached
+from .data.cache.cached_function import cached as cached
 from .data.pipeline.data_monitor import DataMonitor as DataMonitor
 from .data.pipeline.device_prefetcher import DevicePrefetcher as DevicePrefetcher
 from .data.pipeline.pipeline_tuner import DataPipelineTuner as DataPipelineTuner

@@ -184,7 +184,7 @@ def time_items(dataset: Items, items: int) -> list[dict[str, Any]]:
         return 1e6 * (time.perf_counter() - start) / items
 
     rows.append({"item": "uncached", "µs": per_item(dataset.__getitem__)})
-    for storage in ("memory", "shared"):
+    for storage in ("memory", "disk"):
         cache = lo.CachedDataset(dataset, 50_000_000, storage=storage)
         first = per_item(cache.__getitem__)
         again = statistics.median(per_item(cache.__getitem__) for _ in range(5))

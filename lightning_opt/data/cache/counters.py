@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch.utils.data import get_worker_info
 
-NAMES = ("hits", "misses", "evictions", "bytes", "items")
+NAMES = ("hits", "misses", "evictions")
 
 ROWS = 129
 """One for the main process, and one for each worker of a loader; more workers share rows."""
@@ -19,30 +20,14 @@ class Counters:
 
     def __init__(self) -> None:
         self._rows = torch.zeros(ROWS, len(NAMES), dtype=torch.int64).share_memory_()
-        self._mine = self._rows[0].numpy()
-
-    def __getstate__(self) -> dict[str, torch.Tensor]:
-        return {"_rows": self._rows}
-
-    def __setstate__(self, state: dict[str, torch.Tensor]) -> None:
-        self._rows = state["_rows"]
-        self._mine = self._rows[0].numpy()
-
-    def use_row(self, worker: int | None) -> None:
-        """Count from now on for worker number ``worker``, or for the main process."""
-        row = 0 if worker is None else 1 + worker % (ROWS - 1)
-        self._mine = self._rows[row].numpy()
 
     def add(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
-        """Count."""
-        mine = self._mine
-        mine[0] += hits
-        mine[1] += misses
-        mine[2] += evictions
-
-    def hold(self, held: int, items: int) -> None:
-        """Say what this process holds at present."""
-        self._mine[3], self._mine[4] = held, items
+        """Count, for this worker or for the main process."""
+        worker = get_worker_info()
+        row = self._rows[0 if worker is None else 1 + worker.id % (ROWS - 1)].numpy()
+        row[0] += hits
+        row[1] += misses
+        row[2] += evictions
 
     def total(self) -> dict[str, int]:
         """Return the sums over processes, by name."""

@@ -1,0 +1,238 @@
+"""A bounded store of bytes in a file, which processes share and any of which may be killed."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sqlite3
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar
+
+Policy: TypeAlias = Literal["lru", "keep"]
+T = TypeVar("T")
+
+PAGE = 4096
+LARGEST = 10**9 - PAGE
+"""Bytes that SQLite takes as one value."""
+
+TABLES = """
+    PRAGMA journal_mode = TRUNCATE;
+    PRAGMA synchronous = OFF;
+    BEGIN IMMEDIATE;
+    CREATE TABLE IF NOT EXISTS items (
+        id INTEGER PRIMARY KEY, version TEXT, name TEXT, used INTEGER, UNIQUE (version, name)
+    );
+    CREATE INDEX IF NOT EXISTS by_use ON items (used);
+    CREATE TABLE IF NOT EXISTS contents (id INTEGER PRIMARY KEY, checksum BLOB, data BLOB);
+    COMMIT;
+"""
+EMPTY = 5
+"""Pages that these take by themselves."""
+
+TOUCH = """
+    UPDATE items SET used = (SELECT max(used) + 1 FROM items) WHERE version = ? AND name = ?
+"""
+ADD = """
+    INSERT OR IGNORE INTO items (version, name, used)
+    VALUES (?, ?, (SELECT ifnull(max(used), 0) + 1 FROM items))
+"""
+OLDEST = "SELECT id FROM items ORDER BY used LIMIT 1"
+OTHERS = """
+    SELECT id FROM items WHERE version < ?1 UNION ALL
+    SELECT id FROM items WHERE version > ?1 LIMIT 1
+"""
+
+
+class Store:
+    """Bytes by name in an SQLite file, whose pages are never more than ``max_bytes``.
+
+    SQLite brings the locks between processes (of different containers too), whole items or nothing
+    where a process is killed, and the bound. What it costs to store or to give up an item does not
+    depend on how many there are. Each item carries a checksum; one that does not fit it, after a
+    bad sector, is deleted and counts as missing. After a power failure the file may be unreadable,
+    and is then begun anew: it is not flushed to the disk.
+
+    Whatever goes wrong with the file is a miss, or nothing is stored.
+
+    Args:
+        file: Where; its folder is made if it is not there. Only trusted users may write there.
+        max_bytes: The bound.
+        policy: ``"lru"`` gives up what was used least recently; ``"keep"`` gives nothing up but
+            items of other versions, and takes nothing more once it is full.
+        version: Items of another version are never found.
+    """
+
+    def __init__(
+        self, file: Path, max_bytes: int, policy: Policy = "lru", version: str = ""
+    ) -> None:
+        self.file, self.max_bytes, self.policy, self.version = file, max_bytes, policy, version
+        self._begin()
+
+    def _begin(self) -> None:
+        self._connection: sqlite3.Connection | None = None
+        self._lock, self._pid = threading.Lock(), os.getpid()
+        self._touched: dict[str, None] = {}
+        self._refused = LARGEST
+
+    def __getstate__(self) -> dict[str, Any]:
+        names = ("file", "max_bytes", "policy", "version")
+        return {name: getattr(self, name) for name in names}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._begin()
+
+    def _attempt(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
+        """Return what ``work`` makes of this process's connection, if SQLite raises nothing."""
+        if self._pid != os.getpid():
+            self._begin()  # a connection must not be used on both sides of a fork
+        with self._lock:
+            try:
+                if self._connection is None:
+                    self._connection = self._connect()
+                return work(self._connection)
+            except sqlite3.OperationalError:
+                self._roll_back()  # locked for too long, no room on the disk, or gone
+            except sqlite3.DatabaseError as error:
+                if type(error) is not sqlite3.DatabaseError:
+                    raise
+                self._connection = None
+                with suppress(OSError):
+                    self.file.unlink()  # unreadable
+        return otherwise
+
+    def _connect(self) -> sqlite3.Connection:
+        with suppress(OSError):
+            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
+        connection = sqlite3.connect(
+            self.file, timeout=60.0, isolation_level=None, check_same_thread=False
+        )
+        connection.executescript(TABLES)
+        connection.execute(f"PRAGMA max_page_count = {EMPTY + self.max_bytes // PAGE}")
+        return connection
+
+    def _roll_back(self) -> None:
+        if self._connection is not None and self._connection.in_transaction:
+            self._connection.rollback()
+
+    @contextmanager
+    def _transaction(self, database: sqlite3.Connection) -> Iterator[None]:
+        database.execute("BEGIN IMMEDIATE")
+        yield
+        database.execute("COMMIT")
+
+    def get(self, name: str) -> bytes | None:
+        """Return the whole and unharmed data stored under ``name``, or None."""
+
+        def find(database: sqlite3.Connection) -> bytes | None:
+            query = "SELECT id, checksum, data FROM items JOIN contents USING (id)"
+            named = (self.version, name)
+            row = database.execute(f"{query} WHERE version = ? AND name = ?", named).fetchone()
+            if row is None:
+                return None
+            key, checksum, data = row
+            if checksum != self._checksum(name, data):
+                with self._transaction(database):
+                    _delete(database, key)
+                return None
+            if self.policy == "lru":  # noted at once, and written down with what is stored next
+                self._touched.pop(name, None)
+                self._touched[name] = None
+            return data  # type: ignore[no-any-return]
+
+        return self._attempt(find, None)
+
+    def put(self, name: str, data: bytes) -> int:
+        """Store ``data`` if it may be; return how many others were given up for it."""
+        if len(data) > min(self.max_bytes, LARGEST) or len(data) >= self._refused:
+            return 0
+
+        def add(database: sqlite3.Connection) -> int:
+            evicted = 0
+            while not self._insert(database, name, data):
+                gone = self._evict(database, len(data))
+                if not gone:
+                    if self.policy == "keep":
+                        self._refused = len(data)  # it stays as full as it is
+                    break
+                evicted += gone
+            return evicted
+
+        return self._attempt(add, 0)
+
+    def _insert(self, database: sqlite3.Connection, name: str, data: bytes) -> bool:
+        """Return whether there was room."""
+        try:
+            with self._transaction(database):
+                self._write_touches(database)
+                added = database.execute(ADD, (self.version, name))
+                if added.rowcount:
+                    database.execute(
+                        "INSERT OR REPLACE INTO contents VALUES (?, ?, ?)",
+                        (added.lastrowid, self._checksum(name, data), data),
+                    )
+        except sqlite3.OperationalError as error:
+            self._roll_back()
+            if "is full" in str(error):
+                return False
+            raise
+        self._touched = {}
+        return True
+
+    def _write_touches(self, database: sqlite3.Connection) -> None:
+        """Write down what was read since something was stored, in its order."""
+        database.executemany(TOUCH, [(self.version, used) for used in self._touched])
+
+    def _evict(self, database: sqlite3.Connection, size: int) -> int:
+        """Give up items until ``size`` bytes may have room, at least one; return how many."""
+        evicted = 0
+        with self._transaction(database):
+            self._write_touches(database)
+            while not evicted or _pragma(database, "freelist_count") * PAGE < size:
+                query = (OLDEST, ()) if self.policy == "lru" else (OTHERS, (self.version,))
+                row = database.execute(*query).fetchone()
+                if row is None:
+                    break
+                _delete(database, row[0])
+                evicted += 1
+        return evicted
+
+    def statistics(self) -> dict[str, int]:
+        """Return the bytes that are taken, by all versions, and the number of this one's items."""
+
+        def count(database: sqlite3.Connection) -> dict[str, int]:
+            pages = _pragma(database, "page_count") - _pragma(database, "freelist_count")
+            mine = "SELECT count(*) FROM items WHERE version = ?"
+            items = database.execute(mine, (self.version,)).fetchone()[0]
+            return {"bytes": max(0, pages - EMPTY) * PAGE, "items": items}
+
+        return self._attempt(count, {"bytes": 0, "items": 0})
+
+    def clear(self) -> None:
+        """Delete the items of this version."""
+
+        def empty(database: sqlite3.Connection) -> None:
+            mine, version = "FROM items WHERE version = ?", (self.version,)
+            with self._transaction(database):
+                database.execute(f"DELETE FROM contents WHERE id IN (SELECT id {mine})", version)
+                database.execute(f"DELETE {mine}", version)
+
+        self._attempt(empty, None)
+        self._refused = LARGEST
+
+    def _checksum(self, name: str, data: bytes) -> bytes:
+        hashed = hashlib.blake2b(f"{self.version}/{name}/".encode(), digest_size=16)
+        hashed.update(data)
+        return hashed.digest()
+
+
+def _pragma(database: sqlite3.Connection, name: str) -> int:
+    return int(database.execute(f"PRAGMA {name}").fetchone()[0])
+
+
+def _delete(database: sqlite3.Connection, key: int) -> None:
+    database.execute("DELETE FROM items WHERE id = ?", (key,))
+    database.execute("DELETE FROM contents WHERE id = ?", (key,))
