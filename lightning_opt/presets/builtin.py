@@ -215,14 +215,7 @@ def looks_at_operators(settings: Any) -> bool:
     """
     if not isinstance(settings, Mapping):
         return True
-    packing = settings.get("packing")
-    wanted = getattr(packing, "wanted", "") if packing is not None else ""
-    return bool(
-        settings.get("policy", "auto") in SINGLE_OPERATORS
-        or settings.get("offload")
-        or settings.get("compress_saved")
-        or wanted
-    )
+    return bool(settings.get("policy", "auto") in SINGLE_OPERATORS or settings.get("offload"))
 
 
 def _no_checkpointing(situation: Situation) -> str | None:

@@ -108,11 +108,11 @@ def refuse_neighbours(callback: Any, trainer: pl.Trainer, model: pl.LightningMod
     for other in callbacks:
         if type(other).__name__ != "ActivationCheckpointing":  # features do not import each other
             continue
-        packing = getattr(getattr(other, "packing", None), "wanted", "")
-        policy = getattr(other, "policy", "")
-        if policy in ("auto", "selective") or packing:
+        policy, offload = getattr(other, "policy", ""), getattr(other, "offload", False)
+        if policy in ("auto", "selective") or offload:
+            what = "offload=True" if offload else repr(policy)
             raise ValueError(
-                f"ActivationCheckpointing({packing or repr(policy)}) looks at single operators, "
+                f"ActivationCheckpointing({what}) looks at single operators, "
                 "and CompileModel makes one of many. Use policy 'every_layer', 'sqrt', 'block', "
-                "'every_nth' or 'custom' with CompileModel, and neither offload nor compress_saved."
+                "'every_nth' or 'custom' with CompileModel, and no offload."
             )

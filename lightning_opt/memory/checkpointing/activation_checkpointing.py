@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from lightning.pytorch.utilities import rank_zero_info
+from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.blocks import Block, find_blocks
 from lightning_opt.core.compiling import is_compiled
 from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.memory import MB
+from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
 from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
-from lightning_opt.memory.checkpointing.methods.packing import Packing, refuse_packing
+from lightning_opt.memory.checkpointing.methods.offloading import Offload
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
     Plan,
@@ -36,6 +38,7 @@ from lightning_opt.memory.checkpointing.planning.batch_planning import (
     batch_size,
     plan_for_batch,
 )
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -44,7 +47,7 @@ if TYPE_CHECKING:
 POLICIES = ("auto", "none", "every_layer", "sqrt", "block", "every_nth", "selective", "custom")
 
 
-class ActivationCheckpointing(Callback):
+class ActivationCheckpointing(RunCallback):
     """Keeps fewer activations for the backward pass, and computes the others a second time.
 
     The model's code stays as it is. Its repeated blocks are found by structure and shapes;
@@ -74,8 +77,7 @@ class ActivationCheckpointing(Callback):
     types are put back, nothing is logged, and no optimizer steps. When a larger batch comes that
     would miss the budget, it is planned anew.
 
-    Logged once; what is timed or a peak by ``"auto"`` alone, the last three with ``offload`` or
-    ``compress_saved``:
+    Logged once; what is timed or a peak by ``"auto"`` alone:
 
     ===================================== ======================================================
     ``checkpointing/blocks``              blocks that were found
@@ -85,10 +87,7 @@ class ActivationCheckpointing(Callback):
     ``checkpointing/peak_mb``             the plan's, as measured
     ``checkpointing/unchecked_step_ms``   forward and backward pass without recomputation
     ``checkpointing/step_ms``             the same under the plan
-    ``checkpointing/packed_mb``           saved tensors that were packed in the first step
-    ``checkpointing/packed_to_mb``        what the same take on the device then
-    ``checkpointing/gradient_error``      what rounding changes the first batch's gradients by: the
-                                          norm of the difference, as a share of theirs
+    ``checkpointing/offloaded_mb``        with ``offload``: what the first step kept on the host
     ===================================== ======================================================
 
     A megabyte is 2**20 bytes. On CUDA peaks are those of torch's allocator; elsewhere the memory of
@@ -110,17 +109,13 @@ class ActivationCheckpointing(Callback):
         offload: Keep what is saved for the backward pass, of blocks that are recomputed and of the
             rest, in pinned memory of the host. On CUDA only; elsewhere training goes on without it,
             and says so. Not for ``"auto"``, which measures the device, and not under FSDP.
-        compress_saved: ``"bf16"`` rounds saved float32 tensors to half their bytes. Gradients are
-            then no longer exact: how far they are off is measured on the first batch, by two
-            further steps, and logged. Parameters, buffers, the batch and small tensors stay as they
-            are, and so does what ``"selective"`` keeps. Not for ``"auto"`` and not under FSDP.
 
     Raises:
         ValueError: In ``__init__`` for an unknown policy or a setting that it has no use for; in
             ``setup`` under DeepSpeed and beside Lightning's own checkpointing for FSDP; in
             ``on_fit_start`` if there is no such module, if no blocks are found, if parts of the
-            model are checkpointed already, or compiled under ``"auto"`` and ``"selective"``, with
-            ``offload`` and ``compress_saved``.
+            model are checkpointed already, or compiled under ``"auto"`` and ``"selective"`` and
+            with ``offload``.
         BudgetError: Before the first step, if the budget cannot be met. It is a ``ValueError``.
 
     Example:
@@ -143,7 +138,6 @@ class ActivationCheckpointing(Callback):
         budget: float | None = None,
         strict: bool = True,
         offload: bool = False,
-        compress_saved: str | None = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}.")
@@ -156,12 +150,12 @@ class ActivationCheckpointing(Callback):
             positive("min_flops", min_flops)
         if policy == "custom" and not modules:
             raise ValueError("policy='custom' needs modules=[...]: names, patterns or classes.")
-        self.packing = Packing(offload, compress_saved)
-        if policy == "auto" and self.packing.wanted:
+        if policy == "auto" and offload:
             raise ValueError(
-                f"{self.packing.wanted} changes what the plan of policy='auto' would be made from. "
-                "Use it with another policy, such as 'every_layer' or 'none'."
+                "offload=True changes what the plan of policy='auto' would be made from. Use it "
+                "with another policy, such as 'every_layer' or 'none'."
             )
+        self.offload = offload
         self.policy, self.interval, self.min_flops = policy, interval, min_flops
         self.modules = None if modules is None else list(modules)
         self.budget = Budget(budget_mb, budget, strict)
@@ -169,11 +163,14 @@ class ActivationCheckpointing(Callback):
         self.plan: Plan = []
         self.planning: Planning | None = None
         self._applied: AppliedPlan | None = None
+        self._offload: Offload | None = None
+        self._patches = ExitStack()
         self._planned_size = math.inf
         self._is_logged = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse strategies that have a checkpointing of their own."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         if isinstance(trainer.strategy, DeepSpeedStrategy):
@@ -189,42 +186,56 @@ class ActivationCheckpointing(Callback):
                 "ActivationCheckpointing and FSDPStrategy(activation_checkpointing_policy=...) "
                 "would recompute twice. Leave one of them out."
             )
-        if isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
-            refuse_packing(self.packing)
+        if self.offload and isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
+            raise ValueError(
+                "ActivationCheckpointing(offload=True) does not work with sharded parameters "
+                "(FSDPStrategy, ModelParallelStrategy), whose memory comes and goes under what "
+                "autograd saves. Use a policy that recomputes, such as 'every_layer', or DDP."
+            )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the blocks and apply the policy: strategies have wrapped the model by now."""
-        self._undo()
+        self.release(trainer)
         refuse_checkpointed(pl_module)
         if self.policy in ("auto", "selective"):
             refuse_compiled(pl_module, f"ActivationCheckpointing({self.policy!r})")
-        if self.packing.wanted:
-            refuse_compiled(pl_module, self.packing.wanted)
+        if self.offload:
+            refuse_compiled(pl_module, "offload=True")
         self.blocks = self._choose_blocks(pl_module)
         self._is_logged = False
         if self.policy == "auto":
             self.plan, self.planning, self._planned_size = [], None, 0
         else:
             self._apply(make_plan(self.policy, self.blocks, self.interval, self.min_flops))
-            self.packing.put_on(pl_module)
             rank_zero_info(
                 f"ActivationCheckpointing({self.policy!r}): {len(self.blocks)} blocks found, "
-                f"{count_recomputed(self.plan)} of them recomputed. "
-                f"{self.packing.sentence}".rstrip()
+                f"{count_recomputed(self.plan)} of them recomputed."
             )
+        if self.offload:
+            self._start_offloading(pl_module)
+
+    def _start_offloading(self, pl_module: pl.LightningModule) -> None:
+        if pl_module.device.type != "cuda":
+            rank_zero_warn(
+                "ActivationCheckpointing(offload=True) needs a CUDA device; on "
+                f"{pl_module.device.type} saved tensors are where they would be moved to, so "
+                "nothing is moved."
+            )
+            return
+        self._offload = Offload(pl_module.device)
+        step = self._offload.around(pl_module, pl_module.training_step)
+        self._patches.enter_context(replaced(pl_module, training_step=step))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Under ``"auto"``, plan for the first batch, and for a larger one that may not fit."""
-        if not self._is_logged:
-            self.packing.measure_error(trainer, pl_module, batch, batch_idx)
         if self.policy != "auto" or not self.blocks:
             return
         size = batch_size(batch)
         if size <= self._planned_size:
             return
-        self._undo()
+        self.release(trainer)
         planning = plan_for_batch(
             trainer, pl_module, batch, batch_idx, self.blocks, self.budget, self.planning
         )
@@ -251,9 +262,9 @@ class ActivationCheckpointing(Callback):
             "checkpointing/blocks": float(len(self.blocks)),
             "checkpointing/recomputed": float(count_recomputed(self.plan)),
         }
-        log_scalars(trainer, {**counts, **self.packing.scalars()})
-        if self.packing.scalars():
-            rank_zero_info(self.packing.sentence)
+        if self._offload is not None:
+            counts["checkpointing/offloaded_mb"] = self._offload.nbytes / MB
+        log_scalars(trainer, counts)
 
     def describe(self) -> Report:
         """Return one row a block: its class, its parameters, and what is done with it.
@@ -273,7 +284,6 @@ class ActivationCheckpointing(Callback):
             for block in self.blocks
         ]
         notes = [] if self.planning is None else [self.planning.summary()]
-        notes += [self.packing.sentence] if self.packing.sentence else []
         return Report(f"ActivationCheckpointing({self.policy!r})", rows, notes)
 
     def plot(self) -> Figure:
@@ -286,15 +296,13 @@ class ActivationCheckpointing(Callback):
 
         return draw_plan(self.describe(), self.planning)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put the modules' ``forward`` back; Lightning calls no ``teardown`` after an exception."""
-        self._undo()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put the modules' ``forward`` back."""
-        self._undo()
+    def release(self, trainer: pl.Trainer) -> None:
+        """Put the modules' ``forward`` and ``training_step`` back."""
+        self._patches.close()
+        self._offload = None
+        if self._applied is not None:
+            self._applied.undo()
+            self._applied = None
 
     def _choose_blocks(self, model: nn.Module) -> list[Block]:
         if self.modules is not None:
@@ -315,12 +323,6 @@ class ActivationCheckpointing(Callback):
             self._applied.undo()
         self._applied = AppliedPlan(plan)
         self.plan = plan
-
-    def _undo(self) -> None:
-        self.packing.take_off()
-        if self._applied is not None:
-            self._applied.undo()
-            self._applied = None
 
 
 def make_plan(
@@ -356,8 +358,8 @@ def refuse_compiled(model: nn.Module, who: str) -> None:
         if is_compiled(module):
             raise ValueError(
                 f"{who} looks at single operators, and {name or type(model).__name__} is "
-                "compiled. Use policy 'every_layer' or 'custom' with torch.compile, and neither "
-                "offload nor compress_saved."
+                "compiled. Use policy 'every_layer' or 'custom' with torch.compile, and no "
+                "offload."
             )
 
 

@@ -316,7 +316,7 @@ def test_mixed_plans_take_exactly_the_planned_operations(kind: type[Architecture
     assert callback.planning is not None
     planner = callback.planning.planner
     batch = torch.randn(2, 4, 8)
-    bare, count = backward_flops(model, batch), len(planner._items)
+    bare, count = backward_flops(model, batch), len(planner.items)
 
     def check(*decisions: Decision) -> int:
         solution = Solution(decisions, 0, 0.0)
@@ -328,15 +328,15 @@ def test_mixed_plans_take_exactly_the_planned_operations(kind: type[Architecture
         assert extra == planner.recomputed_flops(solution)
         return extra
 
-    keep = [Decision(i, i + 1, item.options[1]) for i, item in enumerate(planner._items)]
-    alone = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(planner._items)]
+    keep = [Decision(i, i + 1, item.options[1]) for i, item in enumerate(planner.items)]
+    alone = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(planner.items)]
     assert check(*keep) == 0
     whole = check(*alone)
-    joined = check(Decision(0, 3, planner._items[2].options[0]), *alone[3:])
+    joined = check(Decision(0, 3, planner.items[2].options[0]), *alone[3:])
     assert (joined > whole) == (kind is EndsWithProduct)
-    check(*keep[:1], Decision(1, 3, planner._items[2].options[0]), *keep[3:])
+    check(*keep[:1], Decision(1, 3, planner.items[2].options[0]), *keep[3:])
     in_part = []
-    for option in planner._items[0].options[2:]:
+    for option in planner.items[0].options[2:]:
         part = Decision(0, 1, option)
         in_part.append(check(part, *keep[1:]))
         check(part, *alone[1 : count - 1], *keep[count - 1 :])
@@ -359,9 +359,9 @@ def test_selective_operations() -> None:
         callback.on_fit_start(None, model)  # type: ignore[arg-type]
         backward_flops(model, batch)  # the first step learns
         extra.append(backward_flops(model, batch) - bare)
-        choice = callback._applied.forwards[0].choice
+        choice = callback.blocks[0].modules[0].forward.choice
         assert extra[-1] == 2 * choice.profile.recomputed_flops(choice.kept)
-        callback._undo()
+        callback.release(None)
     assert extra[0] == 0
     assert extra == sorted(set(extra))
 

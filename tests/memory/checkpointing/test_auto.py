@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan
 from lightning_opt.memory.checkpointing.planning.batch_planning import BudgetError
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
     optimizer_state_bytes,
@@ -54,7 +55,7 @@ def fit(callback: ActivationCheckpointing, model: Wide | None = None, **settings
 
 def peak_of_a_real_step(callback: ActivationCheckpointing, model: Wide) -> int:
     """Return the peak above parameters and gradients of a step under the callback's plan."""
-    callback._apply(callback.plan)
+    applied = AppliedPlan(callback.plan)
     try:
         batch = torch.randn(model.rows, 64)
         for parameter in model.parameters():
@@ -63,7 +64,7 @@ def peak_of_a_real_step(callback: ActivationCheckpointing, model: Wide) -> int:
             model.training_step(batch, 0).backward()
         return meter.mark()
     finally:
-        callback._undo()
+        applied.undo()
 
 
 @pytest.mark.parametrize("budget", [0.35, 0.5, 0.7, 1.0])

@@ -98,7 +98,7 @@ def test_a_graph_can_be_walked_again() -> None:
         try:
             torch.testing.assert_close(gradients(loss(), 3), expected, rtol=0, atol=0)
         finally:
-            callback._undo()
+            callback.release(None)
 
 
 def test_an_input_changed_in_place_afterwards_is_noticed() -> None:

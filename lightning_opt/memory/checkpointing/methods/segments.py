@@ -18,15 +18,10 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_opt.memory.checkpointing.methods.packers import held
+from lightning_opt.memory.checkpointing.methods.offloading import fetched, put_away
 from lightning_opt.memory.checkpointing.methods.restored_state import GlobalState
 
 Function = Callable[..., Any]
-
-INPUT_CHANGED = (
-    "An input of a checkpointed block was changed in place after the block had run, so the block "
-    "cannot be recomputed. Use an out-of-place operation there, or leave this block out"
-)
 
 
 class _Placeholder:
@@ -52,14 +47,21 @@ class _OutputOf:
 class _Input:
     """A tensor from outside, held without its graph, for the graph leads back to the segment."""
 
-    __slots__ = ("packed", "requires_grad")
+    __slots__ = ("held", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor) -> None:
-        self.packed = held(tensor, INPUT_CHANGED)
+        self.held, self.version = put_away(tensor), tensor._version
         self.requires_grad = tensor.requires_grad
 
     def get(self) -> Tensor:
-        return self.packed.get().detach().requires_grad_(self.requires_grad)
+        # Autograd checks no versions of what it has not saved.
+        if isinstance(self.held, Tensor) and self.held._version != self.version:
+            raise RuntimeError(
+                f"An input of a checkpointed block, of shape {tuple(self.held.shape)}, was changed "
+                "in place after the block had run, so the block cannot be recomputed. Use an "
+                "out-of-place operation there, or leave this block out."
+            )
+        return fetched(self.held).detach().requires_grad_(self.requires_grad)
 
 
 class _Output:

@@ -15,11 +15,11 @@ from torch.utils._pytree import tree_flatten
 
 from lightning_opt.core.arguments import positive
 from lightning_opt.core.blocks import Block
+from lightning_opt.core.memory import MB
 from lightning_opt.core.trial import TrialStep
 from lightning_opt.memory.checkpointing.methods.policies import Plan, count_recomputed
 from lightning_opt.memory.checkpointing.planning.knapsack import Solution
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
-    MIB,
     free_bytes,
     present_bytes,
     standing_bytes,
@@ -82,7 +82,7 @@ class Budget:
     def activations(self, unchecked_peak: float, standing: int, room: float) -> float:
         """Return the bytes that it leaves for activations."""
         if self.budget_mb is not None:
-            return self.budget_mb * MIB - standing
+            return self.budget_mb * MB - standing
         if self.share is not None:
             return self.share * unchecked_peak
         return room
@@ -115,9 +115,9 @@ class Planning:
         """Return what is logged."""
         before, after = self.seconds
         return {
-            "checkpointing/unchecked_peak_mb": self.planner.unchecked_peak / MIB,
-            "checkpointing/predicted_peak_mb": self.outcome.solution.peak / MIB,
-            "checkpointing/peak_mb": self.outcome.peak / MIB,
+            "checkpointing/unchecked_peak_mb": self.planner.unchecked_peak / MB,
+            "checkpointing/predicted_peak_mb": self.outcome.solution.peak / MB,
+            "checkpointing/peak_mb": self.outcome.peak / MB,
             **({} if before is None else {"checkpointing/unchecked_step_ms": 1e3 * before}),
             "checkpointing/step_ms": 1e3 * after,
         }
@@ -132,7 +132,7 @@ class Planning:
             f"{len(self.planner.profile.units)} blocks recomputed. Peak of activations "
             f"{values['checkpointing/unchecked_peak_mb']:.1f} MB{measured} -> "
             f"{values['checkpointing/peak_mb']:.1f} MB (predicted "
-            f"{values['checkpointing/predicted_peak_mb']:.1f}, budget {self.budget / MIB:.1f}); "
+            f"{values['checkpointing/predicted_peak_mb']:.1f}, budget {self.budget / MB:.1f}); "
             f"step {'not tried' if before is None else f'{before:.1f} ms'} -> "
             f"{values['checkpointing/step_ms']:.1f} ms."
         )
@@ -144,7 +144,7 @@ class Planning:
                 return {
                     "order": order,
                     "calls": unit.calls,
-                    "keeping MB": unit.internals / MIB,
+                    "keeping MB": unit.internals / MB,
                     "recomputing ms": 1e3 * self.planner.recompute_seconds(order),
                 }
         return {}
@@ -200,7 +200,7 @@ def plan_for_batch(
     outcome = planner.plan(limit)
     if not outcome.fits:
         peak = outcome.peak + planner.unseen
-        error = BudgetError(str(budget), (peak + standing) / MIB, peak / unchecked_peak)
+        error = BudgetError(str(budget), (peak + standing) / MB, peak / unchecked_peak)
         if budget.strict:
             raise error
         warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING
 
+from lightning_opt.core.memory import MB
 from lightning_opt.core.report import Report
 from lightning_opt.memory.checkpointing.planning.batch_planning import Planning
-from lightning_opt.memory.checkpointing.planning.standing_memory import MIB
 from lightning_opt.memory.figures import new_figure
 
 if TYPE_CHECKING:
@@ -82,14 +82,14 @@ def _draw_bars(
 def _draw_peaks(axes: Axes, planning: Planning) -> None:
     """Draw the peak of activations without the plan, as planned, and as measured."""
     peaks = {
-        "without": planning.planner.unchecked_peak / MIB,
-        "predicted": planning.outcome.solution.peak / MIB,
-        "measured": planning.outcome.peak / MIB,
+        "without": planning.planner.unchecked_peak / MB,
+        "predicted": planning.outcome.solution.peak / MB,
+        "measured": planning.outcome.peak / MB,
     }
     colours = [GREY, COLOURS["recomputed"], COLOURS["kept"]]
     axes.bar(range(3), list(peaks.values()), color=colours)
     if math.isfinite(planning.budget):
-        axes.axhline(planning.budget / MIB, color=RED, ls="--", lw=1, label="budget")
+        axes.axhline(planning.budget / MB, color=RED, ls="--", lw=1, label="budget")
         axes.legend(fontsize=8)
     axes.set_ylim(0, 1.15 * max(peaks.values()))  # a budget far above says enough by its absence
     axes.set_xticks(range(3), list(peaks), rotation=30, ha="right", fontsize=8)

@@ -7,17 +7,10 @@ from collections import defaultdict
 from collections.abc import Iterable
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
-MIB = 2**20
-
-
-def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Return the bytes of ``tensors``' memory on this rank; shared memory counts once."""
-    local = (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)
-    storages = {s.data_ptr(): s.nbytes() for s in (tensor.untyped_storage() for tensor in local)}
-    return sum(storages.values())
+from lightning_opt.memory.meters import state_tensors, storage_bytes
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
@@ -26,11 +19,11 @@ def optimizer_state_bytes(optimizer: Optimizer) -> int:
     The state of optimizers comes with their first step. What that makes is found out on a matrix of
     64 elements; parameters are not touched.
     """
-    present = [value for state in optimizer.state.values() for value in state.values()]
+    present = state_tensors([optimizer])
     if present:
-        return bytes_of(value for value in present if isinstance(value, Tensor))
+        return storage_bytes(present)
     return sum(
-        round(_state_per_byte(optimizer, index) * bytes_of(p for p in group["params"]))
+        round(_state_per_byte(optimizer, index) * storage_bytes(p for p in group["params"]))
         for index, group in enumerate(optimizer.param_groups)
     )
 
@@ -46,33 +39,29 @@ def _state_per_byte(optimizer: Optimizer, index: int) -> float:
     trial.param_groups = [{**group, "params": [sample]}]
     trial.state = defaultdict(dict)
     try:
-        type(trial).step(
-            trial
-        )  # an instance's own `step`, as schedulers make it, is the original's
+        type(trial).step(trial)  # an instance's own `step`, as schedulers make it, is another's
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         return 0.0  # one that cannot be tried so; its state is then not foreseen
-    made = [value for state in trial.state.values() for value in state.values()]
     # Counters are there once a parameter and do not grow with it.
-    grown = [value for value in made if isinstance(value, Tensor) and value.numel() > 1]
-    return bytes_of(grown) / sample.untyped_storage().nbytes()
+    grown = [value for value in state_tensors([trial]) if value.numel() > 1]
+    return storage_bytes(grown) / sample.untyped_storage().nbytes()
 
 
 def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     """Return the bytes of parameters, buffers, gradients and optimizer states in a full step."""
     parameters = list(module.parameters())
     return (
-        bytes_of([*parameters, *module.buffers()])
-        + bytes_of(parameter for parameter in parameters if parameter.requires_grad)
+        storage_bytes([*parameters, *module.buffers()])
+        + storage_bytes(parameter for parameter in parameters if parameter.requires_grad)
         + sum(optimizer_state_bytes(optimizer) for optimizer in optimizers)
     )
 
 
 def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     """Return that part of :func:`standing_bytes` that is there now."""
-    states = [value for o in optimizers for state in o.state.values() for value in state.values()]
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     there = [*module.parameters(), *module.buffers(), *gradients]
-    return bytes_of([*there, *(value for value in states if isinstance(value, Tensor))])
+    return storage_bytes([*there, *state_tensors(optimizers)])
 
 
 def free_bytes(device: torch.device) -> int:

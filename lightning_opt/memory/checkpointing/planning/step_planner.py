@@ -105,6 +105,7 @@ class StepPlanner:
         profile: What was measured.
         unchecked_peak: Peak of the step with everything kept, in bytes.
         unchecked_measured: Whether it was measured; else it is predicted.
+        items: What the knapsack decides on: one a unit.
         unseen: Bytes above every peak here that kernels are allowed for.
     """
 
@@ -130,7 +131,7 @@ class StepPlanner:
             self.unchecked_peak = self.measure_peak([])
             self._calibrate()
         self.unseen = 0 if device.type == "cuda" else round(UNSEEN * self.unchecked_peak)
-        self._items = self._time()
+        self.items = self._time()
 
     # -- measuring ---------------------------------------------------------------------------
 
@@ -307,7 +308,7 @@ class StepPlanner:
         budget -= self.unseen
         target = budget
         for _ in range(2):
-            found = solve(self._items, self.profile.head_peak, target, self._longest)
+            found = solve(self.items, self.profile.head_peak, target, self._longest)
             solution = self._agreement.first(found)
             if solution is None:
                 break
@@ -315,8 +316,8 @@ class StepPlanner:
             if outcome.fits:
                 return outcome
             target -= 1.1 * excess
-        smallest = smallest_peak(self._items, self.profile.head_peak, self._longest)
-        by_itself = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(self._items)]
+        smallest = smallest_peak(self.items, self.profile.head_peak, self._longest)
+        by_itself = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(self.items)]
         measured = Solution(tuple(by_itself), self.profile.peak, 0.0)
         outcomes = [
             self._verify(self._agreement.first(solution), budget)
@@ -326,7 +327,7 @@ class StepPlanner:
 
     def recompute_seconds(self, order: int) -> float:
         """Return what recomputing the unit with this place in the order costs."""
-        return self._items[order].options[0].seconds
+        return self.items[order].options[0].seconds
 
     def recomputed_flops(self, solution: Solution) -> int:
         """Return the operations that a backward pass takes more under these decisions."""
@@ -344,7 +345,7 @@ class StepPlanner:
 
     def rescaled(self, factor: float, budget: float) -> Solution:
         """Return the plan for a batch that takes ``factor`` times the memory, unmeasured."""
-        items = [_scaled(item, factor) for item in self._items]
+        items = [_scaled(item, factor) for item in self.items]
         head = round(factor * self.profile.head_peak)
         budget -= factor * self.unseen
         return solve(items, head, budget, self._longest) or smallest_peak(

@@ -1,0 +1,84 @@
+"""Saved tensors on the host: what is moved, what is refused, and how it is said."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch.strategies import FSDPStrategy
+from torch import nn
+from torch.utils.data import DataLoader
+
+from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+from tests.memory.architectures import Architecture, Transformer
+from tests.memory.runs import assert_identical, train
+
+
+class Deep(Architecture):
+    """Blocks whose saved tensors are all float32 activations of one size."""
+
+    blocks = 6
+
+    def block(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(32, 32), nn.Tanh())
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        generator = torch.Generator().manual_seed(3)
+        return DataLoader(torch.randn(256, 32, generator=generator), batch_size=128)
+
+    val_dataloader = train_dataloader
+
+
+def test_offloading_without_a_device_to_offload_says_so_and_changes_nothing() -> None:
+    callback = ActivationCheckpointing("every_layer", offload=True)
+    with pytest.warns(UserWarning, match="needs a CUDA device"):
+        trained = train("Transformer", callback)
+    assert_identical(trained, train("Transformer", None))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("policy", ["none", "every_layer", "block"])
+def test_offloading_is_exact_and_saves_memory(policy: str) -> None:
+    class Large(Deep):
+        def train_dataloader(self) -> DataLoader[Any]:
+            generator = torch.Generator().manual_seed(3)
+            return DataLoader(torch.randn(2**17, 32, generator=generator), batch_size=2**16)
+
+    def fit(offload: bool) -> tuple[Large, int, Any]:
+        torch.manual_seed(0)
+        model = Large()
+        callback = ActivationCheckpointing(policy, offload=offload)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        logger = MemoryLogger()
+        trainer = quiet_trainer(
+            callbacks=[callback], accelerator="gpu", limit_val_batches=0, max_steps=2, logger=logger
+        )
+        trainer.fit(model)
+        return model, torch.cuda.max_memory_allocated(), logger
+
+    plain, peak, _ = fit(False)
+    offloaded, lower, logger = fit(True)
+    for mine, theirs in zip(offloaded.gradients, plain.gradients, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=0)
+    assert logger.series("checkpointing/offloaded_mb")[0] > 0
+    assert "training_step" not in vars(offloaded)
+    if policy == "none":
+        assert lower < 0.8 * peak
+
+
+def test_arguments_are_checked_at_once() -> None:
+    with pytest.raises(ValueError, match="changes what the plan of policy='auto'"):
+        ActivationCheckpointing(offload=True, budget=0.5)
+
+
+def test_refusals() -> None:
+    trainer = quiet_trainer()
+    trainer.strategy.__class__ = FSDPStrategy
+    trainer.strategy._activation_checkpointing_kwargs = None
+    with pytest.raises(ValueError, match="does not work with sharded parameters"):
+        ActivationCheckpointing("none", offload=True).setup(trainer, Transformer(), "fit")
+    compiled = Transformer()
+    compiled.layers[0].compile(backend="eager")
+    with pytest.raises(ValueError, match=r"layers\.0 is compiled"):
+        quiet_trainer(callbacks=[ActivationCheckpointing("none", offload=True)]).fit(compiled)
