@@ -128,7 +128,7 @@ def process_footprint() -> dict[str, Any]:
             for name, value in vars(module_globals).items()
             if name.startswith("_global_") and hasattr(value, "__len__")
         },
-        "gc": (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)),
+        "gc": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
         "warnings": list(warnings.filters),
         "logging": (logging.getLogger().level, len(logging.getLogger().handlers)),
         "environment": {

@@ -7,6 +7,7 @@ a CPU nothing waits, but the same operations run, so they can be counted without
 import sys
 import traceback
 from collections import Counter
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -125,6 +126,27 @@ def _has_mask(indices: Any) -> bool:
 
 def take_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make ``lightning_opt`` treat tensors of a CPU as if they were on an accelerator."""
+    _answer(monkeypatch, lambda device: False)
+
+
+def each_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield ``"host"``, and ``"device"`` if meanwhile anyone asked which of the two to take."""
+    asked: list[torch.device] = []
+
+    def note(device: torch.device) -> bool:
+        asked.append(device)
+        return True
+
+    with monkeypatch.context() as patch:
+        _answer(patch, note)
+        yield "host"
+    if asked:
+        with monkeypatch.context() as patch:
+            take_device_path(patch)
+            yield "device"
+
+
+def _answer(monkeypatch: pytest.MonkeyPatch, answer: Callable[[torch.device], bool]) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("lightning_opt.") and hasattr(module, "wants_host"):
-            monkeypatch.setattr(module, "wants_host", lambda device: False)
+            monkeypatch.setattr(module, "wants_host", answer)

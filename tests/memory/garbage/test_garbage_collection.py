@@ -62,7 +62,7 @@ class Spy(Callback):
 
 
 @pytest.fixture(autouse=True)
-def _collection_is_left_as_found() -> Iterator[None]:
+def _collection_is_left_as_found(nothing_frozen: None) -> Iterator[None]:
     before = (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks))
     yield
     assert (gc.isenabled(), gc.get_threshold(), gc.get_freeze_count(), len(gc.callbacks)) == before
