@@ -1,10 +1,9 @@
 """The process of a ``Fit``: trains, when told to, step by step.
 
-It is started as ``python -m lightning_opt.worker.child FOLDER``, or forked from one started with
-``--serve``, and finds in the folder what to train.
-Commands come by its standard input, one number of steps each; messages leave by what was its
-standard output. What the training prints goes to its standard error. When the input is closed,
-because whoever asked for the training is gone, it kills itself and all that it has started.
+It finds in its folder what to train, and has a connection: commands come by it, one number of steps
+each, and messages leave. What the training prints goes to the folder's log. When the other end is
+closed, because whoever asked for the training is gone, it kills itself and all that it has started.
+The other ranks of a distributed training run this file, and only take part in the steps.
 """
 
 from __future__ import annotations
@@ -17,40 +16,40 @@ import signal
 import sys
 import threading
 import traceback
+from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import lightning.pytorch as pl
 import torch
 
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.worker.channel import receive, send
-from lightning_opt.worker.fork_server import serve
 from lightning_opt.worker.gate import PeakMeter, Step, StepGate, fit, prepare
-from lightning_opt.worker.processes import kill_tree
+from lightning_opt.worker.starting import kill_tree, settle_in
 
-PAYLOAD = "payload.pkl"
-"""The file in the folder that says what to do."""
+PAYLOAD, LOG = "payload.pkl", "log"
+"""Files in the folder: what is to be done, and what was printed."""
 
 
 class Worker:
     """Trains what the payload describes.
 
     Args:
-        messages: Where they are sent; None in the other processes of a distributed training, which
-            only take part in the steps.
-        commands: The numbers of steps, as they come.
+        connection: To whoever gives commands; None in the other ranks.
     """
 
-    def __init__(self, messages: IO[bytes] | None, commands: queue.Queue[int]) -> None:
-        self._messages, self._commands = messages, commands
+    def __init__(self, connection: Connection | None) -> None:
+        self._connection = connection
+        self._commands: queue.Queue[int] = queue.Queue()
         self._device = torch.device("cpu")
         self._meter: PeakMeter | None = None
         self._limit: int | None = None
         self._began = False
 
-    def run(self, payload: dict[str, Any]) -> int:
-        """Train until told to stop, and return the exit status."""
+    def run(self, payload: dict[str, Any]) -> None:
+        """Train until told to stop."""
+        if self._connection is not None:
+            threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
         try:
             torch.set_num_threads(payload["threads"])
             self._limit = payload["memory_limit"]
@@ -62,8 +61,13 @@ class Worker:
             self._send("ended", self._peak())
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
             self._send("failed", *self._describe(error))
-            return 1
-        return 0
+
+    def _listen(self, connection: Connection) -> None:
+        try:
+            while True:
+                self._commands.put(connection.recv())
+        except (EOFError, OSError):
+            kill_tree(os.getpid())
 
     def _watch_memory(self, device: torch.device) -> None:
         self._device = device
@@ -83,8 +87,8 @@ class Worker:
         return 0 if self._meter is None else self._meter.read(self._device)
 
     def _send(self, *message: Any) -> None:
-        if self._messages is not None:
-            send(self._messages, message)
+        if self._connection is not None:
+            self._connection.send(message)
 
     def _describe(self, error: BaseException) -> tuple[str, str, str]:
         kind = "error" if self._began else "setup"
@@ -120,55 +124,27 @@ def _summarise(trainer: pl.Trainer) -> dict[str, Any]:
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
         "accumulate_grad_batches": trainer.accumulate_grad_batches,
-        "prefetched": _prefetched(trainer),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
         "peak_of": "rank 0" if trainer.world_size > 1 else "the process",
     }
 
 
-def _prefetched(trainer: pl.Trainer) -> int:
-    """Return how many batches workers may have made ready in a pause, which in a run they lack."""
-    loaders = getattr(trainer.fit_loop._combined_loader, "flattened", [])
-    counts = [
-        getattr(loader, "num_workers", 0) * (getattr(loader, "prefetch_factor", None) or 2)
-        for loader in loaders
-    ]
-    return max(counts, default=0)
-
-
-def _listen(stream: IO[bytes], commands: queue.Queue[int]) -> None:
-    try:
-        while True:
-            commands.put(receive(stream))
-    except (EOFError, OSError):
-        if os.name != "posix" or os.getpgrp() == os.getpid():
-            kill_tree(os.getpid())
-        os._exit(1)
-
-
-def train(folder: str) -> int:
-    """Read the payload and train; return the exit status."""
-    sys.argv[1:] = [folder]  # Lightning repeats them where it starts the other ranks
-    commands: queue.Queue[int] = queue.Queue()
-    messages: IO[bytes] | None = None
+def train(connection: Connection, environment: dict[str, str], work: str, folder: str) -> None:
+    """Train in a process that was just started; its first function."""
+    settle_in(environment, work, str(Path(folder) / LOG))
+    sys.argv[:] = [__file__, folder]  # Lightning repeats them where it starts the other ranks
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):
         faulthandler.register(signal.SIGUSR1)  # by which the parent asks where it hangs
-    if int(os.environ.get("LOCAL_RANK", "0")) == 0:  # Lightning starts the others, who listen to us
-        messages = os.fdopen(os.dup(1), "wb")
-        os.dup2(2, 1)
-        stream = os.fdopen(os.dup(0), "rb")
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        threading.Thread(target=_listen, args=(stream, commands), daemon=True).start()
+    _train(folder, connection)
+
+
+def _train(folder: str, connection: Connection | None) -> None:
     payload = pickle.loads((Path(folder) / PAYLOAD).read_bytes())
     sys.path[:] = payload["path"]
-    return Worker(messages, commands).run(payload)
+    Worker(connection).run(payload)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--serve":
-        sys.exit(serve(int(sys.argv[2]), train))
-    sys.exit(train(sys.argv[1]))
+    _train(sys.argv[1], None)

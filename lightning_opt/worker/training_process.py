@@ -2,47 +2,30 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import os
 import pickle
-import queue
 import shutil
 import signal
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 import weakref
+from multiprocessing.connection import Connection
+from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import IO, Any, NoReturn, TypeAlias
+from typing import Any, NoReturn
 
 import torch
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.worker.channel import receive, send
-from lightning_opt.worker.fork_server import Forked, ForkServer
+from lightning_opt.worker.child import LOG, PAYLOAD, train
 from lightning_opt.worker.gate import Step
-from lightning_opt.worker.processes import kill_tree
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
+from lightning_opt.worker.starting import kill_tree, start
 
 __all__ = ["Fit", "FitFailed", "Step"]
-
-CHILD = "lightning_opt.worker.child"
-
-Process: TypeAlias = subprocess.Popen[bytes] | Forked
-
-RANKS = (
-    "GROUP_RANK",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NODE_RANK",
-    "RANK",
-    "WORLD_SIZE",
-)
-"""Variables by which a process knows that it is one of several: the new training is not."""
 
 GRACE = 5.0
 """Seconds for a training to tidy up when it is told to end."""
@@ -95,9 +78,6 @@ class Fit:
         memory_limit: Bytes that the training may take; an allocation beyond fails as it would where
             memory ends. On CUDA of device memory; on a CPU of address space, which is more than
             what is resident.
-        fork: Fork the process from a server that has imported torch and Lightning, which takes
-            tenths of a second, instead of starting a new interpreter, which takes seconds. None
-            does so on Linux, unless there is CUDA, which processes should not share.
         wait: Wait until the training is ready. False returns at once, and the first
             :meth:`advance`, or asking for the summary, waits.
 
@@ -121,7 +101,6 @@ class Fit:
         timeout: float = 120.0,
         label: str = "",
         memory_limit: int | None = None,
-        fork: bool | None = None,
         wait: bool = True,
     ) -> None:
         recipe = {
@@ -137,24 +116,21 @@ class Fit:
         self._summary: dict[str, Any] | None = None
         self._failure: FitFailed | None = None
         self._ended = False
-        path = [entry or str(Path.cwd()) for entry in sys.path]
         payload = {
-            "path": path,
+            "path": [entry or str(Path.cwd()) for entry in sys.path],
             "threads": torch.get_num_threads(),
             "seed": seed,
             "memory_limit": memory_limit,
             "recipe": _pickled(recipe),
         }
         self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))
-        (self._folder / "payload.pkl").write_bytes(pickle.dumps(payload))
-        self._process = _start(self._folder, path, fork)
-        self._finalizer = weakref.finalize(self, _end, self._process, self._folder)
-        self._messages: queue.Queue[Any] = queue.Queue()
-        assert self._process.stdout is not None
-        self._reader = threading.Thread(
-            target=_read, args=(self._process.stdout, self._messages), daemon=True
+        (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
+        self._process, self._connection = start(train, str(self._folder))
+        self._finalizer = weakref.finalize(
+            self, _end, self._process, self._connection, self._folder
         )
-        self._reader.start()
+        # Before multiprocessing, which waits at the exit for all processes.
+        atexit.register(self._finalizer)
         if wait:
             self._wait_until_ready()
 
@@ -213,9 +189,9 @@ class Fit:
         """
         self.ask_to_end()
         if not self.closed:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._process.wait(GRACE if self._failure is None else 0)
+            self._process.join(GRACE if self._failure is None else 0)
             self._finalizer()
+            atexit.unregister(self._finalizer)
 
     def ask_to_end(self) -> None:
         """Tell the training to end without waiting for that, as before closing one of several."""
@@ -251,49 +227,39 @@ class Fit:
         return f" {self.label!r}" if self.label else ""
 
     def _tell(self, steps: int) -> None:
-        assert self._process.stdin is not None
         with contextlib.suppress(OSError):  # it has died, which reading will find out
-            send(self._process.stdin, steps)
+            self._connection.send(steps)
 
     def _receive(self, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
-        message: Any = None
-        while True:
-            left = deadline - time.monotonic()
-            try:
-                message = self._messages.get(timeout=max(0.001, min(_POLL, left)))
+        while not self._connection.poll(max(0.001, min(_POLL, deadline - time.monotonic()))):
+            if not self._process.is_alive():
+                assert self._process.pid is not None
+                kill_tree(self._process.pid)  # its workers may hold the connection open
                 break
-            except queue.Empty:
-                if self._process.poll() is not None:
-                    message = self._last_words()
-                    break
-                if left <= 0:
-                    self._fail("timeout", f"It took more than {timeout:g} s.", self._where())
-        if message is None:
-            self._fail(*describe_exit(self._process.wait()), self._log())
+            if time.monotonic() > deadline:
+                self._fail("timeout", f"It took more than {timeout:g} s.", self._where())
+        try:
+            message = self._connection.recv()
+        except (EOFError, OSError):
+            self._process.join(GRACE)
+            self._fail(*describe_exit(self._process.exitcode or 0), self._log())
         if message[0] == "failed":
             self._fail(*message[1:])
         return message
 
-    def _last_words(self) -> Any:
-        """Return what a process that has ended still said, or None."""
-        kill_tree(self._process.pid)  # its workers may hold the pipe open
-        self._reader.join(1.0)
-        with contextlib.suppress(queue.Empty):
-            return self._messages.get_nowait()
-        return None
-
     def _where(self) -> str:
         """Return what the process printed, with the stacks of its threads."""
         if hasattr(signal, "SIGUSR1"):
+            assert self._process.pid is not None
             with contextlib.suppress(ProcessLookupError):
-                self._process.send_signal(signal.SIGUSR1)
+                os.kill(self._process.pid, signal.SIGUSR1)
             time.sleep(0.2)
         return self._log()
 
     def _log(self) -> str:
         try:
-            return (self._folder / "log").read_text(errors="replace")[-_TAIL:]
+            return (self._folder / LOG).read_text(errors="replace")[-_TAIL:]
         except OSError:
             return ""
 
@@ -336,58 +302,10 @@ def _pickled(recipe: dict[str, Any]) -> bytes:
         ) from error
 
 
-def _start(folder: Path, path: list[str], fork: bool | None) -> Process:
-    environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in RANKS and not name.startswith("TORCHELASTIC_")
-    }
-    environment["PYTHONPATH"] = os.pathsep.join(path)
-    if fork is None:
-        fork = sys.platform == "linux" and not torch.cuda.is_available()
-    with (folder / "log").open("wb") as log:
-        if fork:
-            return _fork(environment, folder, log)
-        return subprocess.Popen(
-            [sys.executable, "-m", CHILD, str(folder)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            env=environment,
-            start_new_session=True,
-        )
-
-
-_servers: list[ForkServer] = []
-_servers_lock = threading.Lock()
-
-
-def _fork(environment: dict[str, str], folder: Path, log: IO[bytes]) -> Process:
-    """Ask the server for a process, after starting one if there is none of this environment."""
-    with _servers_lock:
-        if not (_servers and _servers[0].serves(environment)):
-            _servers[:] = [ForkServer(CHILD, environment)]
-        server = _servers[0]
-    try:
-        return server.fork(str(folder), environment, log)
-    except OSError:  # it has ended since; a new one is asked only once
-        with _servers_lock:
-            _servers[:] = [ForkServer(CHILD, environment)]
-            server = _servers[0]
-        return server.fork(str(folder), environment, log)
-
-
-def _read(stream: IO[bytes], messages: queue.Queue[Any]) -> None:
-    with contextlib.suppress(EOFError, OSError), stream:
-        while True:
-            messages.put(receive(stream))
-
-
-def _end(process: Process, folder: Path) -> None:
+def _end(process: BaseProcess, connection: Connection, folder: Path) -> None:
     """Kill what is left of the process and what it has started, and remove its folder."""
+    assert process.pid is not None
     kill_tree(process.pid)
-    process.wait()
-    if process.stdin is not None:  # the other end belongs to the thread that reads it
-        with contextlib.suppress(OSError):
-            process.stdin.close()
+    process.join()
+    connection.close()
     shutil.rmtree(folder, ignore_errors=True)
