@@ -132,3 +132,5 @@ def wait_for(device: torch.device) -> None:
     """Wait until ``device`` has done what it was given, if it is one that works on its own."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.flop_counter import flop_registry
 
 from lightning_opt.core.preserve import isolated_random, preserved
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 
 class Flops(NamedTuple):
@@ -37,35 +41,40 @@ class Flops(NamedTuple):
         return self.model + self.recomputed
 
 
-class StepFlops(FlopCounterMode):
-    """torch's counter, which also tells forward, backward and recomputation apart.
+class FlopCount(TorchDispatchMode):
+    """Counts by torch's formulas (matrix products, convolutions, attention) what runs within it.
 
-    Within a backward pass autograd makes no graph, so what runs there with gradients enabled is a
-    forward pass again. A backward pass with ``create_graph=True`` looks the same and counts as
-    recomputation. Nothing is sorted by module, which needs hooks on all of them.
+    Unlike torch's ``FlopCounterMode`` it sorts nothing by module, which needs hooks on all of them;
+    it tells recomputation apart, counts what this process does of a sharded product, and stops
+    nothing where a formula fails. Within a backward pass autograd makes no graph, so what runs
+    there with gradients enabled is a forward pass again; a backward pass with ``create_graph=True``
+    looks the same.
 
     Attributes:
         failures: Operators whose formula failed, and why; they are not counted.
     """
 
     def __init__(self) -> None:
-        super().__init__(display=False)
-        self.mod_tracker = _NoModules()  # type: ignore[assignment]
+        super().__init__()  # type: ignore[no-untyped-call]
         self.failures: dict[str, str] = {}
         self._counts = [0, 0, 0]
 
-    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        formula = self.flop_registry.get(func_packet)
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if any(hasattr(kind, "device_mesh") for kind in types):
+            return NotImplemented  # DTensor runs operations on this process's part: count those
+        result = func(*args, **kwargs)
+        formula = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None:
-            if torch._C._current_graph_task_id() == -1:  # outside of any backward pass
-                part = 0
-            else:
-                part = 2 if torch.is_grad_enabled() else 1
+            in_backward = torch._C._current_graph_task_id() != -1
+            part = (2 if torch.is_grad_enabled() else 1) if in_backward else 0
             try:
-                self._counts[part] += formula(*args, **kwargs, out_val=out)
+                self._counts[part] += formula(*args, **kwargs, out_val=result)
             except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
-                self.failures[str(func_packet)] = f"{type(error).__name__}: {error}"
-        return out
+                self.failures[str(func.overloadpacket)] = f"{type(error).__name__}: {error}"
+        return result
 
     @property
     def flops(self) -> Flops:
@@ -73,16 +82,34 @@ class StepFlops(FlopCounterMode):
         return Flops(*self._counts)
 
 
-class _NoModules:
-    """In the place of torch's tracker, which puts hooks on all modules."""
+def count_next_batch(trainer: pl.Trainer, tell: Callable[[FlopCount], None]) -> Callable[[], None]:
+    """Count the batch that the Trainer is about to run: forward, backward and update.
 
-    parents = ("Global",)
+    Args:
+        trainer: In ``on_train_batch_start``.
+        tell: Gets the count when the batch is done.
 
-    def __enter__(self) -> None:
-        pass
+    Returns:
+        What calls it off.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    automatic = trainer.lightning_module.automatic_optimization
+    part: Any = loop.automatic_optimization if automatic else loop.manual_optimization
+    run = part.run
 
-    def __exit__(self, *exception: object) -> None:
-        pass
+    def call_off() -> None:
+        vars(part).pop("run", None)
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        call_off()
+        # Around the call, so that modes which others enter and leave in hooks stay nested.
+        with FlopCount() as count:
+            result = run(*args, **kwargs)
+        tell(count)
+        return result
+
+    vars(part)["run"] = counted
+    return call_off
 
 
 def count_flops(
@@ -120,7 +147,7 @@ def count_flops(
     """
     devices = {tensor.device for tensor in (*model.parameters(), *_tensors(batch))}
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
-    counter = StepFlops()
+    counter = FlopCount()
     with isolated_random(device), preserved(model), torch.set_grad_enabled(backward), counter:
         output = model(*batch, **inputs)
         if backward:

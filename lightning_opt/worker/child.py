@@ -24,8 +24,9 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.worker.gate import PeakMeter, Step, StepGate, fit, prepare
-from lightning_opt.worker.starting import kill_tree, settle_in
+from lightning_opt.core.memory import PeakMeter, process_memory
+from lightning_opt.worker.gate import Step, StepGate, fit, prepare
+from lightning_opt.worker.starting import Place, kill_tree
 
 PAYLOAD, LOG = "payload.pkl", "log"
 """Files in the folder: what is to be done, and what was printed."""
@@ -41,8 +42,8 @@ class Worker:
     def __init__(self, connection: Connection | None) -> None:
         self._connection = connection
         self._commands: queue.Queue[int] = queue.Queue()
-        self._device = torch.device("cpu")
         self._meter: PeakMeter | None = None
+        self._resident = 0
         self._limit: int | None = None
         self._began = False
 
@@ -70,9 +71,9 @@ class Worker:
             kill_tree(os.getpid())
 
     def _watch_memory(self, device: torch.device) -> None:
-        self._device = device
         torch.ones(1 << 20).add_(1)  # starts the threads of the pool: with too little memory they
-        self._meter = PeakMeter()  # could not, and that ends a process
+        self._meter = PeakMeter(device)  # could not, and that ends a process
+        self._resident = 0 if device.type == "cuda" else self._meter.read()
         if self._limit is not None:
             _limit_memory(device, self._limit)
 
@@ -84,7 +85,7 @@ class Worker:
         self._send("steps", [tuple(step) for step in steps], self._peak())
 
     def _peak(self) -> int:
-        return 0 if self._meter is None else self._meter.read(self._device)
+        return 0 if self._meter is None else max(0, self._meter.read() - self._resident)
 
     def _send(self, *message: Any) -> None:
         if self._connection is not None:
@@ -105,8 +106,6 @@ def _limit_memory(device: torch.device, limit: int) -> None:
         torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
     else:
         import resource
-
-        from lightning_opt.core.memory import process_memory
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         wanted = process_memory().virtual + limit
@@ -130,9 +129,9 @@ def _summarise(trainer: pl.Trainer) -> dict[str, Any]:
     }
 
 
-def train(connection: Connection, environment: dict[str, str], work: str, folder: str) -> None:
+def train(connection: Connection, place: Place, folder: str) -> None:
     """Train in a process that was just started; its first function."""
-    settle_in(environment, work, str(Path(folder) / LOG))
+    place.settle_in(str(Path(folder) / LOG))
     sys.argv[:] = [__file__, folder]  # Lightning repeats them where it starts the other ranks
     faulthandler.enable()
     if hasattr(signal, "SIGUSR1"):

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import multiprocessing
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
 import torch
+import torch.distributed as dist
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
-from lightning_opt.core.memory import process_memory, resident_memory
-from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, tensors_of
+from lightning_opt.core.counting import samples_in
+from lightning_opt.core.trial import wait_for
 from lightning_opt.worker.recipes import Factory, Settings, make, make_settings
 
 QUIET: dict[str, Any] = {
@@ -52,6 +55,9 @@ class Stopped(Exception):  # noqa: N818 - it is how a training ends that is told
 class StepGate(pl.Callback):
     """Holds the training before its first step and after each block of steps.
 
+    The workers of its loaders are held too: batches that they made ready in the meantime would let
+    the next block look faster than training is.
+
     Args:
         ready: Called once, with the Trainer, when the first step could begin.
         wait: Blocks, and returns how many steps to take now; 0 ends the training.
@@ -66,6 +72,7 @@ class StepGate(pl.Callback):
     ) -> None:
         self._ready, self._wait, self._deliver = ready, wait, deliver
         self._granted = 0
+        self._ranks: Any = None
         self._ends: list[float] = []
         self._losses: list[Any] = []
         self._samples: list[int] = []
@@ -91,9 +98,9 @@ class StepGate(pl.Callback):
     ) -> None:
         """Read the clock; at the end of a block hand the steps over and wait."""
         self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
-        self._samples.append(count_samples(batch) * trainer.world_size)
+        self._samples.append(samples_in(batch) * trainer.world_size)
         if len(self._losses) == self._granted:
-            wait_for_device(trainer.strategy.root_device)
+            wait_for(trainer.strategy.root_device)
         self._ends.append(time.perf_counter())
         if len(self._losses) == self._granted:
             self.flush(trainer)
@@ -113,14 +120,41 @@ class StepGate(pl.Callback):
         self._deliver(steps)
 
     def _open(self, trainer: pl.Trainer) -> None:
-        granted = self._wait() if trainer.is_global_zero else 0
-        if trainer.world_size > 1:  # the others wait here, not in the middle of a step
-            granted = int(trainer.strategy.broadcast(granted))
+        with _children_suspended():
+            granted = self._wait() if trainer.is_global_zero else 0
+            if trainer.world_size > 1:  # the others wait here, not in the middle of a step
+                granted = self._broadcast(granted)
         if granted < 1:
             raise Stopped
         self._granted = granted
-        wait_for_device(trainer.strategy.root_device)
+        wait_for(trainer.strategy.root_device)
         self._ends = [time.perf_counter()]
+
+    def _broadcast(self, granted: int) -> int:
+        if self._ranks is None:  # NCCL would have the GPU busy with waiting
+            self._ranks = dist.new_group(backend="gloo")
+        told = torch.tensor(granted)
+        dist.broadcast(told, 0, self._ranks)
+        return int(told)
+
+
+@contextlib.contextmanager
+def _children_suspended() -> Iterator[None]:
+    """Stop the processes that multiprocessing has started from here, and let them go on."""
+    import psutil
+
+    stopped = []
+    for child in multiprocessing.active_children():
+        with contextlib.suppress(psutil.Error):
+            process = psutil.Process(child.pid)
+            process.suspend()
+            stopped.append(process)
+    try:
+        yield
+    finally:
+        for process in stopped:
+            with contextlib.suppress(psutil.Error):
+                process.resume()
 
 
 def _loss_of(outputs: Any, accumulated: int) -> Any:
@@ -128,23 +162,6 @@ def _loss_of(outputs: Any, accumulated: int) -> Any:
     if isinstance(loss, Tensor) and loss.numel() == 1:
         return loss.detach() * accumulated if accumulated > 1 else loss.detach()
     return math.nan
-
-
-def count_samples(batch: Any) -> int:
-    """Return the samples of a batch; of its first tensor where the tensors disagree."""
-    try:
-        return batch_length(batch)
-    except UnsplittableBatchError:
-        first = next((tensor for tensor in tensors_of(batch) if tensor.ndim > 0), None)
-        return 0 if first is None else len(first)
-
-
-def wait_for_device(device: torch.device) -> None:
-    """Wait until the device has done what it was given."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
 
 
 class Preparation(NamedTuple):
@@ -213,26 +230,3 @@ def fit(made: Preparation) -> None:
             made.trainer.fit(made.model, made.data)
     except Stopped:
         return
-
-
-class PeakMeter:
-    """The most memory that a training took: on its device, or of the process on a CPU.
-
-    On a CPU it is the peak of resident memory above what was resident when the meter was made, of
-    the main process: workers of a DataLoader are processes of their own.
-    """
-
-    def __init__(self) -> None:
-        try:
-            with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 - no file to create
-                file.write("5")  # the peak begins anew: importing may have needed more for a while
-        except OSError:
-            pass
-        self._resident = resident_memory()
-
-    def read(self, device: torch.device) -> int:
-        """Return the peak in bytes until now."""
-        if device.type == "cuda":
-            return int(torch.cuda.max_memory_allocated(device))
-        peak = process_memory().peak
-        return max(0, (resident_memory() if peak is None else peak) - self._resident)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -60,8 +60,8 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
     """Start a process that knows nothing of ranks and has never touched CUDA.
 
     Args:
-        run: A function of a module, called in the process with its end of a connection, its
-            environment, its folder, and the arguments.
+        run: A function of a module, called in the process with its end of a connection, a
+            :class:`Place` to settle in, and the arguments.
         *arguments: Of the function; they are pickled.
 
     Returns:
@@ -74,12 +74,13 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
         if name not in RANKS and not name.startswith(CLUSTERS)
     }
     environment["PYTHONPATH"] = os.pathsep.join(path)
+    place = Place(environment, os.getcwd(), multiprocessing.get_start_method(allow_none=True))  # noqa: PTH109
     with _lock, _environment(environment), _script_left_out():
         context = _context(environment, run.__module__)
         ours, theirs = context.Pipe()
         process = context.Process(
             target=run,
-            args=(theirs, environment, os.getcwd(), *arguments),  # noqa: PTH109
+            args=(theirs, place, *arguments),
         )
         process.start()
     theirs.close()
@@ -126,23 +127,31 @@ def _script_left_out() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def settle_in(environment: dict[str, str], folder: str, log: str) -> None:
-    """Make this new process independent of whoever started it: a session, folder and output.
+class Place(NamedTuple):
+    """Where a new process lives.
 
-    Args:
+    Attributes:
         environment: Its variables.
         folder: Where it works.
-        log: The file that gets what it prints.
+        start_method: How it starts workers; None for the system's way.
     """
-    if hasattr(os, "setsid"):
-        os.setsid()
-    _replace_environment(environment)
-    os.chdir(folder)
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-    for number, descriptor in enumerate((nothing, output, output)):
-        os.dup2(descriptor, number)
-    _stir()
+
+    environment: dict[str, str]
+    folder: str
+    start_method: str | None
+
+    def settle_in(self, log: str) -> None:
+        """Make this process independent of whoever started it, and have it print into a file."""
+        if hasattr(os, "setsid"):
+            os.setsid()
+        _replace_environment(self.environment)
+        os.chdir(self.folder)
+        multiprocessing.set_start_method(self.start_method, force=True)
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+        for number, descriptor in enumerate((nothing, output, output)):
+            os.dup2(descriptor, number)
+        _stir()
 
 
 _PADDING: list[Any] = []

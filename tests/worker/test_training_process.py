@@ -18,12 +18,13 @@ import pytest
 import torch
 from lightning.pytorch import Callback, seed_everything
 from torch import nn
+from torch.utils.data import DataLoader
 
 from lightning_opt.worker.recipes import find, instantiate
 from lightning_opt.worker.training_process import Fit, FitFailed, Step
 from tests.helpers.trainers import quiet_trainer
 from tests.profiling import fitting
-from tests.profiling.fitting import CPU, Net, Waits, mishap, rows, rows_with_workers
+from tests.profiling.fitting import CPU, Net, Rows, Waits, mishap, rows, rows_with_workers
 
 
 class Losses(Callback):
@@ -158,11 +159,73 @@ def test_settings_are_made_in_the_process():
 
 
 @pytest.mark.slow
-def test_a_new_interpreter_does_the_same(fit):
-    with Fit(lambda: Net(), rows, CPU, fork=False) as fresh:
+def test_a_variable_that_is_read_early_is_obeyed(fit, monkeypatch):
+    """The process is not forked then from a server that has imported torch without it."""
+    monkeypatch.setenv("OMP_THREAD_LIMIT", "3")
+    with Fit(lambda: Net(), rows, CPU) as fresh:
         assert [step.loss for step in fresh.advance(5)] == losses_without_us()[:5]
-        process = psutil.Process(fresh.summary["pid"])
-        assert "--serve" not in process.cmdline()
+        assert is_forked(fit)
+        assert not is_forked(fresh)
+
+
+def is_forked(fit: Fit) -> bool:
+    return "forkserver" in " ".join(psutil.Process(fit.summary["pid"]).cmdline())
+
+
+class Counted(Rows):
+    """Adds a byte to a file for each row that is made, which takes a while."""
+
+    def __init__(self, file: Path) -> None:
+        super().__init__(4000)
+        self.file = file
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        time.sleep(0.005)
+        with self.file.open("ab") as file:
+            file.write(b".")
+        return super().__getitem__(index)
+
+
+def test_workers_make_nothing_ready_while_training_is_held(tmp_path):
+    """Training that waits for data would look faster than it is after each pause."""
+    file = tmp_path / "made"
+    with Fit(Net, lambda: DataLoader(Counted(file), batch_size=8, num_workers=1), CPU) as fit:
+        for _ in range(2):
+            fit.advance(2)
+            time.sleep(0.05)  # what was being written
+            made = file.stat().st_size
+            time.sleep(0.5)
+            assert file.stat().st_size == made
+        fit.advance(4)
+        assert file.stat().st_size > made
+
+
+SCRIPT = """
+import os
+from lightning_opt.worker.training_process import Fit
+from tests.profiling.fitting import CPU, Net, rows
+print("run", os.environ.get("LOCAL_RANK"))
+os.environ |= {"LOCAL_RANK": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes"}
+fit = Fit(Net, rows, CPU)
+fit.advance(2)
+print(fit.summary["devices"], os.environ["LOCAL_RANK"])
+"""
+
+
+@pytest.mark.slow
+def test_a_script_without_a_guard_is_run_once_and_ends_what_it_has_not_closed(tmp_path):
+    """Also under variables by which the script's own process is one of several."""
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(fitting.__file__).parents[2])},
+        capture_output=True,
+        timeout=120,
+        text=True,
+        check=True,
+    )
+    assert done.stdout.split() == ["run", "None", "1", "1"]
 
 
 @pytest.mark.slow
@@ -276,7 +339,6 @@ def test_closing_ends_workers_too():
     fit.advance(2)
     pids = [fit.summary["pid"], *children_of(fit)]
     assert len(pids) == 2
-    assert fit.summary["prefetched"] == 2
     fit.close()
     fit.close()
     assert all(gone(pid) for pid in pids)
@@ -318,10 +380,14 @@ if __name__ == "__main__":
 def test_ctrl_c_ends_a_training_that_hangs():
     fit = Fit(Net, rows, lambda: mishap("hangs"))
     pid = fit.summary["pid"]
-    timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    with pytest.raises(KeyboardInterrupt), fit:
-        fit.advance(3)
+    # A shell has what it starts in the background ignore the signal.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    threading.Timer(0.3, os.kill, (os.getpid(), signal.SIGINT)).start()
+    try:
+        with pytest.raises(KeyboardInterrupt), fit:
+            fit.advance(3)
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert gone(pid)
 
 

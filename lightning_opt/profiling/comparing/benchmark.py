@@ -14,9 +14,9 @@ import torch
 from lightning_opt.core.arguments import at_least, between, positive, share
 from lightning_opt.core.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.report import Report
+from lightning_opt.core.trial import wait_for
 from lightning_opt.profiling.comparing.plot import draw_ratios
 from lightning_opt.profiling.comparing.verdicts import format_seconds, ratio_columns, verdict_note
-from lightning_opt.worker.gate import wait_for_device
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -185,11 +185,11 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _time(function: Callable[[], object], calls: int, device: torch.device) -> float:
-    wait_for_device(device)
+    wait_for(device)
     start = time.perf_counter()
     for _ in range(calls):
         function()
-    wait_for_device(device)
+    wait_for(device)
     return time.perf_counter() - start
 
 

@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import copy
 import math
-import os
 import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-import torch
-
 from lightning_opt.core.arguments import at_least, between, positive, share
-from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.preserve import isolated_random
 from lightning_opt.profiling.comparing.result import Comparison, Run
-from lightning_opt.worker.gate import Step, StepGate, fit, prepare
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 from lightning_opt.worker.training_process import Fit, FitFailed
-
-MAX_SETTLE = 16
-"""Steps at the start of a block that may go by until what loaders made ready in the pause is gone.
-"""
 
 TURN = 0.1
 """Seconds that a turn takes at least, where nothing is said about steps."""
@@ -37,7 +26,6 @@ def compare(
     rounds: int = 12,
     starts: int = 3,
     warmup: int = 3,
-    processes: bool = True,
     seed: int = 0,
     seconds: float | None = None,
     timeout: float = 120.0,
@@ -58,9 +46,9 @@ def compare(
 
     A step is a batch. Time counts from the end of one batch to the end of the next as the Trainer
     makes it: data, callbacks and logging are in, validation and checkpoints only where the settings
-    ask for them. The first step after a pause is not timed, nor are the steps for which workers of
-    a loader have made batches ready in the pause. Ratios come from means of turns, so that what
-    happens every few steps is in them, but not what is so rare that most turns lack it.
+    ask for them. The first step after a pause is not timed; workers of a loader pause too. Ratios
+    come from means of turns, so that what happens every few steps is in them, but not what is so
+    rare that most turns lack it.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path
@@ -74,8 +62,6 @@ def compare(
         rounds: Turns of each training in which it takes them.
         starts: How often all are started anew.
         warmup: Steps at the start of each training that are not timed.
-        processes: False trains in this process, each turn a short training of its own. There is no
-            peak of memory then, and what kills a process kills this one.
         seed: Of everything random; the same for all, so that losses can be compared.
         seconds: Stop after so long, with what has been measured until then; at least two turns of
             each are taken.
@@ -119,16 +105,13 @@ def compare(
     end = None if seconds is None else time.monotonic() + seconds
     runs = {name: Run(name) for name in named}
     recipe = {"model": model, "data": data, "seed": seed}
-    if processes:
-        for start in range(starts):
-            alive = {name: s for name, s in named.items() if runs[name].failure is None}
-            ends = None if end is None else _share_of_time(end, starts - start)
-            _in_processes(recipe, alive, runs, start, steps, rounds, warmup, timeout, ends)
-            if end is not None and time.monotonic() >= end:
-                break
-    else:
-        _in_this_process(recipe, named, runs, steps, rounds, warmup, end)
-    return Comparison(runs, confidence=confidence, tolerance=tolerance, processes=processes)
+    for start in range(starts):
+        alive = {name: s for name, s in named.items() if runs[name].failure is None}
+        ends = None if end is None else _share_of_time(end, starts - start)
+        _train_in_turns(recipe, alive, runs, start, steps, rounds, warmup, timeout, ends)
+        if end is not None and time.monotonic() >= end:
+            break
+    return Comparison(runs, confidence=confidence, tolerance=tolerance)
 
 
 def _share_of_time(end: float, starts: int) -> float:
@@ -141,7 +124,7 @@ def _turned(names: list[str], number: int) -> list[str]:
     return names[turn:] + names[:turn]
 
 
-def _in_processes(
+def _train_in_turns(
     recipe: Mapping[str, Any],
     settings: Mapping[str, Settings],
     runs: Mapping[str, Run],
@@ -163,11 +146,10 @@ def _in_processes(
                 runs[name].begin(fits[name].summary)
                 runs[name].add_warmup(fits[name].advance(warmup), warmup)
         turns = _turns(steps, rounds, [runs[name].pace() for name in fits])
-        settle = 1 + max((min(MAX_SETTLE, runs[name].prefetched) for name in fits), default=0)
         for number, length in enumerate(turns):
             for name in _turned([name for name in settings if name in fits], number + start):
                 with _recorded(runs[name], fits):
-                    runs[name].add(number, fits[name].advance(settle + length), settle, length)
+                    runs[name].add(number, fits[name].advance(1 + length), length)
                     runs[name].peak = max(runs[name].peak or 0, fits[name].peak_bytes)
             if number >= 1 and end is not None and time.monotonic() >= end:
                 break
@@ -191,68 +173,3 @@ def _turns(steps: int | None, rounds: int, paces: list[float]) -> list[int]:
         slowest = max(paces, default=1.0)
         steps = rounds * max(2, math.ceil(TURN / max(slowest, 1e-6)))
     return [steps // rounds + (number < steps % rounds) for number in range(rounds)]
-
-
-def _in_this_process(
-    recipe: Mapping[str, Any],
-    settings: Mapping[str, Settings],
-    runs: Mapping[str, Run],
-    steps: int | None,
-    rounds: int,
-    warmup: int,
-    end: float | None,
-) -> None:
-    """Train each for a turn, anew in each round."""
-    lengths: list[int] | None = None
-    for number in range(rounds):
-        for name in _turned([name for name in settings if runs[name].failure is None], number):
-            run = runs[name]
-            try:
-                if lengths is None:  # the first training says how long a step takes
-                    run.begin({})
-                    run.add_warmup(_short_training(recipe, settings[name], warmup, 1)[0], warmup)
-                    lengths = _turns(steps, rounds, [run.pace()])
-                    run.trainings.clear()
-                length = lengths[number]
-                warm, taken = _short_training(recipe, settings[name], warmup, length)
-                run.begin({})
-                run.add_warmup(warm, warmup)
-                run.add(number, taken, 0, length)
-            except FitFailed as failure:
-                run.failure = failure
-            except Exception as error:  # noqa: BLE001 - whatever it is becomes a row of the table
-                kind = "out of memory" if is_out_of_memory(error) else "error"
-                run.failure = FitFailed(kind, f"{type(error).__name__}: {error}".splitlines()[0])
-        if number >= 1 and end is not None and time.monotonic() >= end:
-            break
-
-
-def _short_training(
-    recipe: Mapping[str, Any], settings: Settings, warmup: int, length: int
-) -> tuple[list[Step], list[Step]]:
-    """Return the steps of a new training: those that warm it up, and those that count."""
-    orders, blocks = iter((warmup, length, 0)), list[list[Step]]()
-    gate = StepGate(lambda trainer: None, lambda: next(orders), blocks.append)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    with isolated_random(device), _variables_put_back("PL_GLOBAL_SEED", "PL_SEED_WORKERS"):
-        # Callbacks that are given made must not carry on what they learnt in the last turn.
-        own = settings if callable(settings) else copy.deepcopy(settings)
-        made = prepare(**recipe, settings=own, gate=gate)
-        fit(made)
-        gate.flush(made.trainer)
-    if not blocks:
-        raise ValueError("The training had no step to take: its data are empty.")
-    return blocks[0], blocks[1] if len(blocks) > 1 else []
-
-
-@contextlib.contextmanager
-def _variables_put_back(*names: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in names}
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

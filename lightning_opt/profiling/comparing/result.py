@@ -62,11 +62,6 @@ class Run:
         self.summary: dict[str, Any] = {}
 
     @property
-    def prefetched(self) -> int:
-        """Batches that workers of its loader make ready in a pause."""
-        return int(self.summary.get("prefetched", 0))
-
-    @property
     def timed(self) -> list[Step]:
         """All steps that count for time."""
         return [s for t in self.trainings for turn in t.turns.values() for s in turn]
@@ -85,16 +80,16 @@ class Run:
         self.trainings[-1].warm += steps
         self._check(len(steps) == wanted)
 
-    def add(self, number: int, steps: Sequence[Step], settle: int, length: int) -> None:
-        """Take the steps of a turn, of which the first ``settle`` do not count for time.
+    def add(self, number: int, steps: Sequence[Step], length: int) -> None:
+        """Take the steps of a turn, of which the first does not count for time.
 
         Raises:
             FitFailed: If they are fewer than was asked for.
         """
         training = self.trainings[-1]
         training.later += steps
-        self._check(len(steps) == settle + length)
-        training.turns[number] = list(steps[settle:])
+        self._check(len(steps) == 1 + length)
+        training.turns[number] = list(steps[1:])
 
     def _check(self, complete: bool) -> None:
         if not complete:
@@ -116,7 +111,7 @@ class Comparison:
     Attributes:
         report: A row a configuration: median and quartiles of the milliseconds of a step, samples a
             second, the ratio to the first with its interval and a verdict, the peak of memory, and
-            the loss after equal steps and after equal time.
+            the loss after equal steps.
         ratios: For each configuration but the first, and but those that failed, its
             ``Ratio`` to the first.
         failures: For each that failed its ``FitFailed``.
@@ -129,7 +124,6 @@ class Comparison:
         *,
         confidence: float,
         tolerance: float,
-        processes: bool,
     ) -> None:
         self.runs = dict(runs)
         self.failures = {name: run.failure for name, run in runs.items() if run.failure is not None}
@@ -149,12 +143,9 @@ class Comparison:
                 )
                 if ratio is not None:
                     self.ratios[name] = ratio
-        after_steps, after_time = _losses_after_steps(whole), _losses_after_time(whole)
-        rows = [
-            self._row(run, name == first, after_steps.get(name), after_time.get(name))
-            for name, run in runs.items()
-        ]
-        notes = self._notes(whole, first, processes)
+        losses = _losses_after_steps(whole)
+        rows = [self._row(run, name == first, losses.get(name)) for name, run in runs.items()]
+        notes = self._notes(whole, first)
         if self.ratios:
             notes.append(verdict_note(self.ratios, confidence, tolerance))
         self.report = Report("Steps of the Trainer", rows, notes)
@@ -169,9 +160,7 @@ class Comparison:
         total = math.fsum(step.seconds for step in steps)
         return total / (sum(step.samples for step in steps) if self._by_sample else len(steps))
 
-    def _row(
-        self, run: Run, is_first: bool, after_steps: float | None, after_time: float | None
-    ) -> dict[str, Any]:
+    def _row(self, run: Run, is_first: bool, loss: float | None) -> dict[str, Any]:
         steps = run.timed
         row: dict[str, Any] = {"configuration": run.name}
         low, middle, high = quartiles([1e3 * step.seconds for step in steps] or [math.nan])
@@ -189,18 +178,13 @@ class Comparison:
         else:
             row |= {**dict.fromkeys(("ratio", "low", "high")), "verdict": "nothing to compare with"}
         row["peak MB"] = None if run.peak is None else round(run.peak / MB, 1)
-        row["loss, equal steps"] = after_steps
-        row["loss, equal time"] = after_time
+        row["loss, equal steps"] = loss
         return row
 
-    def _notes(self, whole: Mapping[str, Run], first: str, processes: bool) -> list[str]:
+    def _notes(self, whole: Mapping[str, Run], first: str) -> list[str]:
         starts = max((len(run.trainings) for run in whole.values()), default=0)
         turns = max((len(t.turns) for run in whole.values() for t in run.trainings), default=0)
-        notes = [
-            f"{starts} starts, each in a process of its own, up to {turns} turns in each."
-            if processes
-            else f"{starts} turns, each a short training of its own in this process."
-        ]
+        notes = [f"{starts} starts, each in a process of its own, up to {turns} turns in each."]
         if self._by_sample:
             notes.append("Batches differ in size, so ratios are of seconds for a sample.")
         if any(run.peak is not None for run in whole.values()):
@@ -209,9 +193,7 @@ class Comparison:
             several = any(run.summary.get("devices", 1) > 1 for run in whole.values())
             rank = ", of rank 0" if several else ""
             notes.append(f"Peak: {what} above that before the model was made{rank}.")
-        notes.append(
-            "Losses are of training batches, from one seed; time is counted after warming up."
-        )
+        notes.append("Losses are of training batches, from one seed.")
         if first not in whole and len(self.runs) > 1:
             notes.append(f"{first!r}, with which others are compared, has failed.")
         return notes
@@ -268,22 +250,6 @@ def _losses_after_steps(runs: Mapping[str, Run]) -> dict[str, float | None]:
         count = min(map(len, every.values()))
         for name, steps in every.items():
             found[name].append(_mean_loss(steps[:count]))
-    return {name: _finite(statistics.fmean(values)) for name, values in found.items() if values}
-
-
-def _losses_after_time(runs: Mapping[str, Run]) -> dict[str, float | None]:
-    """Return the loss when each has trained as long as the one that trained the shortest."""
-    found: dict[str, list[float]] = {name: [] for name in runs}
-    for trainings in _side_by_side(runs):
-        span = min(math.fsum(s.seconds for s in t.later) for t in trainings.values())
-        for name, training in trainings.items():
-            steps, left = list(training.warm), span * (1 + 1e-9)
-            for step in training.later:
-                left -= step.seconds
-                if left < 0:
-                    break
-                steps.append(step)
-            found[name].append(_mean_loss(steps))
     return {name: _finite(statistics.fmean(values)) for name, values in found.items() if values}
 
 

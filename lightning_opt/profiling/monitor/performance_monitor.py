@@ -5,30 +5,28 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import ref
 
-import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 
 from lightning_opt.core.arguments import at_least, between, positive
 from lightning_opt.core.compiling import has_compiled_parts
+from lightning_opt.core.counting import samples_in, tokens_in
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
-from lightning_opt.core.splitting import tensors_of
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.profiling.batch_flops import OperationCount, count_next_batch
+from lightning_opt.profiling.durations import Durations
+from lightning_opt.profiling.flops import FlopCount, count_next_batch
 from lightning_opt.profiling.monitor.gpu import find_gpu
-from lightning_opt.profiling.monitor.record import Record, means, quantile
+from lightning_opt.profiling.monitor.record import Record, means
 from lightning_opt.profiling.monitor.report import Facts, build_report, judge
 from lightning_opt.profiling.monitor.sampling import Sampler
 from lightning_opt.profiling.monitor.slowdown import Fall, Throughput
 from lightning_opt.profiling.monitor.step_times import StepTime, StepTimer
-from lightning_opt.profiling.peak_flops import TF32
+from lightning_opt.profiling.peak_flops import multiplied_type
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,11 +36,8 @@ log = logging.getLogger(__name__)
 WARMUP = 2
 """Steps at the start that are not timed: all is new, and in the second one FLOPs are counted."""
 
-DTYPES = {"16": torch.float16, "bf": torch.bfloat16, "tr": torch.bfloat16, "64": torch.float64}
-"""What is multiplied, by the first letters of the Trainer's precision."""
 
-
-class PerformanceMonitor(Callback):
+class PerformanceMonitor(RunCallback):
     """Logs speed and use of the machine, and warns when the run gets slower.
 
     A step lasts from the end of one batch to the end of the next, so that waiting for data counts.
@@ -83,7 +78,6 @@ class PerformanceMonitor(Callback):
         peak_flops: Operations a second that the device can do, for ``perf/mfu`` on one that is not
             known.
         slowdown: Share of the throughput whose loss is told, from 0.01 to 0.99; None for never.
-        diagnose: Print what ``doctor`` says at the end of ``fit``.
 
     Raises:
         ValueError: For arguments out of range; at the first batch if it has no ``tokens``.
@@ -98,6 +92,8 @@ class PerformanceMonitor(Callback):
         Chowdhery and others (2022), *PaLM: Scaling Language Modeling with Pathways* (MFU).
     """
 
+    process_only = ("_sampler", "_timer", "_undo")
+
     def __init__(
         self,
         every_n_steps: int = 50,
@@ -106,7 +102,6 @@ class PerformanceMonitor(Callback):
         flops_per_step: float | Literal["count"] | None = "count",
         peak_flops: float | None = None,
         slowdown: float | None = 0.1,
-        diagnose: bool = False,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.sample_seconds = between("sample_seconds", sample_seconds, 0.01, 3600)
@@ -122,15 +117,13 @@ class PerformanceMonitor(Callback):
         self.flops_per_step = flops_per_step
         self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
         self.slowdown = None if slowdown is None else between("slowdown", slowdown, 0.01, 0.99)
-        self.prints_diagnosis = diagnose
-        self._module: ref[nn.Module] | None = None
         self._timer: StepTimer | None = None
         self._sampler: Sampler | None = None
         self._undo: Callable[[], None] | None = None
-        self._reset()
+        self._forget()
         self._begin_run()
 
-    def _reset(self) -> None:
+    def _forget(self) -> None:
         """Forget what a checkpoint holds."""
         self._steps = 0
         self._throughput = Throughput()
@@ -150,18 +143,14 @@ class PerformanceMonitor(Callback):
         """The throughput before and after it fell, and the step at which that began; or None."""
         return None if self.slowdown is None else self._throughput.find_fall(self.slowdown)
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin anew for another model."""
-        if stage != "fit":
-            return
-        if self._module is None or self._module() is not pl_module:
-            if self._module is not None:
-                self._reset()
-            self._module = ref(pl_module)
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget the throughput of another model."""
+        if self._seen:
+            self._forget()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the device and what it can do."""
-        self._release()
+        self.release(trainer)
         self._begin_run()
         device = trainer.strategy.root_device
         self._timer = StepTimer(device)
@@ -169,7 +158,7 @@ class PerformanceMonitor(Callback):
         whole = self._throughput.whole
         if whole and whole[-1][0] > trainer.global_step:
             self._throughput = Throughput()  # the same model from its first step again
-        self._facts = Facts.of(trainer, self.peak_flops, _dtype(str(trainer.precision)))
+        self._facts = Facts.of(trainer, self.peak_flops, multiplied_type(str(trainer.precision)))
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the start of the workers out."""
@@ -190,7 +179,7 @@ class PerformanceMonitor(Callback):
         if self._sampler is None:
             self._start_sampling(trainer, batch)
         if self._seen == WARMUP - 1 and self.flops_per_step == "count":
-            self._count_flops(trainer, pl_module, max(1, _size(batch)))
+            self._count_flops(trainer, pl_module, samples_in(batch))
         self._timer.begin()
 
     def _count_flops(
@@ -202,22 +191,22 @@ class PerformanceMonitor(Callback):
             )
             return
 
-        def tell(count: OperationCount) -> None:
+        def tell(count: FlopCount) -> None:
             self._undo = None
-            if count.failure:
-                self._facts.flops_note = f"FLOPs could not be counted ({count.failure})."
+            if count.failures:
+                self._facts.flops_note = f"FLOPs could not be counted ({count.failures})."
             else:
-                self._facts.flops_a_sample = count.flops / samples
+                self._facts.flops_a_sample = count.flops.model / samples
 
         self._undo = count_next_batch(trainer, tell)
 
     def _start_sampling(self, trainer: pl.Trainer, batch: Any) -> None:
         # Not before the first batch, so that its workers are forked from a process without it.
-        self._tokens_of(batch, 1)
+        self._tokens_of(batch)
         device = trainer.strategy.root_device
         gpu = find_gpu(device)
         if gpu is not None:
-            self._facts.gpu = f"{gpu.name}{', a MIG slice' if gpu.is_slice else ''}"
+            self._facts.gpu = gpu.name
         elif device.type == "cuda":
             self._facts.gpu_note = (
                 "NVML is not there or does not know this GPU, so its use, power and temperature "
@@ -225,13 +214,6 @@ class PerformanceMonitor(Callback):
             )
             log.warning("PerformanceMonitor: %s Training goes on.", self._facts.gpu_note)
         self._sampler = Sampler(self.sample_seconds, gpu)
-
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
-    ) -> None:
-        """Note when this process has done what it does without waiting for others."""
-        if self._timer is not None:
-            self._timer.backward()
 
     def on_train_batch_end(
         self,
@@ -244,9 +226,8 @@ class PerformanceMonitor(Callback):
         """Note the end of the step, and report if it is time."""
         if self._timer is None:
             return
-        samples = _size(batch)
-        tokens = self._tokens_of(batch, samples)
-        self._timer.end(samples, tokens, keep=self._seen >= WARMUP)
+        tokens = self._tokens_of(batch)
+        self._timer.end(samples_in(batch), tokens, keep=self._seen >= WARMUP)
         self._seen += 1
         self._steps += 1
         if self._schedule.is_due(self._steps):
@@ -279,12 +260,14 @@ class PerformanceMonitor(Callback):
             self._record.losses.add(loss)
 
     def _speed(self, times: Sequence[StepTime], ranks: int) -> dict[str, float]:
-        steps = [time.seconds for time in times]
-        seconds = max(sum(steps), 1e-9)
+        steps = Durations()
+        for time in times:
+            steps.add(time.seconds)
+        seconds = max(steps.total, 1e-9)
         samples, tokens = sum(t.samples for t in times), sum(t.tokens for t in times)
         found = {
-            "step_seconds": quantile(steps, 0.5),
-            "step_p95_seconds": quantile(steps, 0.95),
+            "step_seconds": steps.quantile(0.5),
+            "step_p95_seconds": steps.quantile(0.95),
             "samples_per_second": samples * ranks / seconds,
         }
         if self.tokens is not None:
@@ -322,32 +305,12 @@ class PerformanceMonitor(Callback):
                 )  # fmt: skip
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the last steps, and find out which rank is the slowest."""
-        self._finish()
-        if trainer.world_size > 1 and dist.is_initialized():  # on all ranks alike
-            mine = torch.tensor(
-                self._record.leads.quantile(0.5),
-                dtype=torch.float32,
-                device=trainer.strategy.root_device,
-            )
-            of_ranks = [torch.empty_like(mine) for _ in range(trainer.world_size)]
-            dist.all_gather(of_ranks, mine)
-            # Waits for the device, once, when training has ended.
-            self._facts.leads = torch.stack(of_ranks).tolist()
-        self._release()
-
-    def _finish(self) -> None:
+        """Read the last steps."""
         if self._timer is not None:
             # A part of a window: too short for the history of the throughput.
             self._record.add(self._timer.take(wait=True), [])
             self._take_losses(self._losses.flush())
-
-    def on_fit_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Print the diagnosis, if it is wanted."""
-        if self.prints_diagnosis and trainer.is_global_zero:
-            from lightning_opt.profiling.doctor.doctor import doctor
-
-            doctor(trainer).print()
+        self.release(trainer)
 
     def report(self) -> Report:
         """Return what was measured of the last run, for this process."""
@@ -357,45 +320,21 @@ class PerformanceMonitor(Callback):
         """Return verdicts on monitoring, throughput and the use of the device."""
         return judge(self._record, self._facts, self.fall, watched=self.slowdown is not None)
 
-    def _tokens_of(self, batch: Any, samples: int) -> int:
-        if not isinstance(self.tokens, str):
-            return 0 if self.tokens is None else self.tokens * samples
-        part = batch.get(self.tokens) if isinstance(batch, Mapping) else None
-        if not isinstance(part, Tensor):
-            has = f"has {list(batch)}" if isinstance(batch, Mapping) else f"is a {type(batch)}"
-            raise ValueError(
-                f"PerformanceMonitor(tokens={self.tokens!r}) needs batches that are a dict with a "
-                f"tensor of that name, but the batch {has}. Give a number of tokens for each "
-                "sample instead, or leave it out."
-            )
-        return part.numel()
+    def _tokens_of(self, batch: Any) -> int:
+        return 0 if self.tokens is None else tokens_in(batch, self.tokens, "PerformanceMonitor")
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """End the thread; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """End the thread."""
-        self._release()
-
-    def _release(self) -> None:
         if self._undo is not None:
             self._undo()
             self._undo = None
         if self._sampler is not None:
             self._sampler.stop()
             self._record.add([], self._sampler.take())
-            self._facts.sampling = self._sampler.cpu_seconds, self._sampler.lived
             self._facts.sampling_note = self._sampler.failure
             self._sampler = None
         self._timer = None
         self._losses.clear()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model and the thread, so that it can be sent to another process."""
-        return {**self.__dict__, "_module": None, "_sampler": None, "_timer": None, "_undo": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps and the history of the throughput, as plain types."""
@@ -415,18 +354,3 @@ WHY = (
     "DataMonitor tells whether it waits for data, LeakDetector whether memory grows; a GPU that is "
     "too hot shows in perf/gpu_celsius."
 )
-
-
-def _size(batch: Any) -> int:
-    """Return the number of samples: the length of the first tensor that has one."""
-    first = batch
-    while isinstance(first, (tuple, list)) and first:  # the most frequent batches at once
-        first = first[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return len(first)
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
-
-
-def _dtype(precision: str) -> torch.dtype | str:
-    fast = torch.backends.cuda.matmul.allow_tf32
-    return DTYPES.get(precision[:2], TF32 if fast else torch.float32)

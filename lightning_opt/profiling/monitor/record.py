@@ -16,7 +16,6 @@ class Record:
 
     Attributes:
         times: Seconds of the steps that were timed.
-        leads: Seconds up to their backward passes, in which no rank waits for another.
         samples: What they trained on.
         tokens: The same in tokens.
         losses: Of the batches at which a report was due.
@@ -24,7 +23,7 @@ class Record:
     """
 
     def __init__(self) -> None:
-        self.times, self.leads = Durations(), Durations()
+        self.times = Durations()
         self.samples = self.tokens = 0
         self.losses = Thinned()
         self.looks: dict[str, tuple[int, float, float]] = {}
@@ -35,8 +34,6 @@ class Record:
             self.times.add(time.seconds)
             self.samples += time.samples
             self.tokens += time.tokens
-            if time.lead is not None:
-                self.leads.add(time.lead)
         for look in looks:
             for name, value in quantities(look).items():
                 number, total, largest = self.looks.get(name, (0, 0.0, value))
@@ -72,15 +69,6 @@ class Thinned(list[float]):
                 self._stride *= 2
             self.append(value)
         self._seen += 1
-
-
-def quantile(values: Sequence[float], q: float) -> float:
-    """Return the ``q``-quantile, linear between neighbours."""
-    ordered = sorted(values)
-    place = q * (len(ordered) - 1)
-    low = ordered[int(place)]
-    high = ordered[min(int(place) + 1, len(ordered) - 1)]
-    return low + (high - low) * (place - int(place))
 
 
 def quantities(look: Sample) -> dict[str, float]:

@@ -36,9 +36,6 @@ IDLE = 70.0
 LOSSES, SURE = 8, 0.01
 """Losses from which a trend can be told, and the probability of one as clear by chance."""
 
-LAG = 0.1
-"""Share by which the slowest rank may be behind the others."""
-
 
 @dataclass
 class Facts:
@@ -52,8 +49,6 @@ class Facts:
         gpu: Its UUID; empty without NVML.
         gpu_note: Why nothing is known of it.
         ranks: How many processes.
-        leads: Median seconds up to the backward pass, of each rank; empty on one.
-        sampling: CPU seconds of the thread, and seconds that it lived.
         sampling_note: Why it stopped by itself; empty if it did not.
     """
 
@@ -64,8 +59,6 @@ class Facts:
     gpu: str = ""
     gpu_note: str = ""
     ranks: int = 1
-    leads: list[float] | None = None
-    sampling: tuple[float, float] = (0.0, 0.0)
     sampling_note: str = ""
 
     @classmethod
@@ -127,16 +120,11 @@ def _notes(facts: Facts, fall: Fall | None, rows: list[Any]) -> list[str]:
         )
     if fall is not None:
         notes.append(describe(fall))
-    if facts.leads:
-        notes.append(_lag(facts.leads)[1])
     if facts.gpu:
         notes.append(f"NVML was asked for {facts.gpu}.")
     notes += [note for note in (facts.gpu_note, facts.flops_note) if note]
     if facts.sampling_note:
         notes.append(f"Sampling stopped: {facts.sampling_note}.")
-    spent, lived = facts.sampling
-    if lived:
-        notes.append(f"The sampling thread used {spent / lived:.2%} of a core.")
     return notes
 
 
@@ -145,17 +133,6 @@ def describe(fall: Fall) -> str:
     return (
         f"Throughput has fallen by {fall.drop:.0%} since about step {fall.step}, from "
         f"{fall.before:.4g} to {fall.after:.4g} a second."
-    )
-
-
-def _lag(leads: list[float]) -> tuple[float, str]:
-    """Return by how much the slowest rank is behind the others, and a sentence."""
-    slowest = max(range(len(leads)), key=leads.__getitem__)
-    others = statistics.median(lead for rank, lead in enumerate(leads) if rank != slowest)
-    lag = leads[slowest] / others - 1 if others > 0 else 0.0
-    return lag, (
-        f"Rank {slowest} of {len(leads)} is the slowest: it takes {1e3 * leads[slowest]:.3g} ms "
-        f"from the end of a step to its backward pass, the others {1e3 * others:.3g} ms."
     )
 
 
@@ -195,10 +172,6 @@ def _throughput(record: Record, facts: Facts, fall: Fall | None, *, watched: boo
             "throughput", "look", describe(fall),
             "Look at what began there: DataMonitor shows waiting, LeakDetector memory.",
         )  # fmt: skip
-    lag, sentence = _lag(facts.leads) if facts.leads else (0.0, "")
-    if lag > LAG:
-        advice = "All ranks wait for it: compare its CPU, its GPU and its data with the others'."
-        return Verdict("throughput", "look", sentence, advice)
     use = record.mean("gpu_percent")
     if use is not None and use < IDLE:
         advice = "Find out what the GPU waits for: Trainer(profiler=StepProfiler()) tells."

@@ -113,13 +113,10 @@ class Sampler:
         gpu: What to ask of the GPU; None for a run without one, or without NVML.
 
     Attributes:
-        cpu_seconds: CPU time that the thread has used.
-        lived: Seconds in which it did.
         failure: Why it has stopped by itself; empty if it has not.
     """
 
     def __init__(self, seconds: float, gpu: GpuReader | None) -> None:
-        self.cpu_seconds = self.lived = 0.0
         self.failure = ""
         self._seconds, self._gpu = seconds, gpu
         self._samples: deque[Sample] = deque(maxlen=KEPT)
@@ -128,15 +125,12 @@ class Sampler:
         self._thread.start()
 
     def _run(self) -> None:
-        start = time.perf_counter()
         try:
             processes = Processes()
             while not self._ended.wait(self._seconds):
                 look = processes.look()
                 gpu = None if self._gpu is None else self._gpu.read()
                 self._samples.append(Sample(*look, gpu))
-                self.cpu_seconds = time.thread_time()
-                self.lived = time.perf_counter() - start
         except Exception as error:  # noqa: BLE001 - a look at the machine must not end a run
             self.failure = f"{type(error).__name__}: {error}"
             log.warning("PerformanceMonitor samples no more: %s", self.failure)

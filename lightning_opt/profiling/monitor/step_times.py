@@ -16,14 +16,11 @@ class StepTime(NamedTuple):
 
     Attributes:
         seconds: From the end of the step before to its own.
-        lead: From the end of the step before to its first backward pass: fetching the batch and the
-            forward pass, in which no rank waits for another. None if there was no backward pass.
         samples: How many samples it had.
         tokens: How many tokens; 0 where they are not counted.
     """
 
     seconds: float
-    lead: float | None
     samples: int
     tokens: int
 
@@ -42,8 +39,7 @@ class StepTimer:
         self._device = device
         self._on_device = device.type == "cuda"
         self._start: Any = None
-        self._lead: Any = None
-        self._pending: list[tuple[Any, Any, Any, int, int]] = []
+        self._pending: list[tuple[Any, Any, int, int]] = []
         self._times: list[StepTime] = []
 
     def _mark(self) -> Any:
@@ -59,23 +55,17 @@ class StepTimer:
 
     def begin(self) -> None:
         """A batch is there. Its step has begun when the last one ended, if nothing was between."""
-        self._lead = None
         if self._start is None:
             self._start = self._mark()
-
-    def backward(self) -> None:
-        """A backward pass begins; only the first one of a step counts."""
-        if self._lead is None:
-            self._lead = self._mark()
 
     def end(self, samples: int, tokens: int, *, keep: bool = True) -> None:
         """The step has ended, with so many samples and tokens; without ``keep`` it is dropped."""
         now = self._mark()
         if self._start is not None and keep:
-            self._pending.append((self._start, self._lead, now, samples, tokens))
+            self._pending.append((self._start, now, samples, tokens))
             if len(self._pending) >= WAITING:
                 self._read()
-        self._start, self._lead = now, None
+        self._start = now
 
     def take(self, *, wait: bool = False) -> list[StepTime]:
         """Return the steps that are over and were not returned before.
@@ -84,24 +74,17 @@ class StepTimer:
             wait: For the device, so that these are all.
         """
         if wait and self._on_device and self._pending:
-            self._pending[-1][2].synchronize()
+            self._pending[-1][1].synchronize()
         self._read()
         times, self._times = self._times, []
         return times
 
     def _read(self) -> None:
         done = 0
-        for start, lead, end, samples, tokens in self._pending:
+        for start, end, samples, tokens in self._pending:
             if self._on_device and not end.query():
                 break
-            self._times.append(
-                StepTime(
-                    self._between(start, end),
-                    None if lead is None else self._between(start, lead),
-                    samples,
-                    tokens,
-                )
-            )
+            self._times.append(StepTime(self._between(start, end), samples, tokens))
             done += 1
         del self._pending[:done]
 

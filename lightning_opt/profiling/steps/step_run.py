@@ -16,7 +16,7 @@ from torch import Tensor
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.splitting import tensors_of
-from lightning_opt.profiling.flops import StepFlops
+from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.hooks import Watch
 from lightning_opt.profiling.steps.step_clock import StepClock
@@ -81,7 +81,7 @@ class StepRun:
         self._phase_of: dict[str, int] = {}
         self._actions: dict[str, Any] = {}
         self._watch: Watch | None = None
-        self._counter: StepFlops | None = None
+        self._counter: FlopCount | None = None
         self._trained = False
         self._epoch_depth = 0
         self._batch_samples = self._batch_tokens = 0
@@ -177,7 +177,7 @@ class StepRun:
         counting = self._flops and measures.batches == 1 and self._can_count()
         self.clock.enter(PROFILER if counting else LOOP, action)
         if counting:
-            self._counter = StepFlops()
+            self._counter = FlopCount()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def _look_at_batch(self) -> None:

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import lightning_opt as lo
-from lightning_opt.profiling.comparing.compare import benchmark as module
+from lightning_opt.profiling.comparing import benchmark as module
 from lightning_opt.profiling.comparing.verdicts import format_seconds
 
 

@@ -2,12 +2,10 @@
 
 import json
 import math
-import os
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from lightning.pytorch import Callback
 
 import lightning_opt as lo
@@ -15,7 +13,7 @@ from lightning_opt.profiling.comparing.compare import _turns
 from lightning_opt.profiling.comparing.result import Comparison, Run
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.training_process import Fit
-from tests.profiling.fitting import CPU, Net, Waits, mishap, rows, rows_with_workers
+from tests.profiling.fitting import CPU, Net, Waits, mishap, rows
 
 QUICK = {"steps": 8, "rounds": 4, "starts": 2, "warmup": 1}
 
@@ -111,15 +109,6 @@ def test_turns_rotate_and_starts_are_new_processes(tmp_path):
     assert file.read_text() == f"|a|b{first}|b|a{second}".replace(" ", "")
 
 
-def test_steps_out_of_what_workers_made_ready_are_not_timed():
-    result = lo.compare(
-        Net, rows_with_workers, {"plain": CPU}, steps=4, rounds=2, starts=1, warmup=1
-    )
-    (training,) = result.runs["plain"].trainings
-    assert sum(map(len, training.turns.values())) == 4
-    assert len(training.later) == 2 * (3 + 2)
-
-
 def test_time_ends_it_after_two_turns(comparison):
     result = lo.compare(Net, rows, {"plain": CPU}, rounds=1000, steps=2000, seconds=0.01, starts=3)
     (training,) = result.runs["plain"].trainings
@@ -134,49 +123,27 @@ def test_without_the_first_nothing_is_compared():
     assert "'broken', with which others are compared, has failed." in str(result)
 
 
-def test_in_this_process_nothing_is_left_behind(tmp_path):
-    file = tmp_path / "order"
-    torch.manual_seed(5)
-    state, environment = torch.get_rng_state(), dict(os.environ)
-    named = {
-        "plain": {**CPU, "callbacks": [Signs("a", file)]},
-        "slower": {**CPU, "callbacks": [Waits(0.02), Signs("b", file)]},
-        "raises": lambda: mishap("raises"),
-    }
-    result = lo.compare(Net, rows, named, steps=4, rounds=2, warmup=1, processes=False)
-    assert torch.get_rng_state().equal(state)
-    assert dict(os.environ) == environment
-    # The first training of each measures the pace or fails; then turns of one and two steps.
-    assert file.read_text() == "|aa" + "|aaa|bbb" + "|bbb|aaa"
-    assert result.ratios["slower"].verdict == "slower"
-    assert row_of(result, "plain")["peak MB"] is None
-    assert result.failures["raises"].kind == "error"
-
-
 def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 4) -> Run:
     run = Run(name)
     run.begin({})
     steps = [Step(s, loss, samples) for s, loss in zip(seconds, losses, strict=True)]
     run.add_warmup(steps[:1], 1)
-    for number in range(1, len(steps) - 1, 2):
-        run.add(number, steps[number : number + 2], 0, 2)
+    for number in range(1, len(steps) - 2, 3):
+        run.add(number, steps[number : number + 3], 2)
     return run
 
 
 def compared(*runs: Run) -> Comparison:
-    return Comparison(
-        {run.name: run for run in runs}, confidence=0.95, tolerance=0.01, processes=True
-    )
+    return Comparison({run.name: run for run in runs}, confidence=0.95, tolerance=0.01)
 
 
-def test_loss_after_equal_time_is_that_of_the_fewer_steps_of_the_slower():
-    losses = [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0]
-    quick = run_of("quick", [9.0] + [1.0] * 6, losses)
-    slow = run_of("slow", [1.0] + [2.0] * 6, losses)
-    rows_found = {row["configuration"]: row for row in compared(quick, slow).report.rows}
-    assert rows_found["quick"]["loss, equal steps"] == rows_found["slow"]["loss, equal steps"] == 4
-    assert rows_found["quick"]["loss, equal time"] == 4
-    assert rows_found["slow"]["loss, equal time"] == 7  # three steps in six seconds
+def test_loss_is_that_after_as_many_steps_as_the_one_with_the_fewest():
+    losses = [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
+    long, short = run_of("long", [1.0] * 10, losses), run_of("short", [1.0] * 7, losses[:7])
+    found = {
+        row["configuration"]: row["loss, equal steps"] for row in compared(long, short).report.rows
+    }
+    assert found == {"long": 4.0, "short": 4.0}
 
 
 def test_batches_of_different_size_are_compared_by_the_sample():
@@ -188,9 +155,9 @@ def test_batches_of_different_size_are_compared_by_the_sample():
 
 
 def test_a_loss_that_is_not_finite_is_no_number():
-    run = run_of("plain", [1.0] * 5, [math.nan] * 5)
+    run = run_of("plain", [1.0] * 4, [math.nan] * 4)
     assert compared(run).report.rows[0]["loss, equal steps"] is None
-    assert json.loads(compared(run).to_json())["trainings"]["plain"][0]["losses"] == [None] * 5
+    assert json.loads(compared(run).to_json())["trainings"]["plain"][0]["losses"] == [None] * 4
 
 
 def test_lengths_of_turns():
