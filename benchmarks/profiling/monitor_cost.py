@@ -96,13 +96,15 @@ def thread_share(seconds: float, children: int, device: str) -> float:
     try:
         time.sleep(0.5)
         sampler = Sampler(1.0, find_gpu(torch.device(device)))
+        start = time.process_time()
         time.sleep(seconds)
+        spent = time.process_time() - start
         sampler.stop()
     finally:
         for child in sleeping:
             child.kill()
             child.communicate()
-    return sampler.cpu_seconds / sampler.lived
+    return spent / seconds
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ from lightning.fabric.utilities.throughput import _CUDA_FLOPS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_opt.profiling.flops import Flops, count_flops
+from lightning_opt.profiling.flops import FlopCount, Flops, count_flops
 from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
 from tests.helpers.models import assert_same_weights, weights_of
 
@@ -114,6 +115,17 @@ def test_resnet18():
     # The images need no gradient, so the first convolution has one product less.
     first = 4 * 2 * 64 * 3 * 7**2 * 112**2
     assert flops.backward == pytest.approx(2 * flops.forward - first, rel=0.02)
+
+
+def test_agrees_with_torch_s_own_counter():
+    net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
+    images = torch.randn(2, 3, 8, 8)
+    with FlopCount() as ours:
+        net(images).sum().backward()
+    with FlopCounterMode(display=False) as theirs:
+        net(images).sum().backward()
+    assert ours.flops.model == theirs.get_total_flops() > 0
+    assert ours.flops.recomputed == 0
 
 
 def test_leaves_no_trace():

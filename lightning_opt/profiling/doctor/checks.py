@@ -24,14 +24,16 @@ FULL, ROOMY = 0.95, 0.5
 """Shares of a GPU's memory: above the one a run may soon end, below the other a batch can grow."""
 
 
-def _profile(trainer: pl.Trainer) -> Verdict | None:
+def profile(trainer: pl.Trainer) -> Verdict | None:
+    """Has a profiler seen the run?"""
     name = type(trainer.profiler).__name__  # type: ignore[attr-defined]
     if name == "PassThroughProfiler" or hasattr(trainer.profiler, "diagnose"):  # type: ignore[attr-defined]
         return None
     return Verdict("profile", "ok", f"{name} has profiled the run.")
 
 
-def _memory(trainer: pl.Trainer) -> Verdict | None:
+def memory(trainer: pl.Trainer) -> Verdict | None:
+    """How full was the GPU at its peak?"""
     used = _share_of_gpu(trainer)
     if used is None:
         return None
@@ -42,7 +44,8 @@ def _memory(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("memory", "ok", finding)
 
 
-def _batch_size(trainer: pl.Trainer) -> Verdict | None:
+def batch_size(trainer: pl.Trainer) -> Verdict | None:
+    """Is there room for a larger batch?"""
     used = _share_of_gpu(trainer)
     if used is None:
         return None
@@ -61,7 +64,8 @@ def _share_of_gpu(trainer: pl.Trainer) -> float | None:
     return peak / torch.cuda.get_device_properties(device).total_memory if peak else None
 
 
-def _precision(trainer: pl.Trainer) -> Verdict | None:
+def precision(trainer: pl.Trainer) -> Verdict | None:
+    """Does it compute in what the device is fast in?"""
     precision, device = str(trainer.precision), trainer.strategy.root_device
     if not precision.startswith(("32", "64")):
         return Verdict("precision", "ok", f"It computes in {precision}.")
@@ -82,7 +86,8 @@ def _has_amx() -> bool:
     return question is not None and bool(question())
 
 
-def _optimizer(trainer: pl.Trainer) -> Verdict | None:
+def optimizer(trainer: pl.Trainer) -> Verdict | None:
+    """Are the optimizers fused, where they can be?"""
     optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
     if not optimizers:
         return None
@@ -99,14 +104,16 @@ def _optimizer(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("optimizer", "ok", f"{names}: fused, or without a fused kernel in torch.")
 
 
-def _compilation(trainer: pl.Trainer) -> Verdict | None:
+def compilation(trainer: pl.Trainer) -> Verdict | None:
+    """Is the model compiled?"""
     module = trainer.lightning_module
     if module is None or not has_compiled_parts(module):
         return None
     return Verdict("compilation", "ok", "The model, or a part of it, is compiled.")
 
 
-def _stability(trainer: pl.Trainer) -> Verdict | None:
+def stability(trainer: pl.Trainer) -> Verdict | None:
+    """Are there weights or buffers that are not finite?"""
     module = trainer.lightning_module
     if module is None:
         return None
@@ -125,7 +132,8 @@ def _stability(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("stability", "look", finding, advice)
 
 
-def _clipping(trainer: pl.Trainer) -> Verdict | None:
+def clipping(trainer: pl.Trainer) -> Verdict | None:
+    """Does the Trainer itself clip?"""
     value = trainer.gradient_clip_val
     if not value:
         return None
@@ -135,7 +143,8 @@ def _clipping(trainer: pl.Trainer) -> Verdict | None:
     )
 
 
-def _determinism(trainer: pl.Trainer) -> Verdict | None:
+def determinism(trainer: pl.Trainer) -> Verdict | None:
+    """Was a seed set?"""
     seeded = "PL_GLOBAL_SEED" in os.environ or torch.initial_seed() < A_PERSONS_SEED
     if not seeded:
         advice = "Call lightning.seed_everything(seed, workers=True) first."
@@ -146,7 +155,8 @@ def _determinism(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("determinism", "ok", finding)
 
 
-def _checkpoints(trainer: pl.Trainer) -> Verdict | None:
+def checkpoints(trainer: pl.Trainer) -> Verdict | None:
+    """What was saved?"""
     callbacks: list[Any] = trainer.checkpoint_callbacks
     if not callbacks:
         advice = "Add ModelCheckpoint(every_n_train_steps=..., save_last=True)."
@@ -159,7 +169,8 @@ def _checkpoints(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("checkpoints", "ok", f"The newest is {saved[0]}.")
 
 
-def _monitoring(trainer: pl.Trainer) -> Verdict | None:
+def monitoring(trainer: pl.Trainer) -> Verdict | None:
+    """Who is told?"""
     if not trainer.loggers:
         advice = "Give the Trainer a logger, such as CSVLogger or TensorBoardLogger."
         return Verdict("monitoring", "look", "The Trainer has no logger.", advice)
@@ -168,15 +179,15 @@ def _monitoring(trainer: pl.Trainer) -> Verdict | None:
 
 
 LOOKS: tuple[Callable[[Any], Verdict | None], ...] = (
-    _profile,
-    _memory,
-    _batch_size,
-    _precision,
-    _optimizer,
-    _compilation,
-    _stability,
-    _clipping,
-    _determinism,
-    _checkpoints,
-    _monitoring,
+    profile,
+    memory,
+    batch_size,
+    precision,
+    optimizer,
+    compilation,
+    stability,
+    clipping,
+    determinism,
+    checkpoints,
+    monitoring,
 )

@@ -122,7 +122,7 @@ def doctor(trainer: pl.Trainer) -> Diagnosis:
             found += _ask(diagnose, type(part).__name__, notes)
     told = {verdict.topic for verdict in found if verdict.state != "unknown"}
     for question in LOOKS:
-        seen = _ask(question, question.__name__.strip("_"), notes, trainer)
+        seen = _ask(question, question.__name__, notes, trainer)
         found += [v for v in seen if v.topic not in told or v.topic not in PUT_BACK]
     verdicts = []
     for topic in TOPICS:

@@ -131,7 +131,7 @@ class PerformanceMonitor(RunCallback):
 
     def _begin_run(self) -> None:
         """Forget what was measured."""
-        self._record = Record()
+        self.record = Record()
         self._facts = Facts()
         self._seen = 0
         self._window_step = 0
@@ -239,7 +239,7 @@ class PerformanceMonitor(RunCallback):
     def _close_window(self, trainer: pl.Trainer, times: Sequence[StepTime]) -> dict[str, float]:
         """Take in the window, and return what is to be logged of it."""
         looks = self._sampler.take() if self._sampler is not None else []
-        self._record.add(times, looks)
+        self.record.add(times, looks)
         began, self._window_step = self._window_step, trainer.global_step
         self._latest |= means(looks)
         scalars = dict(self._latest)
@@ -257,7 +257,7 @@ class PerformanceMonitor(RunCallback):
 
     def _take_losses(self, reads: Iterator[tuple[list[float], None]]) -> None:
         for (loss,), _ in reads:
-            self._record.losses.add(loss)
+            self.record.losses.add(loss)
 
     def _speed(self, times: Sequence[StepTime], ranks: int) -> dict[str, float]:
         steps = Durations()
@@ -308,17 +308,17 @@ class PerformanceMonitor(RunCallback):
         """Read the last steps."""
         if self._timer is not None:
             # A part of a window: too short for the history of the throughput.
-            self._record.add(self._timer.take(wait=True), [])
+            self.record.add(self._timer.take(wait=True), [])
             self._take_losses(self._losses.flush())
         self.release(trainer)
 
     def report(self) -> Report:
         """Return what was measured of the last run, for this process."""
-        return build_report(self._record, self._facts, self._flops, self.fall, self.tokens)
+        return build_report(self.record, self._facts, self._flops, self.fall, self.tokens)
 
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on monitoring, throughput and the use of the device."""
-        return judge(self._record, self._facts, self.fall, watched=self.slowdown is not None)
+        return judge(self.record, self._facts, self.fall, watched=self.slowdown is not None)
 
     def _tokens_of(self, batch: Any) -> int:
         return 0 if self.tokens is None else tokens_in(batch, self.tokens, "PerformanceMonitor")
@@ -330,7 +330,7 @@ class PerformanceMonitor(RunCallback):
             self._undo = None
         if self._sampler is not None:
             self._sampler.stop()
-            self._record.add([], self._sampler.take())
+            self.record.add([], self._sampler.take())
             self._facts.sampling_note = self._sampler.failure
             self._sampler = None
         self._timer = None
