@@ -6,13 +6,15 @@ first may lie below the other, so it is taken out of the chain and not only off 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
-from typing import Any, Protocol
+from types import MethodType
+from typing import Any
 
 from torch import nn
 
 
-class Replacement(Protocol):
+class Replacement:
     """What is set as a module's ``forward``, and calls what was there before.
 
     Attributes:
@@ -23,9 +25,12 @@ class Replacement(Protocol):
     module: nn.Module
     shadowed: Callable[..., Any] | None
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
-        ...
+    @property
+    def __signature__(self) -> inspect.Signature:
+        """That of the class's own method: others look there for what the module takes."""
+        if self.shadowed is not None:
+            return inspect.signature(self.shadowed)
+        return inspect.signature(MethodType(type(self.module).forward, self.module))
 
 
 def take_off(replacement: Replacement) -> None:

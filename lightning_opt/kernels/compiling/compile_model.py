@@ -6,12 +6,10 @@ import warnings
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy, SingleDeviceStrategy
+from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_opt.core.compiling import CLOCK
 from lightning_opt.core.exhaustion import is_out_of_memory
@@ -22,13 +20,12 @@ from lightning_opt.kernels.compiling.errors import passed_compiled_backward
 from lightning_opt.kernels.compiling.process_settings import (
     compile_settings,
     ladder,
-    lowers_ahead,
     refuse_neighbours,
     unmarked,
 )
 from lightning_opt.kernels.compiling.regions import EAGER, Region, Shared, give_up
-from lightning_opt.kernels.compiling.retry import Retry
 from lightning_opt.kernels.compiling.scope import find_regions
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,7 +36,7 @@ OFTEN = 3
 """Recompilations of one region from which on they are worth a warning."""
 
 
-class CompileModel(Callback):
+class CompileModel(RunCallback):
     """Compiles the model with torch.compile, and goes on without where that fails.
 
     ``forward`` of the model's parts is replaced by compiled code while a stage runs. Classes, names
@@ -47,11 +44,11 @@ class CompileModel(Callback):
     it, and the other way round. Metrics, logging and whatever else ``training_step`` does around
     the calls of its modules runs as before.
 
-    A call that fails while it is compiled, in its forward pass or in its backward graph, is taken
-    back (random numbers, buffers, attributes), done again uncompiled, and the region goes on in the
-    next mode of the ladder. Said once, with the reason; no batch is lost or trained twice. If the
-    uncompiled run raises as well, the error is the model's own and is raised as it is. Errors that
-    say that memory ran out pass through.
+    A call that fails while it is compiled, with its backward graph, is taken back (random numbers,
+    buffers, attributes), done again uncompiled, and the region goes on in the next mode of the
+    ladder. Said once, with the reason; no batch is lost or trained twice. If the uncompiled run
+    raises as well, the error is the model's own and is raised as it is. Errors that say that memory
+    ran out pass through. What compiled code raises in a backward pass ends the run.
 
     ================================ ============================================================
     ``mode``                         modes that are tried, in this order
@@ -102,6 +99,9 @@ class CompileModel(Callback):
         Transformation and Graph Compilation*.
     """
 
+    only_one = True
+    process_only = ("_stack", "_shared")
+
     def __init__(
         self,
         mode: str = "auto",
@@ -121,14 +121,12 @@ class CompileModel(Callback):
             )
         self.mode, self.scope = mode, scope
         self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
-        self._module: ref[Any] | None = None
         self._stack: ExitStack | None = None
-        self._retry: Retry | None = None
         self._shared: Shared | None = None
         self.regions: list[Region] = []
-        self._reset()
+        self._forget()
 
-    def _reset(self) -> None:
+    def _forget(self) -> None:
         self._modes: dict[str, str] = {}
         self._said: set[str] = set()
         self._report = Report(f"CompileModel({self.mode!r}, scope={self.scope!r})", [])
@@ -137,6 +135,7 @@ class CompileModel(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot work."""
+        super().setup(trainer, pl_module, stage)
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise ValueError(
                 "CompileModel does not work with the DeepSpeed strategy, whose engine compiles by "
@@ -149,37 +148,22 @@ class CompileModel(Callback):
                     f"backend must be one of {', '.join(known)} or a function, "
                     f"got {self.backend!r}."
                 )
-        refuse_neighbours(self, trainer, pl_module)
-        if self._module is None or self._module() is not pl_module:
-            if self._module is not None:
-                self._reset()  # another model: what failed on the last one says nothing about it
-            self._module = ref(pl_module)
+        refuse_neighbours(trainer, pl_module)
+
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Try everything again: what failed on the last model says nothing about this one."""
+        self._forget()
 
     # Not in `on_fit_start`: there others (checkpointing) replace `forward`, and belong below.
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put the compiled ``forward`` on."""
-        self._put_on(trainer, pl_module)
+        if self._stack is None:
+            self._put_on(trainer, pl_module)
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the compiled ``forward`` on."""
-        self._put_on(trainer, pl_module)
-
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the compiled ``forward`` on."""
-        self._put_on(trainer, pl_module)
-
-    def on_test_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the compiled ``forward`` on."""
-        self._put_on(trainer, pl_module)
-
-    def on_predict_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the compiled ``forward`` on."""
-        self._put_on(trainer, pl_module)
+    on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
     def _put_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._stack is not None:
-            return
         device = trainer.strategy.root_device
         shared = Shared(self.backend, self.fullgraph, self.dynamic, device, self._tell)
         modes = ladder(self.mode, device.type)
@@ -201,29 +185,23 @@ class CompileModel(Callback):
         self._stack.callback(CLOCK.stop)
         self._agreed = trainer.world_size == 1
         self._logged: dict[str, float] = {}
-        self._unproven = True
-        self._single = isinstance(trainer.strategy, SingleDeviceStrategy)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Undo everything; Lightning calls no ``teardown`` after an exception."""
+        """Undo everything, and say so if it was compiled code that failed."""
         if self._stack is not None and passed_compiled_backward(exception):
             note = getattr(exception, "add_note", None)  # Python 3.10 has none
             if note is not None and not is_out_of_memory(exception):
                 note(
-                    "CompileModel: this came out of a compiled backward pass, at a place where the "
-                    "step cannot be taken back (several processes, manual optimisation, or not the "
-                    "first step). Leave CompileModel out to see whether the model itself raises it."
+                    "CompileModel: this came out of a compiled backward pass, where the step "
+                    "cannot be taken back. Leave CompileModel out to see whether the model itself "
+                    "raises it."
                 )
-        self._undo()
+        super().on_exception(trainer, pl_module, exception)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Undo everything."""
-        self._undo()
-
-    def _undo(self) -> None:
-        self._end_retry()
+    def release(self, trainer: pl.Trainer) -> None:
+        """Give the modules their own ``forward`` back."""
         if self._stack is not None:
             self._stack.close()
         self._stack = self._shared = None
@@ -231,18 +209,12 @@ class CompileModel(Callback):
 
     # --- steps ----------------------------------------------------------------------------------
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Make ready to take the step back, as long as no backward pass has shown that it works."""
-        self._mark_step()
-        # Where backward graphs are compiled ahead, what is left are errors of compiled code itself,
-        # and these show at once; else any recompilation may bring a failure.
-        if self._single and pl_module.automatic_optimization:
-            if self._unproven or not lowers_ahead():
-                assert self._shared is not None
-                self._retry = Retry(trainer, pl_module, self._shared, self._backward_failed)
-            self._unproven = False
+    def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Tell CUDA graphs that a step begins."""
+        if self._shared is not None and self._shared.device.type == "cuda":
+            torch.compiler.cudagraph_mark_step_begin()
+
+    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
 
     def on_train_batch_end(
         self,
@@ -253,7 +225,6 @@ class CompileModel(Callback):
         batch_idx: int,
     ) -> None:
         """Log what has changed, and after the first batch have all ranks use the same mode."""
-        self._end_retry()
         if not self._agreed:
             self._agreed = True
             self._agree(trainer)
@@ -267,36 +238,6 @@ class CompileModel(Callback):
         """Have all ranks use the same mode."""
         if trainer.world_size > 1:
             self._agree(trainer)
-
-    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Tell CUDA graphs that a step begins."""
-        self._mark_step()
-
-    def on_test_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Tell CUDA graphs that a step begins."""
-        self._mark_step()
-
-    def on_predict_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Tell CUDA graphs that a step begins."""
-        self._mark_step()
-
-    def _mark_step(self) -> None:
-        if self._shared is not None:
-            self._shared.steps += 1
-            if self._shared.device.type == "cuda":
-                torch.compiler.cudagraph_mark_step_begin()
-
-    def _end_retry(self) -> None:
-        if self._retry is not None:
-            self._retry.remove()
-            self._retry = None
-
-    def _backward_failed(self, error: BaseException) -> None:
-        """Have the regions that took part in this step go on in another mode."""
-        assert self._shared is not None
-        for region in self.regions:
-            if region.last_step == self._shared.steps and region.mode != EAGER:
-                region.step_down(error, "backward")
 
     def _agree(self, trainer: pl.Trainer) -> None:
         """Go down to the lowest mode of any rank: a rank that failed alone would hold them up."""
@@ -312,9 +253,8 @@ class CompileModel(Callback):
 
     # --- what is said ---------------------------------------------------------------------------
 
-    def _tell(self, region: Region, failed: str, error: BaseException, where: str) -> None:
+    def _tell(self, region: Region, failed: str, error: BaseException) -> None:
         """Warn once for each reason, on the rank that has failed: the others know nothing of it."""
-        self._unproven = True
         give_up(self.regions, error)
         if region.reason in self._said:
             return
@@ -326,8 +266,8 @@ class CompileModel(Callback):
         kind = "" if self.backend != "inductor" else f" in mode {failed!r}"
         warnings.warn(
             f"CompileModel: {region.name} ({region.kind}) could not be compiled{kind}{rank} and "
-            f"runs {then} from now on. The step in which it showed ({where} pass) was done "
-            f"uncompiled, so nothing is lost. The reason: {region.reason}",
+            f"runs {then} from now on. The call in which it showed was done uncompiled, so nothing "
+            f"is lost. The reason: {region.reason}",
             stacklevel=2,
         )
 
@@ -358,7 +298,7 @@ class CompileModel(Callback):
         }
 
     def _summarise(self) -> None:
-        self._modes = self._current_modes()
+        self._modes = {region.name: region.mode for region in self.regions if region.rung}
         self._report = self._make_report()
 
     def _make_report(self) -> Report:
@@ -400,27 +340,3 @@ class CompileModel(Callback):
     def report(self) -> Report:
         """Return one row a region: its mode, the seconds and graphs it took; reasons as notes."""
         return self._make_report() if self.regions else self._report
-
-    # --- state ----------------------------------------------------------------------------------
-
-    def _current_modes(self) -> dict[str, str]:
-        """Return the mode of each region that has left the first one."""
-        if not self.regions:
-            return self._modes
-        return {region.name: region.mode for region in self.regions if region.rung}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return which regions have gone down the ladder, so that a resumed run need not retry."""
-        return {"modes": dict(self._current_modes())}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
-        self._modes = dict(state_dict["modes"])
-        for region in self.regions:
-            mode = self._modes.get(region.name, region.modes[0])
-            if mode in region.modes and mode != region.mode:
-                region.go_to(region.modes.index(mode))
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, contextmanager
+from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 
 MARKS = ("_dynamo", "_has_dynamo")
 """How the names of attributes begin that torch.compile sets on parameters and buffers."""
-
-AHEAD = "force_non_lazy_backward_lowering"
-
-
-def lowers_ahead() -> bool:
-    """Return whether this torch can compile backward graphs together with the forward ones."""
-    import torch._functorch.config as functorch_config
-
-    return hasattr(functorch_config, AHEAD)
 
 
 def ladder(mode: str, device: str) -> tuple[str, ...]:
@@ -46,11 +37,12 @@ def compile_settings(regions: Sequence[Region], scope: str, is_ddp: bool) -> Ite
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
-    splits = scope == "model" and not any(_is_checkpointed(region) for region in regions)
-    with (
-        _set(functorch_config, AHEAD, True, lowers_ahead()),
-        _set(dynamo_config, "optimize_ddp", False, is_ddp and not splits),
-    ):
+    ahead = "force_non_lazy_backward_lowering"  # older versions have none
+    with ExitStack() as stack:
+        if hasattr(functorch_config, ahead):
+            stack.enter_context(functorch_config.patch(ahead, True))
+        if is_ddp and (scope == "regions" or any(map(_is_checkpointed, regions))):
+            stack.enter_context(dynamo_config.patch(optimize_ddp=False))
         yield
 
 
@@ -68,19 +60,6 @@ def unmarked(model: nn.Module) -> Iterator[None]:
                     delattr(tensor, name)
 
 
-@contextmanager
-def _set(config: Any, name: str, value: Any, wanted: bool) -> Iterator[None]:
-    if not wanted:
-        yield
-        return
-    before = getattr(config, name)
-    setattr(config, name, value)
-    try:
-        yield
-    finally:
-        setattr(config, name, before)
-
-
 def _is_checkpointed(region: Region) -> bool:
     return any(
         type(part).__name__ == "CheckpointWrapper"
@@ -90,16 +69,14 @@ def _is_checkpointed(region: Region) -> bool:
     ) or any(type(f.shadowed).__name__ == "CheckpointedForward" for f in region.forwards)
 
 
-def refuse_neighbours(callback: Any, trainer: pl.Trainer, model: pl.LightningModule) -> None:
+def refuse_neighbours(trainer: pl.Trainer, model: pl.LightningModule) -> None:
     """Raise where something else compiles the model, or must see its single operators.
 
     Raises:
-        ValueError: For a second callback of this kind, a model that is compiled already, and a
-            plan of ``ActivationCheckpointing`` that is measured operator by operator.
+        ValueError: For a model that is compiled already, and a plan of ``ActivationCheckpointing``
+            that is measured operator by operator.
     """
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if sum(isinstance(other, type(callback)) for other in callbacks) > 1:
-        raise ValueError("There is more than one CompileModel in Trainer(callbacks=[...]).")
     if getattr(model, "_compiler_ctx", None) is not None:
         raise ValueError(
             "The model was passed through torch.compile before, and CompileModel would compile it "

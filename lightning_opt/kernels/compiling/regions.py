@@ -21,7 +21,7 @@ from torch.utils._pytree import tree_leaves
 from lightning_opt.core.compiling import CLOCK
 from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.preserve import Before
-from lightning_opt.core.replacing import take_off
+from lightning_opt.core.replacing import Replacement, take_off
 from lightning_opt.kernels.compiling.errors import (
     fails_in_every_mode,
     is_compilers,
@@ -43,18 +43,16 @@ class Shared:
     Attributes:
         backend: Of ``torch.compile``; so are ``fullgraph`` and ``dynamic``.
         device: Where the model runs.
-        tell: Called with a region, the mode that failed, the error and in which pass it was.
+        tell: Called with a region, the mode that failed and the error.
         paused: While it is set, modules run as they are.
-        steps: Counted up with each training step, to know which regions took part in one.
     """
 
     backend: str | Callable[..., Any]
     fullgraph: bool
     dynamic: bool | None
     device: torch.device
-    tell: Callable[[Region, str, BaseException, str], None]
+    tell: Callable[[Region, str, BaseException], None]
     paused: bool = False
-    steps: int = 0
 
     @contextmanager
     def pause(self) -> Iterator[None]:
@@ -104,7 +102,6 @@ class Region:
         self.rung = 0
         self.counts = Counts()
         self.reason = ""
-        self.last_step = -1
         self.compiled: Callable[..., Any] | None = None
         self.takes_module = True
         self.forwards = [CompiledForward(module, self) for module in modules]
@@ -158,11 +155,11 @@ class Region:
         own.__kwdefaults__ = function.__kwdefaults__
         return own
 
-    def step_down(self, error: BaseException, where: str) -> None:
+    def step_down(self, error: BaseException) -> None:
         """Use the next mode that has a chance, and tell why."""
         failed, self.reason = self.mode, reason(error)
         self.go_to(len(self.modes) if fails_in_every_mode(error) else self.rung + 1)
-        self.shared.tell(self, failed, error, where)
+        self.shared.tell(self, failed, error)
 
     def put_on(self, stack: ExitStack) -> None:
         """Have the modules run compiled until ``stack`` is closed."""
@@ -171,7 +168,7 @@ class Region:
             forward.module.forward = forward
 
 
-class CompiledForward:
+class CompiledForward(Replacement):
     """Stands in for a module's ``forward``: compiled, or as it was where that does not work.
 
     A call that fails is taken back (random numbers, buffers and attributes are as before it) and
@@ -210,7 +207,6 @@ class CompiledForward:
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _attempt(self, compiled: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         region = self.region
-        region.last_step = region.shared.steps
         mode = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         key = (mode, _shapes(args), _shapes(kwargs))
         # Shapes that have run before compile nothing, or fail before anything has run: unless the
@@ -261,7 +257,7 @@ class CompiledForward:
             output = _run(self, *args, **kwargs)
         if before is None and not is_compilers(problem):
             raise problem  # compiled code failed half-way, and there is no copy to go back to
-        self.region.step_down(problem, "forward")
+        self.region.step_down(problem)
         return output
 
     def _remember(self) -> Before:

@@ -1,5 +1,7 @@
 """CompileModel where compilation works: the same training, one graph, and nothing left behind."""
 
+import inspect
+import pickle
 from typing import Any
 
 import pytest
@@ -17,7 +19,7 @@ from lightning_opt.memory.checkpointing.activation_checkpointing import Activati
 from tests.helpers.footprint import model_footprint
 from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
-from tests.kernels.compiling import Net, assert_same, messages_of, train
+from tests.kernels.compiling.runs import Net, assert_same, messages_of, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
@@ -127,7 +129,30 @@ def test_what_is_logged_and_the_clock() -> None:
     assert found.series("compile/uncompiled") == [0.0]
     [seconds] = found.series("compile/seconds")
     assert 0 < seconds <= CLOCK.seconds
-    assert CLOCK._users == 0
+    counted = CLOCK.compilations
+    torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
+    assert CLOCK.compilations == counted  # nobody counts any more
+
+
+class Generating(Net):
+    """Asks its own ``forward`` what it takes, as code that generates text does."""
+
+    def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
+        return super().forward(x)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.takes = list(inspect.signature(self.forward).parameters)
+        pickle.dumps(inspect.signature(self.forward))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_forward_shows_what_it_takes(checkpointing: bool) -> None:
+    others = [ActivationCheckpointing("every_layer")] if checkpointing else []
+    for callbacks in (others, [CompileModel(backend="eager"), *others]):
+        model = Generating()
+        quiet_trainer(callbacks=callbacks, max_steps=1, limit_val_batches=0).fit(model)
+        assert model.takes == ["x", "attention_mask"]
 
 
 def test_settings_of_torch_are_put_back() -> None:

@@ -9,7 +9,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from tests.helpers.processes import launch
-from tests.kernels.compiling import (
+from tests.kernels.compiling.runs import (
     Net,
     assert_same,
     breaks_in_backward,
@@ -77,7 +77,7 @@ def under_ddp() -> list[Any]:
         callback = CompileModel(backend=on_rank_0(backend))
         actual, messages = messages_of(lambda c=callback: train(c, model=Split(), **ddp()))
         assert_same(actual, expected)
-        found.append((messages, callback.state_dict()["modes"]))
+        found.append((messages, {row["region"]: row["mode"] for row in callback.report().rows}))
     return found
 
 

@@ -7,17 +7,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
-from torch._dynamo.testing import CompileCounterWithBackend
 
-import lightning_opt.kernels.compiling.compile_model as compile_module
-import lightning_opt.kernels.compiling.process_settings as settings_module
 from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
 from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
-from tests.kernels.compiling import (
+from tests.kernels.compiling.runs import (
     FailsLater,
     Net,
     assert_same,
@@ -36,13 +33,6 @@ pytestmark = [
 ]
 
 SHORT = {"max_epochs": 1, "limit_val_batches": 1}
-
-
-@pytest.fixture
-def lowers_lazily(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a torch that compiles backward graphs when they first run."""
-    for module in (compile_module, settings_module):
-        monkeypatch.setattr(module, "lowers_ahead", lambda: False)
 
 
 def compare(backend: Any, make: Any = Net, **settings: Any) -> tuple[str, CompileModel]:
@@ -76,16 +66,13 @@ def test_failure_to_compile_the_backward_graph(scope: str) -> None:
     assert "planted in the compiler" in message
 
 
-def test_failure_to_compile_the_backward_graph_when_it_first_runs(lowers_lazily: None) -> None:
-    message, _ = compare(fails_in_backward)
-    assert "planted in the compiler" in message
-    assert "backward pass" in message
-
-
-def test_compiled_backward_pass_that_raises() -> None:
-    message, _ = compare(breaks_in_backward)
-    assert "planted in compiled code" in message
-    assert "backward pass" in message
+def test_compiled_code_that_raises_in_the_backward_pass_ends_the_run_and_says_whose_it_is() -> None:
+    model = Net()
+    with pytest.raises(RuntimeError, match="planted in compiled code") as caught:
+        train(CompileModel(backend=breaks_in_backward), model=model, **SHORT)
+    assert "CompileModel" in " ".join(getattr(caught.value, "__notes__", []))
+    for module in model.modules():
+        assert "forward" not in vars(module)
 
 
 class Varying(Net):
@@ -95,38 +82,12 @@ class Varying(Net):
         return super().training_step([part[: 2 + batch_idx] for part in batch], batch_idx)
 
 
-class BreaksLater(FailsLater):
-    """The same for the backward pass when it runs."""
-
-    def __call__(self, graph: Any, inputs: Any) -> Any:
-        self.left -= 1
-        if self.left < 0:
-            return breaks_in_backward(graph, inputs)
-        self.left += 1
-        return super().__call__(graph, inputs)
-
-
-def test_failure_in_mid_window_of_accumulation(lowers_lazily: None) -> None:
-    """The gradients of the window's first batch must survive the failure of the second.
-
-    By then the second has added those of the head, which is not compiled, to them.
-    """
-    message, _ = compare(
-        BreaksLater(1),
-        lambda: Varying(batch_size=8),
-        scope="regions",
-        limit_val_batches=0,
-        accumulate_grad_batches=2,
-    )
-    assert "backward pass" in message
-
-
 def test_failure_of_a_later_shape() -> None:
     message, callback = compare(
         FailsLater(2), lambda: Varying(batch_size=8), limit_val_batches=0, scope="regions"
     )
     assert "planted in the compiler" in message
-    assert callback.state_dict() == {"modes": {"blocks.0": "eager"}}
+    assert [row["mode"] for row in callback.report().rows] == ["eager"]
 
 
 class Breaking(Net):
@@ -142,7 +103,7 @@ class Breaking(Net):
 def test_failure_after_a_graph_has_run(graphs: int) -> None:
     """At the first step, and at one whose shapes have run before."""
     message, _ = compare(FailsLater(graphs), Breaking, limit_val_batches=0)
-    assert "forward pass" in message
+    assert "was done uncompiled" in message
 
 
 class Writing(Net):
@@ -176,7 +137,7 @@ def test_data_dependent_control_flow_with_fullgraph() -> None:
 def test_with_micro_batches_in_front_or_behind() -> None:
     expected = train(MicroBatching(2), model=Linear(), **SHORT)
     for order in (1, -1):
-        both = [CompileModel(backend=breaks_in_backward), MicroBatching(2)][::order]
+        both = [CompileModel(backend=fails_in_backward), MicroBatching(2)][::order]
         actual, messages = messages_of(lambda both=both: train(*both, model=Linear(), **SHORT))
         assert len(messages) == 1
         assert_same(actual, expected)
@@ -208,7 +169,7 @@ def test_with_micro_batches_that_are_found_when_memory_runs_out(order: int, fail
     """Either takes back what the other has begun, and nothing is done twice."""
     settings = {"max_epochs": 1, "limit_val_batches": 0}
     expected = train(MicroBatching("auto"), model=Hungry(), **settings)
-    compiling = CompileModel(backend=breaks_in_backward if failing else "aot_eager")
+    compiling = CompileModel(backend=fails_in_backward if failing else "aot_eager")
     both = [compiling, MicroBatching("auto")][::order]
     actual, messages = messages_of(lambda: train(*both, model=Hungry(), **settings))
     assert_same(actual, expected)
@@ -273,26 +234,6 @@ def test_out_of_memory_passes_through() -> None:
     with pytest.raises(RuntimeError) as caught:
         quiet_trainer(callbacks=[callback]).fit(Net())
     assert is_out_of_memory(caught.value)
-
-
-# --- resuming -----------------------------------------------------------------------------------
-
-
-def test_a_resumed_run_does_not_try_again(tmp_path: Path) -> None:
-    callback = CompileModel(backend=fails, scope="regions")
-    model = Net()
-    trainer = quiet_trainer(callbacks=[callback], max_steps=2, limit_val_batches=0)
-    _, messages = messages_of(lambda: trainer.fit(model))
-    assert len(messages) == 1
-    trainer.save_checkpoint(tmp_path / "stopped.ckpt")
-
-    counter = CompileCounterWithBackend("eager")
-    resumed = CompileModel(backend=counter, scope="regions")
-    quiet_trainer(callbacks=[resumed], max_steps=4, limit_val_batches=0).fit(
-        Net(), ckpt_path=tmp_path / "stopped.ckpt", weights_only=True
-    )
-    assert counter.frame_count == 0
-    assert resumed.state_dict() == callback.state_dict() == {"modes": {"blocks.0": "eager"}}
 
 
 # --- the real compiler --------------------------------------------------------------------------

@@ -48,7 +48,7 @@ class Probe(Protocol):
         ...
 
 
-class CheckpointedForward:
+class CheckpointedForward(replacing.Replacement):
     """Runs a module without keeping what it computes, and runs it again in the backward pass.
 
     Args:
