@@ -1,8 +1,8 @@
-"""Counts what is there, so that two counts tell what has grown: containers, graphs, garbage, types.
+"""Counts what is there, so that two counts tell what has grown: containers, graphs, garbage.
 
 A container is known by its identity: it may be anything that holds others, wherever it is. That is
-what a leak in Python comes down to, but for three: a graph of autograd that gets longer, reference
-cycles that nobody collects, and objects that hold each other in a chain.
+what a leak in Python comes down to, but for two: a graph of autograd that gets longer, and
+reference cycles that nobody collects.
 """
 
 from __future__ import annotations
@@ -56,7 +56,6 @@ class Census:
         epoch: The epoch.
         lengths: Of every container, by identity.
         graph_nodes: Operations in the longest graph of autograd behind any tensor.
-        types: How many objects of each class.
         garbage: What was garbage since the census before.
     """
 
@@ -64,7 +63,6 @@ class Census:
     epoch: int
     lengths: dict[int, int]
     graph_nodes: int
-    types: Counter[type]
     garbage: Garbage
 
 
@@ -74,12 +72,11 @@ def take_census(step: int, epoch: int, roots: Sequence[Root]) -> Census:
     walk = Walk(roots)  # finds what is frozen, which `gc.get_objects` does not list
     objects = gc.get_objects()
     lengths = {id(thing): len(thing) for thing in objects if type(thing) in CONTAINERS}
-    types: Counter[type] = Counter(map(type, objects))
-    longest = max((graph_size(t) for t in _with_graph(objects, types)), default=0)
+    longest = max(map(graph_size, _with_graph(objects)), default=0)
     for thing, _ in walk.found.values():
         if type(thing) in CONTAINERS:
             lengths[id(thing)] = len(thing)
-    return Census(step, epoch, lengths, longest, types, garbage)
+    return Census(step, epoch, lengths, longest, garbage)
 
 
 def collect_garbage() -> Garbage:
@@ -125,20 +122,6 @@ def growing_containers(counts: Sequence[Census], per_step: float) -> dict[int, f
     return found
 
 
-def growing_types(counts: Sequence[Census], per_step: float) -> dict[type, float]:
-    """Return the classes that have had more instances at every count, built-in ones last."""
-    first, last = counts[0], counts[-1]
-    found = {}
-    for kind in last.types:
-        numbers = [count.types[kind] for count in counts]
-        if any(b <= a for a, b in itertools.pairwise(numbers)):
-            continue
-        rate = (numbers[-1] - numbers[0]) / (last.step - first.step)
-        if rate >= per_step:
-            found[kind] = rate
-    return dict(sorted(found.items(), key=lambda item: (_is_builtin(item[0]), -item[1])))
-
-
 def growing_graph(counts: Sequence[Census]) -> float:
     """Return by how many operations a step the longest graph has grown from count to count."""
     nodes = [count.graph_nodes for count in counts]
@@ -174,14 +157,9 @@ def newest(container: Any) -> list[Any]:
 
 def longest_graph() -> Tensor | None:
     """Return the tensor with the longest graph of autograd behind it."""
-    objects = gc.get_objects()
-    return max(_with_graph(objects, Counter(map(type, objects))), key=graph_size, default=None)
+    return max(_with_graph(gc.get_objects()), key=graph_size, default=None)
 
 
-def _with_graph(objects: Sequence[Any], types: Counter[type]) -> list[Tensor]:
-    kinds = {kind for kind in types if issubclass(kind, Tensor)}
+def _with_graph(objects: Sequence[Any]) -> list[Tensor]:
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
     return [t for t in objects if type(t) in kinds and t.grad_fn is not None]
-
-
-def _is_builtin(kind: type) -> bool:
-    return kind.__module__.partition(".")[0] in ("builtins", "collections", "torch", "types")

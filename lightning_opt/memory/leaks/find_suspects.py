@@ -10,14 +10,12 @@ from lightning_opt.memory.leaks.census import (
     Census,
     growing_containers,
     growing_graph,
-    growing_types,
     item_size,
     longest_graph,
     steady_garbage,
 )
 from lightning_opt.memory.leaks.suspects import (
     Suspect,
-    class_line,
     source_line,
     suspect_container,
     suspect_cycle,
@@ -28,18 +26,13 @@ from lightning_opt.memory.object_graph import (
     Walk,
     backwards,
     describe,
-    own_size,
     owners,
-    referents,
 )
 
 PER_STEP = 0.02
 """Items a step below which a container is no leak: one in fifty steps."""
 
 MOST = 5
-
-_NOBODYS = ("builtins", "collections", "weakref", "torch", "lightning_opt")
-"""Classes of these packages say nothing about who leaks."""
 
 
 def find_suspects(
@@ -73,9 +66,7 @@ def find_suspects(
         line = source_line(owners(chain))
         suspects.append(suspect_graph(tensor, _name(walk, chain), line, rate, step))
     if not suspects and native:
-        suspects = _chains(counts, walk, min_rate) or [
-            Suspect("native", "memory outside of Python", None, "bytes", 0.0, 0.0, step)
-        ]
+        suspects = [Suspect("native", "memory in no container", None, "bytes", 0.0, 0.0, step)]
     largest = max((s.kb_per_step for s in suspects), default=0.0)
     worth = [s for s in suspects if s.kb_per_step >= 0.1 * largest]
     return sorted(worth, key=lambda suspect: -suspect.kb_per_step)[:MOST]
@@ -102,30 +93,6 @@ def _containers(
         root = walk.name(chain[0]) if key in walk.found else None
         suspects.append(suspect_container(chain, root, rates[key], sizes[key], counts[-1].step))
     return suspects
-
-
-def _chains(counts: Sequence[Census], walk: Walk, min_rate: float) -> list[Suspect]:
-    """Return the class of objects that hold each other, without any container that grows."""
-    for kind, rate in growing_types(counts, PER_STEP).items():
-        instances = [thing for thing in gc.get_objects() if type(thing) is kind]
-        if not instances or kind.__module__.partition(".")[0] in _NOBODYS:
-            continue
-        size = own_size([instances[-1], *referents(instances[-1])])
-        if rate * size < min_rate:
-            continue
-        chain = walk.path(instances[0]) or backwards(instances[0], [instances, walk.found])
-        return [
-            Suspect(
-                "objects",
-                f"{kind.__qualname__}, held by {_name(walk, chain)[:120]}",
-                class_line(kind),
-                kind.__qualname__,
-                rate,
-                rate * size / 1024,
-                counts[-1].step,
-            )
-        ]
-    return []
 
 
 def _name(walk: Walk, chain: Sequence[Any]) -> str:

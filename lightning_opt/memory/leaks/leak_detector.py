@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.loggers import log_scalars
@@ -24,6 +23,7 @@ from lightning_opt.memory.leaks.find_suspects import find_suspects
 from lightning_opt.memory.leaks.signals import SAMPLES, Growth, Signals, read_signals
 from lightning_opt.memory.leaks.suspects import WRONG_AT_ONCE, Suspect
 from lightning_opt.memory.object_graph import Root
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -39,7 +39,7 @@ REST = 100
 Phase = Literal["train", "validation"]
 
 
-class LeakDetector(Callback):
+class LeakDetector(RunCallback):
     """Notices that memory grows steadily, finds out what it is that grows, and says who holds it.
 
     On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
@@ -56,13 +56,9 @@ class LeakDetector(Callback):
     ``graph``     losses kept with their graphs, or one tensor whose graph gets longer
     ``hook``      hooks registered again and again
     ``exception`` exceptions kept with their tracebacks
-    ``metric``    the state of a metric that is never reset
-    ``logger``    the buffer of a logger
-    ``queue``     a queue that is filled faster than emptied
-    ``tensors``   another container of tensors
-    ``objects``   a container or chain of other objects
+    ``container`` a container of anything else: a cache, a queue, a metric that is never reset
     ``cycle``     garbage in reference cycles that hold memory until Python collects it
-    ``native``    the heap grows, but nothing in Python does
+    ``native``    the heap grows, but no container of Python does
     ============= ===============================================================================
 
     Logged whenever there are enough new samples for a test:
@@ -313,14 +309,7 @@ class LeakDetector(Callback):
         )
         return Report("LeakDetector", rows, [note] if rows else ["No leak was found.", note])
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Search no more."""
-        self._training = False
-        self._forget()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Search no more."""
         self._training = False
         self._forget()

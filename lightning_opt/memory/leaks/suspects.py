@@ -7,7 +7,7 @@ import linecache
 import re
 import sysconfig
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from types import FunctionType, MethodType
 from typing import Any, Literal
@@ -17,32 +17,19 @@ from torch import Tensor
 from lightning_opt.memory.leaks.census import Garbage, newest
 from lightning_opt.memory.object_graph import describe, graph_size, is_a, owners
 
-Kind = Literal[
-    "graph",
-    "hook",
-    "exception",
-    "metric",
-    "logger",
-    "queue",
-    "tensors",
-    "objects",
-    "cycle",
-    "native",
-]
+Kind = Literal["graph", "hook", "exception", "container", "cycle", "native"]
 
 ADVICE: dict[Kind, str] = {
     "graph": "detach() it, or keep item(): every loss that is kept keeps its graph and activations",
     "hook": "keep the handle that registering returns, and remove() it",
     "exception": "keep str(error) instead, or error.with_traceback(None): a traceback holds the "
     "local variables of every frame",
-    "metric": "reset() it at the end of the epoch, or log the metric itself, which does that",
-    "logger": "write it out or clear it now and then",
-    "queue": "bound it (maxsize), or take out what is put in",
-    "tensors": "clear it, bound it, or keep numbers on the host",
-    "objects": "clear it or bound it",
+    "container": "clear it, bound it, or keep numbers on the host; a metric: reset() it, or log "
+    "the metric itself, which does that",
     "cycle": "break the cycle with a weakref, or collect more often: "
     "lightning_opt.GarbageCollection",
-    "native": "look at extensions, data loading and the allocator: no Python object grows",
+    "native": "look at extensions, data loading, the allocator, and objects that hold each other "
+    "in a chain: no container grows",
 }
 
 WRONG_AT_ONCE: frozenset[Kind] = frozenset(("graph", "hook", "exception", "cycle"))
@@ -83,20 +70,16 @@ class Suspect:
             f"{self.kb_per_step:.3g} KB a step."
         )
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return it as plain types."""
-        return {**asdict(self), "advice": self.advice}
-
 
 def suspect_container(
     chain: Sequence[Any], root: str | None, rate: float, size: float, step: int
 ) -> Suspect:
     """Describe a container that grows, which is the last of a chain of holders."""
     container = chain[-1]
-    items = [value[1] if type(value) is tuple and _is_mapping(container) else value
+    items = [value[1] if type(value) is tuple and is_a(container, dict) else value
              for value in newest(container)]  # fmt: skip
     holders = owners(chain)
-    kind = _kind(chain, holders[0][0] if holders else None, items)
+    kind = _kind(chain, items)
     line = _line_of_hook(items) if kind == "hook" else None
     return Suspect(
         kind,
@@ -193,22 +176,15 @@ def _short(file: str | None) -> str:
     return str(Path(*Path(file).parts[-2:])) if file else "?"
 
 
-def _kind(chain: Sequence[Any], owner: Any, items: Sequence[Any]) -> Kind:
+def _kind(chain: Sequence[Any], items: Sequence[Any]) -> Kind:
     path = describe(chain)
-    names = {kind.__name__ for kind in type(owner).__mro__}
     if "_hooks" in path:
         return "hook"
     if any(is_a(item, BaseException) or _is_error_info(item) for item in items):
         return "exception"
     if any(tensor.grad_fn is not None for item in items for tensor in _tensors(item)):
         return "graph"
-    if "Metric" in names:
-        return "metric"
-    if any(name.endswith("Logger") for name in names):
-        return "logger"
-    if any(name.endswith("Queue") for name in names):
-        return "queue"
-    return "tensors" if any(True for item in items for _ in _tensors(item)) else "objects"
+    return "container"
 
 
 def _is_error_info(item: Any) -> bool:
@@ -231,10 +207,6 @@ def _line_of_hook(items: Sequence[Any]) -> str | None:
         if code is not None:
             return f"{_short(code.co_filename)}:{code.co_firstlineno}"
     return None
-
-
-def _is_mapping(container: Any) -> bool:
-    return is_a(container, dict)
 
 
 def _is_library(kind: type) -> bool:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -28,6 +28,7 @@ from lightning_opt.memory.profiler.phase_peaks import Holdings, PhaseMeter
 from lightning_opt.memory.profiler.plot import draw_profile
 from lightning_opt.memory.profiler.record import MemoryProfile, Record
 from lightning_opt.memory.profiler.saved_by_module import SavedWatch
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -38,7 +39,7 @@ log = logging.getLogger(__name__)
 FIGURE, DATA = "memory_profile.png", "memory_profile.json"
 
 
-class MemoryProfiler(Callback):
+class MemoryProfiler(RunCallback):
     """Measures where memory goes, on some of the steps, and writes down what was alive if it ends.
 
     As a callback it profiles every ``every_n_steps``-th batch and the first batch of each
@@ -100,9 +101,8 @@ class MemoryProfiler(Callback):
         self._figure, self._file = figure, file
         self._watch = PauseWatch()
         self._recording = False
-        self._device = torch.device("cpu")
-        self._begin(self._device)
-        self._release()
+        self._step = ExitStack()
+        self._begin(torch.device("cpu"))
 
     def _begin(self, device: torch.device) -> None:
         self.profile = MemoryProfile()
@@ -110,9 +110,9 @@ class MemoryProfiler(Callback):
         self._started = perf_counter()
         self._steps = 0
         self._where = "start"
-        self._watch.pauses = self.profile.pauses
+        self._end_step()
 
-    def _release(self) -> None:
+    def _stop(self) -> None:
         """Undo what is on the model, in the process and in the allocator."""
         self._end_step()
         self._watch.stop()
@@ -121,18 +121,10 @@ class MemoryProfiler(Callback):
             self._recording = False
 
     def _end_step(self) -> None:
-        meter: PhaseMeter | None = getattr(self, "_meter", None)
-        if meter is not None:
-            meter.stop()
-        saved: SavedWatch | None = getattr(self, "_saved", None)
-        if saved is not None:
-            saved.stop()
-        for handle in getattr(self, "_handles", ()):
-            handle.remove()
+        self._step.close()
         self._meter: PhaseMeter | None = None
         self._saved: SavedWatch | None = None
         self._holdings: Holdings | None = None
-        self._handles: list[Any] = []
         self._phase: str | None = None
         self._peaks: dict[str, int] = {}
 
@@ -141,8 +133,7 @@ class MemoryProfiler(Callback):
     def __enter__(self) -> MemoryProfiler:
         """Begin to profile, on the current CUDA device if CUDA is in use, else on the CPU."""
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._begin(torch.device("cuda", torch.cuda.current_device()) if on_cuda else
-                    torch.device("cpu"))  # fmt: skip
+        self._begin(torch.device(f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"))
         self._start_watching()
         return self
 
@@ -154,8 +145,7 @@ class MemoryProfiler(Callback):
     ) -> None:
         if error is not None and is_out_of_memory(error):
             perform_autopsy(error, None, (), self._device, self._where, Path.cwd())
-        self._finish()
-        self._release()
+        self._stop()
 
     def record(self, name: str) -> Record:
         """Record live memory under a name. Anywhere, as often as needed, in some microseconds."""
@@ -195,13 +185,14 @@ class MemoryProfiler(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin anew."""
-        self._release()
+        self._stop()
         self._begin(trainer.strategy.root_device)
         self._start_watching()
 
     def _start_watching(self) -> None:
         self.profile.source = live_source(self._device)
         self._watch.start()
+        self.profile.pauses = self._watch.seconds
         if self.history and self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)
             self._recording = True
@@ -219,14 +210,19 @@ class MemoryProfiler(Callback):
         if self.modules and not self.profile.modules:
             self._saved = SavedWatch(pl_module)
             self._saved.start()
+            self._step.callback(self._saved.stop)
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
                 # By hand, one optimizer's step is followed by the next one's forward pass.
                 hook = optimizer.register_step_post_hook(lambda *_: self._turn("forward", None))
-                self._handles.append(hook)
+                self._step.callback(hook.remove)
         self._note("step_start")
-        self._meter = PhaseMeter(self._device, pl_module, self._holdings.tensors())
+        self._measure(pl_module, self._holdings.tensors())
         self._phase = "forward"
+
+    def _measure(self, pl_module: pl.LightningModule, held: Iterable[Tensor] = ()) -> None:
+        self._meter = PhaseMeter(self._device, pl_module, held)
+        self._step.callback(self._meter.stop)
 
     def on_before_zero_grad(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -284,7 +280,7 @@ class MemoryProfiler(Callback):
         """Begin to measure the first batch of a validation."""
         if self._watching(trainer) and batch_idx == 0 and dataloader_idx == 0:
             self._where = "validation"
-            self._meter = PhaseMeter(self._device, pl_module)
+            self._measure(pl_module)
 
     def on_validation_batch_end(
         self,
@@ -315,14 +311,13 @@ class MemoryProfiler(Callback):
     def _note(self, name: str) -> None:
         assert self._holdings is not None
         record = self.record(name)
-        parts = self._holdings.read(record.live)
-        self.profile.records[-1] = Record(**{**record.__dict__, "parts": parts})
+        self.profile.records[-1] = replace(record, parts=self._holdings.read(record.live))
 
     def _log(self, trainer: pl.Trainer, peaks: dict[str, int]) -> None:
         last = self.profile.records[-1]
         values = {f"peak_{phase}_mb": peak / MB for phase, peak in peaks.items()}
         values["live_mb"], values["resident_mb"] = last.live / MB, last.resident / MB
-        values["gc_pause_ms"] = 1e3 * self.profile.pauses.seconds
+        values["gc_pause_ms"] = 1e3 * sum(self.profile.pauses)
         if self._device.type == "cuda":
             stats = torch.cuda.memory_stats(self._device)
             reserved = max(1, last.reserved)
@@ -344,13 +339,11 @@ class MemoryProfiler(Callback):
 
     def diagnose(self) -> list[Verdict]:
         """Return where the peak of memory was."""
-        peaks = self.peaks
-        if not peaks:
+        if not self.peaks:
             finding = "MemoryProfiler has not profiled a step yet."
             return [Verdict("memory", "unknown", finding, "Train longer, or profile more often.")]
-        phase = max(peaks, key=peaks.__getitem__)
-        finding = f"The peak is {peaks[phase] / MB:.4g} MB, in the phase {phase!r}."
-        return [Verdict("memory", "ok", finding)]
+        phase, peak = max(self.peaks.items(), key=lambda item: item[1])
+        return [Verdict("memory", "ok", f"The peak is {peak / MB:.4g} MB, in the phase {phase!r}.")]
 
     def report(self) -> Report:
         """Return one row a phase: its peak, and what is held at its end."""
@@ -368,23 +361,19 @@ class MemoryProfiler(Callback):
         """
         return draw_profile(self.profile)
 
-    def _finish(self) -> None:
-        self.profile.pauses.steps = self._steps
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the JSON and the figure."""
-        self._finish()
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: asks rank zero
         if "forward" not in self.profile.peaks or not trainer.is_global_zero:  # no profiled step
             return
         if self._file:
-            path = folder / DATA if self._file is True else Path(str(self._file))
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(json.dumps(self.profile.to_dict(), indent=1))
+            path = Path(DATA if self._file is True else str(self._file))
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            (folder / path).write_text(json.dumps(self.profile.to_dict(), indent=1))
         if self._figure:
-            path = folder / FIGURE if self._figure is True else Path(str(self._figure))
+            path = Path(FIGURE if self._figure is True else str(self._figure))
             try:
-                save_figure(self.figure(), path, trainer, "memory")
+                save_figure(self.figure(), folder / path, trainer, "memory")
             except ImportError as error:
                 log.warning("No figure was saved. %s", error)
 
@@ -392,16 +381,15 @@ class MemoryProfiler(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Write down what was alive if memory has run out, and let go of everything."""
-        self._release()
+        self._end_step()  # the autopsy is no part of the step, but of what the allocator recorded
         if is_out_of_memory(exception):
             # Not `trainer.log_dir`, which asks rank zero: the other ranks may be anywhere.
-            folder = Path(trainer.logger.log_dir or ".") if trainer.logger and getattr(
-                trainer.logger, "log_dir", None) else Path(trainer.default_root_dir)  # fmt: skip
+            folder = getattr(trainer.logger, "log_dir", None) or trainer.default_root_dir
             perform_autopsy(
-                exception, pl_module, trainer.optimizers, self._device, self._where, folder
+                exception, pl_module, trainer.optimizers, self._device, self._where, Path(folder)
             )
-        self._finish()
+        self.release(trainer)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Let go of everything."""
-        self._release()
+        self._stop()

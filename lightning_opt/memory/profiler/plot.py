@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from lightning_opt.core.memory import MB
 from lightning_opt.memory.figures import new_figure
-from lightning_opt.memory.profiler.record import MemoryProfile, Record, categories_over_time
+from lightning_opt.memory.profiler.record import MemoryProfile, Record
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,15 +45,15 @@ def _selection(records: list[Record]) -> list[Record]:
 
 def _draw_parts(axes: Axes, records: list[Record]) -> None:
     """Draw a stack at each record; between steps a gap, of which nothing is known."""
-    _, parts = categories_over_time(records)
     places, place = [], 0
     for number, record in enumerate(records):
         place += 1 + (number > 0 and record.step != records[number - 1].step)
         places.append(place)
     bottom = [0.0] * len(records)
     for name, colour in COLOURS.items():
-        axes.bar(places, parts[name], bottom=bottom, width=1.0, color=colour, label=name)
-        bottom = [low + high for low, high in zip(bottom, parts[name], strict=True)]
+        parts = [record.parts[name] / MB if record.parts else 0.0 for record in records]
+        axes.bar(places, parts, bottom=bottom, width=1.0, color=colour, label=name)
+        bottom = [low + high for low, high in zip(bottom, parts, strict=True)]
     starts = [(p, r) for p, r in zip(places, records, strict=True) if r.name == "step_start"]
     axes.set_xticks([p for p, _ in starts], [f"step {r.step}" for _, r in starts], fontsize=8)
     if len(starts) == 1:

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from lightning_opt.core.memory import MB
 from lightning_opt.core.report import Report
-from lightning_opt.memory.profiler.gc_pauses import Pauses
 from lightning_opt.memory.profiler.phase_peaks import CATEGORIES
 from lightning_opt.memory.profiler.saved_by_module import SavedBytes
 
@@ -50,7 +49,7 @@ class MemoryProfile:
         peaks: For each phase its peaks, one a profiled step, in bytes.
         exact: Phases whose peak was followed within, not only at its ends.
         source: Where live memory was read.
-        pauses: Of the garbage collector, the whole time.
+        pauses: Seconds of each garbage collection.
         allocator: Of the CUDA allocator: retries, out-of-memory errors, fragmentation.
         modules: What autograd saved in one step, by module.
     """
@@ -59,7 +58,7 @@ class MemoryProfile:
     records: deque[Record] = field(default_factory=lambda: deque(maxlen=RECORDS))
     peaks: dict[str, list[int]] = field(default_factory=dict)
     exact: dict[str, bool] = field(default_factory=dict)
-    pauses: Pauses = field(default_factory=Pauses)
+    pauses: list[float] = field(default_factory=list)
     allocator: dict[str, float] = field(default_factory=dict)
     modules: list[SavedBytes] = field(default_factory=list)
 
@@ -97,7 +96,7 @@ class MemoryProfile:
             "records": [asdict(record) for record in self.records],
             "peaks": self.peaks,
             "peaks_followed_within": self.exact,
-            "gc": asdict(self.pauses),
+            "gc_seconds": self.pauses,
             "allocator": self.allocator,
             "modules": [asdict(entry) for entry in self.modules],
         }
@@ -144,17 +143,10 @@ class MemoryProfile:
                 f"Peaks of {', '.join(rough)} are those of their two ends: within, there was "
                 "nothing to count (compiled parts, sharded parameters)."
             )
-        if self.pauses.collections:
+        if self.pauses:
             notes.append(
-                f"Garbage collection: {self.pauses.collections} times, "
-                f"{self.pauses.seconds:.3g} s, the longest {1e3 * self.pauses.longest:.3g} ms."
+                f"Garbage collection: {len(self.pauses)} times, {sum(self.pauses):.3g} s, the "
+                f"longest {1e3 * max(self.pauses):.3g} ms."
             )
         notes += [f"CUDA allocator: {name} {value:g}." for name, value in self.allocator.items()]
         return notes
-
-
-def categories_over_time(records: Sequence[Record]) -> tuple[list[float], dict[str, list[float]]]:
-    """Return seconds, and megabytes of each category, of the records that know them."""
-    known = [(record, record.parts) for record in records if record.parts is not None]
-    seconds = [record.seconds for record, _ in known]
-    return seconds, {name: [parts[name] / MB for _, parts in known] for name in CATEGORIES}

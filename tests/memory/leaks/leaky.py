@@ -193,19 +193,19 @@ LEAKS: dict[str, tuple[Callable[[], Net], str, str, str]] = {
     # what leaks: its model, the kind, who holds it, and the text of the line that fills it
     "loss list": (LossList, "graph", "LossList.losses", "self.losses.append(loss)"),
     "graph kept": (RunningLoss, "graph", "RunningLoss.running", "self.running = self.running +"),
-    "cache": (GrowingCache, "tensors", "GrowingCache.cache", "self.cache[self.seen] ="),
+    "cache": (GrowingCache, "container", "GrowingCache.cache", "self.cache[self.seen] ="),
     "hook": (HookEachStep, "hook", "HookEachStep.layer.0._forward_hooks", "def remember"),
     "traceback": (KeptErrors, "exception", "KeptErrors.errors", "self.errors.append(error)"),
-    "metric": (UnresetMetric, "metric", "UnresetMetric.scores.value", "self.scores.update("),
-    "logger": (LoggerBuffer, "logger", "HoardingLogger.buffer", "self.buffer.append("),
-    "queue": (FullQueue, "queue", "FullQueue.jobs.queue", "self.jobs.put("),
+    "metric": (UnresetMetric, "container", "UnresetMetric.scores.value", "self.scores.update("),
+    "logger": (LoggerBuffer, "container", "HoardingLogger.buffer", "self.buffer.append("),
+    "queue": (FullQueue, "container", "FullQueue.jobs.queue", "self.jobs.put("),
     "cycle": (Cycles, "cycle", "reference cycles of Node, Child", "class Node"),
-    "pinned buffer": (PinnedPool, "tensors", "PinnedPool.pool", "self.pool.append("),
+    "pinned buffer": (PinnedPool, "container", "PinnedPool.pool", "self.pool.append("),
 }
 
 
 def callbacks_of(model: nn.Module) -> list[Callback]:
-    rarely = lo.GarbageCollection(every_n_steps=100_000, baseline_steps=0)
+    rarely = lo.GarbageCollection(every_n_steps=100_000)
     return [rarely] if isinstance(model, Cycles) else []
 
 
