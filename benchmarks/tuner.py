@@ -33,9 +33,8 @@ from benchmarks.kernels.kernels_models import Batches, Learner, Parts
 from lightning_opt.tuner.progress import Progress
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import Search
-from lightning_opt.tuner.search.space import Switches
+from lightning_opt.tuner.trial import Switches
 from lightning_opt.tuner.trials.arena import Racer
-from lightning_opt.tuner.trials.intervals import ratio_interval
 from lightning_opt.tuner.tuning import Plan, Tuning
 
 GPU = True
@@ -56,21 +55,21 @@ OWN_SIZES = {
 
 MODELS = ("vision transformer", "ConvNet", "byte GPT", "tiny MLP")
 
-IMAGES = ["fused optimizer", "channels_last", "bf16-mixed", "compile regions", "checkpointing"]
+IMAGES = ["fused", "channels_last", "bf16", "compile_regions", "checkpointing"]
 SWITCHES = {
     "cpu": {
         "vision transformer": IMAGES,
         "ConvNet": IMAGES,
         "byte GPT": [
-            "fused optimizer", "all threads", "bf16-mixed", "compile regions", "checkpointing",
+            "fused", "all_threads", "bf16", "compile_regions", "checkpointing",
         ],
-        "tiny MLP": ["fused optimizer", "all threads", "bf16-mixed", "compile", "clipping"],
+        "tiny MLP": ["fused", "all_threads", "bf16", "compile", "clipping"],
     },
     "cuda": {
-        "vision transformer": ["fused optimizer", "TF32", *IMAGES[2:]],
+        "vision transformer": ["fused", "tf32", *IMAGES[2:]],
         "ConvNet": IMAGES,
-        "byte GPT": ["fused optimizer", "TF32", *IMAGES[2:]],
-        "tiny MLP": ["fused optimizer", "TF32", "bf16-mixed", "compile", "clipping"],
+        "byte GPT": ["fused", "tf32", *IMAGES[2:]],
+        "tiny MLP": ["fused", "tf32", "bf16", "compile", "clipping"],
     },
 }  # fmt: skip
 OWN = {"clipping": {"callbacks": [{"class_path": "lightning_opt.AdaptiveClipping"}]}}
@@ -126,7 +125,7 @@ class Grid(Tuning):
         self._arena.deadline = float("inf")
         return Exhaustive(self._measure, *self._parts())
 
-    def _confirm(self, search: Search, best: Switches) -> Switches:
+    def _race(self, search: Search, best: Switches) -> Switches:
         return best if search.outcomes.get(best) and search.outcomes[best].score < 1 else ()
 
     def _parts(self) -> tuple[Any, ...]:
@@ -137,7 +136,7 @@ class Grid(Tuning):
         with tempfile.TemporaryDirectory() as folder:
             self._folder = type(self._folder)(folder)
             self._baseline.ensure()
-            racers = [Racer(names, *self._start(names, 0, "again"), 0.0) for names in wanted]
+            racers = [Racer(names, *self._start(names, False)) for names in wanted]
             try:
                 for racer in racers:
                     racer.warm_up()
@@ -145,15 +144,12 @@ class Grid(Tuning):
                 for turn in range(rounds):
                     reference = self._baseline.take()
                     for racer in racers[:: 1 if turn % 2 else -1]:
-                        racer.blocks.append(racer.advance(self._baseline.block))
-                        racer.reference.append(reference)
+                        racer.pairs.append((reference, racer.advance(self._baseline.block)))
             finally:
                 self._baseline.close()
                 for racer in racers:
                     racer.fit.close()  # type: ignore[union-attr]
-        return {
-            racer.switches: ratio_interval(racer.blocks, racer.reference).value for racer in racers
-        }
+        return {racer.switches: racer.ratio.value for racer in racers}
 
 
 def plan_for(name: str, device: str, budget: float) -> Plan:
@@ -163,11 +159,8 @@ def plan_for(name: str, device: str, budget: float) -> Plan:
         base={"accelerator": "gpu" if device == "cuda" else "cpu", "devices": 1},
         candidates=[{key: OWN[key]} if key in OWN else key for key in SWITCHES[device][name]],
         objective=Objective("throughput"),
-        accept=None,
-        seeds=3,
         budget=budget,
         timeout=120.0,
-        parallel=2,
         memory_limit=None,
     )
 

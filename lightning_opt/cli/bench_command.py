@@ -18,6 +18,7 @@ from lightning_opt.cli.parsing import (
     given_arguments,
     list_of_presets,
     make_parser,
+    names_of,
     parse_job,
     preset_of,
 )
@@ -111,16 +112,16 @@ def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[
     options = job.options
     default = None if options.against else "basic,advanced"
     found = {"plain": dict(job.trainer)}
-    presets = _names(options.preset or default)
+    presets = names_of(options.preset or default)
     parts = {name: {part.name for part in preset_of(name).parts} for name in presets}
-    for left_out in _names(options.without):
+    for left_out in names_of(options.without):
         if not any(left_out in names for names in parts.values()):
             known = ", ".join(sorted(set().union(*parts.values())))
             raise UsageError(f"No preset here has {left_out!r}; they have {known}.")
     for name in presets:
-        without = [part for part in _names(options.without) if part in parts[name]]
+        without = [part for part in names_of(options.without) if part in parts[name]]
         found[name] = settings_of(job, name, ",".join(without))
-    for path in _names(options.against):
+    for path in names_of(options.against):
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path}, which --against names.")
         config = parser.parse_path(path)
@@ -137,7 +138,3 @@ def _save(result: Comparison, folder: Path) -> None:
         sys.stderr.write(f"There is no figure: {error}\n")
         return
     figure.savefig(folder / "bench.png")
-
-
-def _names(listed: str | None) -> list[str]:
-    return [name.strip() for name in (listed or "").split(",") if name.strip()]

@@ -154,17 +154,21 @@ def plain(value: Any) -> Any:
     return [plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
 
 
-def preset_of(name: str, without: str | None = None, **arguments: Any) -> Preset:
+def preset_of(name: str, without: str | None = None) -> Preset:
     """Return a preset without the callbacks of a list with commas.
 
     Raises:
         UsageError: For an unknown name.
     """
-    left_out = [part.strip() for part in (without or "").split(",") if part.strip()]
     try:
-        return preset(name, **dict.fromkeys(left_out), **arguments)
+        return preset(name, **dict.fromkeys(names_of(without)))
     except ValueError as error:
         raise UsageError(str(error)) from error
+
+
+def names_of(listed: str | None) -> list[str]:
+    """Return the names of a list with commas."""
+    return [name.strip() for name in (listed or "").split(",") if name.strip()]
 
 
 def list_of_presets() -> str:

@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Literal
 
-from jsonargparse.typing import NonNegativeFloat, PositiveInt
+from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import OK, UsageError
-from lightning_opt.cli.parsing import (
-    Job,
-    add_targets,
-    folder_of,
-    make_parser,
-    parse_job,
-)
+from lightning_opt.cli.parsing import add_targets, folder_of, make_parser, names_of, parse_job
 from lightning_opt.cli.settings import settings_of
 
 DESCRIPTION = """\
@@ -38,7 +32,7 @@ def parser() -> LightningArgumentParser:
     made = make_parser("tune", DESCRIPTION, EXAMPLES)
     made.add_argument(
         "--objective",
-        type=Literal["throughput", "memory", "time_to_loss"],
+        type=Literal["throughput", "memory"],
         default="throughput",
         help="What to make better.",
     )
@@ -47,12 +41,6 @@ def parser() -> LightningArgumentParser:
     )
     made.add_argument(
         "--out", type=str, default="tuned", metavar="FOLDER", help="Where to write the answer."
-    )
-    made.add_argument(
-        "--accept",
-        type=NonNegativeFloat | None,
-        help="Share of the loss by which the result may differ; by default what the noise between "
-        "seeds explains.",
     )
     made.add_argument(
         "--candidates",
@@ -68,7 +56,6 @@ def parser() -> LightningArgumentParser:
         "--max_slowdown", type=float, default=1.5, help="With --objective memory: of a step."
     )
     made.add_argument("--min_gain", type=float, default=0.03, help="Share worth another switch.")
-    made.add_argument("--seeds", type=PositiveInt, default=3, help="Seeds that tell the noise.")
     made.add_argument(
         "--timeout", type=float | None, help="Seconds that a trial may take to start, or to answer."
     )
@@ -86,11 +73,13 @@ def parser() -> LightningArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Run the command."""
     from lightning_opt.tuner.autotune import autotune, parse_budget
+    from lightning_opt.tuner.search.space import check_candidates
 
     job = parse_job(parser(), words)
     options = job.options
     try:
         parse_budget(options.budget)
+        check_candidates(names_of(options.candidates) or None)
     except ValueError as error:
         raise UsageError(str(error)) from error
     folder = folder_of(options.out)
@@ -101,12 +90,10 @@ def run(words: Sequence[str]) -> int:
         job.data,
         objective=options.objective,
         budget=options.budget,
-        accept=options.accept,
-        candidates=_names(options.candidates),
-        base=_base(job),
+        candidates=names_of(options.candidates) or None,
+        base=settings_of(job, options.preset, options.without),
         journal=folder / "journal.jsonl",
         resume=not options.fresh,
-        seeds=options.seeds,
         max_slowdown=options.max_slowdown,
         min_gain=options.min_gain,
         timeout=options.timeout,
@@ -118,13 +105,3 @@ def run(words: Sequence[str]) -> int:
     for path in result.save(folder):
         sys.stdout.write(f"{path}\n")
     return OK
-
-
-def _base(job: Job) -> dict[str, Any]:
-    return settings_of(job, job.options.preset, job.options.without)
-
-
-def _names(listed: str | None) -> list[str] | None:
-    if listed is None:
-        return None
-    return [name.strip() for name in listed.split(",") if name.strip()]

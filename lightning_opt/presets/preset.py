@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
+from lightning_opt.core.machine import describe_machine
 from lightning_opt.core.report import Report
-from lightning_opt.presets.machine import describe_machine
 from lightning_opt.presets.parts import (
     Chosen,
     Obstacle,

@@ -31,8 +31,8 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_opt.core.blocks import find_blocks
 from lightning_opt.core.compiling import has_compiled_parts
+from lightning_opt.core.machine import why_no_bf16, why_no_compiler
 from lightning_opt.core.memory import MemoryLimits
-from lightning_opt.presets.machine import why_no_bf16, why_no_compiler
 
 KINDS: dict[type[Accelerator], str] = {
     CPUAccelerator: "cpu",

@@ -5,13 +5,11 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lightning_opt.core.arguments import at_least, fraction, one_of, positive
-from lightning_opt.core.cpus import available_cpus
+from lightning_opt.core.arguments import fraction, one_of, positive
 from lightning_opt.tuner.progress import Progress
 from lightning_opt.tuner.report.result import TuneResult
 from lightning_opt.tuner.search.objective import OBJECTIVES, Objective
-from lightning_opt.tuner.search.space import Candidates
-from lightning_opt.tuner.trials.arena import Accept
+from lightning_opt.tuner.search.space import Candidates, check_candidates
 from lightning_opt.tuner.tuning import Plan, Tuning
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 
@@ -24,16 +22,13 @@ def autotune(
     *,
     objective: str = "throughput",
     budget: str | float = "10m",
-    accept: Accept = None,
     candidates: Candidates | None = None,
     base: Settings | None = None,
     journal: str | Path | None = None,
     resume: bool = True,
-    seeds: int = 3,
     max_slowdown: float = 1.5,
     min_gain: float = 0.03,
     timeout: float | None = None,
-    parallel: int | None = None,
     memory_limit: int | None = None,
     progress: bool = True,
 ) -> TuneResult:
@@ -44,21 +39,17 @@ def autotune(
     interacts is tried in pairs, what adds nothing is left out again. A trial that runs out of
     memory, hangs, dies or raises is reported as such, and the others go on.
 
-    A gain counts only if the run still learns the same: its losses, from the same seed on the same
-    batches, may differ from the baseline's by what rounding and another seed explain, and each
-    parameter that the baseline changes must change.
+    A gain counts only if the run still learns the same: from equal weights and batches its first
+    gradients must point where the baseline's do, module by module, and then its weights must move
+    about as far and its losses stay near.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
         data: The same for a LightningDataModule or an iterable of batches such as a DataLoader.
         objective: ``"throughput"`` for the least time of a step; ``"memory"`` for the least peak
-            within ``max_slowdown``; ``"time_to_loss"`` for the least time until the loss that the
-            baseline has at the end of the compared steps, whatever the way there.
+            within ``max_slowdown``.
         budget: Time for the search: seconds, or a text such as ``"90s"``, ``"10m"``, ``"1h"``.
-        accept: What may change the result. None: what the baseline's other seeds explain. A number:
-            that share of the loss. A function: it is given the :class:`Trial` and returns True, or
-            False or a sentence why not.
         candidates: None for what the tuner knows for the objective. A list says exactly which:
             names of the tuner's switches, and mappings from own names to Trainer arguments. A
             mapping changes the tuner's own choice: from a name to arguments for one of your own, to
@@ -67,14 +58,10 @@ def autotune(
         journal: A file of JSON lines to which each trial is written when it ends. A search that was
             interrupted goes on from it when it is called again.
         resume: Whether to go on from a journal that is there.
-        seeds: How many seeds of the baseline say what its losses may differ by; at least 2. Others
-            than the first run only when there is something to decide.
         max_slowdown: For ``"memory"``: how many times the baseline's time a step may take.
         min_gain: Share that an answer must gain; less is not worth another switch.
-        timeout: Seconds that a trial may take for one block, or to start; a quarter of the budget,
-            from 30 to 300, by default.
-        parallel: Candidates that are alive at once, beside the baseline; only one trains at a time.
-            They start side by side. 2 by default, 1 where there is but one CPU.
+        timeout: Seconds that a trial may take for one block, or to start; by default a quarter of
+            the budget, from 30 to 300, but at least four times what the baseline took to start.
         memory_limit: Bytes that each trial may take.
         progress: Whether to say on standard error how far the search is.
 
@@ -92,27 +79,19 @@ def autotune(
         >>> trainer = L.Trainer(**result.trainer_kwargs(max_epochs=3))  # doctest: +SKIP
     """
     seconds = parse_budget(budget)
-    if accept is not None and not callable(accept):
-        positive("accept", accept)
-    goal = Objective(
-        one_of("objective", objective, OBJECTIVES),
-        positive("max_slowdown", max_slowdown),
-        fraction("min_gain", min_gain),
-    )
-    if parallel is None:
-        parallel = 1 if available_cpus() == 1 else 2
-    patience = min(300.0, max(30.0, seconds / 4)) if timeout is None else timeout
+    check_candidates(candidates)
     plan = Plan(
         model=check_factory("model", model),
         data=check_factory("data", data),
         base=check_settings("base", base),
         candidates=candidates,
-        objective=goal,
-        accept=accept,
-        seeds=at_least("seeds", seeds, 2),
+        objective=Objective(
+            one_of("objective", objective, tuple(OBJECTIVES)),
+            positive("max_slowdown", max_slowdown),
+            fraction("min_gain", min_gain),
+        ),
         budget=seconds,
-        timeout=positive("timeout", patience),
-        parallel=at_least("parallel", parallel, 1),
+        timeout=None if timeout is None else positive("timeout", timeout),
         memory_limit=memory_limit,
     )
     return Tuning(plan, journal, resume, Progress(seconds, progress)).run()

@@ -121,6 +121,7 @@ def test_help_teaches(command, capsys):
         (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
         (["tune", "PROJECT:NOT_A_MODEL"], "is no class and no function"),
         (["tune", "PROJECT:Small", "--budget", "soon"], "soon"),
+        (["tune", "PROJECT:Small", "--candidates", "bf16,compil"], "did you mean 'compile'?"),
         (["bench", "PROJECT:Small", "--preset", "none"], "There is no preset 'none'"),
         (["bench", "PROJECT:Small", "--without", "Nothing"], "No preset here has 'Nothing'"),
         (["bench", "PROJECT:Small", "--against", "no.yaml"], "There is no file no.yaml"),
@@ -479,7 +480,7 @@ def test_bench(capsys, tmp_path):
 
 @pytest.mark.slow
 def test_tune(capsys, tmp_path):
-    words = ["tune", str(PROJECT), "--candidates=fused optimizer", "--budget=30s", "--seeds=2"]
+    words = ["tune", str(PROJECT), "--candidates=fused", "--budget=20s"]
     assert main([*words, "--quiet", "--trainer.accumulate_grad_batches=2", *BARE]) == 0
     assert "baseline" in capsys.readouterr().out
     result = json.loads((tmp_path / "tuned" / "result.json").read_text())

@@ -26,6 +26,7 @@ CANDIDATES: dict[str, Any] = {
     "wrong autocast": added("Autocast", dtype="float16"),
     "frozen": added("Freezing"),
     "small steps": added("Stumbling"),
+    "flipped": added("Flipping"),
     "out of memory": added("Failing", how="out of memory"),
     "segfault": added("Failing", how="segfault"),
     "raises": added("Failing", how="raise"),
@@ -37,14 +38,7 @@ CANDIDATES: dict[str, Any] = {
 def test_what_breaks_learning_is_rejected_and_what_fails_is_survived() -> None:
     candidates = [{name: settings} for name, settings in CANDIDATES.items()]
     result = lo.autotune(
-        MODEL,
-        DATA,
-        budget="4m",
-        base=BASE,
-        candidates=candidates,
-        timeout=12,
-        parallel=3,
-        progress=False,
+        MODEL, DATA, budget="4m", base=BASE, candidates=candidates, timeout=6, progress=False
     )
 
     trials = {trial.name: trial for trial in result.trials}
@@ -55,35 +49,35 @@ def test_what_breaks_learning_is_rejected_and_what_fails_is_survived() -> None:
         "wrong autocast": "rejected",
         "frozen": "rejected",
         "small steps": "rejected",
+        "flipped": "rejected",
         "out of memory": "out of memory",
         "segfault": "died",
         "raises": "error",
         "hangs": "timeout",
     }
-    assert trials["less sleep"].difference == 0, "the same seed and batches"
-    assert 0 < abs(trials["bfloat16"].difference or 0) < 0.1 * trials["baseline"].losses[0]
-    assert trials["frozen"].why.startswith("after ")
-    assert "has not changed layers.0.weight" in trials["frozen"].why
-    assert "its loss differs by" in trials["small steps"].why
+    assert trials["less sleep"].agreement == pytest.approx(1), "the same seed and batches"
+    assert 0.9 < (trials["bfloat16"].agreement or 0) < 0.99999
+    assert "layers.0" in trials["frozen"].why
+    assert "times as far" in trials["small steps"].why
+    assert "points elsewhere" in trials["flipped"].why
     assert "SIGSEGV" in trials["segfault"].why
     assert "planted" in trials["raises"].why
     assert "planted" in trials["raises"].details
-    assert "12 s" in trials["hangs"].why
+    assert "6 s" in trials["hangs"].why
     assert result.complete
     assert "less sleep" in result.switches or "bfloat16" in result.switches
-    assert not {"wrong autocast", "frozen", "small steps"} & set(result.switches)
+    wrong = {"wrong autocast", "frozen", "small steps", "flipped"}
+    assert not wrong & set(result.switches)
     explanation = result.explain()
-    for name in ("wrong autocast", "frozen", "small steps"):
+    for name in wrong:
         assert f"Rejected, since it changes the result: {name};" in explanation
     for kind in ("out of memory", "died", "error", "timeout"):
         assert f"Failed ({kind})" in explanation
 
 
 def tune(journal: Path) -> lo.TuneResult:
-    own = {f"share {number}": added("Faster", share=number / 10) for number in (9, 8, 3)}
-    return lo.autotune(
-        MODEL, DATA, budget="2m", candidates=[own], base=BASE, journal=journal, parallel=1
-    )
+    own = {f"share {number}": added("Faster", share=number / 10) for number in (9, 8, 7, 6, 3)}
+    return lo.autotune(MODEL, DATA, budget="2m", candidates=[own], base=BASE, journal=journal)
 
 
 def lines_of(journal: Path) -> list[dict[str, Any]]:
@@ -109,10 +103,10 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
         wait_for(journal, 2)
         process.kill()
     killed = lines_of(journal)
-    assert [line["kind"] for line in killed] == ["baseline", "trial"]
+    assert [line["kind"] for line in killed[:2]] == ["baseline", "trial"]
 
     def interrupt() -> None:
-        wait_for(journal, 3)
+        wait_for(journal, len(killed) + 1)
         os.kill(os.getpid(), signal.SIGINT)
 
     capsys.readouterr()
@@ -124,18 +118,17 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
     finally:
         signal.signal(signal.SIGINT, usual)
     said = capsys.readouterr().err
-    assert "has 2 records; going on from there." in said
+    assert f"has {len(killed)} records; going on from there." in said
     assert f"Interrupted. The same call goes on from {journal}." in said
-    assert "share 9: accepted" in said
+    assert "share 9: " in said
     assert "from the journal" in said
 
     result = tune(journal)
     done = lines_of(journal)
     assert done[: len(killed)] == killed, "what was there stays as it was"
     tried = [tuple(line["switches"]) for line in done if line["kind"] == "trial"]
-    assert tried == [("share 9",), ("share 8",), ("share 3",)], "each once"
+    assert tried[:5] == [(f"share {number}",) for number in (9, 8, 7, 6, 3)], "each once"
     assert result.switches == ("share 3",)
-    assert [trial.switches for trial in result.trials] == [(), *tried]
 
 
 @pytest.mark.parametrize(
@@ -152,12 +145,10 @@ def test_a_budget_is_seconds_or_a_text(text: str | float, seconds: float) -> Non
         ({"budget": "soon"}, "budget must be seconds or a text such as '90s'"),
         ({"budget": "0s"}, "budget must be seconds"),
         ({"budget": -1}, "budget must be a finite number above 0"),
-        ({"objective": "speed"}, "objective must be one of 'throughput', 'memory', 'time_to_loss'"),
-        ({"accept": 0.0}, "accept must be a finite number above 0"),
-        ({"seeds": 1}, "seeds must be a whole number of at least 2"),
+        ({"objective": "speed"}, "objective must be one of 'throughput', 'memory'"),
+        ({"candidates": ["fusd"]}, "'fusd', which the tuner does not know; did you mean 'fused'"),
         ({"min_gain": 1.0}, "min_gain must be a number of at least 0 and below 1"),
         ({"max_slowdown": 0}, "max_slowdown must be"),
-        ({"parallel": 0}, "parallel must be a whole number of at least 1"),
         ({"timeout": 0}, "timeout must be"),
     ],
 )

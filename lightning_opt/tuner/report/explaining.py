@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
+from lightning_opt.tuner.search.objective import OBJECTIVES
 from lightning_opt.tuner.search.space import Space
-from lightning_opt.tuner.trials.trial import Trial
-
-GOALS = {
-    "throughput": "time of a step",
-    "memory": "peak memory",
-    "time_to_loss": "time to the baseline's loss",
-}
+from lightning_opt.tuner.trial import Trial
 
 
 def explain(
@@ -29,13 +25,18 @@ def explain(
         lines += about
         if best.startup and best.startup > 1:
             lines.append(f"The first step takes {best.startup:.0f} s longer than a later one.")
-    lines += _alone(tried)
-    lines += _together(tried)
+    lines += _ratios(tried)
     for trial in tried:
         if trial.verdict == "rejected":
             lines.append(f"Rejected, since it changes the result: {trial.name}; {trial.why}.")
     failed = [trial for trial in tried if trial.failed]
     lines += [f"Failed ({trial.verdict}): {trial.name}. {trial.why}" for trial in failed]
+    for trial in tried:
+        if trial is not best and trial.verdict == "accepted" and (trial.high or 0) >= 1:
+            lines.append(
+                f"Undecided: {trial.name} takes {trial.ratio:.2f} of the time (from "
+                f"{trial.low:.2f} to {trial.high:.2f})."
+            )
     if space.left_out:
         left = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
         lines.append(f"Not tried: {left}.")
@@ -45,48 +46,30 @@ def explain(
 
 
 def _answer(objective: str, best: Trial, tried: bool) -> str:
-    goal = GOALS[objective]
     if not tried:
         return "Leave it as it is: nothing was tried."
     if not best.switches:
+        goal = OBJECTIVES[objective]
         return f"Leave it as it is: nothing that was tried gains enough in {goal} to be sure of."
-    words = []
-    if best.ratio is not None and best.low is not None and best.high is not None:
-        words.append(
-            f"a step takes {best.ratio:.2f} of the time (from {best.low:.2f} to {best.high:.2f})"
-        )
-    if best.peak_ratio is not None:
-        words.append(f"peak memory is {best.peak_ratio:.2f} of what it was")
-    if best.steps_ratio is not None:
-        words.append(f"the loss is reached in {best.steps_ratio:.2f} of the steps")
-    return f"Take {best.name}: " + ", ".join(words) + "."
+    return (
+        f"Take {best.name}: a step takes {best.ratio or math.nan:.2f} of the time (from "
+        f"{best.low or 0:.2f} to {best.high or math.inf:.2f}), peak memory is "
+        f"{best.peak_ratio or math.nan:.2f} of what it was."
+    )
 
 
-def _alone(tried: Sequence[Trial]) -> list[str]:
-    singles = [trial for trial in tried if len(trial.switches) == 1 and trial.ratio is not None]
+def _ratios(tried: Sequence[Trial]) -> list[str]:
+    """Return what each switch does alone, and what came of those that were joined."""
+    timed = {trial.switches: trial.ratio for trial in tried if trial.ratio is not None}
+    singles = sorted((ratio, names[0]) for names, ratio in timed.items() if len(names) == 1)
     if not singles:
         return []
-    words = ", ".join(
-        f"{trial.name} {trial.ratio:.2f}" for trial in sorted(singles, key=lambda t: t.ratio or 0)
-    )
-    return [f"Time of a step with one switch alone, as a share of the baseline's: {words}."]
-
-
-def _together(tried: Sequence[Trial]) -> list[str]:
-    alone = {
-        trial.switches[0]: trial.ratio
-        for trial in tried
-        if len(trial.switches) == 1 and trial.ratio is not None
-    }
-    lines = []
-    for trial in tried:
-        if len(trial.switches) < 2 or trial.ratio is None:
-            continue
-        product = 1.0
-        for name in trial.switches:
-            product *= alone.get(name) or 1.0
-        verdict = "as the product of its parts" if abs(trial.ratio / product - 1) < 0.04 else (
-            f"where its parts would give {product:.2f}"
-        )  # fmt: skip
-        lines.append(f"Together: {trial.name} {trial.ratio:.2f}, {verdict}.")
+    words = ", ".join(f"{name} {ratio:.2f}" for ratio, name in singles)
+    lines = [f"Time of a step with one switch alone, as a share of the baseline's: {words}."]
+    for names, ratio in timed.items():
+        product = math.prod(timed.get((name,), 1.0) for name in names)
+        if len(names) > 1:
+            near = abs(ratio / product - 1) < 0.04
+            verdict = "as the product of its parts" if near else f"its parts give {product:.2f}"
+            lines.append(f"Together: {' + '.join(names)} {ratio:.2f}, {verdict}.")
     return lines

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,9 +12,9 @@ from lightning_opt.core.report import Report
 from lightning_opt.tuner.report.drawing import draw
 from lightning_opt.tuner.report.explaining import explain
 from lightning_opt.tuner.report.writing import to_python, to_yaml
-from lightning_opt.tuner.search.settings import is_written, plain
-from lightning_opt.tuner.search.space import Space, Switches
-from lightning_opt.tuner.trials.trial import Trial
+from lightning_opt.tuner.search.settings import plain
+from lightning_opt.tuner.search.space import Space
+from lightning_opt.tuner.trial import Switches, Trial
 from lightning_opt.worker.recipes import instantiate
 
 if TYPE_CHECKING:
@@ -34,7 +35,6 @@ class TuneResult:
         complete: Whether the search ended by itself, and not with its budget.
         facts: Of machine and versions.
         seconds: Time that the search took.
-        notes: Sentences about the search.
 
     Attributes:
         best: The trial of the answer; the baseline's where nothing is better.
@@ -53,12 +53,11 @@ class TuneResult:
         complete: bool = True,
         facts: Mapping[str, Any] | None = None,
         seconds: float = 0.0,
-        notes: Sequence[str] = (),
     ) -> None:
         self.objective, self.complete, self.seconds = objective, complete, seconds
         self.trials, self.switches = list(trials), best
         self.best = next(trial for trial in self.trials if trial.switches == best)
-        self.facts, self.notes = dict(facts or {}), list(notes)
+        self.facts = dict(facts or {})
         self._space = space
 
     @property
@@ -73,7 +72,7 @@ class TuneResult:
         ============= ==========================================================================
         ``time``      of a step, as a share of the baseline's, with its interval at 90%
         ``memory``    peak, as a share of the baseline's
-        ``loss``      largest difference of the mean loss of a third of the compared steps
+        ``gradient``  cosine to the baseline's, in the module in which they differ most
         ``start s``   seconds that the first step took longer than a later one
         ============= ==========================================================================
         """
@@ -86,7 +85,7 @@ class TuneResult:
                 trial.ratio if trial.ratio is not None else 1e9,
             ),
         )
-        title = f"Trials for {self.objective.replace('_', ' ')}: " + (
+        title = f"Trials for {self.objective}: " + (
             " + ".join(self.switches) if self.improved else "leave it as it is"
         )
         return Report(title, [self._row(trial) for trial in ordered], self._table_notes())
@@ -101,7 +100,7 @@ class TuneResult:
             "step ms": _rounded(None if trial.seconds is None else 1e3 * trial.seconds, 2),
             "memory": _rounded(trial.peak_ratio, 3),
             "peak MiB": _rounded(None if trial.peak is None else trial.peak / MIB, 1),
-            "loss": None if trial.difference is None else f"{trial.difference:+.2g}",
+            "gradient": _rounded(trial.agreement, 4),
             "start s": _rounded(trial.startup, 1),
             "verdict": verdict,
             "why": trial.why,
@@ -111,11 +110,10 @@ class TuneResult:
         machine = ", ".join(f"{name} {value}" for name, value in self.facts.items())
         left = [f"{name} ({reason})" for name, reason in self._space.left_out.items()]
         notes = [
-            "time, memory: shares of the baseline's; the interval is at 90%. loss: how far it "
-            "differs from the baseline's over the same steps.",
+            "time, memory: shares of the baseline's; the interval is at 90%. gradient: cosine to "
+            "the baseline's from equal weights and batches, where they differ most.",
             f"Left out: {'; '.join(left)}." if left else "",
             f"{len(self.trials) - 1} trials in {self.seconds:.0f} s; {machine}.",
-            *self.notes,
         ]
         return [note for note in notes if note]
 
@@ -139,14 +137,13 @@ class TuneResult:
         Raises:
             ValueError: If something in them is an object or a function.
         """
-        settings = self._space.settings(self.switches)
-        if not (isinstance(settings, Mapping) and is_written(settings)):
+        if not self._space.is_written(self.switches):
             raise ValueError(
                 "The settings have objects or functions in them, which cannot be written down. In "
                 "base and candidates describe them instead: {'class_path': "
                 "'package.module.Class', 'init_args': {...}}. trainer_kwargs() works as it is."
             )
-        return dict(settings)
+        return dict(plain(self._space.settings(self.switches)))
 
     def to_yaml(self) -> str:
         """Return a configuration for LightningCLI, ``--config trainer.yaml``.
@@ -154,7 +151,7 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written down.
         """
-        return to_yaml(self.settings, self._comments())
+        return to_yaml(self.settings, self._headline())
 
     def to_python(self) -> str:
         """Return Python that makes the Trainer.
@@ -162,23 +159,20 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written down.
         """
-        return to_python(self.settings, self._comments())
+        return to_python(self.settings, self._headline())
 
     def to_json(self) -> str:
-        """Return everything: answer, settings, trials with their losses, facts."""
-        settings = self._space.settings(self.switches)
-        known = isinstance(settings, Mapping) and is_written(settings)
+        """Return everything: answer, settings, trials, facts."""
         content = {
             "objective": self.objective,
             "improved": self.improved,
             "switches": list(self.switches),
-            "settings": dict(settings) if known and isinstance(settings, Mapping) else None,
+            "settings": self.settings if self._space.is_written(self.switches) else None,
             "complete": self.complete,
             "seconds": round(self.seconds, 1),
             "facts": self.facts,
             "left_out": self._space.left_out,
-            "notes": self.notes,
-            "trials": [trial.to_dict() for trial in self.trials],
+            "trials": [asdict(trial) | {"losses": None} for trial in self.trials],
         }
         return json.dumps(content, indent=2)
 
@@ -214,8 +208,8 @@ class TuneResult:
         figure.savefig(folder / "figure.png")
         return [*written, folder / "figure.png"]
 
-    def _comments(self) -> list[str]:
-        return [self.explain().splitlines()[0]]
+    def _headline(self) -> str:
+        return f"# {self.explain().splitlines()[0]}\n"
 
     def __repr__(self) -> str:
         return f"TuneResult({' + '.join(self.switches) or 'leave it as it is'})"

@@ -9,22 +9,23 @@ from typing import Any
 from lightning_opt.tuner.search.settings import LISTS, listed
 
 
-def to_yaml(settings: Mapping[str, Any], comments: list[str]) -> str:
+def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
     """Return a configuration that LightningCLI reads: the Trainer's arguments under ``trainer``."""
     import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
-    content = {"trainer": _simple(settings)} if settings else {"trainer": {}}
-    head = "".join(f"# {line}\n" for comment in comments for line in comment.splitlines())
+    content = {"trainer": _simple(settings)}
     return head + str(yaml.safe_dump(content, sort_keys=False, default_flow_style=False))
 
 
-def to_python(settings: Mapping[str, Any], comments: list[str]) -> str:
+def to_python(settings: Mapping[str, Any], head: str = "") -> str:
     """Return a script that makes the Trainer."""
     imports = {"import lightning as L"}
-    arguments = [f"    {name}={_source(value, imports, 1)}," for name, value in settings.items()]
-    head = [f"# {line}" for comment in comments for line in comment.splitlines()]
-    call = ["trainer = L.Trainer(", *arguments, ")"] if arguments else ["trainer = L.Trainer()"]
-    return "\n".join([*head, *sorted(imports), "", *call, ""])
+    arguments = "".join(
+        f"    {name}={_source(value, imports, 1)},\n" for name, value in settings.items()
+    )
+    call = f"trainer = L.Trainer(\n{arguments})\n" if arguments else "trainer = L.Trainer()\n"
+    lines = "\n".join(sorted(imports))
+    return f"{head}{lines}\n\n{call}"
 
 
 def _simple(value: Any) -> Any:

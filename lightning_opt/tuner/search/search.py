@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from lightning_opt.tuner.search.space import Switches
+from lightning_opt.tuner.trial import Switches
 
 HOPELESS = 1.15
 """Score alone from which a switch is not tried with others that it interacts with."""
 
 SURPRISE = 1.04
 """How far above the product of its parts a combination has to be for its parts to be doubted."""
+
+SURE = 0.9
+"""Score below which an answer is not measured a second time."""
+
+STARTS = 3
+"""How many more times something undecided is measured."""
 
 TIE = 0.01
 """Difference in score that is not worth another switch, and no reason to try anything further."""
@@ -112,6 +118,31 @@ class Search:
         bound = min(outcome.score for outcome in gains.values()) * (1 + TIE)
         near = [names for names, outcome in gains.items() if outcome.score <= bound]
         return min(near, key=lambda names: (len(names), gains[names].score))
+
+    def undecided(self, best: Switches, measured: Mapping[Switches, int]) -> Switches | None:
+        """Return what is to be measured again, or None.
+
+        A small gain for the first time; then, the most promising first, what may well be better
+        than the answer, but not surely.
+
+        Args:
+            best: The answer so far.
+            measured: How many times configurations were measured again.
+        """
+        score = self.outcomes[best].score
+        if best and score >= SURE and not measured.get(best):
+            return best
+        target = score * (1 - TIE) if best else 1 - self.min_gain
+        may = [
+            names
+            for names, outcome in self.outcomes.items()
+            if names
+            and names != best
+            and outcome.low < target
+            and outcome.score <= target * (1 + TIE)
+            and measured.get(names, 0) < STARTS
+        ]
+        return min(may, key=lambda names: self.outcomes[names].score, default=None)
 
     def _score(self, names: Iterable[str]) -> float:
         """Return the score as measured, or as the product of the switches' own."""

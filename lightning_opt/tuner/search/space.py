@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import difflib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,15 +16,10 @@ from lightning_opt.tuner.search.settings import (
     join,
     plain,
 )
+from lightning_opt.tuner.trial import Switches
 from lightning_opt.worker.recipes import Settings
 
-Switches = tuple[str, ...]
-"""Names of what is switched on, in the order of the space."""
-
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
-
-MANY = frozenset({"throughput", "time_to_loss"})
-MEMORY = frozenset({"memory"})
 
 INTERACTING = (
     {"compile", "checkpointing"},
@@ -40,13 +36,12 @@ class Facts:
 
     Attributes:
         device: ``"cpu"``, ``"cuda"`` or another type of device.
-        bf16: Whether the device computes in bfloat16.
+        no_bf16: Why the device is not fast in bfloat16; empty if it is.
         threads: Threads that torch uses now.
         cpus: CPUs that this process may use.
         blocks: Repeated blocks of the model.
         convolutions: Convolutions of the model.
-        optimizers: Class names of the optimizers.
-        fused: Whether all of them are fused already.
+        fused: Whether all optimizers are fused already.
         automatic: Whether Lightning optimises, instead of the module.
         samples: Samples in a batch.
         wait: Share of a step that waits for data; None if unknown.
@@ -54,12 +49,11 @@ class Facts:
     """
 
     device: str = "cpu"
-    bf16: bool = True
+    no_bf16: str = ""
     threads: int = 1
     cpus: int = 1
     blocks: int = 0
     convolutions: int = 0
-    optimizers: tuple[str, ...] = ()
     fused: bool = False
     automatic: bool = True
     samples: int = 0
@@ -76,16 +70,16 @@ class Switch:
         settings: What it adds.
         kind: What it is about; two of one kind exclude each other, unless it is ``""``.
         about: What it does and costs, in one sentence.
-        wanted: Objectives for which it is tried unless asked otherwise.
-        unfit: Why it makes no sense here, or None; from the facts.
+        objective: For which it is tried unless asked otherwise; ``""`` for all.
+        unfit: Why it makes no sense here; empty if it does.
     """
 
     name: str
     settings: Settings
     kind: str = ""
     about: str = ""
-    wanted: frozenset[str] = MANY | MEMORY
-    unfit: Callable[[Facts], str | None] = lambda facts: None
+    objective: str = ""
+    unfit: str = ""
 
 
 def added(name: str, **arguments: Any) -> dict[str, Any]:
@@ -96,100 +90,65 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
     return {"callbacks": [callback]}
 
 
-def _no_blocks(facts: Facts) -> str | None:
-    return None if facts.blocks else "the model has no repeated blocks"
-
-
-def _not_cuda(facts: Facts) -> str | None:
-    return None if facts.device == "cuda" else f"it is for CUDA, and the device is {facts.device}"
-
-
-def _no_bf16(facts: Facts) -> str | None:
-    return None if facts.bf16 else "the device does not compute in bfloat16"
-
-
-def _not_for_half(facts: Facts) -> str | None:
-    return _not_cuda(facts) or ("bfloat16 needs no loss scale" if facts.bf16 else None)
-
-
-def _no_convolutions(facts: Facts) -> str | None:
-    return None if facts.convolutions else "the model has no convolutions"
-
-
-def _fused_already(facts: Facts) -> str | None:
-    return "the optimizers are fused already" if facts.fused else None
-
-
-def _one_thread_already(facts: Facts) -> str | None:
-    if facts.device != "cpu":
-        return "the device is not a CPU"
-    return "torch uses one thread already" if facts.threads == 1 else None
-
-
-def _all_threads_already(facts: Facts) -> str | None:
-    if facts.device != "cpu":
-        return "the device is not a CPU"
-    if facts.threads >= facts.cpus:
-        return f"torch uses {facts.threads} of {facts.cpus} CPUs already"
-    return None
-
-
-def _no_wait(facts: Facts) -> str | None:
-    if not facts.loader:
-        return "the data does not come from a DataLoader"
-    if facts.wait is not None and facts.wait < 0.03:
-        return f"training waits for data {facts.wait:.1%} of the time"
-    return None
-
-
-def _no_parts(facts: Facts) -> str | None:
-    if not facts.automatic:
-        return "the module optimises by itself; micro_batches is for that"
-    return None if facts.samples >= 4 else f"a batch has {facts.samples} samples"
-
-
 def built_in(facts: Facts) -> list[Switch]:
     """Return all switches that the tuner knows, those that cost little to try first."""
     quiet: dict[str, Any] = {"matmul_precision": None, "cudnn_benchmark": None, "allocator": None}
-    part = max(1, facts.samples // 2)
-    quarter = max(1, facts.samples // 4)
+    part, quarter = max(1, facts.samples // 2), max(1, facts.samples // 4)
+    no_cuda = _unless(facts.device == "cuda", f"it is for CUDA, and the device is {facts.device}")
+    no_cpu = _unless(facts.device == "cpu", "the device is not a CPU")
+    no_blocks = _unless(facts.blocks, "the model has no repeated blocks")
+    all_on = f"torch uses {facts.threads} of {facts.cpus} CPUs already"
+    no_parts = _unless(
+        facts.automatic, "the module optimises by itself; micro_batches is for that"
+    ) or _unless(facts.samples >= 4, f"a batch has {facts.samples} samples")
+    seldom = facts.wait is not None and facts.wait < 0.03
+    no_wait = _unless(facts.loader, "the data does not come from a DataLoader") or _unless(
+        not seldom, f"training waits for data {facts.wait or 0:.1%} of the time"
+    )
     return [
-        Switch("fused optimizer", added("FusedOptimizer"), "optimizer",
-               "one kernel for all updates", unfit=_fused_already),
+        Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates",
+               unfit=_unless(not facts.fused, "the optimizers are fused already")),
         Switch("channels_last", added("ChannelsLast"), "layout",
-               "convolutions and images in channels_last", MANY, _no_convolutions),
-        Switch("TF32", added("Runtime"), "runtime",
-               "matrix products in TF32; results change by rounding", MANY, _not_cuda),
-        Switch("one thread", added("Runtime", threads=1, **quiet), "runtime",
-               "torch uses one CPU", MANY, _one_thread_already),
-        Switch("all threads", added("Runtime", threads=facts.cpus, **quiet), "runtime",
-               "torch uses all CPUs that the process may use", MANY, _all_threads_already),
-        Switch("bf16-mixed", {"precision": "bf16-mixed"}, "precision",
-               "autocast to bfloat16; results change by rounding", unfit=_no_bf16),
-        Switch("16-mixed", {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
+               "convolutions and images in channels_last", "throughput",
+               _unless(facts.convolutions, "the model has no convolutions")),
+        Switch("tf32", added("Runtime"), "runtime",
+               "matrix products in TF32; results change by rounding", "throughput", no_cuda),
+        Switch("one_thread", added("Runtime", threads=1, **quiet), "runtime", "torch uses one CPU",
+               "throughput",
+               no_cpu or _unless(facts.threads > 1, "torch uses one thread already")),
+        Switch("all_threads", added("Runtime", threads=facts.cpus, **quiet), "runtime",
+               "torch uses all CPUs that the process may use", "throughput",
+               no_cpu or _unless(facts.threads < facts.cpus, all_on)),
+        Switch("bf16", {"precision": "bf16-mixed"}, "precision",
+               "autocast to bfloat16; results change by rounding", unfit=facts.no_bf16),
+        Switch("fp16", {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
                "precision", "autocast to float16 with a loss scale; results change by rounding",
-               unfit=_not_for_half),
-        Switch("data pipeline", added("DataPipelineTuner", verbose=False), "data",
-               "workers, prefetching and pinning of the loader", MANY, _no_wait),
-        Switch("compile regions", added("CompileModel", scope="regions"), "compile",
+               unfit=no_cuda or _unless(facts.no_bf16, "bfloat16 needs no loss scale")),
+        Switch("data_pipeline", added("DataPipelineTuner", verbose=False), "data",
+               "workers, prefetching and pinning of the loader", "throughput", no_wait),
+        Switch("compile_regions", added("CompileModel", scope="regions"), "compile",
                "torch.compile for the repeated blocks; seconds before the first step",
-               unfit=_no_blocks),
+               unfit=no_blocks),
         Switch("compile", added("CompileModel"), "compile",
                "torch.compile for the whole model; up to minutes before the first step"),
-        Switch("half batches", added("MicroBatching", size=part), "batch",
-               "the gradient of a batch from two parts of it", MEMORY, _no_parts),
-        Switch("quarter batches", added("MicroBatching", size=quarter), "batch",
-               "the gradient of a batch from four parts of it", MEMORY, _no_parts),
+        Switch("half_batches", added("MicroBatching", size=part), "batch",
+               "the gradient of a batch from two parts of it", "memory", no_parts),
+        Switch("quarter_batches", added("MicroBatching", size=quarter), "batch",
+               "the gradient of a batch from four parts of it", "memory", no_parts),
         Switch("checkpointing", added("ActivationCheckpointing", policy="every_layer"),
-               "checkpointing", "each block is computed twice, and keeps its input only", MEMORY,
-               _no_blocks),
-        Switch("checkpointing sqrt", added("ActivationCheckpointing", policy="sqrt"),
+               "checkpointing", "each block is computed twice, and keeps its input only", "memory",
+               no_blocks),
+        Switch("checkpointing_sqrt", added("ActivationCheckpointing", policy="sqrt"),
                "checkpointing", "segments of blocks are computed twice, and keep their input only",
-               MEMORY, _no_blocks),
-        Switch("checkpointing selective", added("ActivationCheckpointing", policy="selective"),
-               "checkpointing", "blocks are computed twice but for their dear operators", MEMORY,
-               _no_blocks),
+               "memory", no_blocks),
+        Switch("checkpointing_selective", added("ActivationCheckpointing", policy="selective"),
+               "checkpointing", "blocks are computed twice but for their dear operators", "memory",
+               no_blocks),
     ]  # fmt: skip
+
+
+def _unless(fits: object, reason: str) -> str:
+    return "" if fits else reason
 
 
 class Space:
@@ -224,8 +183,8 @@ class Space:
         known = {switch.name: switch for switch in built_in(facts)}
         self.switches: dict[str, Switch] = {}
         self.left_out: dict[str, str] = {}
-        for switch in _chosen(known, candidates, objective):
-            if reason := switch.unfit(facts) or self._in_base(switch):
+        for switch in choose(known, candidates, objective):
+            if reason := switch.unfit or self._in_base(switch):
                 self.left_out[switch.name] = reason
             else:
                 self.switches[switch.name] = switch
@@ -283,21 +242,29 @@ class Space:
         return isinstance(settings, Mapping) and is_written(settings)
 
 
-def _chosen(
+def check_candidates(candidates: Candidates | None) -> None:
+    """Refuse candidates that are none, before anything is trained.
+
+    Raises:
+        ValueError: For a name that the tuner does not know, and settings that are none.
+    """
+    choose({switch.name: switch for switch in built_in(Facts())}, candidates, "")
+
+
+def choose(
     known: Mapping[str, Switch], candidates: Candidates | None, objective: str
 ) -> list[Switch]:
+    """Return the switches that are wanted, whether or not they make sense here."""
+    usual = {n: item for n, item in known.items() if item.objective in ("", objective)}
     if candidates is None:
-        return [switch for switch in known.values() if objective in switch.wanted]
+        return list(usual.values())
     if isinstance(candidates, Mapping):
-        chosen = {name: item for name, item in known.items() if objective in item.wanted}
         for name, value in candidates.items():
             if value is None or value is False:
-                chosen.pop(_known(known, name).name, None)
-            elif value is True:
-                chosen[name] = _known(known, name)
+                usual.pop(_known(known, name).name, None)
             else:
-                chosen[name] = _own(name, value)
-        return list(chosen.values())
+                usual[name] = _known(known, name) if value is True else _own(name, value)
+        return list(usual.values())
     if isinstance(candidates, str):
         raise ValueError(f"candidates must be a list or a mapping, got the string {candidates!r}.")
     found: list[Switch] = []
@@ -311,9 +278,11 @@ def _chosen(
 
 def _known(known: Mapping[str, Switch], name: str) -> Switch:
     if name not in known:
+        near = difflib.get_close_matches(str(name), known, n=1)
         raise ValueError(
-            f"candidates names {name!r}, which the tuner does not know. It knows "
-            f"{', '.join(map(repr, known))}; for one of your own give its Trainer arguments: "
+            f"candidates names {name!r}, which the tuner does not know"
+            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + f" It knows {', '.join(known)}; for one of your own give its Trainer arguments: "
             "candidates={'my own': {'callbacks': [...]}}."
         )
     return known[name]
@@ -332,7 +301,7 @@ def _own(name: str, value: Any) -> Switch:
 def _refusal(one: Switch, other: Switch) -> str | None:
     if one.kind and one.kind == other.kind:
         return f"both are about {one.kind}"
-    if {one.kind, other.kind} == {"compile", "checkpointing"} and "checkpointing selective" in (
+    if {one.kind, other.kind} == {"compile", "checkpointing"} and "checkpointing_selective" in (
         one.name,
         other.name,
     ):

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-import functools
-import json
 import statistics
+import time
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, fields
+from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, TypeVar
 
-from lightning_opt.tuner.search.space import Facts, Switches
+import torch
+
+from lightning_opt.tuner.search.space import Facts
+from lightning_opt.tuner.trial import Switches
+from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed, Step
 
 T = TypeVar("T")
@@ -19,52 +22,68 @@ T = TypeVar("T")
 MOST_STEPS = 200
 """Steps of a block, however short a step is."""
 
+KEPT = 400
+"""Losses that a journal keeps."""
+
+
+@dataclass
+class Observed:
+    """What a trial's process has written about itself.
+
+    Attributes:
+        facts: Of the model and the machine.
+        gradients: Samples of the first ones, one mapping a step.
+        moved: How far each parameter is from its start, after powers of two of steps.
+    """
+
+    facts: Facts = field(default_factory=Facts)
+    gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
+    moved: dict[int, dict[str, float]] = field(default_factory=dict)
+
+    @classmethod
+    def read(cls, file: Path) -> Observed:
+        """Return what is in the file; nothing where there is none yet."""
+        if not file.exists():
+            return cls()
+        written = torch.load(file, weights_only=True)
+        return cls(Facts(**written["facts"]), written["gradients"], written["moved"])
+
 
 @dataclass
 class Baseline:
     """The baseline's process, if it runs, and all that is known of it.
 
     Args:
-        start: Starts a process from switches, a seed and a label; returns it and the file in which
-            it writes about itself.
+        start: Starts a process from switches and whether it is to draw other random numbers;
+            returns it and the file in which it writes about itself.
         block_seconds: About how long a block of steps takes.
-        horizon_seconds: About how much time may go into the steps whose losses are compared.
 
     Attributes:
+        startup: Seconds until the first step was done.
         block: Steps of a block.
-        horizon: Steps whose losses are compared.
-        losses: Of all steps so far, or of the compared ones if it was read from a journal.
+        losses: Of all steps so far.
         seconds: Mean of a step, for each block.
         peaks: Bytes, by the number of steps after which they were read.
-        seeds: Losses with other seeds, by seed.
-        facts: Of model and machine.
-        moved: Parameters that its updates have changed, after powers of two of steps.
+        observed: What it has written about itself.
     """
 
-    start: Callable[[Switches, int, str], tuple[Fit, Path]]
+    start: Callable[[Switches, bool], tuple[Fit, Path]]
     block_seconds: float
-    horizon_seconds: float
+    startup: float = 0.0
     block: int = 0
-    horizon: int = 0
     losses: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
     peaks: dict[int, int] = field(default_factory=dict)
-    seeds: dict[int, list[float]] = field(default_factory=dict)
-    facts: Facts = field(default_factory=Facts)
-    moved: dict[int, list[str]] = field(default_factory=dict)
+    observed: Observed = field(default_factory=Observed)
     _fit: Fit | None = None
-    _file: Path | None = None
+    _file: Path = Path()
     _taken: int = 0
+    _noise: list[dict[str, torch.Tensor]] | None = None
 
     @property
     def known(self) -> bool:
         """Whether it has run, now or in an earlier search."""
-        return bool(self.losses)
-
-    @property
-    def alive(self) -> bool:
-        """Whether its process waits for steps to take."""
-        return self._fit is not None
+        return bool(self.seconds)
 
     @property
     def step(self) -> float:
@@ -75,23 +94,21 @@ class Baseline:
         """Start the process, if it does not run, and warm it up."""
         if self._fit is not None:
             return
-        self._fit, self._file = self.start((), 0, "baseline")
+        begun = time.monotonic()
+        self._fit, self._file = self.start((), False)
         self._taken = 0
-        fresh = not self.known
         try:
             self._advance(1)
+            self.startup = self.startup or time.monotonic() - begun
             second = self._advance(1)[0].seconds
-            if not self.block:
-                self.block = max(1, min(MOST_STEPS, round(self.block_seconds / second)))
-                horizon = round(self.horizon_seconds / second)
-                self.horizon = max(12, min(60, horizon))
-            self._advance(max(self.block, 6))  # facts are written after the 8th step
+            self.block = self.block or max(1, min(MOST_STEPS, round(self.block_seconds / second)))
+            self._advance(max(self.block, 6))  # beyond the steps whose gradients are looked at
+            if not self.known:
+                self.take()
+            self.observed = Observed.read(self._file)
         except BaseException:
             self.close()
             raise
-        if fresh:
-            self.take()
-            self.read_facts()
 
     def take(self) -> float:
         """Take one block, and return the seconds of a step in it."""
@@ -99,60 +116,42 @@ class Baseline:
         self.seconds.append(statistics.fmean(step.seconds for step in steps))
         return self.seconds[-1]
 
-    def reach(self, steps: int) -> None:
-        """Go on until the losses of so many steps are known."""
-        if len(self.losses) < steps:
-            self.ensure()
+    def catch_up(self, steps: int) -> None:
+        """Go on until the losses of so many steps are known, and read what was written."""
+        if not self.observed.gradients or len(self.losses) < steps:
+            self.ensure()  # what is known from a journal lacks the gradients
         while len(self.losses) < steps:
             self._advance(steps - len(self.losses))
+        self._read()
 
     def peak_after(self, steps: int) -> int:
         """Return the peak after as many steps, or the nearest number of steps that is known."""
         later = [count for count in self.peaks if count >= steps]
         return self.peaks[min(later, default=max(self.peaks))]
 
-    def read_facts(self) -> None:
-        """Read what the process has written about itself."""
-        if self._file is not None and self._file.exists():
-            written = json.loads(self._file.read_text())
-            self.moved = moved_from(written)
-            self.facts = facts_from(written)
-
-    def run_seeds(
-        self, count: int, add: Callable[[int, list[float]], None], *, together: bool = True
-    ) -> list[list[float]]:
-        """Return the losses with so many other seeds, which are run if they were not.
-
-        Args:
-            count: How many.
-            add: Told of each that was run.
-            together: Side by side, and beside the baseline; otherwise each has the device alone.
-        """
-        missing = [seed for seed in range(1, count + 1) if seed not in self.seeds]
-        if together:
-            self._run_seeds(missing, add)
-        else:
-            self.close()
-            for seed in missing:
-                self._run_seeds([seed], add)
-        return [self.seeds[seed] for seed in range(1, count + 1)]
-
-    def _run_seeds(self, missing: Sequence[int], add: Callable[[int, list[float]], None]) -> None:
-        fits = {seed: self.start((), seed, f"seed {seed}")[0] for seed in missing}
-        actions = [functools.partial(fit.advance, self.horizon) for fit in fits.values()]
-        try:
-            for seed, steps in zip(fits, side_by_side(actions, fits.values()), strict=True):
-                self.seeds[seed] = [step.loss for step in steps]
-                add(seed, self.seeds[seed])
-        finally:
-            close_all(fits.values())
+    def noise(self) -> list[dict[str, torch.Tensor]]:
+        """Return the first gradients with other random numbers in the model, measured once."""
+        if self._noise is None:
+            fit, file = self.start((), True)
+            try:
+                fit.advance(LOOKED_AT)
+                self._noise = Observed.read(file).gradients
+            except FitFailed as failure:
+                raise BaselineFailed(failure.kind, failure.message, failure.details) from failure
+            finally:
+                fit.close()
+        return self._noise
 
     def close(self) -> None:
         """End the process; what is known stays."""
         if self._fit is not None:
-            self.read_facts()
+            self._read()
             self._fit.close()
             self._fit = None
+
+    def _read(self) -> None:
+        if self._fit is not None and self._file.exists():
+            self.observed = Observed.read(self._file)
 
     def _advance(self, steps: int) -> list[Step]:
         assert self._fit is not None
@@ -160,14 +159,15 @@ class Baseline:
             taken = self._fit.advance(steps)
         except FitFailed as failure:
             self.close()
-            raise BaselineFailed(failure.kind, failure.message, failure.details) from failure
+            late = " timeout (--timeout) allows more." if failure.kind == "timeout" else ""
+            message = f"{failure.message}{late}"
+            raise BaselineFailed(failure.kind, message, failure.details) from failure
         if len(taken) < steps:
-            needed = self._taken + steps
             self.close()
             raise BaselineFailed(
                 "error",
-                f"The baseline's training ended by itself before {needed} steps. Leave max_steps, "
-                "max_epochs and max_time out of base.",
+                f"The baseline's training ended by itself before {self._taken + steps} steps. "
+                "Leave max_steps, max_epochs and max_time out of base.",
             )
         self.losses += [step.loss for step in taken[max(0, len(self.losses) - self._taken) :]]
         self._taken += steps
@@ -175,41 +175,28 @@ class Baseline:
         return taken
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what a later search needs of it."""
-        facts = {name.name: getattr(self.facts, name.name) for name in fields(Facts)}
+        """Return what a later search needs of it; the gradients are read anew."""
         return {
+            "startup": self.startup,
             "block": self.block,
-            "horizon": self.horizon,
-            "losses": [str(loss) for loss in self.losses[: max(60, self.horizon)]],
+            "losses": self.losses[:KEPT],
             "seconds": self.seconds,
-            "peaks": {str(steps): peak for steps, peak in self.peaks.items()},
-            "facts": facts,
-            "moved": {str(steps): names for steps, names in self.moved.items()},
+            "peaks": list(self.peaks.items()),
+            "facts": asdict(self.observed.facts),
         }
 
     def restore(self, record: dict[str, Any]) -> None:
         """Take over what :meth:`to_dict` gave."""
-        self.block, self.horizon = record["block"], record["horizon"]
-        self.losses = [float(loss) for loss in record["losses"]]
-        self.seconds = list(record["seconds"])
-        self.peaks = {int(steps): peak for steps, peak in record["peaks"].items()}
-        self.facts, self.moved = facts_from(record["facts"]), moved_from(record)
+        for name in ("startup", "block", "losses", "seconds"):
+            setattr(self, name, record[name])
+        self.peaks = dict(record["peaks"])
+        known = {one.name for one in fields(Facts)}
+        facts = {name: value for name, value in record["facts"].items() if name in known}
+        self.observed = Observed(Facts(**facts))
 
 
 class BaselineFailed(FitFailed):
     """The baseline could not go on, so that there is nothing to compare with."""
-
-
-def facts_from(written: dict[str, Any]) -> Facts:
-    """Return the facts among what was written."""
-    known = {name.name for name in fields(Facts)} & written.keys()
-    values = {name: written[name] for name in known}
-    return Facts(**{**values, "optimizers": tuple(written.get("optimizers", ()))})
-
-
-def moved_from(written: dict[str, Any]) -> dict[int, list[str]]:
-    """Return which parameters had moved after how many steps."""
-    return {int(steps): list(names) for steps, names in written.get("moved", {}).items()}
 
 
 def close_all(fits: Iterable[Fit]) -> None:

@@ -1,175 +1,154 @@
-"""Whether a faster run still learns the same: its losses against the baseline's, step by step.
+"""Whether a faster run still learns the same: what its steps do, beside the baseline's.
 
-Candidate and baseline start from the same seed and see the same batches, so their losses differ by
-what the candidate changes. How much may be is not known beforehand: a trajectory is a chaotic thing
-in which rounding grows. The scale is what the user accepts anyway: how far the baseline's own
-losses differ from seed to seed, with other weights and other batches.
+Candidate and baseline start from equal weights and see equal batches. So their first gradients are
+equal up to rounding, whatever the learning rate, and are compared module by module in direction and
+length. Where the model itself draws random numbers (dropout), the scale is how far the baseline's
+own gradient turns when it draws others. Afterwards each module's weights must move about as far as
+the baseline's, and the losses must stay near: what goes wrong later, or in the optimizer, shows
+there.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from typing import Any
 
-WINDOWS = 3
-"""Parts of the compared steps, each with its own tolerance: a late fault is not diluted."""
+import torch
+from torch import Tensor
 
-FLOOR = 2e-3
-"""Share of the loss that rounding may always change; bfloat16 has a relative spacing of 8e-3, and
-a loss is a mean of many. It does not depend on the learning rate or on any seed."""
+Gradients = Mapping[str, Tensor]
+"""Sampled elements of each parameter's gradient, by the parameter's name."""
+
+TURNED = 0.7
+"""Cosine below which two gradients of a module are not the same: rounding to bfloat16 leaves 0.95
+even where much cancels, an unrelated gradient has 0, one of the wrong sign has -1."""
+
+LONGER = 1.5
+"""How many times as long one of two gradients of a module may be."""
+
+FARTHER = 4.0
+"""How many times as far the weights of one of two trainings may have moved. Optimizers that divide
+by the gradient's size turn rounding into steps, and a loss scale that is found skips some."""
+
+FLOOR = 2e-2
+"""Share of the loss by which it may always differ."""
 
 PROGRESS = 0.2
-"""Share of the baseline's progress that may be lost on the same batches, whatever the seeds say."""
-
-# Quantiles of Student's t at 0.995 by degrees of freedom.
-T_995 = (63.66, 9.925, 5.841, 4.604, 4.032, 3.707, 3.499, 3.355, 3.250, 3.169)
-Z_995 = 2.576
+"""Share of the baseline's progress that may be lost."""
 
 
-@dataclass(frozen=True)
-class Agreement:
-    """How two trajectories of losses compare.
-
-    Attributes:
-        steps: Steps that were compared.
-        difference: The largest difference of a window's mean loss, candidate less baseline.
-        tolerance: What was allowed in that window.
-        why: Why it is not accepted; empty if it is.
-        by_floor: Whether the difference is within rounding, so that no seed was needed.
-    """
-
-    steps: int
-    difference: float
-    tolerance: float
-    why: str = ""
-    by_floor: bool = False
-
-    @property
-    def accepted(self) -> bool:
-        """Whether the candidate learns as the baseline does."""
-        return not self.why
-
-
-def windows(losses: Sequence[float], steps: int) -> list[float]:
-    """Return the mean loss of each of :data:`WINDOWS` equal parts of the first steps."""
-    count = min(WINDOWS, steps)
-    bounds = [round(part * steps / count) for part in range(count + 1)]
-    return [statistics.fmean(losses[start:end]) for start, end in itertools.pairwise(bounds)]
-
-
-def floors(baseline: Sequence[float], steps: int, share: float = FLOOR) -> list[float]:
-    """Return, for each window, the difference that rounding may make.
-
-    A share of the loss there, and of a tenth of the first loss where training brings it near 0.
-    """
-    first = abs(baseline[0])
-    return [share * max(abs(mean), 0.1 * first) for mean in windows(baseline, steps)]
-
-
-def seed_tolerances(runs: Sequence[Sequence[float]], steps: int) -> list[float]:
-    """Return, for each window, how far another seed's mean may lie from the first one's.
-
-    The half-width of the prediction interval at 99% for one more seed, from the spread of those
-    that were run; but no more than three times their range, since the interval of two or three
-    values admits anything. Other seeds mean other batches too, which the candidate does not have,
-    so that the interval is too wide for it: no more than :data:`PROGRESS` of what the baseline has
-    learnt may be lost either, unless the seeds that were run differ by as much themselves.
+def compare_gradients(
+    own: Sequence[Gradients], reference: Sequence[Gradients], noise: Sequence[Gradients] = ()
+) -> tuple[float | None, str]:
+    """Compare the gradients of the first steps.
 
     Args:
-        runs: Losses of the baseline, one sequence a seed, the candidate's seed first.
-        steps: How many count.
-    """
-    parts = [windows(run, steps) for run in runs]
-    learnt = PROGRESS * abs(runs[0][0] - parts[0][-1])
-    tolerances = []
-    for means in zip(*parts, strict=True):
-        count = len(means)
-        if count < 2:
-            tolerances.append(0.0)
-            continue
-        quantile = T_995[count - 2] if count - 2 < len(T_995) else Z_995
-        wide = quantile * statistics.stdev(means) * math.sqrt(1 + 1 / count)
-        spread = max(means) - min(means)
-        tolerances.append(min(wide, 3.0 * spread, max(spread, learnt)))
-    return tolerances
-
-
-def compare(
-    losses: Sequence[float],
-    baseline: Sequence[float],
-    others: Sequence[Sequence[float]] = (),
-    tolerance: float | None = None,
-) -> Agreement:
-    """Compare a candidate's losses with the baseline's over the steps that both have taken.
-
-    Args:
-        losses: Of the candidate.
-        baseline: Of the baseline, with the same seed.
-        others: Of the baseline with other seeds.
-        tolerance: Share of the loss that may differ, instead of what the seeds say.
+        own: Of the candidate, one mapping a step.
+        reference: Of the baseline, on the same batches.
+        noise: Of the baseline, on the same batches, with other random numbers.
 
     Returns:
-        The comparison. It is accepted if each window's mean differs by no more than the larger of
-        what rounding may change and what seeds change; or by the tolerance that was given.
+        The least cosine of a module, None if there was nothing to compare, and why the candidate
+        does not learn the same; empty if it does. Each module counts at the first step at which the
+        baseline has a gradient for it and both are finite: the weights are equal only at the first,
+        but a layer that begins with zeros sends none back then, and a loss scale that is still too
+        large makes infinities.
     """
-    steps = min(len(losses), len(baseline), *(len(run) for run in others))
-    if not steps:
-        return Agreement(0, math.nan, math.nan, "no step was taken")
-    broken = next((step for step in range(len(losses)) if not math.isfinite(losses[step])), None)
-    if broken is not None and all(map(math.isfinite, baseline[: broken + 1])):
-        return Agreement(
-            steps, math.nan, math.nan,
-            f"its loss is {losses[broken]} at step {broken}, and the baseline's is not",
-        )  # fmt: skip
-    usual = [value for value in baseline[:steps] if math.isfinite(value)]
-    if len(usual) < steps or not all(map(math.isfinite, losses[:steps])):
-        return Agreement(
-            steps, math.nan, math.nan,
-            "the baseline's own loss is not finite, so there is nothing to compare with",
-        )  # fmt: skip
-    allowed = floors(baseline, steps, FLOOR if tolerance is None else tolerance)
-    differences = [
-        own - other
-        for own, other in zip(windows(losses, steps), windows(baseline, steps), strict=True)
-    ]
-    by_floor = all(
-        abs(difference) <= bound for difference, bound in zip(differences, allowed, strict=True)
+    least: float | None = None
+    seen: set[str] = set()
+    for step, (mine, theirs) in enumerate(zip(own, reference, strict=False)):
+        if not all(bool(values.isfinite().all()) for values in mine.values()):
+            continue
+        usual = noise[step] if step < len(noise) else theirs
+        for module in dict.fromkeys(name.rpartition(".")[0] for name in theirs):
+            target = _of_module(theirs, theirs, module)
+            if module in seen or not bool(target.isfinite().all()) or not target.any():
+                continue
+            seen.add(module)
+            mine_here = _of_module(mine, theirs, module)
+            cosine, length = _cosine(mine_here, target)
+            wanted, spread = _cosine(_of_module(usual, theirs, module), target)
+            least = cosine if least is None else min(least, cosine)
+            # A cosine of few elements is no more exact than this.
+            if cosine < TURNED * wanted - (2 / math.sqrt(len(target)) if noise else 0.0):
+                return cosine, _turned(module, cosine, mine_here)
+            allowed = LONGER * max(spread, 1 / spread if spread else math.inf)
+            if not 1 / allowed <= length <= allowed:
+                return cosine, (
+                    f"the gradient of {module or 'the model'} is {length:.3g} times as long as the "
+                    "baseline's, from equal weights and batches"
+                )
+    return least, ""
+
+
+def _turned(module: str, cosine: float, own: Tensor) -> str:
+    if not own.any():
+        return f"{module or 'the model'} gets no gradient, and the baseline trains it"
+    return (
+        f"the gradient of {module or 'the model'} points elsewhere than the baseline's from equal "
+        f"weights and batches (cosine {cosine:.2f})"
     )
-    if tolerance is None and not by_floor and others:
-        seeds = seed_tolerances([baseline, *others], steps)
-        allowed = [max(pair) for pair in zip(allowed, seeds, strict=True)]
-    shares = [
-        abs(difference) / bound if bound else (math.inf if difference else 0.0)
-        for difference, bound in zip(differences, allowed, strict=True)
-    ]
-    worst = max(range(len(shares)), key=shares.__getitem__)
-    difference, bound = differences[worst], allowed[worst]
-    if shares[worst] <= 1:
-        return Agreement(steps, difference, bound, by_floor=by_floor)
-    source = "are allowed" if tolerance is not None else "seeds and rounding explain"
-    return Agreement(
-        steps, difference, bound,
-        f"its loss differs by {difference:+.4g} in part {worst + 1} of {len(shares)} of "
-        f"{steps} steps, where {bound:.4g} {source}",
-    )  # fmt: skip
 
 
-def still(moved: Mapping[int, Sequence[str]], reference: Mapping[int, Sequence[str]]) -> str:
-    """Return why parameters that no longer move speak against a candidate; empty if none do.
+def _of_module(gradients: Gradients, like: Gradients, module: str) -> Tensor:
+    """Return a module's own gradients in a row; zeros for those that are not there."""
+    names = [name for name in like if name.rpartition(".")[0] == module]
+    return torch.cat([gradients.get(name, torch.zeros_like(like[name])) for name in names])
+
+
+def _cosine(own: Tensor, reference: Tensor) -> tuple[float, float]:
+    """Return the cosine between two vectors, and the length of the first in units of the second."""
+    own, reference = own.double(), reference.double()
+    length, unit = float(own.norm()), float(reference.norm())
+    return float(own @ reference) / (length * unit) if length * unit else 0.0, length / unit
+
+
+def compare_paths(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
+    """Return why the way that the weights have gone speaks against a candidate; empty if not.
 
     Args:
-        moved: Parameters that the candidate's updates had changed, after so many steps.
-        reference: Those that the baseline's had changed.
+        own: How far each parameter is from its start, by name, after so many steps.
+        reference: The same of the baseline.
     """
-    common = moved.keys() & reference.keys()
-    if not common or not moved[max(common)]:
+    common = own.keys() & reference.keys()
+    if not common or not any(own[max(common)].values()):
         return ""  # nothing moved yet, as when a loss scale is still being found
     steps = max(common)
-    lost = [name for name in reference[steps] if name not in set(moved[steps])]
-    if not lost:
+    mine, theirs = own[steps], reference[steps]
+    lost = [name for name in theirs if theirs[name] and not mine.get(name)]
+    if lost:
+        named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
+        return f"after {steps} steps it has not changed {named}, which the baseline trains"
+    ratio = math.hypot(*mine.values()) / (math.hypot(*theirs.values()) or math.inf)
+    if not 1 / FARTHER <= ratio <= FARTHER:
+        return f"after {steps} steps its weights have moved {ratio:.2g} times as far"
+    return ""
+
+
+def compare_losses(own: Sequence[float], reference: Sequence[float]) -> str:
+    """Return why the losses speak against a candidate; empty if they do not.
+
+    The mean of the last third of the common steps may differ by a share of the loss, by a part of
+    what the baseline has learnt until then, or by the noise of the batches.
+    """
+    steps = min(len(own), len(reference))
+    for step, (loss, usual) in enumerate(zip(own, reference, strict=False)):
+        if not math.isfinite(loss):
+            known = math.isfinite(usual)
+            return f"its loss is {loss} at step {step}, and the baseline's is not" if known else ""
+    if not steps or not all(map(math.isfinite, reference[:steps])):
         return ""
-    named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
-    return f"after {steps} steps it has not changed {named}, which the baseline trains"
+    last = max(1, steps // 3)
+    theirs = reference[steps - last : steps]
+    mean = statistics.fmean(theirs)
+    noise = 3 * statistics.pstdev(theirs) / math.sqrt(last)
+    allowed = max(FLOOR * abs(mean), PROGRESS * abs(reference[0] - mean), noise)
+    difference = statistics.fmean(own[steps - last : steps]) - mean
+    if abs(difference) <= allowed:
+        return ""
+    return (
+        f"its loss differs by {difference:+.4g} in the last third of {steps} steps, where "
+        f"{allowed:.4g} is allowed"
+    )

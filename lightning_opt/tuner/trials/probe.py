@@ -1,70 +1,96 @@
-"""What the tuner wants to know from inside of a trial: about the model, and what its updates move.
+"""What the tuner wants to know from inside of a trial: model, first gradients, where weights go.
 
 It travels into the process of a trial as a callback, and answers through a file.
 """
 
 from __future__ import annotations
 
-import json
 import statistics
 import time
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch import Callback, seed_everything
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.blocks import find_blocks
 from lightning_opt.core.cpus import available_cpus
+from lightning_opt.core.machine import why_no_bf16
+from lightning_opt.core.sharding import local_part
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
+from lightning_opt.gradients.access import grad_scale
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-SAMPLED = 1024
+SAMPLED = 4096
 """Elements of each parameter that are looked at, evenly spaced."""
+
+LOOKED_AT = 4
+"""Updates of each optimizer whose gradients are kept."""
 
 
 class TrialWatch(Callback):
-    """Writes facts about the model at the start, and at powers of two of steps what has moved.
+    """Writes facts about the model, its first gradients, and how far its weights have moved.
 
     Args:
-        file: Where to; a JSON object that is replaced each time.
+        file: Where to; it is replaced at each power of two of steps.
+        reseed: Whether the model draws other random numbers than it would, from the first batch on.
     """
 
-    def __init__(self, file: str = "watch.json") -> None:
-        self._file = Path(file)
+    def __init__(self, file: str = "watch.pt", reseed: bool = False) -> None:
+        self._file, self._reseed = Path(file), reseed
         self._facts: dict[str, Any] = {}
+        self._gradients: list[dict[str, Tensor]] = []
+        self._moved: dict[int, dict[str, float]] = {}
         self._start: dict[str, Tensor] = {}
+        self._updates: dict[int, int] = {}
         self._batches = 0
         self._begun, self._ended = 0.0, 0.0
         self._waits: list[float] = []
         self._busy: list[float] = []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Write what is known before the first step."""
+        """Look at the model before the first step."""
         self._start = {
             name: _sample(parameter)
             for name, parameter in pl_module.named_parameters()
             if parameter.requires_grad and parameter.numel()
         }
         self._facts = describe(trainer, pl_module)
-        self._write()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Read the clock: waiting for data ends here."""
-        self._begun = time.perf_counter()
         if self._batches == 0:
+            if self._reseed:
+                seed_everything(torch.initial_seed() % 2**31 + 1, verbose=False)
             try:
                 self._facts["samples"] = batch_length(batch)
             except UnsplittableBatchError:
                 self._facts["samples"] = 0
-        else:
+        self._begun = time.perf_counter()
+        if self._batches:
             self._waits.append(self._begun - self._ended)
+
+    def on_before_optimizer_step(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
+    ) -> None:
+        """Keep samples of the first gradients."""
+        update = self._updates[id(optimizer)] = self._updates.get(id(optimizer), -1) + 1
+        if update >= LOOKED_AT:
+            return
+        while len(self._gradients) <= update:
+            self._gradients.append({})
+        scale = float(grad_scale(trainer, optimizer))
+        held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
+        for name, parameter in pl_module.named_parameters():
+            if parameter in held and parameter.grad is not None and parameter.grad.numel():
+                self._gradients[update][name] = _sample(parameter.grad).float() / scale
 
     def on_train_batch_end(
         self,
@@ -81,31 +107,31 @@ class TrialWatch(Callback):
             # Medians: between blocks of steps the trial also waits for its turn.
             wait, busy = statistics.median(self._waits), statistics.median(self._busy)
             self._facts["wait"] = wait / (wait + busy)
-            self._facts.setdefault("moved", {})[str(self._batches)] = [
-                name
+            self._moved[self._batches] = {
+                name: float((_sample(parameter) - self._start[name]).float().norm())
                 for name, parameter in pl_module.named_parameters()
-                if name in self._start and not torch.equal(_sample(parameter), self._start[name])
-            ]
+                if name in self._start
+            }
             self._write()
             del self._waits[:], self._busy[:]
         self._ended = time.perf_counter()
 
     def _write(self) -> None:
+        content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
         partial = self._file.with_suffix(".partial")
-        partial.write_text(json.dumps(self._facts))
+        torch.save(content, partial)
         partial.replace(self._file)  # whoever reads sees the old or the new one, whole
 
 
-def _sample(parameter: Tensor) -> Tensor:
-    local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
-    flat = local.detach().flatten()
+def _sample(values: Tensor) -> Tensor:
+    local = local_part(values.detach())
+    flat = (local.to_dense() if local.is_sparse else local).flatten()
     return flat[:: max(1, flat.numel() // SAMPLED)].cpu().clone()
 
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     """Return those of the ``Facts`` of the search space that are known at the start."""
     device = trainer.strategy.root_device
-    loader = trainer.train_dataloader
     fused = [
         all(group.get("fused") for group in optimizer.param_groups)
         for optimizer in trainer.optimizers
@@ -113,18 +139,12 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     return {
         "device": device.type,
-        "device_name": _device_name(device),
-        "bf16": device.type != "cuda" or torch.cuda.is_bf16_supported(including_emulation=False),
+        "no_bf16": why_no_bf16(device.type) or "",
         "threads": torch.get_num_threads(),
         "cpus": available_cpus(),
         "blocks": len(find_blocks(module)),
         "convolutions": sum(isinstance(part, convolutions) for part in module.modules()),
-        "optimizers": [type(optimizer).__name__ for optimizer in trainer.optimizers],
         "fused": bool(fused) and all(fused),
         "automatic": module.automatic_optimization,
-        "loader": isinstance(loader, DataLoader),
+        "loader": isinstance(trainer.train_dataloader, DataLoader),
     }
-
-
-def _device_name(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

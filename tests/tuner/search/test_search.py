@@ -185,3 +185,26 @@ def test_an_uncertain_gain_is_none() -> None:
     measure: Callable[..., list[Outcome]] = lambda some: [Outcome(0.93, 0.85, 1.02) for _ in some]  # noqa: E731
     assert Search(measure, ("a",)).run() == ()
     assert Search(lambda some: [Outcome(0.93, 0.91, 0.95) for _ in some], ("a",)).run() == ("a",)
+
+
+def test_what_is_undecided_is_measured_again() -> None:
+    """The most promising first, as often as it may help; a small gain once in any case."""
+    search = Search(lambda some: [], ("a", "b", "c"))
+    search.outcomes = {
+        (): Outcome(1.0, 1.0, 1.0),
+        ("a",): Outcome(0.9, 0.7, 1.1),
+        ("b",): Outcome(0.86, 0.68, 1.09),
+        ("c",): Outcome(1.2, 0.9, 1.5),
+        ("a", "b"): Outcome(math.inf, math.inf, math.inf),
+    }
+    assert search.undecided((), {}) == ("b",)
+    assert search.undecided((), {("b",): 3}) == ("a",)
+    assert search.undecided((), {("b",): 3, ("a",): 3}) is None
+    search.outcomes[("b",)] = Outcome(0.86, 0.85, 0.87)
+    assert search.undecided(("b",), {}) is None, "a is worse, and b is sure"
+    search.outcomes[("a",)] = Outcome(0.85, 0.7, 1.1)
+    assert search.undecided(("b",), {}) == ("a",)
+    search.outcomes[("b",)] = Outcome(0.95, 0.94, 0.96)
+    assert search.undecided(("b",), {}) == ("b",)
+    search.outcomes[("a",)] = Outcome(1.1, 1.0, 1.2)
+    assert search.undecided(("b",), {("b",): 1}) is None
