@@ -1,9 +1,12 @@
 """How the documentation is built: `make docs`, with warnings as errors."""
 
 import json
+import re
 import shutil
 import sys
 from pathlib import Path
+
+from sphinx.application import Sphinx
 
 import lightning_opt
 
@@ -65,6 +68,27 @@ def collect() -> None:
     }
     for name, text in made.items():
         (GENERATED / name).write_text(text)
+
+
+LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>\.\./[^)#\s]+)\)")
+"""A relative link that may lead out of the documentation, to code, tests and notebooks."""
+
+
+def stay_inside(app: Sphinx, name: str, source: list[str]) -> None:
+    """Make text of what leads out of the documentation, which a reader of GitHub can follow."""
+    folder = Path(app.env.doc2path(name)).parent
+
+    def inside(link: re.Match[str]) -> str:
+        target = (folder / link["path"]).resolve()
+        if target.suffix == ".ipynb":
+            return f"[{link['text']}](/_generated/examples/{target.name})"
+        return link[0] if target.is_relative_to(DOCS) else link["text"]
+
+    source[0] = LINK.sub(inside, source[0])
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("source-read", stay_inside)
 
 
 collect()
