@@ -28,14 +28,14 @@ class ConvNet(LightningModule):
     """Convolutions with BatchNorm and Dropout, which draw and remember.
 
     Attributes:
-        seen: Stage and layouts of what came: the image's, the mask's, and whether the first
-            convolution's weight is in channels_last.
+        seen: Stage, and whether these are in channels_last: what the first convolution gives out,
+            and its weight.
     """
 
     def __init__(self, optimizer: str = "Adam", ndim: int = 4, fail_at: int | None = None) -> None:
         super().__init__()
         self.optimizer, self.ndim, self.fail_at = optimizer, ndim, fail_at
-        self.seen: list[tuple[str, bool, bool, bool]] = []
+        self.seen: list[tuple[str, bool, bool]] = []
         generator_state = torch.get_rng_state()
         torch.manual_seed(1)
         conv, norm = {4: (nn.Conv2d, nn.BatchNorm2d), 5: (nn.Conv3d, nn.BatchNorm3d)}[ndim]
@@ -51,17 +51,14 @@ class ConvNet(LightningModule):
         return self.head(self.net(image).mean(2))
 
     def step(self, batch: Any, stage: str) -> Tensor:
-        image, (mask,) = batch["nested"]
+        image, _ = batch["nested"]
         last = {4: torch.channels_last, 5: torch.channels_last_3d}[self.ndim]
         assert batch["tokens"].is_contiguous()
-        self.seen.append(
-            (
-                stage,
-                image.is_contiguous(memory_format=last),
-                mask.is_contiguous(),
-                self.net[0].weight.is_contiguous(memory_format=last),
-            )
-        )
+        with torch.no_grad():
+            out = self.net[0](image)
+        layouts = [t.is_contiguous(memory_format=last) for t in (out, self.net[0].weight)]
+        assert image.is_contiguous()
+        self.seen.append((stage, *layouts))
         return nn.functional.mse_loss(self(image), batch["target"])
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:

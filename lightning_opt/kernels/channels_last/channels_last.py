@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import logging
 import statistics
-from types import MethodType
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
@@ -18,6 +16,7 @@ from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.report import Report
 from lightning_opt.core.trial import TrialStep
 from lightning_opt.kernels.channels_last.convolutions import Convolutions
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -33,13 +32,13 @@ GAIN = 0.97
 """Of the time that the step takes otherwise: what differs less is noise."""
 
 
-class ChannelsLast(Callback):
-    """Puts convolutions and the images that they get into channels_last, if that is faster.
+class ChannelsLast(RunCallback):
+    """Puts convolutions into channels_last, if that is faster.
 
     Weights of ``Conv2d``, ``Conv3d`` and their transposes, with gradients and optimizer state, go
-    to ``torch.channels_last`` or ``channels_last_3d``, and so do the images of each batch, right
-    after they have come to the device: in training, validation, test and prediction. Results are
-    the same up to rounding, since another kernel sums in another order.
+    to ``torch.channels_last`` or ``channels_last_3d`` while a stage runs; what they compute follows
+    their weights, whatever the order of the image. Results are the same up to rounding, since
+    another kernel sums in another order.
 
     With ``"auto"`` on a single process, the first batch of training is run forward and backward
     four times in each format before it is trained on, and leaves no trace; channels_last is taken
@@ -48,8 +47,8 @@ class ChannelsLast(Callback):
     is a batch), beside ``CompileModel``, whose compiler would be timed, and where deterministic
     algorithms are asked for, because a measurement is not repeatable.
 
-    Everything is put back when the run ends or fails. Checkpoints hold everything in the order in
-    which it was found. The measured decision is saved, and a resumed run keeps it.
+    Everything is put back when the run ends or fails. Checkpoints hold optimizer state in the
+    order in which it was found. The measured decision is saved, and a resumed run keeps it.
 
     Nothing is logged; :meth:`report` says what was decided and why.
 
@@ -73,11 +72,12 @@ class ChannelsLast(Callback):
             raise ValueError(f"policy must be one of {get_args(Policy)}, got {policy!r}.")
         self.policy = policy
         self._layout: Convolutions | None = None
-        self._patches: list[_Method] = []
         self._hooks: list[RemovableHandle] = []
         self._pending = False
         self._decision: dict[str, Any] = {}
         self._measured: dict[str, Any] = {}
+
+    process_only = ("_layout",)
 
     # --- deciding ---------------------------------------------------------------------------------
 
@@ -91,29 +91,22 @@ class ChannelsLast(Callback):
                 f"ChannelsLast('always') does not work with {type(trainer.strategy).__name__}: its "
                 "shards have a memory order of their own. Use DDP, or leave the callback out."
             )
-        self._undo(trainer)
+        super().setup(trainer, pl_module, stage)
+        self.release(trainer)
         self._decision, self._measured = {}, {}
         if sharded:
             self._decide(False, f"{type(trainer.strategy).__name__} lays out the weights itself")
-        elif is_overridden("configure_model", pl_module):
-            # The layers may only come there, and right after it the strategy wraps them.
-            self._patches.append(_Configured(pl_module, self))
-        else:
-            self.on_model_complete(trainer, pl_module)
+        elif not is_overridden("configure_model", pl_module):
+            self._look_at(trainer, pl_module)
+        elif trainer.world_size > 1:
+            self._decide(False, "configure_model makes the layers, and then they are wrapped")
 
-    def on_model_complete(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Decide by the layers, or leave it to a measurement. Called when all layers are there."""
+    def _look_at(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Decide by the layers, or leave it to a measurement."""
         self._layout = layout = Convolutions(pl_module)
         if layout.count == 0:
             self._decide(False, "no convolutions over two or three dimensions")
             return
-        owner: Any = pl_module
-        if trainer.datamodule is not None and is_overridden(  # type: ignore[attr-defined]
-            "on_after_batch_transfer",
-            trainer.datamodule,  # type: ignore[attr-defined]
-        ):
-            owner = trainer.datamodule  # type: ignore[attr-defined]
-        self._patches.append(_Converting(owner, layout))
         if self.policy == "always":
             self._decide(True, "policy 'always'")
             return
@@ -133,7 +126,9 @@ class ChannelsLast(Callback):
             self._layout.convert()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take hold of what optimizers save and load."""
+        """Look at a model that is complete only now, and at what optimizers save and load."""
+        if not self._decision and not self._pending:
+            self._look_at(trainer, pl_module)
         layout = self._layout
         if layout is None or not (layout.converted or self._pending):
             return
@@ -142,6 +137,8 @@ class ChannelsLast(Callback):
                 optimizer.register_state_dict_post_hook(layout.disguise),
                 optimizer.register_load_state_dict_post_hook(layout.align_state),
             ]
+
+    on_validation_start = on_test_start = on_predict_start = on_fit_start
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Keep to what a resumed run has measured on such a device."""
@@ -167,12 +164,10 @@ class ChannelsLast(Callback):
         try:
             for number in range(ROUNDS + 1):
                 for channels_last, times in seconds.items():
-                    images = batch
                     if channels_last:
                         layout.convert()
-                        images = layout.convert_images(batch)
                     try:
-                        time = TrialStep(trainer, pl_module, images, batch_idx).run()
+                        time = TrialStep(trainer, pl_module, batch, batch_idx).run()
                     finally:
                         layout.restore()
                     if number:  # the first one prepares kernels
@@ -203,13 +198,6 @@ class ChannelsLast(Callback):
 
     # --- saving, reporting, undoing ---------------------------------------------------------------
 
-    def on_save_checkpoint(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, checkpoint: dict[str, Any]
-    ) -> None:
-        """Save weights in the order in which they were found."""
-        if self._layout is not None:
-            self._layout.disguise_weights(pl_module, checkpoint["state_dict"])
-
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured, on which kind of device."""
         return dict(self._measured)
@@ -222,24 +210,13 @@ class ChannelsLast(Callback):
         """Return what was decided, and why; milliseconds are of forward and backward pass."""
         return Report("ChannelsLast", [self._decision] if self._decision else [])
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put everything back; Lightning calls no ``teardown`` after an exception."""
-        self._undo(trainer)
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Put everything back."""
-        self._undo(trainer)
-
-    def _undo(self, trainer: pl.Trainer) -> None:
         for hook in self._hooks:
             hook.remove()
-        for patch in reversed(self._patches):
-            patch.undo()
         if self._layout is not None:
             self._layout.restore(trainer.optimizers)
-        self._layout, self._hooks, self._patches, self._pending = None, [], [], False
+        self._layout, self._hooks, self._pending = None, [], False
 
 
 def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
@@ -253,57 +230,3 @@ def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
     names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
     compiled = has_compiled_parts(trainer.lightning_module)
     return "a model that is compiled" if compiled or "CompileModel" in names else None
-
-
-class _Method:
-    """Stands before a method of one object, until :meth:`undo`.
-
-    A class and not a closure, so that a model can be copied and pickled in the middle of a run.
-    Lightning looks into ``__wrapped__`` to see whether the method is the user's own.
-    """
-
-    name: str
-
-    def __init__(self, owner: Any) -> None:
-        self.owner = owner
-        self.before = vars(owner).get(self.name)
-        vars(owner)[self.name] = self
-
-    @property
-    def __wrapped__(self) -> Any:
-        if self.before is not None:
-            return self.before
-        return MethodType(getattr(type(self.owner), self.name), self.owner)
-
-    def undo(self) -> None:
-        del vars(self.owner)[self.name]
-        if self.before is not None:
-            vars(self.owner)[self.name] = self.before
-
-
-class _Converting(_Method):
-    """``on_after_batch_transfer`` with images in channels_last."""
-
-    name = "on_after_batch_transfer"
-
-    def __init__(self, owner: Any, layout: Convolutions) -> None:
-        super().__init__(owner)
-        self.layout = layout
-
-    def __call__(self, batch: Any, dataloader_idx: int) -> Any:
-        batch = self.__wrapped__(batch, dataloader_idx)
-        return self.layout.convert_images(batch) if self.layout.converted else batch
-
-
-class _Configured(_Method):
-    """``configure_model`` with a look at the model afterwards."""
-
-    name = "configure_model"
-
-    def __init__(self, owner: Any, callback: ChannelsLast) -> None:
-        super().__init__(owner)
-        self.callback = callback
-
-    def __call__(self) -> None:
-        self.__wrapped__()
-        self.callback.on_model_complete(self.owner.trainer, self.owner)

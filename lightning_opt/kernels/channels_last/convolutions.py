@@ -1,4 +1,4 @@
-"""The convolutions of a model, and the order in which their weights and images lie in memory."""
+"""The convolutions of a model, and the order in which their weights lie in memory."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from lightning_utilities.core.apply_func import apply_to_collection
 from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
@@ -38,19 +37,16 @@ class Convolutions:
     Attributes:
         count: How many there are.
         others: How many other layers multiply.
-        channels: Number of dimensions of an image to numbers of channels that they take.
     """
 
     def __init__(self, model: nn.Module) -> None:
         self.count = self.others = 0
-        self.channels: dict[int, set[int]] = {}
         self._formats: dict[nn.Parameter, Any] = {}
         self._strides: dict[nn.Parameter, Strides] = {}
         for module in model.modules():
             for ndim, kinds in CONVOLUTIONS.items():
                 if isinstance(module, kinds):
                     self.count += 1
-                    self.channels.setdefault(ndim, set()).add(module.in_channels)  # type: ignore[arg-type]
                     for weight in module.parameters():
                         if weight.ndim == ndim and _can_move(weight):
                             self._formats[weight] = FORMATS[ndim]
@@ -109,31 +105,6 @@ class Convolutions:
                 if weight in self._strides and key in saved["state"]:
                     state = saved["state"][key]
                     saved["state"][key] = {**state, **_relaid(state, weight, self._strides[weight])}
-
-    def disguise_weights(self, model: nn.Module, saved: dict[str, Any]) -> None:
-        """Put a saved state of ``model`` into the order in which the weights were found."""
-        for name, weight in model.named_parameters(remove_duplicate=False):
-            value = saved.get(name)
-            if weight in self._strides and isinstance(value, Tensor):
-                saved[name] = laid_out(value, self._strides[weight])
-
-    def convert_images(self, batch: Any) -> Any:
-        """Return ``batch`` with its images in channels_last, however they are nested.
-
-        An image is a tensor of floating-point numbers, or of bytes, with four or five dimensions
-        and as many channels as one of the convolutions takes. Converting is left to the device.
-        """
-        return apply_to_collection(batch, Tensor, self._convert_image)
-
-    def _convert_image(self, tensor: Tensor) -> Tensor:
-        channels = self.channels.get(tensor.ndim, ())
-        if (
-            tensor.ndim in FORMATS
-            and tensor.shape[1] in channels
-            and (tensor.is_floating_point() or tensor.dtype == torch.uint8)
-        ):
-            return tensor.contiguous(memory_format=FORMATS[tensor.ndim])
-        return tensor
 
 
 def _can_move(weight: nn.Parameter) -> bool:

@@ -23,6 +23,9 @@ FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)
 FLAGS = {"fused": True, "foreach": False}
 """What is set in each parameter group."""
 
+CHECKED = "_need_device_dtype_check_for_fused"
+"""An attribute with which torch notes that a fused optimizer has been checked."""
+
 
 def obstacle_to_fused(optimizer: Optimizer) -> str | None:
     """Return why ``optimizer`` cannot be fused, or None.
@@ -101,6 +104,7 @@ class Fused:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._defaults = _flags_of(optimizer.defaults)
+        self._was_checked = CHECKED in vars(optimizer)
         self._apply()
         self._hooks = [
             optimizer.register_state_dict_post_hook(
@@ -162,6 +166,8 @@ class Fused:
             hook.remove()
         self._put_back(self.optimizer.param_groups)
         self.optimizer.defaults.update(self._defaults)
+        if not self._was_checked:
+            vars(self.optimizer).pop(CHECKED, None)
 
 
 def _flags_of(settings: dict[str, Any]) -> dict[str, Any]:

@@ -2,15 +2,14 @@
 
 import copy
 import pickle
-from collections import namedtuple
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import Callback, LightningDataModule
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import nn
-from torch.utils.data import DataLoader
+from torch.nn.parameter import is_lazy
 
 import lightning_opt as lo
 from lightning_opt.kernels.channels_last import channels_last as memory_format
@@ -18,7 +17,7 @@ from lightning_opt.kernels.channels_last.convolutions import Convolutions
 from tests.helpers.footprint import model_footprint
 from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
-from tests.kernels.convnets import STEPS, ConvNet, images_of
+from tests.kernels.convnets import STEPS, ConvNet
 
 LAST = {4: torch.channels_last, 5: torch.channels_last_3d}
 
@@ -30,17 +29,19 @@ def fit(model: Any, *callbacks: Callback, seed: int = 7, **settings: Any) -> Any
     return trainer
 
 
-def force(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> list[tuple[bool, bool]]:
-    """Have the measurement come out so, and return what it ran: layouts of weight and image."""
-    ran: list[tuple[bool, bool]] = []
+def force(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> list[bool]:
+    """Have the measurement come out so, and return whether what it ran was in channels_last."""
+    ran: list[bool] = []
 
     class Timed(memory_format.TrialStep):
+        def __init__(self, trainer: Any, pl_module: Any, *batch: Any) -> None:
+            super().__init__(trainer, pl_module, *batch)
+            self.weight = pl_module.net[0].weight
+
         def run(self, inside: Any = None) -> float:
             super().run(inside)
-            weight, image = self._module.net[0].weight, self._batch["nested"][0]
-            layouts = [t.is_contiguous(memory_format=LAST[t.ndim]) for t in (weight, image)]
-            ran.append((layouts[0], layouts[1]))
-            return 1.0 if layouts[0] == channels_last else 2.0
+            ran.append(self.weight.is_contiguous(memory_format=LAST[self.weight.ndim]))
+            return 1.0 if ran[-1] == channels_last else 2.0
 
     monkeypatch.setattr(memory_format, "TrialStep", Timed)
     return ran
@@ -57,12 +58,11 @@ def test_weights_and_images_are_converted_in_every_stage(ndim):
     for run in (trainer.fit, trainer.validate, trainer.test, trainer.predict):
         run(model)
     stages = ["train"] * STEPS + ["validate"] * 2 + ["test", "predict"]
-    assert model.seen == [(stage, True, True, True) for stage in stages]
+    assert model.seen == [(stage, True, True) for stage in stages]
     del model.seen[:]
     assert model_footprint(model)["tensors"] == before["tensors"]
-    assert "on_after_batch_transfer" not in vars(model)
     quiet_trainer().validate(model, verbose=False)
-    assert model.seen == [("validate", False, True, False)]
+    assert model.seen == [("validate", False, False)]
 
 
 @pytest.mark.parametrize("ndim", [4, 5])
@@ -109,13 +109,12 @@ def test_put_back_after_an_exception(fail_at, policy, monkeypatch):
     with pytest.raises(ArithmeticError, match="planted"):
         fit(model, lo.ChannelsLast(policy))
     assert model_footprint(model)["tensors"] == before["tensors"]
-    assert "on_after_batch_transfer" not in vars(model)
     (optimizer,) = model.trainer.optimizers
     for state in optimizer.state.values():
         assert all(value.is_contiguous() for value in state.values())
 
 
-def test_only_weights_of_convolutions_and_only_images():
+def test_only_weights_of_convolutions():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -127,80 +126,40 @@ def test_only_weights_of_convolutions_and_only_images():
             self.part.weight = nn.Parameter(whole[0])  # shares its memory with another
             self.lazy = nn.LazyConv2d(3, 3)
 
-    layout = Convolutions(Mixed())
+    model = Mixed()
+    layout = Convolutions(model)
     assert (layout.count, layout.others, layout.dominate) == (4, 1, True)
-    assert {tuple(weight.shape) for weight in layout._formats} == {(4, 3, 3, 3), (2, 4, 3, 3, 3)}
-
-    Pair = namedtuple("Pair", ["image", "other"])
-    image, volume = torch.randn(2, 3, 4, 5), torch.randn(2, 2, 3, 4, 5)
-    batch = {
-        "pair": Pair(image, torch.randn(2, 7, 4, 5)),
-        "more": [volume, image.to(torch.uint8), image.to(torch.int64), image[0], "text", None],
-    }
-    found = layout.convert_images(batch)
-    assert type(found["pair"]) is Pair
-    assert torch.equal(found["pair"].image, image)
-    assert found["pair"].image.is_contiguous(memory_format=torch.channels_last)
-    assert found["pair"].other is batch["pair"].other
-    assert found["more"][0].is_contiguous(memory_format=torch.channels_last_3d)
-    assert found["more"][1].is_contiguous(memory_format=torch.channels_last)
-    assert found["more"][2] is batch["more"][2]
-    assert found["more"][3:][1:] == ["text", None]
-    assert image.is_contiguous()
+    layout.convert()
+    real = {name: p for name, p in model.named_parameters() if not is_lazy(p)}
+    assert [n for n, p in real.items() if not p.is_contiguous()] == ["plane.weight", "space.weight"]
+    layout.restore()
+    assert all(p.is_contiguous() for p in real.values())
 
 
-class Data(LightningDataModule):
-    """Has a hook of its own, which must still be called."""
+class Late(ConvNet):
+    """Has its layers from `configure_model`."""
 
-    def train_dataloader(self):
-        return DataLoader(images_of(STEPS), batch_size=2)
+    def __init__(self):
+        super().__init__()
+        self.late, self.net = self.net, None
 
-    val_dataloader = train_dataloader
-
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        batch["nested"][0] = batch["nested"][0] * 2
-        return batch
-
-
-class Doubling(ConvNet):
-    def on_after_batch_transfer(self, batch, dataloader_idx):
-        batch["nested"][0] = batch["nested"][0] * 2
-        return batch
-
-
-@pytest.mark.parametrize("owner", ["module", "datamodule"])
-def test_hooks_of_the_user_are_called(owner):
-    model, expected = (Doubling(), Doubling()) if owner == "module" else (ConvNet(), ConvNet())
-    data = {"datamodule": Data()} if owner == "datamodule" else {}
-    for net, callbacks in ((model, [lo.ChannelsLast("always")]), (expected, [])):
-        torch.manual_seed(7)
-        quiet_trainer(callbacks=callbacks, limit_val_batches=0).fit(net, **data)
-    assert model.seen == [("train", True, True, True)] * STEPS
-    assert_same_weights(model, expected, rtol=1e-3, atol=1e-5)
-    assert all("on_after_batch_transfer" not in vars(thing) for thing in (model, *data.values()))
+    def configure_model(self):
+        if self.net is None:
+            self.net = self.late
 
 
 def test_layers_that_come_in_configure_model():
-    class Late(ConvNet):
-        def __init__(self):
-            super().__init__()
-            self.late, self.net = self.net, None
-
-        def configure_model(self):
-            if self.net is None:
-                self.net = self.late
-
-    model = Late()
-    fit(model, lo.ChannelsLast("always"))
-    assert set(model.seen) == {(stage, True, True, True) for stage in ("train", "validate")}
-    assert "configure_model" not in vars(model)
+    model, trainer = Late(), quiet_trainer(callbacks=[lo.ChannelsLast("always")])
+    trainer.fit(model)
+    trainer.test(model, verbose=False)
+    assert set(model.seen) == {(stage, True, True) for stage in ("train", "validate", "test")}
+    assert model.net[0].weight.is_contiguous()
 
 
 def test_model_can_be_copied_and_pickled_in_the_middle_of_a_run():
     class Copies(Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
             for twin in (copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))):
-                assert twin.on_after_batch_transfer.owner is twin
                 assert twin.net[0].weight.is_contiguous(memory_format=torch.channels_last)
 
     fit(ConvNet(), lo.ChannelsLast("always"), Copies())
@@ -215,10 +174,9 @@ def test_auto_measures_both_on_the_first_batch_and_takes_the_faster(channels_las
     model, callback, expected = ConvNet(), lo.ChannelsLast(), ConvNet()
     fit(model, callback, max_epochs=2)
     fit(expected, max_epochs=2)
-    assert ran == [(False, False), (True, True)] * 4
+    assert ran == [False, True] * 4
     real = [entry for entry in model.seen if entry[0] == "train"][-2 * STEPS :]
-    assert real[0] == ("train", False, True, channels_last)
-    assert real[1:] == [("train", channels_last, True, channels_last)] * (2 * STEPS - 1)
+    assert real == [("train", channels_last, channels_last)] * (2 * STEPS)
     (row,) = callback.report().rows
     assert row["memory format"] == ("channels_last" if channels_last else "contiguous")
     assert row["because"] == "a measurement on the first batch"
@@ -256,7 +214,7 @@ def test_running_out_of_memory_while_measuring(monkeypatch):
     model, callback = ConvNet(), lo.ChannelsLast()
     fit(model, callback)
     assert "memory ran out" in callback.report().rows[0]["because"]
-    assert model.seen[1] == ("train", True, True, True)  # by the layers
+    assert model.seen[1] == ("train", True, True)  # by the layers
 
 
 def test_another_error_while_measuring_is_the_users(monkeypatch):
@@ -291,7 +249,7 @@ def test_layers_decide_where_measuring_makes_no_sense(why, monkeypatch):
     (row,) = callback.report().rows
     assert row["memory format"] == "channels_last"
     assert row["because"].startswith("3 convolutions, 1 other layers that multiply (")
-    assert all(entry[1:] == (True, True, True) for entry in model.seen)
+    assert all(entry[1:] == (True, True) for entry in model.seen)
 
 
 def test_layers_against_it():
@@ -356,7 +314,7 @@ def test_checkpoints_look_as_if_it_had_not_been_there(policy, tmp_path, monkeypa
     file = tmp_path / "saved.ckpt"
     fit(ConvNet(), lo.ChannelsLast(policy), Save(file))
     saved = torch.load(file, weights_only=True)
-    tensors = list(saved["state_dict"].values())
+    tensors = []
     for state in saved["optimizer_states"][0]["state"].values():
         tensors += state.values()
     assert all(tensor.is_contiguous() for tensor in tensors)
@@ -403,5 +361,5 @@ def test_a_resumed_run_keeps_what_was_measured(channels_last, tmp_path, monkeypa
         model, ckpt_path=file, weights_only=True
     )
     assert not ran
-    assert model.seen == [("train", channels_last, True, channels_last)] * STEPS
+    assert model.seen == [("train", channels_last, channels_last)] * STEPS
     assert "resumed" in callback.report().rows[0]["because"]

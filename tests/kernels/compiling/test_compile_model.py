@@ -266,8 +266,9 @@ def test_with_channels_last(scope: str, order: int) -> None:
     seen = []
 
     def backend(graph: Any, inputs: Any) -> Any:
-        images = [i for i in inputs if isinstance(i, Tensor) and i.ndim == 4]
-        seen.append(all(i.is_contiguous(memory_format=torch.channels_last) for i in images))
+        weights = [i for i in inputs if isinstance(i, nn.Parameter) and i.ndim == 4]
+        assert weights
+        seen.append(all(w.is_contiguous(memory_format=torch.channels_last) for w in weights))
         return aot_eager(graph, inputs)
 
     both = [CompileModel(scope=scope, backend=backend), ChannelsLast("always")][::order]

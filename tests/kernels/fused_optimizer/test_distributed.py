@@ -51,10 +51,7 @@ def test_under_ddp(bucket_view):
             others = ranks[0][name][0]
             assert_same_weights(learned, {key: others[key] for key in learned})
             last = name in ("last", "auto", "both")
-            assert (
-                seen
-                == ([("train", last, True, last)] * STEPS + [("validate", last, True, last)]) * 2
-            )
+            assert seen == ([("train", last, last)] * STEPS + [("validate", last, last)]) * 2
             if name in ("fused", "both"):
                 assert rows[0]["implementation"] == "fused"
             if name == "auto":
