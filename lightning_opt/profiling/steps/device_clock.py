@@ -38,15 +38,12 @@ class DeviceClock:
         self._seconds: dict[int, float] = {}
         self.mark(-1, force=True)
 
-    def _new_event(self) -> Any:
-        return torch.cuda.Event(enable_timing=True)
-
     def mark(self, phase: int, force: bool = False) -> None:
         """Say that what is queued from now on belongs to ``phase``; -1 is the host's own."""
         if phase == self._phase and not force:
             return
         self._phase = phase
-        event = self._free.pop() if self._free else self._new_event()
+        event = self._free.pop() if self._free else torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._stream_of))
         self._marks.append((event, phase))
 

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.compiling import hooks_are_compiled
+from lightning_opt.core.counting import samples_in, tokens_in
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_phases import (
     BACKWARD,
@@ -35,73 +37,64 @@ class Watch:
     Args:
         clock: What to tell.
         trainer: The Trainer.
+        tokens: How tokens are counted, if they are.
 
     Attributes:
+        samples: In the batch that was moved to the device last.
+        tokens: Likewise.
         separate: Whether the forward pass can be told from the rest of ``training_step``.
         seen: Whether a forward pass was seen since this was last set to False.
     """
 
-    def __init__(self, clock: StepClock, trainer: pl.Trainer) -> None:
-        self.clock, self._trainer = clock, trainer
+    def __init__(self, clock: StepClock, trainer: pl.Trainer, tokens: int | str | None) -> None:
+        self.clock, self._trainer, self._tokens = clock, trainer, tokens
         self._module = trainer.lightning_module
         modules = list(_called_modules(self._module))
         self.separate = not any(map(hooks_are_compiled, modules))
         self.seen = False
+        self.samples = self.tokens = 0
         self._open: nn.Module | None = None
-        self._replaced: list[tuple[dict[str, Any], str, Any, Any]] = []
-        self._handles: list[Any] = []
-        try:
-            self._attach(modules if self.separate else [])
-        except BaseException:
-            self.detach()
-            raise
+        with ExitStack() as stack:
+            self._attach(stack, modules if self.separate else [])
+            self.detach = stack.pop_all().close
+            """Leave everything as it was."""
 
-    def _attach(self, modules: list[nn.Module]) -> None:
-        trainer = self._trainer
-        loop, connector = trainer.fit_loop.epoch_loop, trainer._logger_connector
-        self._time(loop, "on_run_start", DATA)  # starts the workers of the loader
-        self._time(loop.val_loop, "run", VALIDATION)
-        self._time(connector, "update_train_step_metrics", LOGGING)
-        self._time(self._module, "log", LOGGING)
+    def _attach(self, stack: ExitStack, modules: list[nn.Module]) -> None:
+        trainer, timed = self._trainer, self._timed
+        loop = trainer.fit_loop.epoch_loop
+        replace(stack, loop, "on_run_start", timed(DATA))  # starts the workers of the loader
+        replace(stack, loop.val_loop, "run", timed(VALIDATION))
+        for logger in trainer.loggers:
+            replace(stack, logger, "log_metrics", timed(LOGGING))
         if trainer.world_size > 1:
-            self._time(loop, "_broadcast_sigterm_tensor", RANKS)
-        self._replace(trainer.precision_plugin, "backward", self._backward)
+            replace(stack, loop, "_broadcast_sigterm_tensor", timed(RANKS))
+        replace(stack, trainer.strategy, "batch_to_device", self._look_at_batch)
+        replace(stack, trainer.precision_plugin, "backward", self._backward)
         enter, leave = _Hook(self._enter_forward), _Hook(self._leave_forward)
         for module in modules:
-            self._handles.append(module.register_forward_pre_hook(enter))
-            self._handles.append(module.register_forward_hook(leave))
+            stack.callback(module.register_forward_pre_hook(enter).remove)
+            stack.callback(module.register_forward_hook(leave).remove)
 
-    def detach(self) -> None:
-        """Leave everything as it was."""
-        for handle in self._handles:
-            handle.remove()
-        for attributes, name, ours, before in reversed(self._replaced):
-            if attributes.get(name) is not ours:
-                continue  # somebody else's by now, who will put back what was theirs
-            del attributes[name]
-            if before is not None:
-                attributes[name] = before
-        self._handles, self._replaced = [], []
-
-    def _replace(self, owner: Any, name: str, replacement: Callable[..., Any]) -> None:
-        if not callable(getattr(owner, name, None)):
-            return  # another version of Lightning
-        ours = _Replacement(owner, name, replacement)
-        attributes = vars(owner)
-        self._replaced.append((attributes, name, ours, attributes.get(name)))
-        attributes[name] = ours
-
-    def _time(self, owner: Any, name: str, phase: int) -> None:
+    def _timed(self, phase: int) -> Around:
         clock, key = self.clock, object()
 
-        def timed(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             clock.enter(phase, key)
             try:
                 return inner(*args, **kwargs)
             finally:
                 clock.leave(key)
 
-        self._replace(owner, name, timed)
+        return around
+
+    def _look_at_batch(
+        self, inner: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        if self._trainer.training:
+            self.samples = samples_in(batch)
+            if self._tokens is not None:
+                self.tokens = tokens_in(batch, self._tokens, "StepProfiler")
+        return inner(batch, *args, **kwargs)
 
     # --- forward and loss -----------------------------------------------------------------------
 
@@ -154,8 +147,31 @@ class Watch:
         self.clock.enter(COMMUNICATION, self)
 
 
+Around: TypeAlias = Callable[..., Any]
+"""Takes a method and its arguments, and returns what it returns."""
+
+
+def replace(stack: ExitStack, owner: Any, name: str, around: Around) -> None:
+    """Put something around a method of one object, until the stack is closed."""
+    inner = getattr(owner, name, None)
+    if inner is None:
+        return  # another version of Lightning
+    attributes, ours = vars(owner), functools.wraps(inner)(functools.partial(around, inner))
+    before = attributes.get(name)
+
+    def put_back() -> None:
+        if attributes.get(name) is not ours:
+            return  # somebody else's by now, who will put back what was theirs
+        del attributes[name]
+        if before is not None:
+            attributes[name] = before
+
+    attributes[name] = ours
+    stack.callback(put_back)
+
+
 class _Hook:
-    """A hook on a module that is left out where the module is copied or pickled."""
+    """A hook on a module that does nothing on copies of the module."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -164,34 +180,11 @@ class _Hook:
         self._function(*args)
 
     def __reduce__(self) -> Any:  # for copies too
-        return _no_hook, ()
-
-
-class _Replacement:
-    """Stands in for a method of one object; a copy of that object has the method itself."""
-
-    def __init__(self, owner: Any, name: str, function: Callable[..., Any]) -> None:
-        self._owner, self._name, self._function = owner, name, function
-        self._inner = getattr(owner, name)
-        functools.update_wrapper(self, self._inner)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._function(self._inner, *args, **kwargs)
-
-    def __reduce__(self) -> Any:
-        return _method_of, (self._owner, self._name)
-
-
-def _no_hook() -> Callable[..., None]:
-    return _do_nothing
+        return _Hook, (_do_nothing,)
 
 
 def _do_nothing(*args: Any) -> None:
     pass
-
-
-def _method_of(owner: Any, name: str) -> Any:
-    return getattr(type(owner), name).__get__(owner)
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ from lightning_opt.core.report import Report
 from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.flops import Flops
 from lightning_opt.profiling.steps.step_clock import StepClock
-from lightning_opt.profiling.steps.step_phases import NOT_OF_A_STEP, OTHER, PROFILER
+from lightning_opt.profiling.steps.step_phases import CALLBACK, NOT_OF_A_STEP, OTHER, PROFILER
 
 
 @dataclass
@@ -19,7 +19,6 @@ class Region:
     calls: int = 0
     seconds: float = 0.0
     bytes: float = 0.0
-    flops: float = 0.0
 
 
 @dataclass
@@ -75,7 +74,6 @@ class Measures:
     world_size: int = 1
     regions: dict[str, Region] = field(default_factory=dict)
     ranks: Ranks | None = None
-    communication: float | None = None
     notes: list[str] = field(default_factory=list)
 
     def _rate(self, amount: float | None) -> float | None:
@@ -115,6 +113,17 @@ class Measures:
         names = self.clock.phases.names
         return {names[phase]: d.total for phase, d in self.clock.durations.items()}
 
+    def split_step(self) -> tuple[dict[str, float], dict[str, float]]:
+        """Return the seconds of the phases of a step, and apart those of callbacks, by name."""
+        names = self.clock.phases.names
+        own: dict[str, float] = {}
+        callbacks: dict[str, float] = {}
+        for phase, durations in self.clock.durations.items():
+            name = names[phase].removeprefix(CALLBACK)
+            if phase not in NOT_OF_A_STEP:
+                (own if name == names[phase] else callbacks)[name] = durations.total
+        return own, callbacks
+
     @property
     def accounted(self) -> float | None:
         """Share of the wall time that phases other than ``other`` account for."""
@@ -151,12 +160,6 @@ class Measures:
         notes += self._throughput()
         for name, region in self.regions.items():
             notes.append(_describe_region(name, region))
-        if self.communication is not None:
-            notes.append(
-                f"DDP's own clock: all communication of a backward pass takes "
-                f"{1e3 * self.communication:.3g} ms, most of it beside the computation; the phase "
-                "'gradient communication' is what is waited for at the end."
-            )
         if self.ranks is not None:
             busy, slowest = self.ranks.busy, self.ranks.slowest
             notes.append(
@@ -191,16 +194,6 @@ class Measures:
             parts.append(f"MFU {100 * self.mfu:.1f}% of {self.peak_name}")
         return [*([f"While training{each}: {', '.join(parts)}."] if parts else []), *notes]
 
-    def scalars(self) -> dict[str, float]:
-        """Return the numbers of the run that fit a logger, by key, for the whole run."""
-        found = {
-            "steps_per_second": self._rate(self.clock.steps.count),
-            "samples_per_second": self.samples_per_second,
-            "tokens_per_second": self.tokens_per_second,
-            "mfu": self.mfu,
-        }
-        return {f"time/{key}": value for key, value in found.items() if value is not None}
-
 
 def _row(name: str, durations: Durations, wall: float) -> dict[str, Any]:
     return {
@@ -222,8 +215,6 @@ def _describe_region(name: str, region: Region) -> str:
     text = f"Region {name}: {region.calls} calls, {1e3 * region.seconds / region.calls:.3g} ms each"
     if region.bytes and region.seconds:
         text += f", {region.bytes / region.seconds / 1e9:.4g} GB/s"
-    if region.flops and region.seconds:
-        text += f", {region.flops / region.seconds / 1e9:.4g} GFLOP/s"
     return f"{text}."
 
 

@@ -39,6 +39,9 @@ NAMES = (
     TEARDOWN, PROFILER, OTHER,
 ) = range(len(NAMES))  # fmt: skip
 
+CALLBACK = "callback "
+"""How the names of callbacks' phases begin."""
+
 IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
 """Actions that are no phase: left to what encloses them, or with a meaning of their own."""
 
@@ -161,7 +164,7 @@ class Phases:
             return IGNORED
         if hook in ("on_save_checkpoint", "on_load_checkpoint"):
             return CHECKPOINT
-        return self.number(f"callback {key.partition('{')[0]}", hook in _GRADIENT_HOOKS)
+        return self.number(f"{CALLBACK}{key.partition('{')[0]}", hook in _GRADIENT_HOOKS)
 
 
 def _of_module(owner: str, hook: str, trainer: pl.Trainer | None) -> int:

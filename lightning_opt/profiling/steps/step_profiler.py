@@ -19,7 +19,7 @@ from lightning_opt.core.verdicts import Verdict
 from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
 from lightning_opt.profiling.steps.figure import draw_steps
 from lightning_opt.profiling.steps.step_measures import Measures
-from lightning_opt.profiling.steps.step_phases import DATA, NAMES, NOT_OF_A_STEP
+from lightning_opt.profiling.steps.step_phases import DATA, NAMES
 from lightning_opt.profiling.steps.step_run import StepRun
 from lightning_opt.profiling.steps.trace import Trace
 
@@ -144,10 +144,6 @@ class StepProfiler(Profiler):
         if self._run is not None:
             self._run.stop(action_name)
 
-    def profile(self, action_name: str) -> Any:
-        """Return a context in which an action is measured, of the Trainer's or of your own."""
-        return contextlib.nullcontext("") if self._run is None else self._run.action(action_name)
-
     def describe(self) -> None:
         """End the run: on rank 0 print the table and write the files; called by the Trainer."""
         run, self._run = self._run, None
@@ -203,7 +199,6 @@ class StepProfiler(Profiler):
         self,
         name: str,
         bytes: float | None = None,  # noqa: A002 - what it is
-        flops: float | None = None,
     ) -> AbstractContextManager[None]:
         """Measure a part of the step as a phase of its own, taken out of the one it lies in.
 
@@ -212,7 +207,6 @@ class StepProfiler(Profiler):
         Args:
             name: Of the phase ``region <name>``.
             bytes: That one call moves; the report then says GB/s.
-            flops: That one call does; the report then says GFLOP/s.
 
         Example:
             >>> import lightning_opt as lo
@@ -222,7 +216,7 @@ class StepProfiler(Profiler):
         """
         if self._run is None:
             return contextlib.nullcontext()
-        return self._run.region(name, bytes, flops)
+        return self._run.region(name, bytes)
 
     def measures(self, stage: str | None = None) -> Measures:
         """Return the numbers behind the table.
@@ -252,19 +246,19 @@ class StepProfiler(Profiler):
         if found is None:
             finding = "StepProfiler has seen no fit yet."
             return [Verdict("profile", "unknown", finding, "Ask again after fit.")]
-        total = found.clock.steps.total
-        seconds = {
-            name: found.seconds[name]
-            for number, name in enumerate(found.clock.phases.names)
-            if name in found.seconds and number not in NOT_OF_A_STEP
-        }
-        if not seconds or not total:
+        seconds, callbacks = found.split_step()
+        if not sum(seconds.values()):
             finding = "StepProfiler has seen no training step."
             return [Verdict("profile", "unknown", finding, "Train on.")]
+        total, theirs = sum(seconds.values()), sum(callbacks.values())
         longest = max(seconds, key=seconds.__getitem__)
-        share = seconds[longest] / total
-        verdicts = [Verdict("profile", "ok", f"{longest!r} takes longest, {share:.0%} of a step.")]
+        finding = f"{longest!r} takes longest, {seconds[longest] / total:.0%} of a step"
+        if theirs:
+            most = max(callbacks, key=callbacks.__getitem__)
+            share = theirs / (theirs + total)
+            finding += f" without callbacks; callbacks take {share:.0%} of the whole, {most} most"
         waiting = seconds.get(NAMES[DATA], 0.0) / total
+        verdicts = [Verdict("profile", "ok", f"{finding}.")]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
         if waiting > DATA_BOUND:
             advice = "Add DataPipelineTuner(), which measures how many workers the loader needs."

@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.splitting import tensors_of
 from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.hooks import Watch
@@ -44,8 +41,6 @@ from lightning_opt.profiling.steps.trace import Trace
 
 MOST_ACTIONS = 2000
 """So many names of actions are known; a name that is new each time would fill the memory."""
-
-_NOTHING = contextlib.nullcontext("")
 
 
 class StepRun:
@@ -79,29 +74,13 @@ class StepRun:
         self._trace = trace
         self._thread = threading.get_ident()
         self._phase_of: dict[str, int] = {}
-        self._actions: dict[str, Any] = {}
         self._watch: Watch | None = None
         self._counter: FlopCount | None = None
         self._trained = False
         self._epoch_depth = 0
-        self._batch_samples = self._batch_tokens = 0
         self._window_samples = self._window_tokens = 0
 
     # --- actions --------------------------------------------------------------------------------
-
-    def action(self, name: str) -> Any:
-        """Return a context in which an action is measured."""
-        found = self._actions.get(name)
-        if found is not None:
-            return found
-        phase = self._resolve(name)
-        if phase >= 0:
-            made: Any = _Phase(self.clock, phase, name)
-        else:
-            made = _NOTHING if phase == IGNORED else _Action(self, name)
-        if len(self._actions) < MOST_ACTIONS:
-            self._actions[name] = made
-        return made
 
     def start(self, action: str) -> None:
         """Begin an action."""
@@ -155,7 +134,7 @@ class StepRun:
             clock.enter(LOOP, action)
             self._epoch_depth = clock.depth
             if self.trainer is not None:
-                self._watch = Watch(clock, self.trainer)
+                self._watch = Watch(clock, self.trainer, self._tokens)
 
     def _end(self, phase: int, action: str) -> None:
         if phase == BATCH:
@@ -170,7 +149,6 @@ class StepRun:
 
     def _begin_batch(self, action: str) -> None:
         measures, self._trained = self.measures, True
-        self._look_at_batch()
         if self._trace is not None and measures.batches == self._trace.first:
             self._work(self._trace.start)
         measures.batches += 1
@@ -179,16 +157,6 @@ class StepRun:
         if counting:
             self._counter = FlopCount()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
-
-    def _look_at_batch(self) -> None:
-        if self.trainer is None:
-            return
-        batch = self.trainer.fit_loop.epoch_loop._results.batch
-        self._batch_samples = samples_in(batch)
-        if isinstance(self._tokens, int):
-            self._batch_tokens = self._tokens * self._batch_samples
-        elif self._tokens is not None:
-            self._batch_tokens = tokens_in(batch, self._tokens)
 
     def _can_count(self) -> bool:
         if self.trainer is None:
@@ -207,9 +175,9 @@ class StepRun:
         counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         measures = self.measures
         measures.flops = counter.flops
-        measures.flops_samples = (
-            self._batch_samples if measures.tokens is None else self._batch_tokens
-        )
+        if self._watch is not None:
+            counted = self._watch.samples if measures.tokens is None else self._watch.tokens
+            measures.flops_samples = counted
         for operator, why in counter.failures.items():
             measures.notes.append(f"The FLOPs of {operator} could not be counted ({why}).")
 
@@ -222,12 +190,12 @@ class StepRun:
             watch.seen = False
         if self._trace is not None and measures.batches - 1 == self._trace.last:
             self._work(self._trace.stop)
-        if clock.end_step(trained=True):
-            measures.samples += self._batch_samples
-            self._window_samples += self._batch_samples
+        if clock.end_step(trained=True) and watch is not None:
+            measures.samples += watch.samples
+            self._window_samples += watch.samples
             if measures.tokens is not None:
-                measures.tokens += self._batch_tokens
-                self._window_tokens += self._batch_tokens
+                measures.tokens += watch.tokens
+                self._window_tokens += watch.tokens
         if self._every and clock.window_steps.count >= self._every:
             self._log()
 
@@ -262,10 +230,6 @@ class StepRun:
             return
         measures.optimizer_steps = trainer.global_step
         self._compare_ranks()
-        model = trainer.strategy.model
-        if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-            found = model._get_ddp_logging_data().get("avg_backward_comm_time")
-            measures.communication = found / 1e9 if found else None
         self._log()
 
     def _compare_ranks(self) -> None:
@@ -316,7 +280,7 @@ class StepRun:
         return measures
 
     @contextmanager
-    def region(self, name: str, size: float | None, flops: float | None) -> Iterator[None]:
+    def region(self, name: str, size: float | None) -> Iterator[None]:
         """Measure a user's region; see ``StepProfiler.region``."""
         if threading.get_ident() != self._thread:
             yield
@@ -335,66 +299,7 @@ class StepRun:
                 region.calls += 1
                 region.seconds += passed
                 region.bytes += size or 0
-                region.flops += flops or 0
-
-
-class _Phase:
-    """An action that is a phase. It has no state, so it may run within itself."""
-
-    __slots__ = ("_clock", "_name", "_phase")
-
-    def __init__(self, clock: StepClock, phase: int, name: str) -> None:
-        self._clock, self._phase, self._name = clock, phase, name
-
-    def __enter__(self) -> str:
-        self._clock.enter(self._phase, self._name)
-        return self._name
-
-    def __exit__(self, *exception: object) -> None:
-        self._clock.leave(self._name)
-
-
-class _Action:
-    """An action with a meaning of its own."""
-
-    __slots__ = ("_name", "_run")
-
-    def __init__(self, run: StepRun, name: str) -> None:
-        self._run, self._name = run, name
-
-    def __enter__(self) -> str:
-        self._run.start(self._name)
-        return self._name
-
-    def __exit__(self, *exception: object) -> None:
-        self._run.stop(self._name)
 
 
 def _phase_of(region: str) -> str:
     return f"region {region}"
-
-
-def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor of a batch that has one."""
-    first = batch
-    while isinstance(first, (tuple, list)) and first:  # the most frequent batches at once
-        first = first[0]
-    if isinstance(first, Tensor) and first.ndim:
-        return len(first)
-    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
-
-
-def tokens_in(batch: Any, key: str) -> int:
-    """Return the elements of the tensor of that name.
-
-    Raises:
-        ValueError: If the batch has none.
-    """
-    part = batch.get(key) if isinstance(batch, Mapping) else None
-    if not isinstance(part, Tensor):
-        has = f"has {list(batch)}" if isinstance(batch, Mapping) else f"is a {type(batch)}"
-        raise ValueError(
-            f"StepProfiler(tokens={key!r}) needs batches that are a dict with a tensor of that "
-            f"name, but the batch {has}. Give the number of tokens in each sample instead."
-        )
-    return part.numel()

@@ -17,6 +17,7 @@ import lightning_opt as lo
 from lightning_opt.core.verdicts import TOPICS, Diagnosing, Verdict
 from lightning_opt.profiling.doctor import checks
 from lightning_opt.profiling.doctor.doctor import MEASURES
+from lightning_opt.profiling.steps import step_clock
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -126,6 +127,30 @@ def test_a_profiler_tells_as_well():
         assert diagnosis["data"].state == state
         assert diagnosis["profile"].state == "ok"
         assert "takes longest" in diagnosis["profile"].finding
+
+
+def test_what_takes_longest_is_no_callback_that_was_added_to_find_out(monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(step_clock, "perf_counter", lambda: now[0])
+
+    class Probe(Callback):
+        def on_train_batch_end(self, *args):
+            now[0] += 6.0
+
+    class Steps(SmallNet):
+        def forward(self, x):
+            now[0] += 2.0
+            return super().forward(x)
+
+        def on_before_batch_transfer(self, batch, dataloader_idx):
+            now[0] += 1.0
+            return batch
+
+    trainer = fit(Steps(), [Probe()], profiler=lo.StepProfiler(flops=False, print_table=False))
+    finding = lo.doctor(trainer)["profile"].finding
+    assert "'forward' takes longest, 67% of a step" in finding
+    assert "callbacks take 67% of the whole" in finding
+    assert "Probe most" in finding
 
 
 class DeadLayer(SmallNet):

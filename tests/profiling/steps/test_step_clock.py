@@ -1,5 +1,6 @@
 """The clocks below StepProfiler, on a time that tests make up."""
 
+import pickle
 import random
 import statistics
 from types import SimpleNamespace
@@ -9,7 +10,7 @@ import pytest
 import torch
 
 from lightning_opt.profiling.durations import Durations, Timeline
-from lightning_opt.profiling.steps import device_clock, step_clock
+from lightning_opt.profiling.steps import step_clock
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_phases import (
@@ -174,16 +175,7 @@ def test_memory_does_not_grow(passing, monkeypatch):
     draw = random.Random(0)
     run.start("run_training_epoch")
 
-    def held() -> tuple[int, ...]:
-        clock = run.clock
-        cells = max(len(d._cells) for d in clock.durations.values())
-        return (
-            len(clock.durations), len(clock.phases.names), len(clock.timeline.steps) > 60,
-            len(run._phase_of), len(run._actions), len(clock._window), len(clock._stack),
-            cells > 8000,
-        )  # fmt: skip
-
-    def take(steps: int) -> tuple[int, ...]:
+    def take(steps: int) -> int:
         for _ in range(steps):
             run.start("[_TrainingEpochLoop].train_dataloader_next")
             passing.pass_by(draw.lognormvariate(-5.0, 3.0))
@@ -194,10 +186,10 @@ def test_memory_does_not_grow(passing, monkeypatch):
             passing.pass_by(draw.lognormvariate(-5.0, 3.0))
             run.stop(name)
             run.stop("run_training_batch")
-        return held()
+        return len(pickle.dumps(run))
 
     first = take(3000)
-    assert take(6000) == first
+    assert take(6000) < 1.5 * first
     assert len(run.clock.phases.names) == MOST_PHASES
     assert run.measures.batches == 9000
     run.stop("run_training_epoch")
@@ -274,8 +266,8 @@ class Event:
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     made_up = Device()
-    monkeypatch.setattr(DeviceClock, "_new_event", lambda self: Event(made_up))
-    monkeypatch.setattr(device_clock.torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "Event", lambda enable_timing: Event(made_up))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     return made_up
 
 
@@ -293,8 +285,6 @@ def test_device_time_is_read_later_and_never_waited_for(device, behind):
         clock.end_step()
     assert device.waits == 0
     assert device.events < 1500  # they are used again; at most what the windows hold
-    unread = {id(event) for window in clock._windows for event, _ in window}
-    assert unread.isdisjoint(map(id, clock._free))
     clock.finish()
     kept = clock.durations[FORWARD].count
     assert kept + clock.dropped == pytest.approx(400, abs=16)

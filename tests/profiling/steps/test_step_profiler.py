@@ -1,4 +1,4 @@
-"""StepProfiler in real trainings, against timers placed by hand and planted sleeps."""
+"""StepProfiler in trainings on a made-up clock, beside what each part of them is known to take."""
 
 import contextlib
 import copy
@@ -8,10 +8,7 @@ import logging
 import os
 import pickle
 import sys
-import time
 from collections import defaultdict
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,6 +20,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
+from lightning_opt.profiling.steps import step_clock, step_run
 from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
 from tests.helpers.processes import launch
@@ -30,7 +28,7 @@ from tests.helpers.syncs import SyncCounter
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 NAP = 0.02
-"""Seconds of a planted sleep: long against what lies around it."""
+"""Seconds of the made-up clock."""
 
 
 def profiler(**settings: Any) -> lo.StepProfiler:
@@ -49,163 +47,131 @@ def rows_of(profiler: lo.StepProfiler, stage: str | None = None) -> dict[str, di
     return {row["phase"]: row for row in profiler.report(stage).rows}
 
 
+class Timers:
+    """A clock on which time passes only where something is said to take it.
+
+    Args:
+        tick: Seconds that pass whenever somebody looks, so that nothing takes no time at all.
+    """
+
+    def __init__(self, tick: float = 0.0) -> None:
+        self.now, self.tick = 100.0, tick
+        self.seconds: dict[str, float] = defaultdict(float)
+
+    def __call__(self) -> float:
+        self.now += self.tick
+        return self.now
+
+    def spend(self, name: str, seconds: float) -> None:
+        self.now += seconds
+        self.seconds[name] += seconds
+
+    def install(self, patch: pytest.MonkeyPatch) -> "Timers":
+        for module in (step_clock, step_run):
+            patch.setattr(module, "perf_counter", self)
+        return self
+
+
+@pytest.fixture
+def timers(monkeypatch: pytest.MonkeyPatch) -> Timers:
+    return Timers().install(monkeypatch)
+
+
 # --- the sum ------------------------------------------------------------------------------------
 
 
-class Batches(Dataset[Any]):
-    def __init__(self, inputs: Tensor, count: int) -> None:
-        self.inputs, self.count = inputs, count
-
-    def __len__(self) -> int:
-        return self.count
-
-    def __getitem__(self, index: int) -> Tensor:
-        return self.inputs
-
-
-class Model(SmallNet):
-    """A model whose loss is the mean of its outputs' squares."""
-
-    def __init__(self, kind: str, batches: int) -> None:
-        super().__init__(lr=1e-4)
-        self.batches = batches
-        if kind == "mlp":
-            layers = [nn.Linear(512, 512) for _ in range(3)]
-            self.layer, self.inputs = nn.Sequential(*layers), torch.randn(128, 512)
-        elif kind == "convnet":
-            self.layer = nn.Sequential(
-                nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 16, 3)
-            )
-            self.inputs = torch.randn(8, 3, 32, 32)
-        else:
-            self.layer = nn.TransformerEncoderLayer(64, 4, 128, batch_first=True)
-            self.inputs = torch.randn(8, 32, 64)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x)
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = self(batch).square().mean()
-        self.log("loss", loss)
-        return loss
-
-    def validation_step(self, batch: Any, batch_idx: int) -> None:
-        self(batch)
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(Batches(self.inputs, self.batches), batch_size=None)
-
-    def val_dataloader(self) -> Any:
-        return DataLoader(Batches(self.inputs, 4), batch_size=None)
-
-
-class Wall(Callback):
-    """A person's watch: from the Trainer's first hook to its last."""
-
-    def setup(self, *args: Any, **kwargs: Any) -> None:
-        self.start = time.perf_counter()
-
-    def teardown(self, *args: Any, **kwargs: Any) -> None:
-        self.seconds = time.perf_counter() - self.start
-
-
-def account_for(kind: str, batches: int, **settings: Any) -> dict[str, Any]:
-    """Return the phases of a fit, and how they compare with the time that it took from outside."""
-    model, watched, wall = Model(kind, batches), profiler(), Wall()
-    trainer = quiet_trainer(
-        profiler=watched, logger=MemoryLogger(), num_sanity_val_steps=2, callbacks=[wall],
-        **settings,
-    )  # fmt: skip
-    start = time.perf_counter()
-    trainer.fit(model)
-    seconds = time.perf_counter() - start
+def account_for(accumulate: int, **settings: Any) -> dict[str, Any]:
+    """Return the phases of a fit."""
+    watched = profiler()
+    fit(watched, SmallNet(), logger=MemoryLogger(), accumulate_grad_batches=accumulate, **settings)
     measures = watched.measures()
-    assert sum(measures.seconds.values()) == pytest.approx(measures.wall, rel=1e-6)
-    named = sum(s for name, s in measures.seconds.items() if name != "other")
+    assert sum(measures.seconds.values()) == pytest.approx(measures.wall, rel=1e-9)
     return {
-        "of the fit": named / seconds,
-        "of the hooks": named / wall.seconds,
         "accounted": measures.accounted,
         "rows": rows_of(watched),
         "measures": (measures.batches, measures.optimizer_steps),
         "ranks": None if measures.ranks is None else measures.ranks.busy,
-        "notes": watched.report().notes,
     }
 
 
 @pytest.mark.parametrize("accumulate", [1, 3])
-@pytest.mark.parametrize("kind", ["mlp", "convnet", "transformer"])
-def test_phases_account_for_the_wall_time(kind, accumulate):
-    found = account_for(kind, 60, accumulate_grad_batches=accumulate, val_check_interval=30)
-    assert found["of the fit"] > 0.97
+def test_phases_account_for_the_wall_time(accumulate, monkeypatch):
+    Timers(tick=1e-3).install(monkeypatch)
+    found = account_for(accumulate, num_sanity_val_steps=2, val_check_interval=6)
     assert found["accounted"] > 0.97
-    assert found["measures"] == (60, 60 // accumulate)
+    assert found["measures"] == (12, 12 // accumulate)
     rows = found["rows"]
     # The first batch is that in which FLOPs are counted; with accumulation it does not step.
-    assert rows["backward"]["count"] == rows["forward"]["count"] == 59
-    assert rows["optimizer step"]["count"] == (59 if accumulate == 1 else 20)
+    assert rows["backward"]["count"] == rows["forward"]["count"] == 11
+    assert rows["optimizer step"]["count"] == (11 if accumulate == 1 else 4)
     assert rows["validation"]["count"] == 3  # the sanity check, and two
-    assert rows["logging"]["count"] >= 59
     assert "gradient communication" not in rows
     shares = sum(float(row["share"].rstrip("%")) for row in rows.values())
     assert shares == pytest.approx(100.0, abs=0.1 * len(rows))
 
 
-def account_in_ddp() -> list[dict[str, Any]]:
+class NapsInCallback(Callback):
+    """On the second rank, after the backward pass."""
+
+    def __init__(self, timers: Timers) -> None:
+        self.timers = timers
+
+    def on_after_backward(self, *args: Any) -> None:
+        if os.environ["RANK"] == "1":
+            self.timers.spend("callback", NAP)
+
+
+def account_in_ddp() -> Any:
     torch.manual_seed(0)
-    return [
-        account_for("mlp", 16, accumulate_grad_batches=accumulate, devices=2, strategy="ddp")
-        for accumulate in (1, 3)
-    ]
+    fits = [account_for(accumulate, devices=2, strategy="ddp") for accumulate in (1, 3)]
+    with pytest.MonkeyPatch.context() as patch:
+        timers, watched = Timers().install(patch), profiler(flops=False, print_table=True)
+        out = io.StringIO()
+        with contextlib.redirect_stdout(out):
+            model, naps = Losing(timers), NapsInCallback(timers)
+            fit(watched, model, naps, devices=2, strategy="ddp", limit_val_batches=0)
+    return fits, watched.measures().ranks, watched.measures().seconds, out.getvalue()
+
+
+class Losing(SmallNet):
+    """Takes its time before and after its forward pass."""
+
+    def __init__(self, timers: Timers) -> None:
+        super().__init__()
+        self.timers = timers
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        self.timers.spend("loss", NAP)
+        return super().training_step(batch, batch_idx)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.timers.spend("forward", 2 * NAP)
+        return super().forward(x)
 
 
 @pytest.mark.distributed
-def test_phases_account_for_the_wall_time_under_ddp():
-    results = launch(account_in_ddp)
-    for fits in results:
+def test_ranks_and_their_communication():
+    first, second = launch(account_in_ddp)
+    for fits, ranks, seconds, _ in (first, second):
         # Communication is waited for on the batches that step alone; the first one is counted.
-        for found, steps in zip(fits, (15, 6), strict=True):
+        for found, steps in zip(fits, (11, 4), strict=True):
             rows = found["rows"]
-            assert found["of the hooks"] > 0.97
             assert rows["gradient communication"]["count"] == steps
             assert rows["optimizer step"]["count"] == steps
-            assert rows["forward"]["count"] == rows["loss"]["count"] == 15
-            assert rows["waiting for ranks"]["count"] >= 15
+            assert rows["forward"]["count"] == rows["loss"]["count"] == 11
+            assert rows["waiting for ranks"]["count"] >= 11
             assert len(found["ranks"]) == 2
-            assert any("DDP's own clock" in note for note in found["notes"])
-    for first, second in zip(*results, strict=True):
-        assert first["ranks"] == second["ranks"]
+        assert ranks.slowest == 1
+        assert ranks.lag == pytest.approx(NAP)
+        assert ranks.busy == pytest.approx([3 * NAP, 4 * NAP])
+        # DDP calls `training_step` by way of the module's `forward`, which is not the forward pass.
+        assert seconds["loss"] == pytest.approx(12 * NAP)
+        assert seconds["forward"] == pytest.approx(24 * NAP)
+    assert "Slowest rank: 1" in first[3]
+    assert second[3] == ""
 
 
-# --- timers placed by hand ----------------------------------------------------------------------
-
-
-class Timers:
-    """Seconds by name, as a person would measure them."""
-
-    def __init__(self) -> None:
-        self.all: dict[str, list[float]] = defaultdict(list)
-
-    @contextmanager
-    def __call__(self, name: str) -> Iterator[None]:
-        start = time.perf_counter()
-        try:
-            yield
-        finally:
-            self.all[name].append(time.perf_counter() - start)
-
-    @property
-    def seconds(self) -> dict[str, float]:
-        return {name: sum(values) for name, values in self.all.items()}
-
-    def assert_agree(self, profiler: lo.StepProfiler, *names: str) -> None:
-        """Compare the shortest time in a step, which a pause of a busy machine does not move."""
-        clock = profiler.measures().clock
-        for name in names or self.all:
-            durations = clock.durations[clock.phases.names.index(name)]
-            values, in_a_step = self.all[name], len(self.all[name]) // durations.count
-            sums = [sum(values[i : i + in_a_step]) for i in range(0, len(values), in_a_step)]
-            assert durations.quantile(0.0) == pytest.approx(min(sums), rel=0.05), name
+# --- what each part takes -----------------------------------------------------------------------
 
 
 class Napping(nn.Module):
@@ -217,13 +183,11 @@ class Napping(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x.register_hook(self.backward_nap)
-        with self.timers("forward"):
-            time.sleep(NAP)
-            return x * 1
+        self.timers.spend("forward", NAP)
+        return x * 1
 
     def backward_nap(self, gradient: Tensor) -> None:
-        with self.timers("backward"):
-            time.sleep(1.5 * NAP)
+        self.timers.spend("backward", 1.5 * NAP)
 
 
 class Napper(SmallNet):
@@ -240,41 +204,35 @@ class Napper(SmallNet):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         outputs = self(batch[0])
-        with self.timers("loss"):
-            time.sleep(NAP)
-            loss = nn.functional.mse_loss(outputs, batch[1])
+        self.timers.spend("loss", NAP)
+        loss = nn.functional.mse_loss(outputs, batch[1])
         self.log("loss", loss)
         return loss
 
     def validation_step(self, batch: Any, batch_idx: int) -> None:
-        with self.timers("validation"):
-            time.sleep(4 * NAP)  # a run of validation has some milliseconds of its own
+        self.timers.spend("validation", 4 * NAP)
 
     def val_dataloader(self) -> Any:
         timers, batch = self.timers, (torch.randn(4, 6), torch.randn(4, 1))
 
         class SlowToStart(DataLoader[Any]):
             def __iter__(self) -> Any:
-                with timers("validation"):
-                    time.sleep(4 * NAP)
+                timers.spend("validation", 4 * NAP)
                 return super().__iter__()
 
         return SlowToStart([batch], batch_size=None)  # type: ignore[arg-type]
 
     def configure_gradient_clipping(self, *args: Any, **kwargs: Any) -> None:
-        with self.timers("clipping"):
-            time.sleep(NAP)
+        self.timers.spend("clipping", NAP)
 
     def transfer_batch_to_device(self, batch: Any, *args: Any) -> Any:
         if not self.trainer.training:
             return batch
-        with self.timers("transfer"):
-            time.sleep(NAP)
+        self.timers.spend("transfer", NAP)
         return batch
 
     def on_train_batch_start(self, *args: Any) -> None:
-        with self.timers("hooks of the module"):
-            time.sleep(NAP)
+        self.timers.spend("hooks of the module", NAP)
 
     def configure_optimizers(self) -> Any:
         timers = self.timers
@@ -282,9 +240,8 @@ class Napper(SmallNet):
         class Slow(torch.optim.SGD):
             def step(self, closure: Any = None) -> Any:
                 loss = closure()
-                with timers("optimizer step"):
-                    time.sleep(2 * NAP)
-                    super().step()
+                timers.spend("optimizer step", 2 * NAP)
+                super().step()
                 return loss
 
         return Slow(self.parameters(), lr=0.01)
@@ -297,8 +254,7 @@ class Napper(SmallNet):
                 return 5
 
             def __getitem__(self, index: int) -> Any:
-                with timers("data wait"):
-                    time.sleep(3 * NAP)
+                timers.spend("data wait", 3 * NAP)
                 return batch
 
         return DataLoader(Slow(), batch_size=None)
@@ -309,8 +265,7 @@ class NappingCallback(Callback):
         self.timers = timers
 
     def nap(self, *args: Any) -> None:
-        with self.timers("callback NappingCallback"):
-            time.sleep(0.5 * NAP)
+        self.timers.spend("callback NappingCallback", 0.5 * NAP)
 
     on_after_backward = on_train_batch_end = nap
 
@@ -320,8 +275,7 @@ class NappingCheckpoint(Callback):
         self.timers = timers
 
     def on_save_checkpoint(self, *args: Any) -> None:
-        with self.timers("checkpoint"):
-            time.sleep(6 * NAP)
+        self.timers.spend("checkpoint", 6 * NAP)
 
 
 class NappingLogger(MemoryLogger):
@@ -330,19 +284,18 @@ class NappingLogger(MemoryLogger):
         self.timers = timers
 
     def log_metrics(self, *args: Any, **kwargs: Any) -> None:
-        with self.timers("logging"):
-            time.sleep(NAP)
+        self.timers.spend("logging", NAP)
 
 
-def test_phases_agree_with_timers_placed_by_hand(tmp_path):
-    timers = Timers()
+def test_phases_are_what_each_part_takes(timers, tmp_path):
     logger, watched = NappingLogger(timers), profiler(flops=False, log_every_n_steps=0)
     checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1)
     callbacks = [NappingCallback(timers), NappingCheckpoint(timers), checkpoint]
     settings = {"enable_checkpointing": True, "val_check_interval": 1, "limit_val_batches": 1}
     fit(watched, Napper(timers), *callbacks, logger=logger, **settings)
-    assert len(timers.all) == 12
-    timers.assert_agree(watched)
+    assert len(timers.seconds) == 12
+    spent = {name: seconds for name, seconds in watched.measures().seconds.items() if seconds}
+    assert spent == pytest.approx(timers.seconds)
 
 
 # --- forward and loss ---------------------------------------------------------------------------
@@ -369,15 +322,15 @@ class Criterion(nn.Module):
         self.timers = timers
 
     def forward(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        with self.timers("loss"):
-            time.sleep(NAP)
-            return nn.functional.mse_loss(outputs, targets)
+        self.timers.spend("loss", NAP)
+        return nn.functional.mse_loss(outputs, targets)
 
 
-def test_tells_parts_from_losses():
-    timers, watched = Timers(), profiler(flops=False)
+def test_tells_parts_from_losses(timers):
+    watched = profiler(flops=False)
     fit(watched, WithParts(timers), limit_val_batches=0)
-    timers.assert_agree(watched, "forward", "loss")
+    for name in ("forward", "loss"):
+        assert watched.measures().seconds[name] == pytest.approx(timers.seconds[name]), name
 
 
 class Inline(SmallNet):
@@ -410,64 +363,6 @@ def test_says_when_forward_and_loss_cannot_be_told_apart():
     assert rows["forward and loss"]["count"] == 12
     assert "forward" not in rows
     assert any("compiled" in note for note in watched.report().notes)
-
-
-# --- several ranks ------------------------------------------------------------------------------
-
-
-class SlowLoss(SmallNet):
-    def __init__(self, timers: Timers) -> None:
-        super().__init__()
-        self.timers = timers
-
-    def training_step(self, batch: Any, batch_idx: int) -> Any:
-        with self.timers("loss"):  # so is called what is not the forward pass
-            time.sleep(0.5 * NAP)
-        return super().training_step(batch, batch_idx)
-
-    def loss(self, preds: Tensor, labels: Tensor | None = None) -> Tensor:
-        with self.timers("loss"):
-            time.sleep(0.5 * NAP)
-        return super().loss(preds, labels)
-
-
-def nap_on_a_rank() -> dict[str, Any]:
-    timers, watched = Timers(), profiler(flops=False)
-    model = SlowLoss(timers)
-    if os.environ["RANK"] == "1":
-        model.layer = nn.Sequential(*model.layer, Napping(timers))
-    out = io.StringIO()
-    with contextlib.redirect_stdout(out):
-        watched.print_table = True
-        fit(watched, model, devices=2, strategy="ddp", limit_val_batches=0)
-    ranks = watched.measures().ranks
-    assert ranks is not None
-    return {
-        "slowest": ranks.slowest,
-        "lag": ranks.lag,
-        "seconds": watched.measures().seconds,
-        "naps": dict(timers.seconds),
-        "printed": out.getvalue(),
-    }
-
-
-@pytest.mark.distributed
-def test_names_the_slowest_rank():
-    first, second = launch(nap_on_a_rank)
-    assert first["slowest"] == second["slowest"] == 1
-    naps = second["naps"]["forward"] + second["naps"]["backward"]
-    assert first["lag"] == pytest.approx(naps / 12, rel=0.3)
-    # Ranks go in step, so what one is slower, the other waits longer.
-    waited = [
-        found["seconds"]["gradient communication"] + found["seconds"]["waiting for ranks"]
-        for found in (first, second)
-    ]
-    assert waited[0] - waited[1] == pytest.approx(12 * first["lag"], rel=0.15)
-    # DDP calls `training_step` by way of the module's `forward`, which is not the forward pass.
-    for phase in ("forward", "loss"):
-        assert second["seconds"][phase] == pytest.approx(second["naps"][phase], rel=0.15)
-    assert "Slowest rank: 1" in first["printed"]
-    assert second["printed"] == ""
 
 
 # --- leaves nothing, changes nothing ------------------------------------------------------------
@@ -520,16 +415,16 @@ class Copies(Callback):
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.copy = copy.deepcopy(pl_module.layer)
-        pickle.dumps(pl_module.layer)
-        self.log = pickle.loads(pickle.dumps(vars(pl_module).get("log")))
+        self.size = len(pickle.dumps(pl_module.layer))
 
 
 def test_copies_of_the_module_know_nothing_of_it():
-    copies, model = Copies(), SmallNet()
-    fit(profiler(flops=False), model, copies)
+    copies, model, watched = Copies(), SmallNet(), profiler(flops=False)
+    fit(watched, model, copies)
+    before = watched.report().rows
     assert copies.copy(torch.ones(2, 6)).shape == (2, 1)
-    assert all(hook.__name__ == "_do_nothing" for hook in copies.copy._forward_hooks.values())
-    assert copies.log.__func__ is LightningModule.log
+    assert watched.report().rows == before
+    assert copies.size < len(pickle.dumps(model.layer)) + 1000
 
 
 def test_reads_nothing_from_the_device_in_a_step():
@@ -601,18 +496,18 @@ def test_callbacks_by_name_and_only_those_that_do_something():
     assert callbacks == ["callback Copies"]
 
 
-def test_actions_of_ones_own():
+def test_actions_of_ones_own(timers):
     class Profiled(SmallNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with self.trainer.profiler.profile("my part"):
-                time.sleep(0.002)
+                timers.spend("my part", NAP)
             return super().training_step(batch, batch_idx)
 
     watched = profiler(flops=False)
     fit(watched, Profiled())
     row = rows_of(watched)["my part"]
     assert row["count"] == 12
-    assert row["median ms"] >= 2.0
+    assert row["total s"] == pytest.approx(12 * NAP)
 
 
 # --- regions ------------------------------------------------------------------------------------
@@ -621,16 +516,16 @@ def test_actions_of_ones_own():
 class WithRegions(SmallNet):
     """Marks parts of its own, one within another, and one around the forward pass."""
 
-    def __init__(self, profiler: lo.StepProfiler) -> None:
+    def __init__(self, profiler: lo.StepProfiler, timers: Timers) -> None:
         super().__init__()
-        self.profiler = profiler
-        self.timers = Timers()
+        self.profiler, self.timers = profiler, timers
 
     def forward(self, x: Any) -> Any:
-        with self.profiler.region("outer", bytes=8e6, flops=2e6), self.timers("outer"):
-            time.sleep(NAP)
-            with self.profiler.region("inner"), self.timers("inner"):
-                time.sleep(NAP)
+        with self.profiler.region("outer", bytes=8e6):
+            self.timers.spend("outer", NAP)
+            with self.profiler.region("inner"):
+                self.timers.spend("inner", 2 * NAP)
+        self.timers.spend("forward", NAP)
         return self.layer(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
@@ -643,24 +538,21 @@ class WithRegions(SmallNet):
         return DataLoader(list(super().train_dataloader())[:4], batch_size=None)
 
 
-def test_regions():
+def test_regions(timers):
     watched = profiler(flops=False)
     with watched.region("before any run"):
         pass
-    model = WithRegions(watched)
-    fit(watched, model, limit_val_batches=0)
-    timers, measures, rows = model.timers.seconds, watched.measures(), rows_of(watched)
-    assert measures.seconds["region inner"] == pytest.approx(timers["inner"], rel=0.1)
+    fit(watched, WithRegions(watched, timers), limit_val_batches=0)
+    measures, rows = watched.measures(), rows_of(watched)
     # One within another counts once: what is left is the outer one's own.
-    own = timers["outer"] - timers["inner"]
-    assert measures.seconds["region outer"] == pytest.approx(own, rel=0.1)
+    assert measures.seconds["region inner"] == pytest.approx(4 * 2 * NAP)
+    assert measures.seconds["region outer"] == pytest.approx(4 * NAP)
     assert rows["forward"]["count"] == 3  # once it was the region's
     assert rows["region all of it"]["count"] == 1
     assert set(measures.regions) == {"outer", "inner", "all of it"}
     outer = measures.regions["outer"]
-    assert (outer.calls, outer.bytes, outer.flops) == (4, 4 * 8e6, 4 * 2e6)
-    assert outer.seconds == pytest.approx(timers["outer"], rel=0.05)
-    rate = 4 * 8e6 / outer.seconds / 1e9
+    assert (outer.calls, outer.bytes, outer.seconds) == (4, 4 * 8e6, pytest.approx(4 * 3 * NAP))
+    rate = 8e6 / (3 * NAP) / 1e9
     assert f"{rate:.4g} GB/s" in "\n".join(watched.report().notes)
 
 
