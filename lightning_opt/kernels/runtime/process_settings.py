@@ -123,21 +123,30 @@ def set_expandable_segments(device: torch.device) -> Outcome:
         return Outcome.refused(name, EXPANDABLE, f"{device.type} has no such allocator")
     if not sys.platform.startswith("linux"):
         return Outcome.refused(name, EXPANDABLE, "only on Linux", failed=True)
-    for variable in ALLOCATOR:
-        if EXPANDABLE in os.environ.get(variable, ""):
-            note = f"{variable} says {os.environ[variable]}"
-            return Outcome.refused(name, EXPANDABLE, note)
+    present = _allocator_settings()
+    if EXPANDABLE in present:
+        return Outcome.refused(name, EXPANDABLE, f"it is told {present} already")
+    wanted = f"{EXPANDABLE}:True"
     try:
-        _configure_allocator(f"{EXPANDABLE}:True")
+        # All of it is parsed anew: what is not named again would be forgotten.
+        _configure_allocator(f"{present},{wanted}" if present else wanted)
     except (RuntimeError, ValueError, AttributeError) as error:
-        note = f"{error}; set {ALLOCATOR[1]}={EXPANDABLE}:True before you start"
+        note = f"{error}; set {ALLOCATOR[1]}={wanted} before you start"
         return Outcome.refused(name, EXPANDABLE, note, failed=True)
     reserved = torch.cuda.memory_reserved(device)
     note = ""
     if reserved:
         note = f"too late for {reserved >> 20} MiB that were reserved before, and stay as they are"
-    undo = functools.partial(_configure_allocator, f"{EXPANDABLE}:False")
-    return Outcome(name, EXPANDABLE, "", note=note, undo=undo)
+    undo = functools.partial(_configure_allocator, present or f"{EXPANDABLE}:False")
+    return Outcome(name, EXPANDABLE, present, note=note, undo=undo)
+
+
+def _allocator_settings() -> str:
+    """Return what the allocator was told last, by the environment or since."""
+    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if told is not None:
+        return str(told())
+    return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), "")
 
 
 def _configure_allocator(settings: str) -> None:

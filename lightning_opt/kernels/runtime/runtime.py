@@ -6,7 +6,6 @@ import logging
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
@@ -25,6 +24,7 @@ from lightning_opt.kernels.runtime.process_settings import (
     set_threads,
     share_of,
 )
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -40,7 +40,7 @@ WATCHED = 100
 """Batches whose shapes are looked at."""
 
 
-class Runtime(Callback):
+class Runtime(RunCallback):
     """Sets precision, cuDNN, allocator, CPUs and threads for the run, and puts them back.
 
     Settings are made in ``setup`` of every stage, the first hook there is, and undone in
@@ -115,25 +115,19 @@ class Runtime(Callback):
         self.priority = priority
         self.threads = None if threads is None else at_least("threads", threads, 1)
         self._outcomes: list[Outcome] = []
-        self._rows: list[dict[str, Any]] = []
         self._warned = False
-        self._forget_shapes()
+        self._batches, self._shapes = 0, set[tuple[tuple[int, ...], ...]]()
 
-    def _forget_shapes(self) -> None:
-        self._batches = 0
-        self._shapes: set[tuple[tuple[int, ...], ...]] = set()
+    only_one = True
+    process_only = ("_outcomes",)
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set everything."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, Runtime) for callback in callbacks) > 1:
-            raise ValueError("Two Runtime callbacks would undo each other's settings; keep one.")
-        self._undo()
-        self._forget_shapes()
-        try:
-            self._set(trainer)
-        finally:
-            self._rows = [outcome.row() for outcome in self._outcomes]
+        super().setup(trainer, pl_module, stage)
+        self.release(trainer)
+        self._outcomes = []
+        self._batches, self._shapes = 0, set()
+        self._set(trainer)
         for outcome in self._outcomes:
             if not outcome.done:
                 log.info("Runtime: %s is not set: %s.", outcome.setting, outcome.note)
@@ -175,40 +169,28 @@ class Runtime(Callback):
         if self.cudnn_benchmark != "auto" or self._batches >= WATCHED:
             return
         self._batches += 1
-        for outcome, row in zip(self._outcomes, self._rows, strict=True):
+        for outcome in self._outcomes:
             if outcome.setting == "cudnn_benchmark" and outcome.done:
                 leaves = tree_leaves(batch)
                 self._shapes.add(tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor)))
                 if len(self._shapes) > SHAPES:
                     torch.backends.cudnn.benchmark = False
                     self._batches = WATCHED
-                    row["set"], row["note"] = False, "off again, since shapes keep changing"
+                    outcome.done, outcome.note = False, "off again, since shapes keep changing"
 
     def report(self) -> Report:
         """Return what was set, what it was before, and what was not set and why."""
-        return Report("Runtime", self._rows)
+        return Report("Runtime", [outcome.row() for outcome in self._outcomes or ()])
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put everything back; Lightning calls no ``teardown`` after an exception."""
-        self._undo()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put everything back."""
-        self._undo()
-
-    def _undo(self) -> None:
-        outcomes, self._outcomes = self._outcomes, []
-        if not outcomes:
-            return  # the report stays
-        for outcome, row in reversed(list(zip(outcomes, self._rows, strict=True))):
-            if outcome.undo is None:
-                continue
+    def release(self, trainer: pl.Trainer) -> None:
+        """Put everything back; the report stays."""
+        for outcome in reversed(self._outcomes or ()):
+            undo, outcome.undo = outcome.undo, None
             try:
-                outcome.undo()
+                if undo is not None:
+                    undo()
             except OSError as error:
-                row["note"] = f"could not be put back: {error.strerror}"
+                outcome.note = f"could not be put back: {error.strerror}"
                 rank_zero_warn(
                     f"Runtime could not put {outcome.setting} back from {outcome.asked} to "
                     f"{outcome.before}: {error.strerror}."

@@ -312,40 +312,59 @@ def test_priority_that_cannot_be_put_back(monkeypatch):
 # --- CUDA, pretended ----------------------------------------------------------------------------
 
 
-def pretend_cuda(monkeypatch: pytest.MonkeyPatch, reserved: int = 0) -> list[str]:
-    said: list[str] = []
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", said.append, raising=False)
+def pretend_cuda(
+    monkeypatch: pytest.MonkeyPatch, reserved: int = 0, present: str = "", knows: bool = True
+) -> list[str]:
+    """Stand in for CUDA, and return what its allocator is told, `present` first."""
+    said = [present]
+    tells = {"getAllocatorSettings": lambda: said[-1], "setAllocatorSettings": said.append}
+    for name, function in tells.items():
+        monkeypatch.setattr(torch._C, f"_accelerator_{name}", function, raising=False)
+    if not knows:  # as before torch 2.9
+        for name in tells:
+            monkeypatch.delattr(torch._C, f"_accelerator_{name}")
+        old = torch.cuda.memory
+        monkeypatch.setattr(old, "_set_allocator_settings", said.append, raising=False)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
     return said
 
 
 def test_allocator(monkeypatch):
-    for variable in settings.ALLOCATOR:
-        monkeypatch.delenv(variable, raising=False)
     said = pretend_cuda(monkeypatch)
     outcome = settings.set_expandable_segments(CUDA)
     assert (outcome.done, outcome.note) == (True, "")
     outcome.undo()
-    assert said == ["expandable_segments:True", "expandable_segments:False"]
+    assert said[1:] == ["expandable_segments:True", "expandable_segments:False"]
     pretend_cuda(monkeypatch, reserved=3 << 20)
     assert "too late for 3 MiB" in settings.set_expandable_segments(CUDA).note
 
 
 @pytest.mark.parametrize("variable", settings.ALLOCATOR)
-def test_allocator_that_the_user_has_set(variable, monkeypatch):
-    said = pretend_cuda(monkeypatch)
-    monkeypatch.setenv(variable, "expandable_segments:False,max_split_size_mb:64")
+@pytest.mark.parametrize("knows", [True, False])
+def test_what_the_user_told_the_allocator_stays(variable, knows, monkeypatch):
+    """It parses all of what it is told, and forgets what is not there."""
+    users = "max_split_size_mb:64,garbage_collection_threshold:0.8"
+    for name in settings.ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, users)
+    said = pretend_cuda(monkeypatch, present=users, knows=knows)
     outcome = settings.set_expandable_segments(CUDA)
-    assert not outcome.done
-    assert not outcome.failed
-    assert variable in outcome.note
-    assert said == []
+    outcome.undo()
+    assert said[1:] == [f"{users},expandable_segments:True", users]
+
+
+def test_an_allocator_that_was_told_before():
+    said = "expandable_segments:False,max_split_size_mb:64"
+    with pytest.MonkeyPatch.context() as patch:
+        told = pretend_cuda(patch, present=said)
+        outcome = settings.set_expandable_segments(CUDA)
+    assert (outcome.done, outcome.failed) == (False, False)
+    assert said in outcome.note
+    assert told == [said]
 
 
 def test_allocator_that_torch_refuses(monkeypatch):
-    for variable in settings.ALLOCATOR:
-        monkeypatch.delenv(variable, raising=False)
     pretend_cuda(monkeypatch)
 
     def refuse(text: str) -> None:
@@ -424,7 +443,7 @@ def test_refuses_what_makes_no_sense(asked, named):
 
 
 def test_two_of_them_are_refused():
-    with pytest.raises(ValueError, match="Two Runtime callbacks"):
+    with pytest.raises(ValueError, match="more than one Runtime"):
         quiet_trainer(callbacks=[lo.Runtime(), lo.Runtime()]).fit(SmallNet())
 
 
@@ -433,5 +452,5 @@ def test_on_a_gpu():
     callback = lo.Runtime(deterministic=True)
     quiet_trainer(callbacks=[callback], accelerator="gpu").fit(SmallNet())
     rows = {row["setting"]: row for row in callback.report().rows}
-    assert rows["allocator"]["set"] or "says" in rows["allocator"]["note"]
+    assert rows["allocator"]["set"] or "told" in rows["allocator"]["note"]
     assert rows["deterministic"]["set"]
