@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
@@ -12,8 +10,8 @@ from lightning_opt.core.malloc import malloc_trim
 from lightning_opt.core.memory import (
     MB,
     MemoryLimits,
+    PeakMeter,
     device_memory,
-    process_memory,
     resident_memory,
 )
 
@@ -25,87 +23,58 @@ class Peak:
     Attributes:
         share: The peak over the limit, of the limit that was nearest.
         rest: The same for what is in use now.
-        source: What is limited.
     """
 
     share: float
     rest: float
-    source: str
 
 
-class PeakMeter:
-    """Measures the peak of memory from :meth:`start` on, without looking at each step.
+class LimitMeter:
+    """Measures how near the peak of memory comes to a limit, without looking at each step.
 
-    On CUDA it is what tensors hold at most, of what torch's allocator can have. On a CPU it is
-    resident memory, which the kernel keeps the peak of (Linux), on top of what else the machine's
-    memory, control groups and ``RLIMIT_AS`` say is in use. Elsewhere :meth:`look` samples it.
+    On CUDA it is what torch's allocator has taken from the device, of what it can have. On a CPU
+    it is resident memory, on top of what else the machine's memory, control groups and
+    ``RLIMIT_AS`` say is in use.
 
     Args:
         device: The device that trains.
         budget_mb: Another limit: what this process may take of the device, or on a CPU altogether.
-        leave_out: Sources of limits that do not count.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        budget_mb: float | None = None,
-        leave_out: Collection[str] = (),
-    ) -> None:
-        self._device, self._leave_out = device, frozenset(leave_out)
+    def __init__(self, device: torch.device, budget_mb: float | None = None) -> None:
+        self._device = device
         self._budget = None if budget_mb is None else int(budget_mb * MB)
-        self._limits = MemoryLimits(device, host=True)
-        self._sampled = 0
-        self.samples = device.type != "cuda" and not _reset_peak()
+        self._limits = MemoryLimits(device, host=device.type != "cuda")
+        self._meter = PeakMeter(device)
+        self.sample = self._meter.sample
+
+    @property
+    def samples(self) -> bool:
+        """Whether the system keeps no peak, so that :meth:`sample` is to be called."""
+        return self._meter.samples
 
     def start(self) -> None:
         """Begin anew."""
-        if self._device.type == "cuda":
-            torch.cuda.reset_peak_memory_stats(self._device)
-            return
-        malloc_trim()  # what is kept for reuse would count as the peak
-        self._sampled = resident_memory()
-        if not self.samples:
-            _reset_peak()
-
-    def look(self) -> None:
-        """Take a sample, where there is no other way."""
-        if self.samples:
-            self._sampled = max(self._sampled, resident_memory())
+        if self._device.type == "cpu":
+            malloc_trim()  # what is kept for reuse would count as the peak
+        self._meter.start()
 
     def read(self) -> Peak:
         """Return the peak since :meth:`start`."""
-        if self._device.type == "cuda":
-            return self._read_cuda()
-        peak = self._sampled if self.samples else process_memory().peak or 0
-        malloc_trim()  # what is kept for reuse is not in use, so it is no part of `now` either
-        now = resident_memory()
-        more = max(0, peak - now)
-        found = [
-            (usage.used, usage.total, usage.source)
-            for usage in self._limits.read()
-            if usage.source not in self._leave_out
-        ]
-        if self._budget is not None:
-            found.append((now, self._budget, "budget"))
-        peaks = [Peak((used + more) / total, used / total, source) for used, total, source in found]
-        return max(peaks, key=lambda peak: peak.share)
-
-    def _read_cuda(self) -> Peak:
+        peak = self._meter.read()
         memory = device_memory(self._device)
-        assert memory is not None
-        total = memory.free + memory.reserved
-        source = str(self._device)
-        if self._budget is not None and self._budget < total:
-            total, source = self._budget, "budget"
-        peak = torch.cuda.max_memory_allocated(self._device)
-        return Peak(peak / total, memory.allocated / total, source)
-
-
-def _reset_peak() -> bool:
-    """Have the kernel begin anew with this process's peak, and return whether it does."""
-    try:
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return False
-    return True
+        if memory is not None:
+            now, total = memory.allocated, memory.free + memory.reserved
+            found = [(now, min(total, self._budget or total))]
+        else:
+            malloc_trim()  # what is kept for reuse is not in use, so it is no part of `now` either
+            now = resident_memory()
+            found = [(usage.used, usage.total) for usage in self._limits.read()]
+            if self._budget is not None:
+                found.append((now, self._budget))
+        more = max(0, peak - now)
+        return max(
+            (Peak((used + more) / total, used / total) for used, total in found),
+            key=lambda near: near.share,
+            default=Peak(0.0, 0.0),
+        )

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 from lightning_opt.batching.batch_size.learning_rates import Pace, ScaledRates
+from lightning_opt.batching.batch_size.memory_fit import MemoryFit, next_size
 from lightning_opt.batching.batch_size.search import FoundSizes
 from lightning_opt.batching.batch_size.trials import find_within
 from lightning_opt.batching.loader_sizes import (
@@ -26,8 +27,7 @@ from lightning_opt.batching.loader_sizes import (
     samples_of,
     set_batch_size,
 )
-from lightning_opt.batching.memory_fit import MemoryFit, next_size
-from lightning_opt.batching.peaks import PeakMeter
+from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.arguments import at_least, between, positive
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.preserve import replaced
@@ -141,7 +141,7 @@ class DynamicBatchSize(Callback):
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
         self._loaders: LoaderSizes | None = None
-        self._meter: PeakMeter | None = None
+        self._meter: LimitMeter | None = None
         self._rates: ScaledRates | None = None
         self._most = 0
         self._reset()
@@ -281,7 +281,7 @@ class DynamicBatchSize(Callback):
                 f"{len(loader.flattened)}. Put their datasets into one "
                 "(torch.utils.data.StackDataset, ConcatDataset)."
             )
-        self._meter = PeakMeter(trainer.strategy.root_device, self.budget_mb)
+        self._meter = LimitMeter(trainer.strategy.root_device, self.budget_mb)
         self._meter.start()
         if self._planned is None and math.isfinite(trainer.num_training_batches):
             self._planned = self._steps(trainer)
@@ -324,7 +324,7 @@ class DynamicBatchSize(Callback):
     ) -> None:
         """Look at memory, where the system does not keep its peak."""
         if self._meter is not None and self._meter.samples:
-            self._meter.look()
+            self._meter.sample()
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave validation out of the measurement."""

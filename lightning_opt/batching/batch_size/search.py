@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_opt.batching.memory_fit import MemoryFit
+from lightning_opt.batching.batch_size.memory_fit import MemoryFit
 from lightning_opt.core.report import Report
 
 TRIALS = 12

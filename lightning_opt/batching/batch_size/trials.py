@@ -37,7 +37,7 @@ from lightning_opt.batching.loader_sizes import (
     samples_of,
     set_batch_size,
 )
-from lightning_opt.batching.peaks import PeakMeter
+from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.preserve import do_nothing, replaced
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
@@ -83,7 +83,7 @@ class _Probe(Callback):
         self.seconds: list[float] = []
         self.rows: list[int] = []
         self.stack = ExitStack()
-        self.meter: PeakMeter | None = None
+        self.meter: LimitMeter | None = None
         self.peak: Any = None
         self.model: Any = None
 
@@ -134,7 +134,7 @@ class _Probe(Callback):
             (manual, {"run": step(manual.run)}),
         ):
             self.stack.enter_context(replaced(owner, **attributes))
-        self.meter = PeakMeter(self.device, self.budget_mb)
+        self.meter = LimitMeter(self.device, self.budget_mb)
         self.meter.start()
 
     def _guarded(self, function: Any, *args: Any, tell: bool, **kwargs: Any) -> Any:
@@ -170,7 +170,7 @@ class _Probe(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
     ) -> None:
         if self.meter is not None:
-            self.meter.look()
+            self.meter.sample()
 
     def on_train_batch_end(
         self,

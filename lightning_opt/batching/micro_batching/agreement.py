@@ -17,7 +17,7 @@ Under FSDP2 each forward pass is a collective as well, so there is nothing to ta
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any
 
@@ -34,14 +34,6 @@ from lightning_opt.batching.micro_batching.ddp_reduction import (
     reduce_gradients,
 )
 from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
-from lightning_opt.core.exhaustion import is_out_of_memory
-
-MID_BATCH = (
-    "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
-    "in a collective with it, so the batch cannot be tried again and the run ends on all ranks: "
-    "resume from the last checkpoint, with a larger `safety`, a smaller batch or min_size=1. "
-)
-"""How a run ends under FSDP2."""
 
 Backward = Callable[[], None]
 
@@ -56,14 +48,12 @@ class Alone:
     Attributes:
         several: Whether there are others.
         committed: Whether the batch can no longer be taken back.
-        has_news: Whether a rank has something to tell at the end of this batch.
     """
 
     several = False
     committed = False
-    has_news = False
 
-    def begin(self, risky: bool = False, news: bool = False) -> None:
+    def begin(self, risky: bool) -> None:
         """Begin a batch."""
 
     def begin_attempt(self) -> None:
@@ -121,18 +111,16 @@ class Replicas(Alone):
     def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
         self._model = model
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        self._flags = torch.zeros(3, dtype=torch.int64)
-        self._risky = self._news = False
+        self._flags = torch.zeros(2, dtype=torch.int64)
+        self._risky = False
 
-    def begin(self, risky: bool = False, news: bool = False) -> None:
+    def begin(self, risky: bool) -> None:
         """Begin a batch.
 
         Args:
             risky: Whether this rank may run out of memory in the backward pass.
-            news: Whether it will have something to tell.
         """
-        self._risky, self._news = risky, news
-        self.committed = self.has_news = False
+        self._risky, self.committed = risky, False
         self._broadcasts = self._model.require_forward_param_sync
 
     def begin_attempt(self) -> None:
@@ -195,14 +183,13 @@ class Replicas(Alone):
     def _agree(self) -> bool:
         """Return whether the backward pass is a risk for any rank, if none has failed."""
         self._tell(failed=False)
-        failed, risky, news = self._flags.tolist()
-        self.has_news = bool(news)
+        failed, risky = self._flags.tolist()
         if failed:
             raise OtherRankFailedError
         return bool(risky)
 
     def _tell(self, failed: bool) -> None:
-        for place, flag in enumerate((failed, self._risky, self._news)):
+        for place, flag in enumerate((failed, self._risky)):
             self._flags[place] = flag
         self._reduce(self._flags)
 
@@ -219,19 +206,14 @@ class Sharded(Alone):
     """The ranks of FSDP2, whose forward passes are collectives: what one begins, all must end.
 
     So a batch is not taken back. The ranks agree on its micro-batches before it begins. One that
-    runs out of memory nevertheless ends, and tells the others why by the store through which they
-    have met; they hear of it when their collective fails.
+    runs out of memory nevertheless ends; the others do when their collective fails.
 
     Args:
         timeout: How long to wait for a rank that does not come; None for torch's default.
     """
 
-    _runs = 0
-
     def __init__(self, timeout: timedelta | None) -> None:
         self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
-        Sharded._runs += 1  # the same on all ranks, and another one in the next run
-        self._key = f"lightning_opt/out_of_memory/{Sharded._runs}"
 
     def agree(self, parts: int, samples: int) -> int:
         """Return the most parts that any rank wants, but no more than the fewest samples."""
@@ -241,29 +223,9 @@ class Sharded(Alone):
         parts, fewest = map(int, most.tolist())
         return min(parts, -fewest)
 
-    def explain(self, error: BaseException) -> str:
-        """Return what to say of an error in mid-batch; "" if no rank has run out of memory."""
-        if not is_out_of_memory(error):
-            return self._heard()
-        words = f"Rank {dist.get_rank()}: {type(error).__name__}: {error}"
-        with suppress(RuntimeError):  # the rank that keeps the store may have ended
-            _store().set(self._key, words)
-        return words
-
-    def _heard(self) -> str:
-        try:
-            store = _store()
-            return store.get(self._key).decode() if store.check([self._key]) else ""
-        except RuntimeError:
-            return ""
-
     def close(self) -> None:
         """Let go of the process group."""
         _close(self._group)
-
-
-def _store() -> Any:
-    return dist.distributed_c10d._get_default_store()
 
 
 @contextmanager

@@ -4,21 +4,20 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
-from lightning.pytorch.trainer import call
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_opt.batching.micro_batching.agreement import Alone, OtherRankFailedError
 from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
+from lightning_opt.batching.micro_batching.hooks import HookGuard
 from lightning_opt.batching.micro_batching.logs_and_outputs import LogRecorder, merge_outputs
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
-from lightning_opt.core.preserve import Before, CannotUndoError, do_nothing, replaced
+from lightning_opt.core.preserve import Before, CannotUndoError, replaced
 from lightning_opt.core.splitting import split_into, tensors_of, with_own_containers
 
 if TYPE_CHECKING:
@@ -65,6 +64,7 @@ class Workshop:
         weigh: What a micro-batch counts in the loss; None for its samples.
         retrying: Whether a batch that runs out of memory is taken back.
         ranks: Who has to agree to that.
+        hooks: What keeps callbacks from being told twice.
     """
 
     def __init__(
@@ -74,9 +74,10 @@ class Workshop:
         split: Split | None,
         weigh: Weigh | None,
         retrying: bool,
-        ranks: Alone | None = None,
+        ranks: Alone,
+        hooks: HookGuard,
     ) -> None:
-        self.ranks = Alone() if ranks is None else ranks
+        self.ranks, self.hooks = ranks, hooks
         self.trainer, self.module = trainer, module
         self.split, self.weigh = split, weigh
         self.optimization = trainer.fit_loop.epoch_loop.automatic_optimization
@@ -102,8 +103,6 @@ class MicroBatchClosure(Closure):
         smaller: Asked for more parts after out-of-memory, given the batch, the largest number of
             samples that failed (0 for all), the number of parts, and the allocator's words.
         succeeded: Called when the batch is through.
-        measure: Called with the samples of the first micro-batch before its forward pass, and
-            returns what is called after it.
     """
 
     def __init__(
@@ -115,7 +114,6 @@ class MicroBatchClosure(Closure):
         parts: int,
         smaller: Callable[[Any, int, int, str], int] = _give_up,
         succeeded: Callable[[], None] = lambda: None,
-        measure: Callable[[int], Callable[[], None]] | None = None,
     ) -> None:
         optimization = shop.optimization
         super().__init__(
@@ -124,20 +122,20 @@ class MicroBatchClosure(Closure):
             zero_grad_fn=optimization._make_zero_grad_fn(batch_idx, optimizer),
         )
         self._shop, self._kwargs, self._parts = shop, kwargs, parts
-        self._smaller, self._succeeded, self._measure = smaller, succeeded, measure
+        self._smaller, self._succeeded = smaller, succeeded
         self._gradients: HeldGradients | None = None
-        self._zeroed = self._told = False
+        self._zeroed = self._is_whole = False
         self.finished = False
 
     @torch.enable_grad()
     def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
         """Run the batch, as often as it takes."""
+        self._shop.hooks.begin()
         try:
             result = self._run(self._kwargs["batch"], self._parts)
-        except BaseException:
+        finally:
             if self._gradients is not None:
-                self._gradients.put_back()
-            raise
+                self._gradients.end()
         self._succeeded()
         self.finished = True
         return result
@@ -179,8 +177,6 @@ class MicroBatchClosure(Closure):
                 parts = self._smaller(kept, max(sizes), parts, problem)
                 if parts == 1:  # another rank's batch is split, and this one cannot be
                     batch = with_own_containers(kept)
-        if self._gradients is not None:
-            self._gradients.put_back()  # `training_step` returned None, so nothing was added up
         before.learn()
         before.forget()
         return result
@@ -198,13 +194,10 @@ class MicroBatchClosure(Closure):
         carried: Tensor | None = None
         results: list[Any] = []
         skipped = 0
-        for number, (piece, count) in enumerate(pieces):
+        for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
             with shop.ranks.holding(strategy, is_last, accumulating):
-                measured = self._measure(count) if self._measure and number == 0 else None
                 loss, extra = self._forward(piece, number)
-                if measured is not None:
-                    measured()
                 results.append(extra)
                 self._prepare_gradients()
                 skipped += loss is None
@@ -254,9 +247,9 @@ class MicroBatchClosure(Closure):
 
     def _prepare_gradients(self) -> None:
         if not self._zeroed:
-            self._zeroed = True
             if self._zero_grad_fn is not None:
                 self._zero_grad_fn()
+            self._zeroed = True
         if self._shop.before is not None and self._gradients is None:
             self._gradients = HeldGradients(self._shop.parameters)
 
@@ -265,36 +258,31 @@ class MicroBatchClosure(Closure):
         if self._backward_fn is None:
             return
         shop = self._shop
-        told, self._told = self._told, self._told or is_last
-        with ExitStack() as stack:
-            if is_last and (self._gradients or shop.ranks.several):
-                backward, gradients = shop.module.backward, self._gradients
-
-                def whole(loss: Tensor, *args: Any, **kwargs: Any) -> None:
-                    # So that gradients are whole before any hook looks at them.
-                    run = partial(backward, loss, *args, **kwargs)
-                    shop.ranks.last_backward(run, loss, gradients, accumulating)
-
-                stack.enter_context(replaced(shop.module, backward=whole))
-            if is_last and not told:
-                self._backward_fn(loss)
-            else:
-                self._backward_quietly(loss, is_last)
-
-    def _backward_quietly(self, loss: Tensor, is_last: bool) -> None:
-        """Run it without the hooks that other micro-batches or attempts have called or will."""
-        assert self._backward_fn is not None
-        shop = self._shop
-        quiet: dict[str, Any] = {"on_after_backward": do_nothing}
         if not is_last:
-            quiet["on_before_backward"] = do_nothing
-        with ExitStack() as stack:
-            stack.enter_context(replaced(shop.trainer, callbacks=[]))
-            stack.enter_context(replaced(shop.module, **quiet))
-            self._backward_fn(loss)
-        if is_last:  # a failed attempt has told callbacks of this batch's loss already
-            call._call_callback_hooks(shop.trainer, "on_after_backward")
-            call._call_lightning_module_hook(shop.trainer, "on_after_backward")
+            with shop.hooks.muted("on_before_backward", "on_after_backward"):
+                self._backward_fn(loss)
+            return
+        backward, gradients = shop.module.backward, self._gradients
+
+        def whole(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            # So that gradients are whole before any hook looks at them.
+            run = partial(backward, loss, *args, **kwargs)
+            shop.ranks.last_backward(run, loss, gradients, accumulating)
+            if gradients is not None:
+                gradients.end()
+            self._is_whole = True
+
+        try:
+            with replaced(shop.module, backward=whole):
+                self._backward_fn(loss)
+            return
+        except CAUGHT as error:
+            if not (self._is_whole and shop.before is not None and is_out_of_memory(error)):
+                raise
+        # In a hook: what others have done to the gradients is not done again, so they stay.
+        let_go(shop.device)
+        self.finished = True  # a second failure is final
+        shop.trainer.precision_plugin.post_backward(loss, shop.module)
 
     def _take_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
         shop = self._shop

@@ -6,11 +6,9 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import ref
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -19,13 +17,12 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_opt.batching.micro_batching.agreement import MID_BATCH, Alone, Replicas, Sharded
+from lightning_opt.batching.micro_batching.agreement import Alone, Replicas, Sharded
 from lightning_opt.batching.micro_batching.closure import (
     MicroBatchClosure,
     Split,
@@ -33,21 +30,31 @@ from lightning_opt.batching.micro_batching.closure import (
     Workshop,
     split_with,
 )
-from lightning_opt.batching.micro_batching.forecast import Forecast, Planner
-from lightning_opt.batching.micro_batching.retry_policy import Learner
+from lightning_opt.batching.micro_batching.hooks import HookGuard
+from lightning_opt.batching.micro_batching.planning import Planning
+from lightning_opt.batching.micro_batching.retrying import Retrying
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes
 from lightning_opt.batching.micro_batching.split_check import is_too_far, split_error
-from lightning_opt.core.arguments import at_least, fraction, positive
+from lightning_opt.core.arguments import at_least
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
 from lightning_opt.core.importing import function_named
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+MID_BATCH = (
+    "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
+    "in a collective with it, so the batch cannot be tried again and the run ends on all ranks: "
+    "resume from the last checkpoint, with MicroBatching(size=...) or a smaller batch. The "
+    "allocator said: "
+)
 
-class MicroBatching(Callback):
+
+class MicroBatching(RunCallback):
     """Runs each training batch as micro-batches, with the loss and the gradient of the whole batch.
 
     Only the size of what is in memory at a time changes. The optimised batch, the learning rate,
@@ -58,19 +65,17 @@ class MicroBatching(Callback):
     memory in its forward or backward pass is taken back: random numbers, gradients, buffers,
     metrics, counters and logged values are as before it. Then it is run again in halves, quarters
     and so on. What was learnt holds for batches whose samples have the same shape or more elements,
-    and is kept in checkpoints. After ``regrow_every`` batches the size doubles again if what one
-    sample was measured to take says that it fits; where that proves wrong, the next attempt comes
-    twice as late.
+    and is kept in checkpoints. ``regrow_every`` batches later the size doubles again; where that
+    proves wrong, the next attempt comes twice as late.
 
     Exact for losses that are means over samples, or over what ``loss_weight`` counts. Not for
     losses that compare samples with each other (contrastive ones), nor for BatchNorm, which sees
     one micro-batch at a time: before the first split there is a trial, and a warning.
 
     Under DDP the ranks agree, and take a batch back together if one of them runs out of memory.
-    Under FSDP2 a batch cannot be taken back, so sizes are planned: a shape begins with ``min_size``
+    Under FSDP2 a batch cannot be taken back, so sizes are planned: a shape begins with one sample
     and grows as measured peaks say that it fits. If memory runs out nevertheless, the run ends on
-    all ranks. On a CPU, where the kernel kills what passes the limit of a control group or of the
-    machine, batches are split before they do, as far as earlier ones say what they take.
+    all ranks.
 
     Logged when a size changes:
 
@@ -81,14 +86,10 @@ class MicroBatching(Callback):
 
     Args:
         size: Samples that a micro-batch may have, or ``"auto"``.
-        min_size: Samples below which ``"auto"`` does not go.
-        safety: Share of each memory limit to be left free when ``"auto"`` grows.
         regrow_every: Batches from one size to the attempt at its double, at least 1.
         split: For batches that are not made of tensors with one row a sample: a function
             ``split(batch, parts)``, or its import path, that returns a list of ``parts`` pairs
             ``(part, samples)``.
-        budget_mb: With ``"auto"``, a limit of one's own, which planned sizes keep: memory of this
-            process on its device. The first batch shows what batches take, so it may pass it.
         loss_weight: What a micro-batch's loss is a mean over: ``"samples"``, or a function of the
             micro-batch, or its import path, that counts it, such as its tokens.
 
@@ -97,8 +98,8 @@ class MicroBatching(Callback):
             optimisation, DeepSpeed, with ``dataloader_iter``, or for ``"auto"`` under a strategy of
             several processes other than DDP and FSDP2; in ``on_fit_start`` for LBFGS.
         UnsplittableBatchError: While training, for a batch that needs ``split``.
-        MemoryError: While training with ``"auto"``, if ``min_size`` samples do not fit, or if
-            memory runs out in the optimizer's update or under FSDP2, which cannot be taken back.
+        MemoryError: While training with ``"auto"``, if one sample does not fit, or if memory runs
+            out in the optimizer's update or under FSDP2, which cannot be taken back.
 
     Example:
         >>> import lightning as L
@@ -109,49 +110,39 @@ class MicroBatching(Callback):
     def __init__(
         self,
         size: int | Literal["auto"] = "auto",
-        min_size: int = 1,
-        safety: float = 0.05,
         regrow_every: int = 200,
         split: Callable[[Any, int], Any] | str | None = None,
         loss_weight: Callable[[Any], Any] | str = "samples",
-        budget_mb: float | None = None,
     ) -> None:
         self.size = size if size == "auto" else at_least("size", size, 1)
-        self.min_size = at_least("min_size", min_size, 1)
-        self.safety = fraction("safety", safety)
         self.regrow_every = at_least("regrow_every", regrow_every, 1)
-        self.budget_mb = None if budget_mb is None else positive("budget_mb", budget_mb)
-        if self.budget_mb is not None and self.size != "auto":
-            raise ValueError(f"budget_mb is for size='auto', and size is {self.size}.")
         self.split: Split | None = function_named("split", split)
         self.loss_weight: Weigh | None = (
             None if loss_weight == "samples" else function_named("loss_weight", loss_weight)
         )
-        self._module: ref[nn.Module] | None = None
         self._stack: ExitStack | None = None
         self._whole: Any = None
         self._update: Any = None
         self._shop: Workshop | None = None
-        self._sharded: Sharded | None = None
+        self._changed: int | None = None
+        self._forget()
+
+    def _forget(self) -> None:
+        self._sizes = LearnedSizes(self.regrow_every)
+        self._planned: dict[str, int] = {}
+        self._retries = 0
         self._warned = False
-        self._reset()
+        self.events: list[dict[str, Any]] = []
 
-    def _reset(self) -> None:
-        self._sizes: dict[str, int] = {}
-        self._learner = Learner(self.min_size, self.safety, self.regrow_every, self._before_split)
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """Changes of size, the newest last: ``step``, ``kind``, ``samples`` and ``size``."""
-        return self._learner.events
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget what another model needed, which says nothing about this one."""
+        self._forget()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot be right."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, MicroBatching) for callback in callbacks) > 1:
-            raise ValueError("There is more than one MicroBatching in Trainer(callbacks=[...]).")
         if not pl_module.automatic_optimization:
             raise ValueError(
                 "MicroBatching does not work under manual optimisation, where training_step itself "
@@ -171,10 +162,6 @@ class MicroBatching(Callback):
             )
         if self.size == "auto" and isinstance(trainer.strategy, ParallelStrategy):
             self._refuse_for_auto(trainer.strategy)
-        if self._module is None or self._module() is not pl_module:
-            if self._module is not None:
-                self._reset()  # another model: what the last one needed says nothing about it
-            self._module = ref(pl_module)
 
     @staticmethod
     def _refuse_for_auto(strategy: ParallelStrategy) -> None:
@@ -208,52 +195,40 @@ class MicroBatching(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's closures."""
-        self._release()
-        auto, stack = self.size == "auto", ExitStack()
-        ranks: Alone | None = None
-        self._sharded = None
-        if auto and isinstance(trainer.strategy, DDPStrategy):
-            model = trainer.strategy.model
-            assert isinstance(model, DistributedDataParallel)
-            ranks = Replicas(model, trainer.strategy._timeout)
-            stack.callback(ranks.close)
-        elif auto and isinstance(trainer.strategy, ModelParallelStrategy):
-            self._sharded = ranks = Sharded(trainer.strategy._timeout)
-            stack.callback(ranks.close)
-        taken_back = auto and self._sharded is None
-        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, taken_back, ranks)
-        optimization = shop.optimization
-        self._shop, self._stack = shop, stack
+        self.release(trainer)
+        stack = ExitStack()
+        hooks = HookGuard(trainer, pl_module)
+        stack.callback(hooks.close)
+        strategy, auto = trainer.strategy, self.size == "auto"
+        ranks = Alone()
+        if auto and isinstance(strategy, DDPStrategy):
+            assert isinstance(strategy.model, DistributedDataParallel)
+            ranks = Replicas(strategy.model, strategy._timeout)
+        elif auto and isinstance(strategy, ModelParallelStrategy):
+            ranks = Sharded(strategy._timeout)
+        stack.callback(ranks.close)
+        retrying = auto and not isinstance(ranks, Sharded)
+        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, retrying, ranks, hooks)
+        self._shop, self._stack, optimization = shop, stack, shop.optimization
         self._whole, self._update = optimization._make_closure, optimization._optimizer_step
         self._agreed = trainer.world_size == 1 or _same_on_all_ranks(trainer.train_dataloader)
-        make = self._make_fixed
-        if auto:
-            make = self._start_auto(shop)
-        self._stack.enter_context(
-            replaced(optimization, _make_closure=make, _optimizer_step=self._step)
-        )
+        make: Any = self._make_fixed
+        if isinstance(ranks, Sharded):
+            every, note = self.regrow_every, self._note
+            make = Planning(
+                shop, ranks, every, self._planned, note, self._before_split
+            ).make_closure
+        elif auto:
+            make = Retrying(shop, self._sizes, self._note, self._before_split).make_closure
+        stack.enter_context(replaced(optimization, _make_closure=make, _optimizer_step=self._step))
 
-    def _start_auto(self, shop: Workshop) -> Any:
-        """Return what makes closures whose size is found here."""
-        planned = self._sharded is not None
-        forecast = None
-        if planned or shop.device.type == "cpu" or self.budget_mb is not None:
-            forecast = Forecast(shop.device, self.safety, self.budget_mb)
-        self._learner.start(shop, None if planned else forecast)
-        if self._sharded is None:
-            return self._learner.make_closure
-        assert forecast is not None
-        planner = Planner(
-            shop,
-            self._sharded,
-            forecast,
-            self.min_size,
-            self.regrow_every,
-            self._sizes,
-            self._learner.note,
-            self._before_split,
-        )
-        return planner.make_closure
+    def _note(self, kind: str, samples: int, size: int) -> None:
+        """Note that micro-batches of batches of so many samples have another size from now on."""
+        step = self._at_work().trainer.global_step
+        self._changed = size
+        self._retries += kind == "split"
+        self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})
+        del self.events[:-1000]
 
     # --- a fixed size ---------------------------------------------------------------------------
 
@@ -267,6 +242,7 @@ class MicroBatching(Callback):
         if not self._agreed:
             parts = _agree(parts, samples, shop.device)
         if parts <= 1:
+            shop.hooks.begin()
             return self._whole(kwargs, optimizer, batch_idx)
         self._before_split(kwargs["batch"], parts)
         return MicroBatchClosure(shop, kwargs, optimizer, batch_idx, parts)
@@ -280,10 +256,9 @@ class MicroBatching(Callback):
         batch_idx: int,
     ) -> None:
         """Log a size that has changed."""
-        learner = self._learner
-        if learner.changed is not None:
-            size, learner.changed = learner.changed, None
-            scalars = {"micro_batching/size": size, "micro_batching/retries": learner.retries}
+        if self._changed is not None:
+            size, self._changed = self._changed, None
+            scalars = {"micro_batching/size": size, "micro_batching/retries": self._retries}
             log_scalars(trainer, scalars)
 
     # --- around both ----------------------------------------------------------------------------
@@ -293,11 +268,12 @@ class MicroBatching(Callback):
         try:
             self._update(batch_idx, closure)
         except CAUGHT as error:
-            if self._sharded is not None and not getattr(closure, "finished", False):
-                if not (words := self._sharded.explain(error)):
-                    raise
-                raise MemoryError(MID_BATCH + words) from error
-            if not (getattr(closure, "finished", False) and is_out_of_memory(error)):
+            if not is_out_of_memory(error):
+                raise
+            finished = getattr(closure, "finished", False)
+            if not finished and isinstance(self._at_work().ranks, Sharded):
+                raise MemoryError(MID_BATCH + str(error)) from error
+            if not finished:
                 raise
             problem = f"{type(error).__name__}: {error}"
         if problem:
@@ -344,43 +320,37 @@ class MicroBatching(Callback):
 
     def report(self) -> Report:
         """Return the newest changes of size, one a row."""
-        learner = self._learner
-        known = len(learner.sizes.shapes)
-        notes = [f"{learner.retries} attempts taken back; sizes learnt for {known} shapes."]
+        notes = [
+            f"{self._retries} attempts taken back; sizes learnt for {len(self._sizes.shapes)} "
+            "shapes."
+        ]
         return Report(f"MicroBatching(size={self.size!r})", self.events, notes)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Give Lightning's closures back."""
-        self._release()
+        self.release(trainer)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Undo everything; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Undo everything."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
+        """Give Lightning's closures back, and let go of the run."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._shop = self._sharded = self._whole = self._update = None
-        self._learner.stop()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
+        self._stack = self._shop = self._whole = self._update = self._changed = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learnt, as plain types."""
-        return {**self._learner.state_dict(), "planned": dict(self._sizes)}
+        return {
+            "sizes": self._sizes.state_dict(),
+            "planned": dict(self._planned),
+            "retries": self._retries,
+            "events": [dict(event) for event in self.events],
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._learner.load_state_dict(state_dict)
-        self._sizes = dict(state_dict.get("planned", {}))
+        self._sizes.load_state_dict(state_dict["sizes"])
+        self._planned = dict(state_dict["planned"])
+        self._retries = state_dict["retries"]
+        self.events = [dict(event) for event in state_dict["events"]]
 
 
 def _same_on_all_ranks(loader: Any) -> bool:
