@@ -36,7 +36,6 @@ SETTINGS: dict[str, list[Settings]] = {
     "Accumulation": [
         {"schedule": 2, "normalize": "batches"},
         {"schedule": {"0": 1, "2": 2}},
-        {"schedule": "plateau", "patience": 1},
         {"effective_batch": 8},
     ],
     "AdaptiveClipping": [

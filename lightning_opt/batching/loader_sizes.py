@@ -89,6 +89,12 @@ def _length(sampler: Any) -> int | None:
         return None
 
 
+def data_ranks(trainer: pl.Trainer) -> int:
+    """Return how many ranks have data of their own."""
+    kwargs = trainer.distributed_sampler_kwargs
+    return int(kwargs["num_replicas"]) if kwargs else 1
+
+
 class LoaderSizes:
     """Sees each loader when it is about to be used, with its final sampler.
 
@@ -98,15 +104,9 @@ class LoaderSizes:
     Args:
         trainer: The Trainer, before its loaders are loaded.
         training: Called with each loader that is to be trained on.
-        validating: Called with each loader of the validation within ``fit``; None for no call.
     """
 
-    def __init__(
-        self,
-        trainer: pl.Trainer,
-        training: Callable[[Any], None],
-        validating: Callable[[Any], None] | None = None,
-    ) -> None:
+    def __init__(self, trainer: pl.Trainer, training: Callable[[Any], None]) -> None:
         strategy = trainer.strategy
         process = strategy.process_dataloader
         self._changed: list[tuple[DataLoader[Any], int, Any]] = []
@@ -117,9 +117,6 @@ class LoaderSizes:
             if trainer.training:
                 self._remember(loader)
                 training(loader)
-            elif validating is not None and (trainer.validating or trainer.sanity_checking):
-                self._remember(loader)
-                validating(loader)
             return loader
 
         self._stack.enter_context(replaced(strategy, process_dataloader=process_dataloader))

@@ -6,28 +6,31 @@ from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
-from weakref import ref
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import LBFGS, Optimizer
 
-from lightning_opt.batching.accumulation.schedules import BySteps, Plateau, Windows
-from lightning_opt.batching.loader_sizes import batch_size_of
+from lightning_opt.batching.accumulation.counting import (
+    count_samples,
+    count_with,
+    quotient,
+    sum_over_ranks,
+    windows_by_step,
+)
+from lightning_opt.batching.loader_sizes import LoaderSizes, batch_size_of, data_ranks
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.importing import function_named
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.norms import collect_gradients, parameters_of
 from lightning_opt.core.preserve import replaced
-from lightning_opt.core.scalars import Scalar, wide_dtype
-from lightning_opt.core.sharding import flat_parameter_groups, wants_host
-from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
+from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.sharding import flat_parameter_groups
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -35,7 +38,7 @@ if TYPE_CHECKING:
 KINDS = ("batches", "samples", "tokens")
 
 
-class Accumulation(Callback):
+class Accumulation(RunCallback):
     """Accumulates gradients of several batches into that of the one batch they would make.
 
     Lightning divides each batch's loss by ``accumulate_grad_batches``. That is the mean of means:
@@ -55,19 +58,14 @@ class Accumulation(Callback):
     ========================= ==================================================================
 
     Args:
-        schedule: A number of batches; a table from optimizer step to number, such as
-            ``{0: 1, 1000: 4}``; or ``"plateau"`` for more batches whenever the mean training loss
-            of an epoch stops to improve.
+        schedule: A number of batches, or a table from optimizer step to number, such as
+            ``{0: 1, 1000: 4}``; before its first entry it is 1.
         effective_batch: Samples of a step over all batches and ranks, instead of ``schedule``. The
             number of batches is rounded, with a warning if it does not go in.
         normalize: What each loss is a mean over: ``"batches"`` (each counts the same),
             ``"samples"``, or ``"tokens"``, which needs ``count``.
         count: A function of the batch, or its import path, that counts what its loss is a mean
             over: a number or a tensor without dimensions, also 0.
-        patience: For ``"plateau"``: epochs without an improvement until windows get longer.
-        threshold: For ``"plateau"``: share by which the loss must fall to count as improved.
-        factor: For ``"plateau"``: what the number of batches is multiplied with.
-        max_batches: For ``"plateau"``: the largest number of batches.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range or that exclude each other; in
@@ -85,16 +83,14 @@ class Accumulation(Callback):
         Lightning issue #20350.
     """
 
+    process_only = ("_trainer", "_loaders", "_stack", "_make_step", "_make_zero")
+
     def __init__(
         self,
-        schedule: int | dict[int, int] | Literal["plateau"] | None = None,
+        schedule: int | dict[int, int] | None = None,
         effective_batch: int | None = None,
         normalize: Literal["batches", "samples", "tokens"] = "samples",
         count: Callable[[Any], Any] | str | None = None,
-        patience: int = 2,
-        threshold: float = 0.01,
-        factor: int = 2,
-        max_batches: int = 64,
     ) -> None:
         if schedule is not None and effective_batch is not None:
             raise ValueError(
@@ -113,34 +109,21 @@ class Accumulation(Callback):
         self.effective_batch = effective_batch
         if effective_batch is not None:
             at_least("effective_batch", effective_batch, 1)
-        plateau = Plateau(patience, threshold, factor, max_batches)
-        self._windows: Windows | None = None
-        if schedule == "plateau":
-            self._windows = plateau
-        elif isinstance(schedule, dict):
-            self._windows = BySteps(schedule)
-        elif schedule is not None:
-            self._windows = BySteps({0: at_least("schedule", schedule, 1)})
+        self.schedule = None if schedule is None else windows_by_step(schedule)
         self._count = function_named("count", count)
-        self._fresh = self._windows.state_dict() if self._windows is not None else {}
-        self._module: ref[nn.Module] | None = None
-        self._is_copy = False  # of a callback that has seen a model: not this one's
         self._trainer: pl.Trainer | None = None
-        self._setup_stack: ExitStack | None = None
+        self._loaders: LoaderSizes | None = None
         self._stack: ExitStack | None = None
+        self._is_training = False
         self._make_step: Any = None
         self._make_zero: Any = None
-        self._reset()
+        self._forget()
 
-    def _reset(self) -> None:
-        if self._windows is not None:
-            self._windows.load_state_dict(self._fresh)
+    def _forget(self) -> None:
         self._unit = 0.0  # what an ordinary batch counts
         self._start, self._length, self._open = 0, 1, False
         self._total: Scalar = 0.0
         self._counted = 0
-        self._epoch_loss: Scalar = 0.0
-        self._epoch_count: Scalar = 0.0
         self._held: dict[str, Tensor] = {}
         self._now: Scalar = 1.0
         self._weight: Scalar = 1.0
@@ -149,16 +132,14 @@ class Accumulation(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Refuse what cannot be right, and set the number of batches."""
+        super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._release()
-        _check(trainer, pl_module, self._count is not None or self.normalize != "batches")
-        if self._module is None or self._module() is not pl_module:
-            if self._module is not None or self._is_copy:
-                self._reset()  # another model
-            self._module, self._is_copy = ref(pl_module), False
-        self._trainer = trainer
-        if self._windows is None and self.effective_batch is None:
+        self.release(trainer)
+        counts = self._count is not None or self.normalize != "batches"
+        _check(trainer, pl_module, counts, self.schedule or self.effective_batch)
+        self._trainer, self._stack = trainer, ExitStack()
+        if self.schedule is None and self.effective_batch is None:
             return
         if trainer.accumulate_grad_batches != 1:
             raise ValueError(
@@ -166,35 +147,34 @@ class Accumulation(Callback):
                 "Accumulation both say how many batches make a step. Leave accumulate_grad_batches "
                 "out, or give Accumulation neither schedule nor effective_batch."
             )
-        self._setup_stack = ExitStack()
-        self._setup_stack.enter_context(replaced(trainer, accumulate_grad_batches=1))
+        self._stack.enter_context(replaced(trainer, accumulate_grad_batches=1))
         if self.effective_batch is None:
-            assert self._windows is not None
             # So that `estimated_stepping_batches` is right for a fixed number.
-            trainer.accumulate_grad_batches = self._windows.batches(0)
+            trainer.accumulate_grad_batches = self._batches_at(0)
             return
-        set_up_data, loop = trainer.fit_loop.setup_data, trainer.fit_loop
+        self._loaders = LoaderSizes(trainer, self._follow_loader)
 
-        def setup_data() -> None:
-            before = loop._combined_loader
-            set_up_data()
-            if loop._combined_loader is not None and loop._combined_loader is not before:
-                self._follow_loader(trainer)
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget the window of another model."""
+        self._forget()
 
-        self._setup_stack.enter_context(replaced(loop, setup_data=setup_data))
+    def _batches_at(self, step: int) -> int:
+        """Return how many batches the window has that leads to optimizer step ``step``."""
+        assert self.schedule is not None
+        return next((n for begin, n in reversed(self.schedule.items()) if begin <= step), 1)
 
-    def _follow_loader(self, trainer: pl.Trainer) -> None:
+    def _follow_loader(self, loader: Any) -> None:
         """Set the number of batches that makes the effective batch, for the loader's batch size."""
+        trainer, size = self._trainer, batch_size_of(loader)
+        assert trainer is not None
         assert self.effective_batch is not None
-        size = batch_size_of(trainer.train_dataloader)
         if size is None:
             raise ValueError(
                 "Accumulation(effective_batch=...) needs a DataLoader that knows its batch size, "
-                f"and {type(trainer.train_dataloader).__name__} does not. Give schedule=, the "
-                "number of batches, instead."
+                f"and {type(loader).__name__} does not. Give schedule=, the number of batches, "
+                "instead."
             )
-        kwargs = trainer.distributed_sampler_kwargs
-        step = size * (kwargs["num_replicas"] if kwargs else 1)
+        step = size * data_ranks(trainer)
         batches = max(1, round(self.effective_batch / step))
         if batches * step != self.effective_batch:
             rank_zero_warn(
@@ -226,11 +206,12 @@ class Accumulation(Callback):
             self._held = {}
         elif self._open and not loop.restarting:
             self._open = False
-        if self._open and self._windows is not None:
+        if self._open and self.schedule is not None:
             trainer.accumulate_grad_batches = self._length  # of the window that is gone on with
         self._make_step = optimization._make_step_fn
         self._make_zero = optimization._make_zero_grad_fn
-        self._stack = ExitStack()
+        assert self._stack is not None
+        self._is_training = True
         self._stack.enter_context(replaced(loop, _accumulated_batches_reached=self._is_complete))
         self._stack.enter_context(
             replaced(optimization, _make_step_fn=self._step_function, _make_zero_grad_fn=self._zero)
@@ -241,7 +222,6 @@ class Accumulation(Callback):
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin a new window: Lightning steps at the end of an epoch."""
         self._open = False
-        self._epoch_loss, self._epoch_count = 0.0, 0.0
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -249,15 +229,20 @@ class Accumulation(Callback):
         """Begin a window where the last one has ended, and count the batch."""
         if not self._open or batch_idx - self._start >= self._length:
             self._begin(trainer, batch_idx)
-        self._now = self._measure(batch)
-        if self._unit == 0.0:
-            self._unit = self._ordinary(self._now)
+        if self._count is not None:
+            self._now = count_with(self._count, batch)
+        else:
+            self._now = 1.0 if self.normalize == "batches" else count_samples(batch)
+        if self._unit == 0.0:  # a mean over ranks, so that all have the same; read once a run
+            world = trainer.world_size if self.normalize != "batches" else 1
+            total = self._now if world == 1 else sum_over_ranks(self._now, self._device)
+            self._unit = float(total) / world or 1.0
         self._weight = self._now / self._unit
 
     def _begin(self, trainer: pl.Trainer, batch_idx: int) -> None:
         length = trainer.accumulate_grad_batches
-        if self._windows is not None:
-            length = self._windows.batches(trainer.global_step)
+        if self.schedule is not None:
+            length = self._batches_at(trainer.global_step)
             trainer.accumulate_grad_batches = length
         if length != self._length and trainer.global_step > 0:
             log_scalars(trainer, {"accumulation/batches": length})
@@ -291,7 +276,7 @@ class Accumulation(Callback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count the batch; at the window's end, divide the gradients by what all of it counts."""
-        if self._stack is None:
+        if not self._is_training:
             return
         self._total = self._total + self._now
         self._counted += 1
@@ -302,7 +287,7 @@ class Accumulation(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Do so here if ``training_step`` returned None for the last batch."""
-        if self._stack is not None and self._counted:
+        if self._is_training and self._counted:
             self._average(trainer)
 
     @torch.no_grad()
@@ -317,8 +302,8 @@ class Accumulation(Callback):
             world = 1
             if trainer.world_size > 1:
                 world = trainer.world_size
-                total = _summed(total, self._device)
-            factor = _quotient(world * expected, total)
+                total = sum_over_ranks(total, self._device)
+            factor = quotient(world * expected, total)
         self._counted = 0
         if isinstance(factor, Tensor) or factor != 1.0:
             collect_gradients(self._parameters, self._flat).scale_(factor)
@@ -331,90 +316,28 @@ class Accumulation(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Close a window that is through, and add up the loss of the epoch."""
-        if isinstance(self._windows, Plateau) and outputs and outputs.get("loss") is not None:
-            scale = self._length * self._unit
-            self._epoch_loss = self._epoch_loss + outputs["loss"].detach().double() * scale
-            self._epoch_count = self._epoch_count + self._now
+        """Close a window that is through."""
         if not trainer.fit_loop._should_accumulate():
             self._open = False
 
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have longer windows where the loss has stopped to improve."""
-        if not isinstance(self._windows, Plateau):
-            return
-        both = torch.stack(
-            [
-                torch.as_tensor(value, dtype=torch.float64, device=self._device)
-                for value in (self._epoch_loss, self._epoch_count)
-            ]
-        )
-        if trainer.world_size > 1:
-            dist.all_reduce(both)
-        loss, count = both.tolist()  # once an epoch
-        if count:
-            self._windows.observe(loss / count)
-
-    # --- counting -------------------------------------------------------------------------------
-
-    def _measure(self, batch: Any) -> Scalar:
-        if self._count is not None:
-            counted = self._count(batch)
-            if not isinstance(counted, Tensor):
-                return float(counted)
-            counted = counted.detach()
-            if wants_host(counted.device):
-                return float(counted)
-            return counted.to(wide_dtype(counted.device))
-        if self.normalize == "batches":
-            return 1.0
-        try:
-            return float(batch_length(batch))
-        except UnsplittableBatchError as error:
-            raise UnsplittableBatchError(
-                f"Accumulation(normalize='samples') cannot count the samples: {error} Or give "
-                "Accumulation(count=...), a function of the batch, or normalize='batches'."
-            ) from error
-
-    def _ordinary(self, counted: Scalar) -> float:
-        """Return what the first batch counts, as a mean over ranks, so that all have the same."""
-        value = torch.as_tensor(counted, dtype=torch.float64, device=self._device).clone()
-        world = self._trainer.world_size if self._trainer is not None else 1
-        if world > 1 and self.normalize != "batches":
-            dist.all_reduce(value)
-            value /= world
-        return value.item() or 1.0  # once a run
-
     # --- after training -------------------------------------------------------------------------
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Undo everything; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Undo everything."""
-        self._release()
-
-    def _release(self) -> None:
-        for stack in (self._stack, self._setup_stack):
-            if stack is not None:
-                stack.close()
-        self._stack = self._setup_stack = self._make_step = self._make_zero = None
+    def release(self, trainer: pl.Trainer) -> None:
+        """Give Lightning its window back, and let go of the run."""
+        if self._loaders is not None:
+            self._loaders.close()
+        if self._stack is not None:
+            self._stack.close()
+        self._stack = self._loaders = self._make_step = self._make_zero = None
+        self._is_training = False
         self._trainer, self._parameters, self._flat = None, [], {}
         self._now = self._weight = 1.0
         self._held = {}
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        known = self._module is not None or self._is_copy
-        return {**self.__dict__, "_module": None, "_is_copy": known}
-
     def state_dict(self) -> dict[str, Any]:
         """Return the window, and in the midst of one in a single process its gradients."""
         gradients = dict(self._held)
-        module = self._module() if self._module is not None else None
+        module = self._model() if self._model is not None else None
         if self._counted and self._trainer is not None and self._trainer.world_size == 1:
             assert module is not None
             gradients = {
@@ -430,9 +353,6 @@ class Accumulation(Callback):
             "total": float(self._total) if gradients else 0.0,
             "counted": self._counted if gradients else 0,
             "gradients": gradients,
-            "epoch_loss": float(self._epoch_loss),
-            "epoch_count": float(self._epoch_count),
-            "windows": self._windows.state_dict() if self._windows is not None else {},
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -441,19 +361,14 @@ class Accumulation(Callback):
         self._start, self._length = state_dict["start"], state_dict["length"]
         self._open, self._counted = state_dict["open"], state_dict["counted"]
         self._held = dict(state_dict["gradients"])
-        self._epoch_loss = state_dict["epoch_loss"]
-        self._epoch_count = state_dict["epoch_count"]
-        if self._windows is not None:
-            self._windows.load_state_dict(state_dict["windows"])
 
 
-def _check(trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool) -> None:
+def _check(
+    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, sets_windows: Any
+) -> None:
     """Refuse what cannot be right."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    own = [callback for callback in callbacks if isinstance(callback, Accumulation)]
-    if any(isinstance(callback, GradientAccumulationScheduler) for callback in callbacks) and any(
-        callback._windows is not None or callback.effective_batch is not None for callback in own
-    ):
+    if sets_windows and any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
         raise ValueError(
             "GradientAccumulationScheduler and Accumulation both say how many batches make a step. "
             "Leave GradientAccumulationScheduler out, or give Accumulation neither schedule nor "
@@ -476,17 +391,3 @@ def _check(trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool) -> 
             "Accumulation needs training_step(self, batch, ...): with dataloader_iter there is no "
             "batch to count. normalize='batches' works."
         )
-
-
-def _summed(total: Scalar, device: torch.device) -> Scalar:
-    """Return the sum over ranks: a float where reading it is free."""
-    value = torch.as_tensor(total, dtype=torch.float64, device=device).clone()
-    dist.all_reduce(value)
-    return value.item() if wants_host(device) else value  # free on a CPU
-
-
-def _quotient(expected: float, total: Scalar) -> Scalar:
-    """Return what gradients are multiplied with; 1 where nothing was counted and all are zero."""
-    if isinstance(total, Tensor):
-        return torch.where(total > 0, expected / total.clamp(min=1e-30), 1.0)
-    return expected / total if total > 0 else 1.0

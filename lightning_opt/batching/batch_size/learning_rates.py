@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -18,11 +19,24 @@ class Pace:
     A scheduler made for ``trainer.estimated_stepping_batches`` would end too early, and some raise
     then, if epochs have more steps than planned; and never end if they have fewer. So of each
     epoch's ``actual`` calls as many are let through, some of them twice, as were ``planned``.
+
+    Attributes:
+        planned: Optimizer steps of an epoch when schedulers were made; None before that is known.
+        calls: Of each scheduler in this epoch.
     """
 
     def __init__(self) -> None:
-        self.planned = self.actual = 1
+        self.planned: int | None = None
+        self._actual = 1
         self.calls: dict[int, int] = {}
+
+    def follow(self, trainer: pl.Trainer) -> None:
+        """Take note of how many steps this epoch has."""
+        if math.isfinite(trainer.num_training_batches):
+            batches, window = trainer.num_training_batches, trainer.accumulate_grad_batches
+            self._actual = math.ceil(batches / window)
+            if self.planned is None:
+                self.planned = self._actual
 
     def around(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[..., None]:
         """Return what takes the place of the module's ``lr_scheduler_step``."""
@@ -34,9 +48,9 @@ class Pace:
             times = 1
             if index is not None and configs[index].interval == "step":
                 done = self.calls[index] = self.calls.get(index, 0) + 1
-                if self.actual != self.planned:
-                    times = done * self.planned // self.actual
-                    times -= (done - 1) * self.planned // self.actual
+                if self.planned is not None:
+                    times = done * self.planned // self._actual
+                    times -= (done - 1) * self.planned // self._actual
             for _ in range(times):
                 step(scheduler, metric)
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import statistics
-import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -25,22 +23,15 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
 from lightning.pytorch.profilers import PassThroughProfiler
-from lightning.pytorch.strategies import DDPStrategy, ParallelStrategy
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
+from lightning_opt.batching.batch_size.probe import MOST_STEPS, Probe, RanOutError
 from lightning_opt.batching.batch_size.search import TRIALS, FoundSizes, Trial, search
-from lightning_opt.batching.loader_sizes import (
-    LoaderSizes,
-    check_loader,
-    samples_of,
-    set_batch_size,
-)
-from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.preserve import do_nothing, replaced
-from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -48,13 +39,6 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 SAYS = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-
-STEPS = 4
-"""Of a trial at least. The first one makes the optimizer's state and is not timed."""
-
-MOST_STEPS = 30
-TIMED = 0.3
-"""Seconds that are timed at least, within ``MOST_STEPS``, where no other rank must stop too."""
 
 LEFT_OUT = (
     BatchSizeFinder,
@@ -66,148 +50,6 @@ LEFT_OUT = (
     Timer,
 )
 """Callbacks of Lightning that take no memory and write, stop or draw."""
-
-
-class _RanOutError(BaseException):
-    """Memory ran out on some rank; nobody's ``except Exception`` is to catch it."""
-
-
-class _Probe(Callback):
-    """Gives loaders the size, takes time and memory, and has ranks agree when one runs out."""
-
-    def __init__(
-        self, size: int | None, target: float, budget_mb: float | None, initial: int | None
-    ) -> None:
-        self.size, self.target, self.budget_mb = size, target, budget_mb
-        self.initial, self.samples = initial, 0
-        self.seconds: list[float] = []
-        self.rows: list[int] = []
-        self.stack = ExitStack()
-        self.meter: LimitMeter | None = None
-        self.peak: Any = None
-        self.model: Any = None
-
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.stack.callback(LoaderSizes(trainer, self._resize).close)
-
-    def _resize(self, loader: Any) -> None:
-        size = check_loader(loader)
-        for part in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
-            generator = getattr(part, "generator", None)
-            if isinstance(generator, torch.Generator):
-                self.stack.callback(generator.set_state, generator.get_state())
-        samples = samples_of(loader)
-        self.samples = 10**9 if samples is None else samples
-        if self.size is None:
-            self.size = self.initial = size
-        self.size = min(self.size, self.samples)
-        if size != self.size:
-            set_batch_size(loader, self.size)
-
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        strategy = trainer.strategy
-        self.device, self.ranks = strategy.root_device, trainer.world_size
-        loop = trainer.fit_loop.epoch_loop
-        forward, backward = strategy.training_step, pl_module.backward
-        automatic, manual = loop.automatic_optimization, loop.manual_optimization
-
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            return self._guarded(forward, *args, tell=False, **kwargs)
-
-        def own_backward(*args: Any, **kwargs: Any) -> None:
-            self._guarded(backward, *args, tell=True, **kwargs)
-
-        def step(run: Any) -> Any:
-            def around(*args: Any, **kwargs: Any) -> Any:
-                # Gradients are not reduced, so that no rank waits for one that has run out.
-                with ExitStack() as stack:
-                    if isinstance(strategy, ParallelStrategy):
-                        stack.enter_context(strategy.block_backward_sync())
-                    return self._guarded(run, *args, tell=True, **kwargs)
-
-            return around
-
-        for owner, attributes in (
-            (strategy, {"training_step": training_step}),
-            (pl_module, {"backward": own_backward, "log": _without_ranks(pl_module.log)}),
-            (automatic, {"run": step(automatic.run)}),
-            (manual, {"run": step(manual.run)}),
-        ):
-            self.stack.enter_context(replaced(owner, **attributes))
-        self.meter = LimitMeter(self.device, self.budget_mb)
-        self.meter.start()
-
-    def _guarded(self, function: Any, *args: Any, tell: bool, **kwargs: Any) -> Any:
-        """Call it; if it runs out of memory here or on another rank, raise on all of them."""
-        result, ran_out = None, False
-        try:
-            result = function(*args, **kwargs)
-        except CAUGHT as error:
-            if not is_out_of_memory(error):
-                raise
-            ran_out = True
-        # One call for each time that ranks agree: after a forward pass only who has failed calls,
-        # and meets the others at the end of their backward pass.
-        if (tell or ran_out) and self.ranks > 1:
-            flag = torch.tensor([float(ran_out)], device=self.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            ran_out = bool(flag.item())
-        if ran_out:
-            raise _RanOutError
-        return result
-
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        try:
-            self.rows.append(batch_length(batch))
-        except UnsplittableBatchError:
-            self.rows.append(self.size or 1)
-        self._wait()
-        self.began = time.perf_counter()
-
-    def on_before_backward(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
-    ) -> None:
-        if self.meter is not None:
-            self.meter.sample()
-
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        self._wait()
-        self.seconds.append(time.perf_counter() - self.began)
-        # Ranks would not stop at the same step.
-        if self.ranks > 1 or sum(self.seconds[1:]) >= TIMED:
-            trainer.should_stop = len(self.seconds) >= STEPS
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        assert self.meter is not None
-        self.peak = self.meter.read()
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
-
-    def speed(self) -> float:
-        """Return samples a second, of the median full step but the first."""
-        steps = list(zip(self.rows, self.seconds, strict=False))
-        full = [s for rows, s in steps[1:] if rows == self.size] or [s for _, s in steps[-1:]]
-        return (self.size or 0) / statistics.median(full) if full else 0.0
-
-
-def _without_ranks(log_value: Any) -> Any:
-    """Return ``self.log`` that waits for no other rank."""
-
-    def own(*args: Any, **kwargs: Any) -> None:
-        log_value(*args, **{**kwargs, "sync_dist": False})
-
-    return own
 
 
 class Trials:
@@ -272,7 +114,7 @@ class Trials:
             fits = True
             try:
                 trainer._run(probe.model)
-            except _RanOutError:
+            except RanOutError:
                 fits = False
             except CAUGHT as error:
                 if not is_out_of_memory(error) or trainer.world_size > 1:
@@ -293,7 +135,7 @@ class Trials:
         self.samples = -int(values[3])
         return Trial(size, values[0] <= self._target, values[0], values[1], -values[2])
 
-    def _swap(self, stack: ExitStack, size: int | None) -> _Probe:
+    def _swap(self, stack: ExitStack, size: int | None) -> Probe:
         """Replace what a run changes, until ``stack`` is closed."""
         trainer, module = self._trainer, self._module
         datamodule = getattr(trainer, "datamodule", None)
@@ -302,7 +144,7 @@ class Trials:
             kept[id(datamodule)] = datamodule
         model, callbacks = copy.deepcopy((module, self._callbacks), dict(kept))
         model.trainer = trainer  # a LightningModule is copied without it
-        probe = _Probe(size, self._target, self._budget, self.initial or None)
+        probe = Probe(size, self._target, self._budget, self.initial or None)
         stack.callback(probe.stack.close)
 
         loop = _FitLoop(trainer, max_epochs=MOST_STEPS)

@@ -107,6 +107,9 @@ class MicroBatching(RunCallback):
         >>> trainer = L.Trainer(callbacks=[lo.MicroBatching("auto")], logger=False)
     """
 
+    only_one = True
+    process_only = ("_stack", "_shop", "_whole", "_update")
+
     def __init__(
         self,
         size: int | Literal["auto"] = "auto",

@@ -179,36 +179,6 @@ def test_effective_batch_that_does_not_go_in_is_said():
     assert len(steps[0]) == 8
 
 
-def test_more_batches_at_a_plateau():
-    class Still(TextNet):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    windows = Windows()
-    callback = lo.Accumulation("plateau", patience=2, factor=3, max_batches=6)
-    trainer = quiet_trainer(callbacks=[callback, windows], max_epochs=8)
-    trainer.fit(Still(), DataLoader(Texts(24), batch_size=4))
-    sizes = [len(ids) for ids in windows.steps]
-    assert sizes == [4] * 18 + [12] * 4 + [24] * 3
-
-
-def test_plateau_reads_the_mean_loss_over_samples():
-    seen = []
-    callback = lo.Accumulation("plateau")
-    callback._windows.observe = lambda loss: bool(seen.append(loss))  # type: ignore[union-attr,method-assign]
-
-    class Still(TextNet):
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), lr=0.0)
-
-    model = Still()
-    quiet_trainer(callbacks=[callback], max_epochs=2).fit(
-        model, DataLoader(Texts(29), batch_size=4)
-    )
-    expected = model.double().loss(Texts(29).fields()).item()
-    assert seen == pytest.approx([expected] * 2, rel=1e-6)
-
-
 @pytest.mark.parametrize("size", [1, 3])
 def test_together_with_micro_batches(size):
     model, steps, _ = train(lo.Accumulation(3), callbacks=[lo.MicroBatching(size)])

@@ -1,0 +1,182 @@
+"""What looks on while a few steps with one batch size run."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from contextlib import ExitStack
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.strategies import ParallelStrategy
+
+from lightning_opt.batching.loader_sizes import (
+    LoaderSizes,
+    check_loader,
+    samples_of,
+    set_batch_size,
+)
+from lightning_opt.batching.peaks import LimitMeter, Peak
+from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
+from lightning_opt.core.preserve import replaced
+from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+STEPS = 4
+"""Of a trial at least. The first one makes the optimizer's state and is not timed."""
+
+MOST_STEPS = 30
+TIMED = 0.3
+"""Seconds that are timed at least, within ``MOST_STEPS``, where no other rank must stop too."""
+
+
+class RanOutError(BaseException):
+    """Memory ran out on some rank; nobody's ``except Exception`` is to catch it."""
+
+
+class Probe(Callback):
+    """Gives loaders the size, takes time and memory, and has ranks agree when one runs out."""
+
+    def __init__(
+        self, size: int | None, target: float, budget_mb: float | None, initial: int | None
+    ) -> None:
+        self.size, self.target, self.budget_mb = size, target, budget_mb
+        self.initial, self.samples = initial, 0
+        self.seconds: list[float] = []
+        self.rows: list[int] = []
+        self.stack = ExitStack()
+        self.meter: LimitMeter | None = None
+        self.peak: Peak | None = None
+        self.model: Any = None
+
+    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+        """Watch loaders being loaded."""
+        self.stack.callback(LoaderSizes(trainer, self._resize).close)
+
+    def _resize(self, loader: Any) -> None:
+        size = check_loader(loader)
+        for part in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
+            generator = getattr(part, "generator", None)
+            if isinstance(generator, torch.Generator):
+                self.stack.callback(generator.set_state, generator.get_state())
+        samples = samples_of(loader)
+        self.samples = 10**9 if samples is None else samples
+        if self.size is None:
+            self.size = self.initial = size
+        self.size = min(self.size, self.samples)
+        if size != self.size:
+            set_batch_size(loader, self.size)
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Guard forward and backward passes, and begin to measure."""
+        strategy = trainer.strategy
+        self.device, self.ranks = strategy.root_device, trainer.world_size
+        loop = trainer.fit_loop.epoch_loop
+        forward, backward = strategy.training_step, pl_module.backward
+        automatic, manual = loop.automatic_optimization, loop.manual_optimization
+
+        def training_step(*args: Any, **kwargs: Any) -> Any:
+            return self._guarded(forward, *args, tell=False, **kwargs)
+
+        def own_backward(*args: Any, **kwargs: Any) -> None:
+            self._guarded(backward, *args, tell=True, **kwargs)
+
+        def step(run: Any) -> Any:
+            def around(*args: Any, **kwargs: Any) -> Any:
+                # Gradients are not reduced, so that no rank waits for one that has run out.
+                with ExitStack() as stack:
+                    if isinstance(strategy, ParallelStrategy):
+                        stack.enter_context(strategy.block_backward_sync())
+                    return self._guarded(run, *args, tell=True, **kwargs)
+
+            return around
+
+        for owner, attributes in (
+            (strategy, {"training_step": training_step}),
+            (pl_module, {"backward": own_backward, "log": _without_ranks(pl_module.log)}),
+            (automatic, {"run": step(automatic.run)}),
+            (manual, {"run": step(manual.run)}),
+        ):
+            self.stack.enter_context(replaced(owner, **attributes))
+        self.meter = LimitMeter(self.device, self.budget_mb)
+        self.meter.start()
+
+    def _guarded(self, function: Any, *args: Any, tell: bool, **kwargs: Any) -> Any:
+        """Call it; if it runs out of memory here or on another rank, raise on all of them."""
+        result, ran_out = None, False
+        try:
+            result = function(*args, **kwargs)
+        except CAUGHT as error:
+            if not is_out_of_memory(error):
+                raise
+            ran_out = True
+        # One call for each time that ranks agree: after a forward pass only who has failed calls,
+        # and meets the others at the end of their backward pass.
+        if (tell or ran_out) and self.ranks > 1:
+            flag = torch.tensor([float(ran_out)], device=self.device)
+            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            ran_out = bool(flag.item())
+        if ran_out:
+            raise RanOutError
+        return result
+
+    def on_train_batch_start(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
+        """Count the samples, and take the time."""
+        try:
+            self.rows.append(batch_length(batch))
+        except UnsplittableBatchError:
+            self.rows.append(self.size or 1)
+        self._wait()
+        self.began = time.perf_counter()
+
+    def on_before_backward(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
+    ) -> None:
+        """Look at memory, where the system does not keep its peak."""
+        if self.meter is not None:
+            self.meter.sample()
+
+    def on_train_batch_end(
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        outputs: Any,
+        batch: Any,
+        batch_idx: int,
+    ) -> None:
+        """Take the time, and stop after enough of it."""
+        self._wait()
+        self.seconds.append(time.perf_counter() - self.began)
+        # Ranks would not stop at the same step.
+        if self.ranks > 1 or sum(self.seconds[1:]) >= TIMED:
+            trainer.should_stop = len(self.seconds) >= STEPS
+
+    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Read the peak."""
+        assert self.meter is not None
+        self.peak = self.meter.read()
+
+    def _wait(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def speed(self) -> float:
+        """Return samples a second, of the median full step but the first."""
+        steps = list(zip(self.rows, self.seconds, strict=False))
+        full = [s for rows, s in steps[1:] if rows == self.size] or [s for _, s in steps[-1:]]
+        return (self.size or 0) / statistics.median(full) if full else 0.0
+
+
+def _without_ranks(log_value: Any) -> Any:
+    """Return ``self.log`` that waits for no other rank."""
+
+    def own(*args: Any, **kwargs: Any) -> None:
+        log_value(*args, **{**kwargs, "sync_dist": False})
+
+    return own
