@@ -5,8 +5,8 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_opt.batching.batch_size.search import Trial, search
 from lightning_opt.batching.batch_size.memory_fit import MemoryFit, next_size
+from lightning_opt.batching.batch_size.search import Trial, search
 
 RULE = {"target": 0.9, "grow": 1.2, "shrink": 0.8, "low": 0.8, "high": 0.95}
 
