@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.memory import MB
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
+from lightning_opt.memory.checkpointing.methods.arguments import switch_caches_off
 from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
 from lightning_opt.memory.checkpointing.methods.offloading import Offload
 from lightning_opt.memory.checkpointing.methods.policies import (
@@ -35,7 +35,9 @@ from lightning_opt.memory.checkpointing.methods.selective import KeepDear
 from lightning_opt.memory.checkpointing.planning.batch_planning import (
     Budget,
     Planning,
-    batch_size,
+    Shapes,
+    batch_shapes,
+    covers,
     plan_for_batch,
 )
 from lightning_opt.trainer.run_callback import RunCallback
@@ -165,7 +167,7 @@ class ActivationCheckpointing(RunCallback):
         self._applied: AppliedPlan | None = None
         self._offload: Offload | None = None
         self._patches = ExitStack()
-        self._planned_size = math.inf
+        self._planned: list[Shapes] = []
         self._is_logged = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -203,8 +205,10 @@ class ActivationCheckpointing(RunCallback):
             refuse_compiled(pl_module, "offload=True")
         self.blocks = self._choose_blocks(pl_module)
         self._is_logged = False
+        if self.policy != "none":
+            self._patches.enter_context(switch_caches_off(pl_module))
         if self.policy == "auto":
-            self.plan, self.planning, self._planned_size = [], None, 0
+            self.plan, self.planning, self._planned = [], None, []
         else:
             self._apply(make_plan(self.policy, self.blocks, self.interval, self.min_flops))
             rank_zero_info(
@@ -232,15 +236,15 @@ class ActivationCheckpointing(RunCallback):
         """Under ``"auto"``, plan for the first batch, and for a larger one that may not fit."""
         if self.policy != "auto" or not self.blocks:
             return
-        size = batch_size(batch)
-        if size <= self._planned_size:
+        shapes = batch_shapes(batch)
+        if any(covers(known, shapes) for known in self._planned):
             return
-        self.release(trainer)
+        self._undo()
         planning = plan_for_batch(
             trainer, pl_module, batch, batch_idx, self.blocks, self.budget, self.planning
         )
         self._apply(planning.plan)
-        self._planned_size = size
+        self._planned.append(shapes)
         if planning is not self.planning:
             rank_zero_info(planning.summary())
             log_scalars(trainer, planning.scalars())
@@ -300,6 +304,9 @@ class ActivationCheckpointing(RunCallback):
         """Put the modules' ``forward`` and ``training_step`` back."""
         self._patches.close()
         self._offload = None
+        self._undo()
+
+    def _undo(self) -> None:
         if self._applied is not None:
             self._applied.undo()
             self._applied = None
@@ -319,8 +326,7 @@ class ActivationCheckpointing(RunCallback):
         return blocks
 
     def _apply(self, plan: Plan) -> None:
-        if self._applied is not None:
-            self._applied.undo()
+        self._undo()
         self._applied = AppliedPlan(plan)
         self.plan = plan
 

@@ -367,13 +367,13 @@ class MemoryProfiler(RunCallback):
         if "forward" not in self.profile.peaks or not trainer.is_global_zero:  # no profiled step
             return
         if self._file:
-            path = Path(DATA if self._file is True else str(self._file))
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            (folder / path).write_text(json.dumps(self.profile.to_dict(), indent=1))
+            path = folder / DATA if self._file is True else Path(str(self._file))
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps(self.profile.to_dict(), indent=1))
         if self._figure:
-            path = Path(FIGURE if self._figure is True else str(self._figure))
+            path = folder / FIGURE if self._figure is True else Path(str(self._figure))
             try:
-                save_figure(self.figure(), folder / path, trainer, "memory")
+                save_figure(self.figure(), path, trainer, "memory")
             except ImportError as error:
                 log.warning("No figure was saved. %s", error)
 

@@ -1,6 +1,8 @@
 """The budget is met, measured; and the measurement leaves no trace."""
 
 import random
+from collections import UserDict
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -11,7 +13,12 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan
-from lightning_opt.memory.checkpointing.planning.batch_planning import BudgetError
+from lightning_opt.memory.checkpointing.planning.batch_planning import (
+    BudgetError,
+    batch_shapes,
+    covers,
+    growth,
+)
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
     optimizer_state_bytes,
     standing_bytes,
@@ -138,6 +145,79 @@ def test_a_larger_batch_is_planned_anew() -> None:
     assert plans[1] > 0
     assert plans[1:] == [plans[1]] * 3
     assert peak_of_a_real_step(callback, model) <= allowed - standing
+
+
+@dataclass
+class Pair:
+    ids: Tensor
+    mask: Tensor | None = None
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda x: x,
+        lambda x: {"x": [x]},
+        lambda x: UserDict(input_ids=x),  # as `transformers` has its batches
+        lambda x: Pair(x),
+    ],
+)
+def test_a_batch_is_seen_whatever_it_is_made_of(wrap: Any) -> None:
+    assert batch_shapes(wrap(torch.zeros(2, 3))) == ((2, 3),)
+
+    class Wrapped(Wide):
+        def training_step(self, batch: Any) -> Any:
+            (x,) = (
+                [batch]
+                if isinstance(batch, Tensor)
+                else batch["x"]
+                if isinstance(batch, dict)
+                else batch.values()
+                if isinstance(batch, UserDict)
+                else [batch.ids]
+            )
+            return super().training_step(x, 0)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader([wrap(torch.randn(16, 64))], batch_size=None)
+
+    with pytest.raises(BudgetError):
+        fit(ActivationCheckpointing("auto", budget_mb=0.0001), Wrapped())
+
+
+def test_growth_is_that_of_shapes() -> None:
+    assert covers(((4, 8), (2,)), ((4, 7), (1,)))
+    assert not covers(((4, 8),), ((1, 32),))  # fewer elements in one dimension, more in another
+    assert not covers(((4, 8),), ((4, 8), (1,)))
+    assert growth(((4, 8),), ((4, 8),)) == 1
+    assert growth(((4, 8),), ((4, 16),)) == 4  # attention
+    assert growth(((32, 16),), ((1, 512),)) == 32  # as many elements
+    assert growth(((8,),), ((8,), (8,))) == 4
+
+
+@pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget")
+def test_a_longer_batch_of_as_many_elements_is_planned_anew_within_the_first_limit() -> None:
+    class Attention(Wide):
+        blocks = 4
+
+        def block(self) -> nn.Module:
+            return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            shapes = [(16, 8), (16, 8), (1, 128), (16, 8)]
+            return DataLoader([torch.randn(*shape, 16) for shape in shapes], batch_size=None)
+
+    limits, plans = [], []
+
+    class Recording(ActivationCheckpointing):
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert self.planning is not None
+            limits.append(self.planning.budget)
+            plans.append(id(self.planning))
+
+    fit(Recording("auto", budget=0.7), Attention(), max_steps=4)
+    assert len(set(limits)) == 1
+    assert [plan == plans[0] for plan in plans] == [True, True, False, False]
 
 
 def test_the_measurement_leaves_no_trace() -> None:

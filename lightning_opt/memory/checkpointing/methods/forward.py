@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_opt.core import replacing
+from lightning_opt.memory.checkpointing.methods.arguments import contents_of, objects_in
 from lightning_opt.memory.checkpointing.methods.restored_state import BufferKey, WrittenBuffers
 from lightning_opt.memory.checkpointing.methods.segments import Chain
 
@@ -96,7 +97,7 @@ class CheckpointedForward(replacing.Replacement):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _run(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        run = _Run(self)
+        run = _Run(self, args, kwargs)
         if self.keep_all:
             return run.first(*args, **kwargs)
         if self.chain is not None:
@@ -112,17 +113,21 @@ class CheckpointedForward(replacing.Replacement):
 class _Run:
     """One forward pass through a module, which may be repeated."""
 
-    def __init__(self, owner: CheckpointedForward) -> None:
+    def __init__(
+        self, owner: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
         self.owner = owner
+        self.given: Any = (args, kwargs)
         self.spec: Any = None
         self.done = False
         self.start: dict[BufferKey, Tensor] = {}
         self._before = owner.buffers.before()
 
     def __call__(self, *leaves: Any) -> Any:
-        args, kwargs = tree_unflatten(list(leaves), self.spec)
-        if not self.done:
+        if not self.done:  # with the very containers that were given: a block may append to one
+            args, kwargs = self.given
             return self.first(*args, **kwargs)
+        args, kwargs = tree_unflatten(list(leaves), self.spec)
         if self.owner.choice is not None:  # the buffers are cared for outside of its context
             return self._repeat(*args, **kwargs)
         return self.again(*args, **kwargs)
@@ -134,17 +139,21 @@ class _Run:
         return forward, _OnScratch(self, recompute)
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.owner
-        inputs = _tensors((args, kwargs))
-        versions = [tensor._version for tensor in inputs]
+        owner, self.given = self.owner, None
+        inputs, objects = _tensors((args, kwargs)), objects_in((args, kwargs))
+        versions, contents = [tensor._version for tensor in inputs], contents_of(objects)
         with owner.probe.forward(owner.module, inputs) if owner.probe else nullcontext():
             output = owner.original(*args, **kwargs)
         if owner.probe:
             owner.probe.returned(owner.module, _tensors(output))
         self.start = owner.buffers.after(self._before)
         self._before, self.done = [], True
-        if not owner.keep_all and versions != [tensor._version for tensor in inputs]:
-            raise InputChangedError(owner.module)
+        if not owner.keep_all:
+            if versions != [tensor._version for tensor in inputs]:
+                raise InputChangedError(owner.module)
+            for thing, before, after in zip(objects, contents, contents_of(objects), strict=True):
+                if before != after:
+                    raise InputChangedError(owner.module, thing)
         return output
 
     def again(self, *args: Any, **kwargs: Any) -> Any:
@@ -182,13 +191,22 @@ class _OnScratch:
 
 
 class InputChangedError(RuntimeError):
-    """A block writes to its own input, which is then lost for the recomputation."""
+    """A block writes to its own input, which is then lost for the recomputation.
 
-    def __init__(self, module: nn.Module) -> None:
+    Args:
+        module: The block.
+        thing: What it writes to; a tensor if not given.
+    """
+
+    def __init__(self, module: nn.Module, thing: Any = None) -> None:
         super().__init__(
             f"{type(module).__name__} changes its input in place, so it cannot be recomputed from "
             "it. Make its first operation out-of-place (ReLU(inplace=False)), or leave it out of "
             "ActivationCheckpointing(modules=[...])."
+            if thing is None
+            else f"{type(module).__name__} writes to the {type(thing).__name__} that it is given, "
+            "and a recomputation would write to it again. Train without it (use_cache=False for "
+            "a cache), or leave the block out of ActivationCheckpointing(modules=[...])."
         )
         self.module = module
 

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
 
 from lightning_opt.core.arguments import positive
 from lightning_opt.core.blocks import Block
@@ -90,20 +89,20 @@ class Budget:
 
 @dataclass
 class Planning:
-    """What was measured and planned for one size of batch.
+    """What was measured and planned for one batch.
 
     Attributes:
         planner: The measurements.
         outcome: The plan and its measured peak.
         budget: Bytes for activations.
-        size: Elements of the batch.
+        shapes: Of the batch.
         seconds: Of a step with everything kept, if that was tried, and under the plan.
     """
 
     planner: StepPlanner
     outcome: Outcome
     budget: float
-    size: int
+    shapes: Shapes
     seconds: tuple[float | None, float]
 
     @property
@@ -168,12 +167,11 @@ def plan_for_batch(
     Raises:
         BudgetError: If none meets the budget and that is strict.
     """
-    size = batch_size(batch)
+    shapes = batch_shapes(batch)
     sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
     if known is not None:
-        # Attention grows with the square of the length, everything else with the length.
-        growth = (size / known.size) ** 2
-        if growth * (known.outcome.peak + known.planner.unseen) <= known.budget:
+        factor = growth(known.shapes, shapes)
+        if factor * (known.outcome.peak + known.planner.unseen) <= known.budget:
             return known
         if sharded:
             warnings.warn(
@@ -185,7 +183,7 @@ def plan_for_batch(
             )
             return known
         if trainer.world_size > 1:
-            return _stretched(known, growth)
+            return _stretched(known, factor)
     step = TrialStep(trainer, pl_module, batch, batch_idx)
     standing = standing_bytes(pl_module, trainer.optimizers)
     pending = standing - present_bytes(pl_module, trainer.optimizers)
@@ -196,17 +194,18 @@ def plan_for_batch(
         step, blocks, pl_module.device, segments=not sharded, room=room, agreement=agreement
     )
     unchecked_peak = planner.unchecked_peak + planner.unseen
-    limit = budget.activations(unchecked_peak, standing, room)
+    # What a share is of was settled by the first batch: a longer one has no larger budget.
+    limit = known.budget if known else budget.activations(unchecked_peak, standing, room)
     outcome = planner.plan(limit)
     if not outcome.fits:
         peak = outcome.peak + planner.unseen
         error = BudgetError(str(budget), (peak + standing) / MB, peak / unchecked_peak)
-        if budget.strict:
+        if budget.strict and known is None:  # later it would end a run in mid-epoch
             raise error
         warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)
     before = min(planner.time([]) for _ in range(2)) if planner.unchecked_measured else None
     after = min(planner.time(outcome.plan) for _ in range(2))
-    return Planning(planner, outcome, limit, size, (before, after))
+    return Planning(planner, outcome, limit, shapes, (before, after))
 
 
 def _agreement(trainer: pl.Trainer) -> Agreement:
@@ -221,20 +220,64 @@ def _agreement(trainer: pl.Trainer) -> Agreement:
     return Agreement(trainer.strategy.broadcast, largest)
 
 
-def _stretched(known: Planning, growth: float) -> Planning:
-    solution: Solution = known.planner.rescaled(growth, known.budget)
+def _stretched(known: Planning, factor: float) -> Planning:
+    solution: Solution = known.planner.rescaled(factor, known.budget)
     outcome = Outcome(
         known.planner.make_plan(solution), solution, known.outcome.peak, known.outcome.fits
     )
-    return Planning(known.planner, outcome, known.budget, known.size, known.seconds)
+    return Planning(known.planner, outcome, known.budget, known.shapes, known.seconds)
 
 
-def batch_size(batch: Any) -> int:
-    """Return the number of elements in the tensors of a batch."""
-    return sum(tensor.numel() for tensor in _tensors(batch))
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+"""Of the tensors of a batch, in order."""
 
 
-def _tensors(batch: Any) -> Iterator[Tensor]:
-    for leaf in tree_flatten(batch)[0]:
-        if isinstance(leaf, Tensor):
-            yield leaf
+def batch_shapes(batch: Any) -> Shapes:
+    """Return the shapes of the tensors of a batch, whatever it is made of."""
+    return tuple(tuple(tensor.shape) for tensor in _tensors(batch, set()))
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+        return
+    if isinstance(value, Mapping):
+        parts: Iterable[Any] = value.values()
+    elif isinstance(value, (list, tuple)):
+        parts = value
+    else:  # a dataclass, a graph: whatever has attributes
+        parts = getattr(value, "__dict__", {}).values()
+    if id(value) not in seen:
+        seen.add(id(value))
+        for part in parts:
+            yield from _tensors(part, seen)
+
+
+def covers(known: Shapes, other: Shapes) -> bool:
+    """Return whether nothing in ``other`` is larger than in ``known``."""
+    return _alike(known, other) and all(
+        size <= limit
+        for shape, bound in zip(other, known, strict=True)
+        for size, limit in zip(shape, bound, strict=True)
+    )
+
+
+def growth(known: Shapes, other: Shapes) -> float:
+    """Return by what factor activations grow at most from one batch to another.
+
+    They grow with the number of elements, and those of attention with one dimension once more.
+    """
+    elements = [sum(map(math.prod, shapes)) for shapes in (known, other)]
+    more = elements[1] / max(1, elements[0])
+    if not _alike(known, other):
+        return max(1.0, more) ** 2
+    longer = (
+        size / max(1, before)
+        for shape, bound in zip(other, known, strict=True)
+        for size, before in zip(shape, bound, strict=True)
+    )
+    return more * max(1.0, *longer) if known else 1.0
+
+
+def _alike(one: Shapes, other: Shapes) -> bool:
+    return [len(shape) for shape in one] == [len(shape) for shape in other]
