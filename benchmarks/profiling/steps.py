@@ -170,7 +170,7 @@ def account(model: str, batches: int, accumulate: int, **settings: Any) -> dict[
     unnamed = sum(seconds.get(name, 0.0) for name in UNNAMED)
     return {
         "model": model,
-        "ms a batch": round(1e3 * measures.clock.steps.quantile(0.5), 2),
+        "ms a batch": round(1e3 * measures.clock.work.steps.quantile(0.5), 2),
         "wall s": round(wall, 2),
         "all phases": round((sum(seconds.values()) - seconds.get("other", 0.0)) / wall, 4),
         "without Lightning's own": round((sum(seconds.values()) - unnamed) / wall, 4),

@@ -17,7 +17,6 @@ from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.flops import FlopCount, count_next_batch
 from lightning_opt.profiling.monitor.gpu import find_gpu
 from lightning_opt.profiling.monitor.record import Record, means
@@ -26,6 +25,7 @@ from lightning_opt.profiling.monitor.sampling import Sampler
 from lightning_opt.profiling.monitor.slowdown import Fall, Throughput
 from lightning_opt.profiling.monitor.step_times import StepTime, StepTimer
 from lightning_opt.profiling.peak_flops import multiplied_type
+from lightning_opt.profiling.work import Work
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -260,30 +260,26 @@ class PerformanceMonitor(RunCallback):
             self.record.losses.add(loss)
 
     def _speed(self, times: Sequence[StepTime], ranks: int) -> dict[str, float]:
-        steps = Durations()
+        work = Work()
         for time in times:
-            steps.add(time.seconds)
-        seconds = max(steps.total, 1e-9)
-        samples, tokens = sum(t.samples for t in times), sum(t.tokens for t in times)
+            work.add(*time)
+        rates = work.rates(self._flops(work), self._facts.peak_flops)
         found = {
-            "step_seconds": steps.quantile(0.5),
-            "step_p95_seconds": steps.quantile(0.95),
-            "samples_per_second": samples * ranks / seconds,
+            "step_seconds": work.steps.quantile(0.5),
+            "step_p95_seconds": work.steps.quantile(0.95),
+            "samples_per_second": rates["samples_per_second"] * ranks,
         }
-        if self.tokens is not None:
-            found["tokens_per_second"] = tokens * ranks / seconds
-        flops = self._flops(len(times), samples)
-        if flops is not None:
-            found["tflops"] = flops / seconds / 1e12
-            if self._facts.peak_flops is not None:
-                found["mfu"] = flops / seconds / self._facts.peak_flops
-        return found
+        if "tokens_per_second" in rates:
+            found["tokens_per_second"] = rates["tokens_per_second"] * ranks
+        if "flops_per_second" in rates:
+            found["tflops"] = rates["flops_per_second"] / 1e12
+        return found | {key: value for key, value in rates.items() if key == "mfu"}
 
-    def _flops(self, steps: int, samples: int) -> float | None:
+    def _flops(self, work: Work) -> float | None:
         if isinstance(self.flops_per_step, (int, float)):
-            return self.flops_per_step * steps
+            return self.flops_per_step * work.steps.count
         a_sample = self._facts.flops_a_sample
-        return None if a_sample is None or self.flops_per_step is None else a_sample * samples
+        return None if a_sample is None or self.flops_per_step is None else a_sample * work.samples
 
     def _watch(self, trainer: pl.Trainer, began: int, times: Sequence[StepTime]) -> None:
         """Add to the history of the throughput, and warn if it has fallen."""
@@ -314,7 +310,7 @@ class PerformanceMonitor(RunCallback):
 
     def report(self) -> Report:
         """Return what was measured of the last run, for this process."""
-        return build_report(self.record, self._facts, self._flops, self.fall, self.tokens)
+        return build_report(self.record, self._facts, self._flops(self.record.work), self.fall)
 
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on monitoring, throughput and the use of the device."""

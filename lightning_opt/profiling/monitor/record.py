@@ -6,34 +6,29 @@ import statistics
 from collections.abc import Sequence
 
 from lightning_opt.core.memory import MB
-from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.monitor.sampling import Sample
 from lightning_opt.profiling.monitor.step_times import StepTime
+from lightning_opt.profiling.work import Work
 
 
 class Record:
     """The steps and samples of a run.
 
     Attributes:
-        times: Seconds of the steps that were timed.
-        samples: What they trained on.
-        tokens: The same in tokens.
+        work: The steps that were timed.
         losses: Of the batches at which a report was due.
         looks: Of each quantity that the thread has sampled: how often, its sum, and its largest.
     """
 
     def __init__(self) -> None:
-        self.times = Durations()
-        self.samples = self.tokens = 0
+        self.work = Work()
         self.losses = Thinned()
         self.looks: dict[str, tuple[int, float, float]] = {}
 
     def add(self, times: Sequence[StepTime], looks: Sequence[Sample]) -> None:
         """Take in a window."""
         for time in times:
-            self.times.add(time.seconds)
-            self.samples += time.samples
-            self.tokens += time.tokens
+            self.work.add(*time)
         for look in looks:
             for name, value in quantities(look).items():
                 number, total, largest = self.looks.get(name, (0, 0.0, value))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,6 +28,14 @@ UNITS = {
     "rss_mb": ("resident memory, with children", "MB"),
     "child_processes": ("child processes", ""),
 }
+
+RATES = {
+    "samples_per_second": ("samples a second", "", 1.0, True),
+    "tokens_per_second": ("tokens a second", "", 1.0, True),
+    "flops_per_second": ("operations", "TFLOP/s", 1e-12, False),
+    "mfu": ("MFU", "%", 100.0, False),
+}
+"""Name, unit and scale of each rate, and whether it is that of all ranks."""
 
 IDLE = 70.0
 """Percent of the time that a GPU should run something, at least."""
@@ -76,23 +83,19 @@ class Facts:
 def build_report(
     record: Record,
     facts: Facts,
-    flops_of: Callable[[int, int], float | None],
+    flops: float | None,
     fall: Fall | None,
-    tokens: int | str | None,
 ) -> Report:
     """Return the table of a run."""
-    times, rows = record.times, []
+    times, rows = record.work.steps, []
     if times.count:
-        ms, seconds = 1e3, max(times.total, 1e-9)
-        rows.append(_row("step", "ms", ms * times.quantile(0.5), ms * times.quantile(0.95)))
-        rows.append(_row("samples a second", "", record.samples * facts.ranks / seconds))
-        if tokens is not None:
-            rows.append(_row("tokens a second", "", record.tokens * facts.ranks / seconds))
-        flops = flops_of(times.count, record.samples)
-        if flops is not None:
-            rows.append(_row("operations", "TFLOP/s", flops / seconds / 1e12))
-            if facts.peak_flops is not None:
-                rows.append(_row("MFU", "%", 100 * flops / seconds / facts.peak_flops))
+        rates = record.work.rates(flops, facts.peak_flops)
+        rows.append(_row("step", "ms", 1e3 * times.quantile(0.5), 1e3 * times.quantile(0.95)))
+        rows += [
+            _row(quantity, unit, scale * rates[key] * (facts.ranks if of_all else 1))
+            for key, (quantity, unit, scale, of_all) in RATES.items()
+            if key in rates
+        ]
     rows += [
         _row(words, unit, record.mean(name), record.largest(name))
         for name, (words, unit) in UNITS.items()
@@ -138,7 +141,7 @@ def describe(fall: Fall) -> str:
 
 def judge(record: Record, facts: Facts, fall: Fall | None, *, watched: bool) -> list[Verdict]:
     """Return verdicts on what a run has shown."""
-    if not record.times.count:
+    if not record.work.steps.count:
         why = "PerformanceMonitor has not timed a step yet."
         return [Verdict("throughput", "unknown", why, "Train more than two steps.")]
     return [_throughput(record, facts, fall, watched=watched), _convergence(record.losses)]
@@ -166,7 +169,7 @@ def _convergence(losses: list[float]) -> Verdict:
 
 
 def _throughput(record: Record, facts: Facts, fall: Fall | None, *, watched: bool) -> Verdict:
-    typical = f"A step takes {1e3 * record.times.quantile(0.5):.3g} ms"
+    typical = f"A step takes {1e3 * record.work.steps.quantile(0.5):.3g} ms"
     if fall is not None:
         return Verdict(
             "throughput", "look", describe(fall),

@@ -4,24 +4,10 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from lightning_opt.profiling.steps.step_phases import NAMES
-
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
     from lightning_opt.profiling.steps.step_measures import Measures
-
-COLOURS = dict(
-    zip(
-        NAMES,
-        (
-            "#c0504d", "#e39a98", "#1f4e79", "#4f81bd", "#1f4e79", "#2e8b57", "#7b3f99", "#b8860b",
-            "#d98c21", "#f0b27a", "#e6c35c", "#8c8c8c", "#6b8e9e", "#b39ddb", "#bfbfbf",
-        ),
-        strict=False,
-    )
-)  # fmt: skip
-OTHERS = ("#00695c", "#ad1457", "#5d4037", "#33691e", "#283593", "#827717", "#37474f")
 
 
 def draw_steps(measures: Measures) -> Figure:
@@ -32,6 +18,7 @@ def draw_steps(measures: Measures) -> Figure:
         ValueError: If no step was profiled.
     """
     try:
+        from matplotlib import colormaps
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ImportError(
@@ -48,19 +35,16 @@ def draw_steps(measures: Measures) -> Figure:
     axes = figure.subplots()
     starts = [timeline.steps_each * place for place in range(len(timeline.steps))]
     bottom = [0.0] * len(starts)
-    own = 0
-    for phase in sorted(totals, key=lambda number: -totals[number]):
-        if names[phase] in COLOURS:
-            colour = COLOURS[names[phase]]
-        else:
-            colour, own = OTHERS[own % len(OTHERS)], own + 1
+    colours = colormaps["tab20"]
+    for place, phase in enumerate(sorted(totals, key=lambda number: -totals[number])):
         heights = [
             1e3 * stretch.get(phase, 0.0) / steps
             for stretch, steps in zip(timeline.stretches, timeline.steps, strict=True)
         ]
         share = totals[phase] / sum(totals.values())
         axes.bar(
-            starts, heights, bottom=bottom, width=timeline.steps_each, align="edge", color=colour,
+            starts, heights, bottom=bottom, width=timeline.steps_each, align="edge",
+            color=colours(place % 20),
             label=f"{names[phase]} {100 * share:.1f}%",
         )  # fmt: skip
         bottom = [low + high for low, high in zip(bottom, heights, strict=True)]

@@ -13,6 +13,7 @@ from lightning_opt.profiling.steps.step_phases import (
     WAITS,
     Phases,
 )
+from lightning_opt.profiling.work import Work
 
 
 class StepClock:
@@ -36,11 +37,10 @@ class StepClock:
         self._seconds: list[float] = []
         self._grow()
         self.durations: dict[int, Durations] = {}
-        self.steps = Durations()
+        self.work, self._window_work = Work(), Work()
         self.busy = 0.0
         self.timeline = Timeline()
         self._window: dict[int, float] = {}
-        self.window_steps = Durations()
 
     def _grow(self) -> None:
         self._seconds += [0.0] * (len(self.phases.names) - len(self._seconds))
@@ -106,14 +106,13 @@ class StepClock:
         self._seconds[self.phase] += now - self._since
         self._since = now
 
-    def end_step(self, trained: bool) -> bool:
-        """End a step.
+    def end_step(self, trained: bool, samples: int = 0, tokens: int = 0) -> None:
+        """End a step, which counts for training unless the profiler itself took part in it.
 
         Args:
             trained: Whether a batch was trained on since the last end.
-
-        Returns:
-            Whether it counts as a step of training: not if the profiler itself took part in it.
+            samples: Of that batch.
+            tokens: Likewise.
         """
         self._charge()
         counted = trained and not self._seconds[PROFILER]
@@ -136,15 +135,19 @@ class StepClock:
                 if phase in WAITS:
                     waits += value
         if counted:
-            self.steps.add(total)
-            self.window_steps.add(total)
+            self.work.add(total, samples, tokens)
+            self._window_work.add(total, samples, tokens)
             self.busy += total - waits
         if self.device is not None:
             self.device.end_step()
-        return counted
 
-    def end_window(self) -> tuple[dict[int, float], Durations]:
+    @property
+    def steps_in_window(self) -> int:
+        """How many steps were counted since the last :meth:`end_window`."""
+        return self._window_work.steps.count
+
+    def end_window(self) -> tuple[dict[int, float], Work]:
         """Return the seconds of each phase, and the steps, since the last call."""
-        window, steps = self._window, self.window_steps
-        self._window, self.window_steps = {}, Durations()
-        return window, steps
+        window, work = self._window, self._window_work
+        self._window, self._window_work = {}, Work()
+        return window, work

@@ -10,15 +10,7 @@ from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.flops import Flops
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_phases import CALLBACK, NOT_OF_A_STEP, OTHER, PROFILER
-
-
-@dataclass
-class Region:
-    """What a user's region did, besides taking time."""
-
-    calls: int = 0
-    seconds: float = 0.0
-    bytes: float = 0.0
+from lightning_opt.profiling.work import Work
 
 
 @dataclass
@@ -45,17 +37,15 @@ class Measures:
 
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        clock: Durations by phase.
+        clock: Durations by phase, and the steps that count.
         wall: Seconds of the run, None while it goes on.
         batches: Batches trained on.
-        samples: In the steps that count.
-        tokens: Likewise; None where they are not counted.
         optimizer_steps: Updates.
         flops: Of one batch, None where not counted.
         flops_samples: Samples, or tokens where they are counted, of that batch.
         peak: FLOP a second that the device can do, None where unknown.
         peak_name: What the peak is of.
-        regions: By name.
+        bytes: That regions have moved, by their names.
         ranks: None with a single one.
         notes: What the reader has to know.
     """
@@ -64,48 +54,32 @@ class Measures:
     clock: StepClock
     wall: float | None = None
     batches: int = 0
-    samples: int = 0
-    tokens: int | None = None
     optimizer_steps: int = 0
     flops: Flops | None = None
     flops_samples: int = 0
     peak: float | None = None
     peak_name: str = ""
     world_size: int = 1
-    regions: dict[str, Region] = field(default_factory=dict)
+    bytes: dict[str, float] = field(default_factory=dict)
     ranks: Ranks | None = None
     notes: list[str] = field(default_factory=list)
 
-    def _rate(self, amount: float | None) -> float | None:
-        seconds = self.clock.steps.total
-        return None if amount is None or not seconds else amount / seconds
+    def rates_of(self, work: Work) -> dict[str, float]:
+        """Return what some steps did a second, of this rank: samples, tokens, FLOPs and MFU."""
+        flops = None
+        if self.flops is not None and self.flops_samples:
+            amount = work.tokens or work.samples
+            flops = self.flops.model / self.flops_samples * amount
+        return work.rates(flops, self.peak)
 
     @property
-    def samples_per_second(self) -> float | None:
-        """Of this rank, while it trains: validation, checkpoints and the start left out."""
-        return self._rate(self.samples or None)
+    def rates(self) -> dict[str, float]:
+        """The same while it trained: validation, checkpoints and the start left out.
 
-    @property
-    def tokens_per_second(self) -> float | None:
-        """Likewise."""
-        return self._rate(self.tokens or None)
-
-    def _flops_per_second(self, flops: int | None) -> float | None:
-        amount = self.samples if self.tokens is None else self.tokens
-        if flops is None or not self.flops_samples:
-            return None
-        return self._rate(flops / self.flops_samples * amount)
-
-    @property
-    def flops_per_second(self) -> float | None:
-        """What the model needs, a second of training, of this rank."""
-        return self._flops_per_second(None if self.flops is None else self.flops.model)
-
-    @property
-    def mfu(self) -> float | None:
-        """Model FLOPs utilisation: of the peak, None where the peak is unknown."""
-        rate = self.flops_per_second
-        return None if rate is None or not self.peak else rate / self.peak
+        Keys are ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` (what the model
+        needs) and ``mfu`` (model FLOPs utilisation, of the peak), as far as they are known.
+        """
+        return self.rates_of(self.clock.work)
 
     @property
     def seconds(self) -> dict[str, float]:
@@ -147,7 +121,7 @@ class Measures:
             row = dict.fromkeys(rows[0]) if rows else {}
             rows.append({**row, "phase": "device: between those", "device ms":
                          _milliseconds(device[-1].mean)})  # fmt: skip
-        steps = self.clock.steps
+        steps = self.clock.work.steps
         title = f"StepProfiler: {self.stage}, {wall:.2f} s"
         if steps.count:
             title += f", {self.batches} batches, {1e3 * steps.quantile(0.5):.3g} ms each (median)"
@@ -158,8 +132,11 @@ class Measures:
         if self.accounted is not None:
             notes.append(f"Named phases account for {100 * self.accounted:.1f}% of the wall time.")
         notes += self._throughput()
-        for name, region in self.regions.items():
-            notes.append(_describe_region(name, region))
+        clock = self.clock if self.clock.device is None else self.clock.device
+        for name, moved in self.bytes.items():
+            spent = clock.durations.get(self.clock.phases.number(name, on_device=True))
+            if spent is not None and spent.total:
+                notes.append(f"{name.capitalize()}: {moved / spent.total / 1e9:.4g} GB/s.")
         if self.ranks is not None:
             busy, slowest = self.ranks.busy, self.ranks.slowest
             notes.append(
@@ -177,21 +154,21 @@ class Measures:
         return [*notes, *self.notes]
 
     def _throughput(self) -> list[str]:
-        each = " on each rank" if self.world_size > 1 else ""
-        parts = []
-        if self.samples_per_second is not None:
-            parts.append(f"{self.samples_per_second:.4g} samples/s")
-        if self.tokens_per_second is not None:
-            parts.append(f"{self.tokens_per_second:.4g} tokens/s")
-        rate, notes = self.flops_per_second, []
-        if rate is not None and self.flops is not None:
-            parts.append(f"{rate / 1e9:.4g} GFLOP/s")
+        each, rates = " on each rank" if self.world_size > 1 else "", self.rates
+        parts = [
+            f"{rates[f'{unit}_per_second']:.4g} {unit}/s"
+            for unit in ("samples", "tokens")
+            if f"{unit}_per_second" in rates
+        ]
+        notes = []
+        if "flops_per_second" in rates and self.flops is not None:
+            parts.append(f"{rates['flops_per_second'] / 1e9:.4g} GFLOP/s")
             notes.append(
                 f"FLOPs of a batch: {self.flops.forward:.4g} forward, {self.flops.backward:.4g} "
                 f"backward, {self.flops.recomputed:.4g} recomputed."
             )
-        if self.mfu is not None:
-            parts.append(f"MFU {100 * self.mfu:.1f}% of {self.peak_name}")
+        if "mfu" in rates:
+            parts.append(f"MFU {100 * rates['mfu']:.1f}% of {self.peak_name}")
         return [*([f"While training{each}: {', '.join(parts)}."] if parts else []), *notes]
 
 
@@ -209,13 +186,6 @@ def _row(name: str, durations: Durations, wall: float) -> dict[str, Any]:
 
 def _milliseconds(seconds: float) -> float:
     return float(f"{1e3 * seconds:.4g}")
-
-
-def _describe_region(name: str, region: Region) -> str:
-    text = f"Region {name}: {region.calls} calls, {1e3 * region.seconds / region.calls:.3g} ms each"
-    if region.bytes and region.seconds:
-        text += f", {region.bytes / region.seconds / 1e9:.4g} GB/s"
-    return f"{text}."
 
 
 def phase_means(window: dict[int, float], steps: int, names: list[str]) -> dict[str, float]:

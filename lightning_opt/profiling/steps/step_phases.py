@@ -118,7 +118,7 @@ class Phases:
             self.on_device[found] = True
         return found
 
-    def of(self, action: str, trainer: pl.Trainer | None) -> int:
+    def of(self, action: str, trainer: pl.Trainer) -> int:
         """Return the phase of one of Lightning's actions, or what it means.
 
         Args:
@@ -137,7 +137,7 @@ class Phases:
         if not owner.startswith("[") or "." not in rest:
             return self.number(action, on_device=True)  # `trainer.profiler.profile("my part")`
         name, _, hook = rest.rpartition(".")
-        training = trainer is None or trainer.state.fn == "fit"
+        training = trainer.state.fn == "fit"
         if owner == "[Strategy":
             return self._of_strategy(hook, training)
         if owner == "[Callback":
@@ -157,8 +157,8 @@ class Phases:
             return VALIDATION if training else FORWARD
         return known.get(hook, IGNORED)  # the backward pass is looked at more closely: `Watch`
 
-    def _of_callback(self, key: str, hook: str, trainer: pl.Trainer | None) -> int:
-        callbacks = [] if trainer is None else trainer.callbacks  # type: ignore[attr-defined]
+    def _of_callback(self, key: str, hook: str, trainer: pl.Trainer) -> int:
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         owner = next((callback for callback in callbacks if callback.state_key == key), None)
         if owner is not None and not _overrides(owner, hook, Callback):
             return IGNORED
@@ -167,11 +167,11 @@ class Phases:
         return self.number(f"{CALLBACK}{key.partition('{')[0]}", hook in _GRADIENT_HOOKS)
 
 
-def _of_module(owner: str, hook: str, trainer: pl.Trainer | None) -> int:
+def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
     phase = _OWN_HOOKS.get(hook, HOOKS)
-    if phase == VALIDATION and trainer is not None and trainer.state.fn != "fit":
+    if phase == VALIDATION and trainer.state.fn != "fit":
         return IGNORED
-    if trainer is None or phase not in (HOOKS, CLIPPING, TRANSFER):
+    if phase not in (HOOKS, CLIPPING, TRANSFER):
         return phase
     if phase == CLIPPING and trainer.gradient_clip_val:
         return phase

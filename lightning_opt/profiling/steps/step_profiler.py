@@ -113,11 +113,11 @@ class StepProfiler(Profiler):
         self.dirpath = self._given_dirpath
         super().setup(stage, local_rank, log_dir)
         module = getattr(self, "_lightning_module", None)
-        trainer = None if module is None else module.trainer
-        stage = str(getattr(stage, "value", stage))
-        rank_zero = trainer is None or trainer.is_global_zero
+        if module is None:
+            return
+        trainer, stage = module.trainer, str(getattr(stage, "value", stage))
         trace = None
-        if self.trace is not None and stage == "fit" and rank_zero:
+        if self.trace is not None and stage == "fit" and trainer.is_global_zero:
             trace = Trace(*self.trace, Path(self.dirpath or "."))
         self._run = StepRun(
             stage,
@@ -128,11 +128,10 @@ class StepProfiler(Profiler):
             trace=trace,
         )
         self._last = self._runs[stage] = measures = self._run.measures
-        if trainer is not None:
-            measures.world_size = trainer.world_size
-            root, kind = trainer.strategy.root_device, multiplied_type(str(trainer.precision))
-            measures.peak = self.peak_flops or _find_peak(root, kind)
-            measures.peak_name = "peak_flops" if self.peak_flops else _name_of(root, kind)
+        measures.world_size = trainer.world_size
+        root, kind = trainer.strategy.root_device, multiplied_type(str(trainer.precision))
+        measures.peak = self.peak_flops or _find_peak(root, kind)
+        measures.peak_name = "peak_flops" if self.peak_flops else _name_of(root, kind)
 
     def start(self, action_name: str) -> None:
         """Begin one of the Trainer's actions."""
@@ -150,7 +149,7 @@ class StepProfiler(Profiler):
         if run is None:
             return
         trainer, measures = run.trainer, run.finish()
-        if trainer is None or trainer.is_global_zero:
+        if trainer.is_global_zero:
             report = measures.report()
             if self.print_table:
                 report.print()
@@ -172,10 +171,7 @@ class StepProfiler(Profiler):
         except ImportError as error:
             log.warning("%s", error)
             return
-        if trainer is None:
-            figure.savefig(folder / f"{stem}.png")
-        else:
-            save_figure(figure, folder / f"{stem}.png", trainer, "time/steps")
+        save_figure(figure, folder / f"{stem}.png", trainer, "time/steps")
 
     def teardown(self, stage: str | None) -> None:
         """Leave nothing behind on the model and the Trainer."""

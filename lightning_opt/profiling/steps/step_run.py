@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import perf_counter
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.hooks import Watch
 from lightning_opt.profiling.steps.step_clock import StepClock
-from lightning_opt.profiling.steps.step_measures import Measures, Ranks, Region, phase_means
+from lightning_opt.profiling.steps.step_measures import Measures, Ranks, phase_means
 from lightning_opt.profiling.steps.step_phases import (
     BATCH,
     BETWEEN,
@@ -39,6 +38,9 @@ from lightning_opt.profiling.steps.step_phases import (
 )
 from lightning_opt.profiling.steps.trace import Trace
 
+LOGGED = ("samples_per_second", "tokens_per_second", "mfu")
+"""Rates that are logged."""
+
 MOST_ACTIONS = 2000
 """So many names of actions are known; a name that is new each time would fill the memory."""
 
@@ -48,7 +50,7 @@ class StepRun:
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        trainer: The Trainer; None where actions come from elsewhere.
+        trainer: The Trainer.
         log_every_n_steps: Batches from one logging to the next; 0 for none.
         tokens: How tokens are counted, if they are.
         flops: Whether to count those of the first batch.
@@ -66,10 +68,10 @@ class StepRun:
         trace: Trace | None,
     ) -> None:
         self.trainer = trainer
-        root = torch.device("cpu") if trainer is None else trainer.strategy.root_device
+        root = trainer.strategy.root_device
         device = DeviceClock(root) if root.type == "cuda" else None
         self.clock = StepClock(Phases(), SETUP, device)
-        self.measures = Measures(stage, self.clock, tokens=None if tokens is None else 0)
+        self.measures = Measures(stage, self.clock)
         self._every, self._tokens, self._flops = log_every_n_steps, tokens, flops
         self._trace = trace
         self._thread = threading.get_ident()
@@ -78,7 +80,6 @@ class StepRun:
         self._counter: FlopCount | None = None
         self._trained = False
         self._epoch_depth = 0
-        self._window_samples = self._window_tokens = 0
 
     # --- actions --------------------------------------------------------------------------------
 
@@ -133,8 +134,7 @@ class StepRun:
                 clock.rest(BETWEEN)
             clock.enter(LOOP, action)
             self._epoch_depth = clock.depth
-            if self.trainer is not None:
-                self._watch = Watch(clock, self.trainer, self._tokens)
+            self._watch = Watch(clock, self.trainer, self._tokens)
 
     def _end(self, phase: int, action: str) -> None:
         if phase == BATCH:
@@ -159,8 +159,6 @@ class StepRun:
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
     def _can_count(self) -> bool:
-        if self.trainer is None:
-            return False
         module = self.trainer.lightning_module
         # Under a counter torch would leave the first call uncompiled, and then all others too.
         if has_compiled_parts(module):
@@ -176,8 +174,7 @@ class StepRun:
         measures = self.measures
         measures.flops = counter.flops
         if self._watch is not None:
-            counted = self._watch.samples if measures.tokens is None else self._watch.tokens
-            measures.flops_samples = counted
+            measures.flops_samples = self._watch.tokens or self._watch.samples
         for operator, why in counter.failures.items():
             measures.notes.append(f"The FLOPs of {operator} could not be counted ({why}).")
 
@@ -190,13 +187,9 @@ class StepRun:
             watch.seen = False
         if self._trace is not None and measures.batches - 1 == self._trace.last:
             self._work(self._trace.stop)
-        if clock.end_step(trained=True) and watch is not None:
-            measures.samples += watch.samples
-            self._window_samples += watch.samples
-            if measures.tokens is not None:
-                measures.tokens += watch.tokens
-                self._window_tokens += watch.tokens
-        if self._every and clock.window_steps.count >= self._every:
+        samples, tokens = (0, 0) if watch is None else (watch.samples, watch.tokens)
+        clock.end_step(True, samples, tokens)
+        if self._every and clock.steps_in_window >= self._every:
             self._log()
 
     def _work(self, function: Any) -> None:
@@ -226,8 +219,6 @@ class StepRun:
         trainer, measures = self.trainer, self.measures
         if self.clock.depth == 0:
             self.clock.rest(TEARDOWN)
-        if trainer is None:
-            return
         measures.optimizer_steps = trainer.global_step
         self._compare_ranks()
         self._log()
@@ -235,7 +226,7 @@ class StepRun:
     def _compare_ranks(self) -> None:
         if self.measures.world_size == 1 or not (dist.is_available() and dist.is_initialized()):
             return
-        busy = self.clock.busy / max(1, self.clock.steps.count)
+        busy = self.clock.busy / max(1, self.clock.work.steps.count)
         device = self.trainer.strategy.root_device
         own = torch.tensor([busy], dtype=torch.float64, device=device)
         everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
@@ -244,21 +235,13 @@ class StepRun:
         self.measures.ranks = Ranks(torch.cat(everyone).tolist())
 
     def _log(self) -> None:
-        seconds, steps = self.clock.end_window()
-        samples, tokens = self._window_samples, self._window_tokens
-        self._window_samples = self._window_tokens = 0
-        measures = self.measures
-        if self.trainer is None or not self._every or not steps.count:
+        seconds, work = self.clock.end_window()
+        if not self._every or not work.steps.count:
             return
-        scalars = phase_means(seconds, steps.count, self.clock.phases.names)
-        scalars["time/step_ms"] = 1e3 * steps.mean
-        scalars["time/samples_per_second"] = samples / steps.total
-        if measures.tokens is not None:
-            scalars["time/tokens_per_second"] = tokens / steps.total
-        counted = samples if measures.tokens is None else tokens
-        if measures.flops is not None and measures.peak and measures.flops_samples:
-            rate = measures.flops.model / measures.flops_samples * counted / steps.total
-            scalars["time/mfu"] = rate / measures.peak
+        scalars = phase_means(seconds, work.steps.count, self.clock.phases.names)
+        scalars["time/step_ms"] = 1e3 * work.steps.mean
+        rates = self.measures.rates_of(work)
+        scalars |= {f"time/{key}": value for key, value in rates.items() if key in LOGGED}
         self.clock.enter(LOGGING, self)
         try:
             log_scalars(self.trainer, scalars)
@@ -274,9 +257,6 @@ class StepRun:
         self.trainer = None
         if clock.device is not None:
             clock.device.finish()
-            for name, region in measures.regions.items():
-                own = clock.device.durations.get(clock.phases.number(_phase_of(name), True))
-                region.seconds = own.total if own is not None else region.seconds
         return measures
 
     @contextmanager
@@ -285,21 +265,13 @@ class StepRun:
         if threading.get_ident() != self._thread:
             yield
             return
-        clock, regions, key = self.clock, self.measures.regions, object()
-        phase = clock.phases.number(_phase_of(name), on_device=True)
+        clock, key, name = self.clock, object(), f"region {name}"
+        phase = clock.phases.number(name, on_device=True)
         clock.enter(phase, key)
-        start = perf_counter()
         try:
             yield
         finally:
-            passed = perf_counter() - start
             clock.leave(key)
-            if phase != OTHER:  # which it is if there are too many names
-                region = regions.setdefault(name, Region())
-                region.calls += 1
-                region.seconds += passed
-                region.bytes += size or 0
-
-
-def _phase_of(region: str) -> str:
-    return f"region {region}"
+            if size and phase != OTHER:  # which it is if there are too many names
+                moved = self.measures.bytes
+                moved[name] = moved.get(name, 0.0) + size

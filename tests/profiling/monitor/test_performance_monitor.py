@@ -262,7 +262,7 @@ def test_its_state_is_the_same_after_a_round_trip(monkeypatch):
 
 def test_an_idle_gpu_is_looked_at():
     record = Record()
-    record.times.add(0.1)
+    record.work.add(0.1, 1, 0)
     facts = Facts(device="a GPU")
     assert judge(record, facts, None, watched=True)[0].state == "ok"
     assert judge(record, facts, None, watched=False)[0].state == "unknown"
@@ -285,7 +285,7 @@ def test_an_idle_gpu_is_looked_at():
 )
 def test_the_course_of_the_loss_is_judged(losses, state):
     record = Record()
-    record.times.add(0.1)
+    record.work.add(0.1, 1, 0)
     record.losses.extend(losses)
     assert judge(record, Facts(), None, watched=True)[1].state == state
 
