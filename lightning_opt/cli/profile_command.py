@@ -43,7 +43,7 @@ def parser() -> LightningArgumentParser:
         help="Batches, from 0, that torch's profiler records operator by operator.",
     )
     made.add_argument(
-        "--out", type=str | None, metavar="FOLDER", help="Where to write table, figure and trace."
+        "--out", type=str | None, metavar="FOLDER", help="Where to write table and trace."
     )
     made.add_argument("--json", action="store_true", help="Write the table as JSON.")
     add_targets(made)

@@ -1,8 +1,7 @@
-"""Counts, totals and quantiles of durations in bounded memory, and how phases change over a run."""
+"""Counts, totals and quantiles of durations in bounded memory."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from math import frexp, ldexp
 
 _CELLS = 256
@@ -57,40 +56,3 @@ class Durations:
                 exponent, part = divmod(cell, _CELLS)
                 return ldexp((part + 0.5) / _CELLS, exponent)
         return 0.0
-
-
-class Timeline:
-    """Seconds of each phase along a run, in at most ``length`` stretches of as many steps each.
-
-    When all are full, neighbours are merged, and each stretch takes twice as many steps.
-
-    Args:
-        length: Most stretches, an even number.
-    """
-
-    def __init__(self, length: int = 60) -> None:
-        self.length = length
-        self.steps_each = 1
-        self.stretches: list[dict[int, float]] = []
-        self.steps: list[int] = []
-
-    def next_step(self) -> dict[int, float]:
-        """Begin a step, and return the stretch that it belongs to: seconds by phase."""
-        if not self.steps or self.steps[-1] >= self.steps_each:
-            if len(self.steps) == self.length:
-                self._merge()
-            self.stretches.append({})
-            self.steps.append(0)
-        self.steps[-1] += 1
-        return self.stretches[-1]
-
-    def _merge(self) -> None:
-        self.steps_each *= 2
-        pairs = zip(self.stretches[::2], self.stretches[1::2], strict=True)
-        self.stretches = [_sum((first, second)) for first, second in pairs]
-        self.steps = [sum(self.steps[i : i + 2]) for i in range(0, self.length, 2)]
-
-
-def _sum(parts: Sequence[Mapping[int, float]]) -> dict[int, float]:
-    keys = dict.fromkeys(key for part in parts for key in part)
-    return {key: sum(part.get(key, 0.0) for part in parts) for key in keys}

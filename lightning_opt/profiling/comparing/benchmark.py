@@ -7,7 +7,7 @@ import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,11 +15,12 @@ from lightning_opt.core.arguments import at_least, between, positive, share
 from lightning_opt.core.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.report import Report
 from lightning_opt.core.trial import wait_for
-from lightning_opt.profiling.comparing.plot import draw_ratios
-from lightning_opt.profiling.comparing.verdicts import format_seconds, ratio_columns, verdict_note
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+from lightning_opt.profiling.comparing.measured import (
+    Measured,
+    format_seconds,
+    ratio_columns,
+    verdict_note,
+)
 
 OFFSET = 0.005
 """By how much two equal functions of one process may differ for good, by their memory: a guess."""
@@ -27,7 +28,7 @@ OFFSET = 0.005
 _MAX_CALLS = 1 << 20
 
 
-class BenchmarkResult:
+class BenchmarkResult(Measured):
     """What :func:`benchmark` has measured.
 
     Attributes:
@@ -45,7 +46,7 @@ class BenchmarkResult:
         calls: Mapping[str, int],
         notes: list[str],
     ) -> None:
-        self.seconds, self.ratios, self.calls = dict(seconds), dict(ratios), dict(calls)
+        self.seconds, self.calls = dict(seconds), dict(calls)
         rows = []
         for name, values in self.seconds.items():
             low, middle, high = quartiles(values)
@@ -56,29 +57,16 @@ class BenchmarkResult:
                 "seconds": middle,
                 "calls": self.calls[name] * len(values),
             }
-            if self.ratios:
-                row |= ratio_columns(self.ratios.get(name))
+            if ratios:
+                row |= ratio_columns(ratios.get(name))
             rows.append(row)
-        self.report = Report("Seconds of a call", rows, notes)
+        report = Report("Seconds of a call", rows, notes)
+        super().__init__(report, ratios, self.seconds, "seconds of a call")
 
     def to_json(self) -> str:
         """Return report and timings as JSON."""
         details = {"seconds_of_rounds": self.seconds, "calls_of_a_timing": self.calls}
         return json.dumps({**json.loads(self.report.to_json()), **details}, indent=2)
-
-    def plot(self) -> Figure:
-        """Draw the timings of each function, and the ratios with their intervals.
-
-        Raises:
-            ImportError: Without matplotlib; the message names the extra.
-        """
-        return draw_ratios("benchmark", self.seconds, self.ratios, "seconds of a call")
-
-    def __str__(self) -> str:
-        return str(self.report)
-
-    def _repr_markdown_(self) -> str:
-        return self.report.to_markdown()
 
 
 def benchmark(

@@ -6,18 +6,14 @@ import json
 import math
 import statistics
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_opt.core.memory import MB
 from lightning_opt.core.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.report import Report
-from lightning_opt.profiling.comparing.plot import draw_ratios
-from lightning_opt.profiling.comparing.verdicts import ratio_columns, verdict_note
+from lightning_opt.profiling.comparing.measured import Measured, ratio_columns, verdict_note
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.training_process import FitFailed
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 OFFSET = 0.008
 """By how much two equal trainings in processes of their own differ for good, as a rule: the
@@ -105,7 +101,7 @@ class Run:
         return min(step.seconds for step in self.trainings[-1].warm)
 
 
-class Comparison:
+class Comparison(Measured):
     """What :func:`compare` has measured.
 
     Attributes:
@@ -148,7 +144,10 @@ class Comparison:
         notes = self._notes(whole, first)
         if self.ratios:
             notes.append(verdict_note(self.ratios, confidence, tolerance))
-        self.report = Report("Steps of the Trainer", rows, notes)
+        timings = {name: [1e3 * s.seconds for s in run.timed] for name, run in runs.items()}
+        super().__init__(
+            Report("Steps of the Trainer", rows, notes), self.ratios, timings, "ms of a step"
+        )
 
     def _pairs(self, first: Run, other: Run) -> list[list[tuple[float, float]]]:
         return [
@@ -216,21 +215,6 @@ class Comparison:
         }
         content = {**json.loads(self.report.to_json()), "trainings": details, "failures": failures}
         return json.dumps(content, indent=2)
-
-    def plot(self) -> Figure:
-        """Draw the steps of each configuration, and the ratios with their intervals.
-
-        Raises:
-            ImportError: Without matplotlib; the message names the extra.
-        """
-        timings = {name: [1e3 * s.seconds for s in run.timed] for name, run in self.runs.items()}
-        return draw_ratios("compare", timings, self.ratios, "ms of a step")
-
-    def __str__(self) -> str:
-        return str(self.report)
-
-    def _repr_markdown_(self) -> str:
-        return self.report.to_markdown()
 
 
 def _finite(value: float) -> float | None:

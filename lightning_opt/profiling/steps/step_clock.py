@@ -5,7 +5,7 @@ from __future__ import annotations
 from time import perf_counter
 from typing import Any
 
-from lightning_opt.profiling.durations import Durations, Timeline
+from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.step_phases import (
     NOT_OF_A_STEP,
@@ -39,7 +39,6 @@ class StepClock:
         self.durations: dict[int, Durations] = {}
         self.work, self._window_work = Work(), Work()
         self.busy = 0.0
-        self.timeline = Timeline()
         self._window: dict[int, float] = {}
 
     def _grow(self) -> None:
@@ -116,7 +115,6 @@ class StepClock:
         """
         self._charge()
         counted = trained and not self._seconds[PROFILER]
-        stretch = self.timeline.next_step() if counted else {}
         window = self._window if counted else {}
         total = waits = 0.0
         all_durations = self.durations
@@ -130,7 +128,6 @@ class StepClock:
             durations.add(value)
             if counted and phase not in NOT_OF_A_STEP:
                 total += value
-                stretch[phase] = stretch.get(phase, 0.0) + value
                 window[phase] = window.get(phase, 0.0) + value
                 if phase in WAITS:
                     waits += value

@@ -13,18 +13,16 @@ import torch
 from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.loggers import save_figure
 from lightning_opt.core.report import Report
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
-from lightning_opt.profiling.steps.figure import draw_steps
 from lightning_opt.profiling.steps.step_measures import Measures
 from lightning_opt.profiling.steps.step_phases import DATA, NAMES
 from lightning_opt.profiling.steps.step_run import StepRun
 from lightning_opt.profiling.steps.trace import Trace
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
+    pass
 
 log = logging.getLogger(__name__)
 
@@ -57,8 +55,8 @@ class StepProfiler(Profiler):
 
     Args:
         dirpath: Folder for files; by default the logger's.
-        filename: Write ``<filename>.md``, ``.json`` and, with matplotlib, ``.png`` at the end of
-            each run; by default nothing is written.
+        filename: Write ``<filename>.md`` and ``.json`` at the end of each run; by default nothing
+            is written.
         log_every_n_steps: Batches from one logging to the next; 0 for none.
         tokens: What is counted besides samples: the name of the tensor in batches that are dicts
             whose elements are tokens, or the number of tokens in each sample.
@@ -154,24 +152,16 @@ class StepProfiler(Profiler):
             if self.print_table:
                 report.print()
             if self.filename:
-                self._write(report, measures, trainer)
+                self._write(report, measures.stage)
         self.teardown(stage=self._stage)
 
-    def _write(self, report: Report, measures: Measures, trainer: Any) -> None:
+    def _write(self, report: Report, stage: str) -> None:
         folder, stem = Path(self.dirpath or "."), str(self.filename)
-        if measures.stage != "fit":
-            stem += f"_{measures.stage}"
+        if stage != "fit":
+            stem += f"_{stage}"
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{stem}.md").write_text(report.to_markdown() + "\n")
         (folder / f"{stem}.json").write_text(report.to_json() + "\n")
-        if not measures.clock.timeline.steps:
-            return
-        try:
-            figure = draw_steps(measures)
-        except ImportError as error:
-            log.warning("%s", error)
-            return
-        save_figure(figure, folder / f"{stem}.png", trainer, "time/steps")
 
     def teardown(self, stage: str | None) -> None:
         """Leave nothing behind on the model and the Trainer."""
@@ -264,15 +254,6 @@ class StepProfiler(Profiler):
     def summary(self) -> str:
         """Return the table as text; empty before any run."""
         return "" if self._last is None else str(self._last.report())
-
-    def figure(self) -> Figure:
-        """Return a figure of matplotlib: what a step of the last fit took, along the run.
-
-        Raises:
-            ImportError: Without matplotlib, which the extra ``plots`` brings.
-            ValueError: If no step was profiled.
-        """
-        return draw_steps(self.measures())
 
 
 def _check_tokens(tokens: Any) -> int | str | None:

@@ -9,7 +9,7 @@ import torch
 
 import lightning_opt as lo
 from lightning_opt.profiling.comparing import benchmark as module
-from lightning_opt.profiling.comparing.verdicts import format_seconds
+from lightning_opt.profiling.comparing.measured import format_seconds
 
 
 class Clock:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
-from lightning_opt.profiling.durations import Durations, Timeline
+from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.steps import step_clock
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.step_clock import StepClock
@@ -83,19 +83,6 @@ def test_quantiles_of_few():
         durations.add(value)
     assert durations.quantile(0.5) == pytest.approx(0.002, rel=0.006)
     assert durations.quantile(0.95) == pytest.approx(1.0, rel=0.006)
-
-
-def test_a_timeline_keeps_the_sum_and_stays_short():
-    timeline = Timeline(length=4)
-    for step in range(37):
-        stretch = timeline.next_step()
-        for phase, seconds in ((3, 1.0), (step % 3, 0.5)):
-            stretch[phase] = stretch.get(phase, 0.0) + seconds
-    assert len(timeline.steps) <= 4
-    assert sum(timeline.steps) == 37
-    assert timeline.steps_each == 16
-    sums = [sum(stretch.get(phase, 0.0) for stretch in timeline.stretches) for phase in range(4)]
-    assert sums == [13 * 0.5, 12 * 0.5, 12 * 0.5, 37.0]
 
 
 # --- the host's clock ---------------------------------------------------------------------------
