@@ -62,19 +62,12 @@ def find_layout(devices: int) -> tuple[int, int]:
     return 1, devices
 
 
-def make_strategy(name: str, processes: int, always: bool) -> Strategy | str:
-    """Return what ``Trainer(strategy=...)`` gets.
-
-    Args:
-        name: A strategy string.
-        processes: In all.
-        always: Compress whatever the network is: by default the warm-up measures the network, and
-            gradients are compressed where that pays.
-    """
+def make_strategy(name: str, processes: int) -> Strategy | str:
+    """Return what ``Trainer(strategy=...)`` gets: the string itself would do."""
     if processes == 1:
         return "auto"  # there is nobody to send to
-    if always and name in COMPRESSORS:
-        return lo.CompressedDDPStrategy(COMPRESSORS[name], fallback="never", every_n_steps=10)
+    if name in COMPRESSORS:
+        return lo.CompressedDDPStrategy(COMPRESSORS[name], every_n_steps=10)  # reports more often
     return name
 
 
@@ -117,7 +110,7 @@ class DistributedGPT(ByteGPT):
         return self.loss(windows).item()
 
 
-def train(name: str, steps: int, nodes: int, devices: int, always: bool) -> dict[str, Any]:
+def train(name: str, steps: int, nodes: int, devices: int) -> dict[str, Any]:
     """Train once with a strategy, in each process; return one row of the table."""
     L.seed_everything(0, verbose=False)
     model, record, traffic = DistributedGPT(steps), Record(), Traffic()
@@ -127,7 +120,7 @@ def train(name: str, steps: int, nodes: int, devices: int, always: bool) -> dict
         max_epochs=1,
         num_nodes=nodes,
         devices=devices,
-        strategy=make_strategy(name, processes, always),
+        strategy=make_strategy(name, processes),
         logger=traffic,
         use_distributed_sampler=False,
     )
@@ -177,7 +170,6 @@ def main() -> None:
     parser.add_argument("--strategy", nargs="+", default=["ddp", "ddp_topk"], help="(%(default)s)")
     parser.add_argument("--devices", type=int, default=1, help="processes to start (%(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="of each run (%(default)s)")
-    parser.add_argument("--always", action="store_true", help="compress on fast networks too")
     parser.add_argument("--out", type=Path, help="JSON file to write the table to")
     args = parser.parse_args()
     if min(args.steps, args.devices) < 1:
@@ -186,7 +178,7 @@ def main() -> None:
     torch.set_num_threads(1)
     nodes, devices = find_layout(args.devices)
     names = args.strategy if nodes * devices > 1 else args.strategy[:1]
-    rows = [train(name, args.steps, nodes, devices, args.always) for name in names]
+    rows = [train(name, args.steps, nodes, devices) for name in names]
     processes = find_processes()
     if not dist.is_initialized() or dist.get_rank() == 0:
         title = (

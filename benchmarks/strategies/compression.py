@@ -37,7 +37,6 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
-from lightning_opt.strategies.compression.codecs import native, selection
 
 NETWORKS: dict[str, tuple[str, str] | None] = {
     "1 Gbit/s": ("1gbit", "256kb"),
@@ -57,7 +56,7 @@ SECONDS = 80.0
 """How long to go on with further rounds on one network."""
 
 
-AUTO = "ddp_compressed"
+AUTO, TOPK = "ddp_compressed", "ddp_topk 1%"
 
 
 class SilentDDP(DDPStrategy):
@@ -81,9 +80,9 @@ def candidates() -> dict[str, Any]:
         "no exchange": SilentDDP,
         "fp16": lambda: lo.HookedDDPStrategy("fp16"),
         "PowerSGD rank 1": lambda: lo.HookedDDPStrategy("powersgd", warmup_steps=2),
-        "ddp_topk 1%": lambda: compressed("topk", fallback="never"),
-        "ddp_int8": lambda: compressed("int8", fallback="never"),
-        "ddp_int4": lambda: compressed("int4", fallback="never"),
+        TOPK: lambda: compressed("topk"),
+        "ddp_int8": lambda: compressed("int8"),
+        "ddp_int4": lambda: compressed("int4"),
         AUTO: lambda: compressed("auto"),
     }
 
@@ -136,7 +135,7 @@ def run_rank(arguments: argparse.Namespace) -> None:
     """
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after the first fit
-    makers = candidates()
+    makers = {name: maker for name, maker in candidates().items() if name in arguments.only}
     found: dict[str, Any] = {kind: {name: [] for name in makers} for kind in ("seconds", "bytes")}
     start, rounds = time.perf_counter(), 0
     more = True
@@ -256,7 +255,7 @@ def why_not() -> str | None:
 
 
 def start_ranks(
-    script: str,
+    module: str,
     ranks: int,
     options: Sequence[object],
     *,
@@ -266,11 +265,11 @@ def start_ranks(
     interface: str = "lo",
     timeout: float = 3600.0,
 ) -> Any:
-    """Run a script once a rank, and return what its rank 0 writes as JSON to ``--result``.
+    """Run a benchmark once a rank, and return what its rank 0 writes as JSON to ``--result``.
 
     Args:
-        script: The benchmark; with ``--result`` it is one rank, for which Lightning finds the
-            others in the environment.
+        module: The benchmark's name; with ``--result`` it is one rank, for which Lightning finds
+            the others in the environment.
         ranks: How many.
         options: What else each is given.
         namespaces: The network namespace of each rank; empty for the machine's own.
@@ -281,7 +280,7 @@ def start_ranks(
     """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
-        command = [sys.executable, "-W", "ignore", script, "--result", str(result)]
+        command = [sys.executable, "-W", "ignore", "-m", module, "--result", str(result)]
         command += map(str, options)
         processes = []
         try:
@@ -296,6 +295,7 @@ def start_ranks(
                     "LOCAL_RANK": str(rank),
                     "GLOO_SOCKET_IFNAME": interface,
                     "OMP_NUM_THREADS": "1",
+                    "PYTHONPATH": str(Path(__file__).parents[2]),
                 }
                 inside = ["ip", "netns", "exec", namespaces[rank]] if namespaces else []
                 with (Path(folder) / f"{rank}.log").open("w") as log:
@@ -305,7 +305,7 @@ def start_ranks(
             for process in processes:
                 process.wait(timeout)
         except subprocess.TimeoutExpired:
-            print(f"{script}: not done after {timeout:g} seconds")
+            print(f"{module}: not done after {timeout:g} seconds")
         finally:
             for process in processes:
                 process.kill()
@@ -314,13 +314,15 @@ def start_ranks(
         return json.loads(result.read_text())
 
 
-def measure(ranks: int, network: str, steps: int, seconds: float) -> dict[str, Any]:
+def measure(
+    ranks: int, network: str, steps: int, seconds: float, only: Sequence[str]
+) -> dict[str, Any]:
     """Return what :func:`run_rank` finds over one of the networks."""
     with namespaces(ranks, NETWORKS[network]) as names:
         found: dict[str, Any] = start_ranks(
-            __file__,
+            "benchmarks.strategies.compression",
             ranks,
-            ["--steps", steps, "--seconds", seconds],
+            ["--steps", steps, "--seconds", seconds, "--only", *only],
             namespaces=names,
             address="10.99.0.1",
             interface=INTERFACE,
@@ -331,6 +333,8 @@ def measure(ranks: int, network: str, steps: int, seconds: float) -> dict[str, A
 
 # --- the processor's part -----------------------------------------------------------------------
 
+COPY = "memory copy"
+
 
 def cost_of_compression(rounds: int) -> lo.Report:
     """Time what is done to one bucket of 26 MB in a step, as a ratio to copying it."""
@@ -339,67 +343,43 @@ def cost_of_compression(rounds: int) -> lo.Report:
     gradients = [torch.randn(numel, generator=generator) for _ in range(3)]
     copy = torch.empty(numel)
     turn = itertools.count()
-    timed: dict[tuple[str, str], Callable[[], object]] = {
-        ("memory copy", "torch"): lambda: copy.copy_(gradients[next(turn) % 3]),
-        ("torch.topk of 1%", "torch"): lambda: torch.topk(
+    timed: dict[str, Callable[[], object]] = {
+        COPY: lambda: copy.copy_(gradients[next(turn) % 3]),
+        "torch.topk of 1%": lambda: torch.topk(
             gradients[next(turn) % 3].abs(), numel // 100, sorted=False
         ),
     }
-    before = os.environ.get(native.SWITCH)
-    for path, switch in (("native", before or ""), ("torch", "0")):
-        os.environ[native.SWITCH] = switch
-        if path == "native" and native.kernels(torch.device("cpu")) is None:
-            continue
-        selector = selection.Selector(numel, torch.device("cpu"))
-        timed["add the gradient, check it, select 1%", path] = _selecting(selector, gradients)
-        for name, compressor in {
-            "TopK(0.01)": lo.TopK(0.01),
-            "TopK(0.001)": lo.TopK(0.001),
-            "Quantize(8)": lo.Quantize(8),
-            "Quantize(4)": lo.Quantize(4),
-        }.items():
-            codec, residual = compressor.codec(numel, torch.device("cpu")), torch.zeros(numel)
+    for name, compressor in {
+        "TopK(0.01)": lo.TopK(0.01),
+        "TopK(0.001)": lo.TopK(0.001),
+        "Quantize(8)": lo.Quantize(8),
+        "Quantize(4)": lo.Quantize(4),
+    }.items():
+        codec, residual = compressor.codec(numel, torch.device("cpu")), torch.zeros(numel)
 
-            def compress(codec: Any = codec, residual: Tensor = residual) -> None:
-                codec.compress(residual, gradients[next(turn) % 3])
+        def compress(codec: Any = codec, residual: Tensor = residual) -> None:
+            codec.compress(residual.add_(gradients[next(turn) % 3]))
 
-            def decode(codec: Any = codec) -> None:
-                # expand: two ranks' messages, though both are this rank's
-                codec.decompress_sum(codec.message.expand(2, -1), copy, 0.5)
+        def decode(codec: Any = codec) -> None:
+            copy.zero_()
+            for _ in range(2):  # two ranks' messages, though both are this rank's
+                codec.decompress_add(codec.message, copy, 0.5)
 
-            timed[f"{name}: compress, keep the rest", path] = compress
-            timed[f"{name}: add up two messages", path] = decode
-    os.environ.pop(native.SWITCH) if before is None else os.environ.update({native.SWITCH: before})
+        timed[f"{name}: add the gradient, compress, keep the rest"] = compress
+        timed[f"{name}: add up two messages"] = decode
     seconds = time_interleaved(timed, rounds=rounds, warmup=10)
-    rows: dict[str, dict[str, Any]] = {}
-    for (name, path), own in seconds.items():
-        row = rows.setdefault(name, {"what": name})
-        row[f"{path}: ms"] = round(1000 * statistics.median(own), 2)
-        row[f"{path}: memory copies"] = round(median_ratio(own, seconds["memory copy", "torch"]), 2)
-    columns = [
-        f"{path}: {unit}" for path in ("native", "torch") for unit in ("ms", "memory copies")
-    ]
     return lo.Report(
         "The processor's part: one bucket of 6.5 million elements, one thread",
         [
-            {"what": name, **{key: row.get(key, "") for key in columns}}
-            for name, row in rows.items()
+            {
+                "what": name,
+                "ms": round(1000 * statistics.median(own), 2),
+                "memory copies": round(median_ratio(own, seconds[COPY]), 2),
+            }
+            for name, own in seconds.items()
         ],
-        [
-            "`native`: compiled C; `torch`: torch operations, taken where there is no compiler. "
-            "A step compresses once and adds up the messages of all ranks once."
-        ],
+        ["A step compresses once and adds up the messages of all ranks once."],
     )
-
-
-def _selecting(selector: selection.Selector, gradients: list[Tensor]) -> Callable[[], object]:
-    flat, turn = gradients[0].clone(), itertools.count()
-
-    def select() -> object:
-        step = next(turn)  # there and back, so that the elements stay what they are
-        return selector.at_least(flat, 2.576, gradients[1 + step // 2 % 2], (-1) ** step * 2.0**-10)
-
-    return select
 
 
 # --- the report ---------------------------------------------------------------------------------
@@ -411,11 +391,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seconds", type=float, help="time for rounds on each network")
     parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--only", nargs="+", choices=list(candidates()), default=list(candidates()))
     parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=list(NETWORKS))
     own, rest = parser.parse_known_args(argv)
     if own.result is not None:
         run_rank(own)
         return
+    own.only = [name for name in candidates() if name in {"dense", "no exchange", *own.only}]
     arguments = parse_arguments(__doc__ or "", rest)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
     publish("compression_cost", cost_of_compression(5 if arguments.quick else 30), arguments)
@@ -433,7 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for network in own.networks:
             place = f"{ranks} ranks, {network}"
             try:
-                raw[place] = measure(ranks, network, steps, seconds)
+                raw[place] = measure(ranks, network, steps, seconds, own.only)
             except (RuntimeError, subprocess.SubprocessError) as error:
                 # What the other networks show is not to be lost.
                 failed.append(f"Failed: {place}: {str(error)[-300:]}")
@@ -454,8 +436,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
     """Return one row a candidate: median ratios within a round."""
     seconds, sent = found["seconds"], found["bytes"]
-    alone = statistics.median(seconds["no exchange"])
     dense = seconds["dense"]
+    alone = statistics.median(seconds["no exchange"])
     rows = []
     for name, own in seconds.items():
         exchanges = [(a - alone) / (b - alone) for a, b in zip(own, dense, strict=True)]

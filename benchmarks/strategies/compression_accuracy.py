@@ -24,7 +24,6 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +36,8 @@ from benchmarks.harness import parse_arguments, publish
 from benchmarks.strategies.compression import NETWORKS, namespaces, start_ranks, why_not
 from benchmarks.strategies.compression_tasks import TASKS, Task
 
+MODULE = "benchmarks.strategies.compression_accuracy"
+
 LOOKS = 20
 """How often a timed run is scored."""
 
@@ -46,7 +47,7 @@ REACHED_BY_DENSE = 0.8
 """The target of the timed runs is the score that plain DDP has after this share of its steps."""
 
 
-_compressed = partial(lo.CompressedDDPStrategy, fallback="never")
+_compressed = lo.CompressedDDPStrategy
 
 STRATEGIES: dict[str, Callable[[], Any]] = {
     "dense": lambda: "ddp",
@@ -94,7 +95,14 @@ class Scores(L.Callback):
 
 OPTIMIZERS = ("SGD", "AdamW")
 
-PARTS = ("score", "time")
+PARTS = ("score", "outlier", "time")
+
+PROTECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "clipping": lambda: {"gradient_clip_val": 1.0},
+    "guard": lambda: {"callbacks": [lo.NonFiniteGuard(spike=8.0)]},
+}
+"""What the Trainer is given against a bad batch."""
 
 
 def run_rank(own: argparse.Namespace) -> None:
@@ -104,6 +112,7 @@ def run_rank(own: argparse.Namespace) -> None:
     curves: dict[str, list[tuple[float, float]]] = {}
     for name in own.only:
         scores = Scores(own.steps, own.looks)
+        settings = PROTECTIONS[own.protection]()
         trainer = L.Trainer(
             accelerator="cpu",
             devices=world,
@@ -114,9 +123,12 @@ def run_rank(own: argparse.Namespace) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
             use_distributed_sampler=False,
-            callbacks=[scores],
+            callbacks=[*settings.pop("callbacks", []), scores],
+            **settings,
         )
-        trainer.fit(TASKS[own.task](own.optimizer, world, own.seed), range(own.steps))
+        task = TASKS[own.task](own.optimizer, world, own.seed)
+        task.bad_batch = own.bad_batch
+        trainer.fit(task, range(own.steps))
         curves[name] = scores.curve
         dist.barrier()
         if dist.get_rank() == 0:
@@ -142,6 +154,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--steps", type=int)
     parser.add_argument("--seed", type=int)
     parser.add_argument("--looks", type=int, default=1)
+    parser.add_argument("--protection", choices=list(PROTECTIONS), default="none")
+    parser.add_argument("--bad-batch", type=int)
     parser.add_argument("--seeds", type=int)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--parts", nargs="+", choices=PARTS, default=list(PARTS))
@@ -155,6 +169,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
     if "score" in own.parts:
         collect_scores(own, arguments)
+    if "outlier" in own.parts:
+        score_outliers(own, arguments)
     if "time" in own.parts:
         time_runs(own, arguments)
 
@@ -185,10 +201,48 @@ def collect_scores(own: argparse.Namespace, arguments: argparse.Namespace) -> No
             continue
         options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seed", seed]
         options += ["--only", *missing]
-        curves = start_ranks(__file__, ranks, options, port=free_port(), timeout=PIECE)
+        curves = start_ranks(MODULE, ranks, options, port=free_port(), timeout=PIECE)
         for name, curve in curves.items():
             cell.setdefault(name, {})[str(seed)] = curve[-1][1]
         publish(ACCURACY, accuracy_report(scores), arguments, scores=scores)
+
+
+def score_outliers(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
+    """Train with and without one batch whose loss is 300 times too large on one rank."""
+    task, steps = "bytes", own.steps or (40 if arguments.quick else 400)
+    names = list(own.only or ("dense", "int8", "topk 1%, no ramp"))
+    seeds = range(own.seeds or (1 if arguments.quick else 3))
+    rows: list[dict[str, Any]] = []
+    for optimizer, protection in itertools.product(own.optimizers, PROTECTIONS):
+        scores: dict[str, dict[bool, list[float]]] = {name: {False: [], True: []} for name in names}
+        for seed, bad in itertools.product(seeds, (False, True)):
+            options = ["--task", task, "--optimizer", optimizer, "--steps", steps, "--seed", seed]
+            options += ["--protection", protection, "--only", *names]
+            options += ["--bad-batch", steps // 2] if bad else []
+            curves = start_ranks(MODULE, 2, options, port=free_port(), timeout=PIECE)
+            for name, curve in curves.items():
+                scores[name][bad].append(curve[-1][1])
+        rows += [
+            {
+                "optimizer": optimizer,
+                "protection": protection,
+                "strategy": name,
+                "without": round(statistics.mean(found[False]), 3),
+                "with": round(statistics.mean(found[True]), 3),
+                "spread": round(statistics.pstdev(found[True]), 3),
+            }
+            for name, found in scores.items()
+        ]
+        report = lo.Report(
+            f"{TASKS[task].name} after {steps} steps, with and without a bad batch in the middle",
+            rows,
+            [
+                f"Two ranks, means over {len(seeds)} seeds; `spread`: standard deviation over them "
+                "with the bad batch, on which one rank's loss is 300 times too large. `clipping`: "
+                "gradient_clip_val=1; `guard`: NonFiniteGuard(spike=8)."
+            ],
+        )
+        publish("compression_outlier", report, arguments)
 
 
 def time_runs(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
@@ -205,7 +259,7 @@ def time_runs(own: argparse.Namespace, arguments: argparse.Namespace) -> None:
         options += ["--looks", LOOKS]
         with namespaces(2, NETWORKS[NETWORK]) as names:
             curves = start_ranks(
-                __file__,
+                MODULE,
                 2,
                 [*options, "--only", *TIMED],
                 namespaces=names,

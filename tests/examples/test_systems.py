@@ -225,7 +225,7 @@ def test_one_process_and_two_machines_train_alike(
         for rank in range(2)
     ]
     try:
-        alone = load("many_machines", monkeypatch).train("ddp", 30, 1, 1, False)
+        alone = load("many_machines", monkeypatch).train("ddp", 30, 1, 1)
         said = [machine.communicate(timeout=200)[0] for machine in machines]
     finally:
         for machine in machines:
@@ -241,9 +241,9 @@ def test_one_process_and_two_machines_train_alike(
     assert dense["replicas equal"]
     assert topk["replicas equal"]
     assert dense["loss"] == pytest.approx(alone["loss"], rel=1e-3)
-    assert topk["loss"] == pytest.approx(alone["loss"], rel=0.3)  # compressed or not, it learns
+    assert topk["loss"] == pytest.approx(alone["loss"], rel=0.3)
     assert alone["loss"] < 0.8 * math.log(256)
-    assert "How gradients are sent" in "".join(said)  # the strategy has measured the network
+    assert topk["KB sent, at the end"] < 0.1 * topk["KB sent, dense"]
 
 
 @pytest.mark.parametrize(
@@ -267,10 +267,8 @@ def test_the_layout_is_found_in_the_environment(
     assert machines.find_layout(3) == layout
 
 
-def test_strings_go_to_the_trainer_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strategies_are_made_of_their_strings(monkeypatch: pytest.MonkeyPatch) -> None:
     machines = load("many_machines", monkeypatch)
-    assert machines.make_strategy("ddp_topk", 2, always=False) == "ddp_topk"
-    assert machines.make_strategy("ddp_topk", 1, always=False) == "auto"
-    always = machines.make_strategy("ddp_int8", 2, always=True)
-    assert always.fallback == "never"
-    assert always.compressor.bits == 8
+    assert machines.make_strategy("ddp", 2) == "ddp"
+    assert machines.make_strategy("ddp_topk", 1) == "auto"
+    assert machines.make_strategy("ddp_int8", 2).compressor.bits == 8

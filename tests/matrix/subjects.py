@@ -27,7 +27,7 @@ INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
 }
 
 AT_ONCE: dict[str, Settings] = {
-    "CompressedDDPStrategy": {"warmup_steps": 2, "ramp_steps": 0, "fallback": "never"},
+    "CompressedDDPStrategy": {"warmup_steps": 2, "ramp_steps": 0},
     "HookedDDPStrategy": {"warmup_steps": 2},
 }
 """What makes strategies compress within the few steps of a cell, on a network that needs it not."""

@@ -1,5 +1,6 @@
 """What the tests of compressed DDP train, in each process of ``tests.helpers.processes.launch``."""
 
+import tempfile
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +12,10 @@ from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compression.compressed_ddp import (
+    CHECKPOINT_KEY,
+    CompressedDDPStrategy,
+)
 from tests.helpers.trainers import quiet_trainer
 
 SIZES = (40, 700, 3, 1500, 260)
@@ -138,18 +142,25 @@ def dist_world() -> int:
 
 
 class KeptResiduals(CompressedDDPStrategy):
-    """Keeps its residuals for a look after the fit."""
+    """Keeps what a checkpoint at the end of the fit holds, for a look after it."""
 
-    def teardown(self) -> None:
-        if self._reduction is not None:
-            self.kept = self._reduction.state_dict()["residuals"]
-            self.told = self.describe()
-        super().teardown()
+    state: dict[str, Any]
+
+    def on_train_end(self) -> None:
+        super().on_train_end()
+        self.state = state_of(self.lightning_module.trainer)  # type: ignore[union-attr]
+
+    @property
+    def kept(self) -> dict[str, Tensor]:
+        return self.state["residuals"]
 
 
-def always_compressed(*arguments: Any, **settings: Any) -> CompressedDDPStrategy:
-    """Compresses whatever the network is."""
-    return CompressedDDPStrategy(*arguments, fallback="never", **settings)
+def state_of(trainer: Any) -> dict[str, Any]:
+    """What a checkpoint written now says of the strategy. All ranks must call it."""
+    path = trainer.strategy.broadcast(f"{tempfile.mkdtemp()}/now.ckpt")
+    trainer.save_checkpoint(path)
+    state: dict[str, Any] = torch.load(path, weights_only=True)[CHECKPOINT_KEY]
+    return state
 
 
 def same_on_all_ranks(module: nn.Module) -> bool:

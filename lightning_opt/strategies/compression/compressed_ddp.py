@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
-from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import LBFGS, SGD, Optimizer
+from torch.utils.hooks import RemovableHandle
 
-from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.arguments import at_least
 from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.norms import parameters_of
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.strategies.compression.choosing.auto import LOOK, AutoChoice
-from lightning_opt.strategies.compression.choosing.cost_model import LATE_MARGIN_FOR_ADAM
-from lightning_opt.strategies.compression.choosing.measurements import Scheme
 from lightning_opt.strategies.compression.choosing.ramp import Ramp, default_steps
 from lightning_opt.strategies.compression.codecs.compressors import (
     Compressor,
@@ -28,16 +28,13 @@ from lightning_opt.strategies.compression.codecs.compressors import (
     Threshold,
     TopK,
 )
-from lightning_opt.strategies.compression.exchange.momentum import check_optimizers
-from lightning_opt.strategies.compression.exchange.two_stage import is_staged
+from lightning_opt.strategies.compression.exchange.local_clipping import clip_locally
 from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
 
 CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
 """Where a checkpoint keeps what the ranks had not yet sent."""
 
 COMPRESSORS = ("auto", "topk", "threshold", "int8", "int4")
-
-FALLBACKS = ("auto", "never", "always")
 
 TOO_SPARSE_FOR_ADAM = 0.002
 
@@ -48,17 +45,22 @@ class CompressedDDPStrategy(DDPStrategy):
     For networks that are slow against the model: 1 to 25 Gbit/s between machines. What is not sent
     in a step is kept on the rank and added to the next step's gradient (error feedback), so that
     nothing is lost, only late. All replicas stay bit-identical. Works with gloo on CPUs and NCCL on
-    GPUs, accumulation, mixed precision, several optimizers, and whatever comes after the reduction,
-    such as clipping.
+    GPUs, accumulation, mixed precision and several optimizers.
 
-    Compression costs processor time, which a fast network does not give back. So the warm-up
-    measures the network, the backward pass and the compressors, and gradients are compressed only
-    if that is predicted to save a tenth of a step; after a while the choice is compared with the
-    uncompressed steps, and taken back if it does not pay. What was chosen is logged once, and
-    :meth:`describe` tells more. ``fallback="never"`` compresses whatever the network is.
+    A compressor that is named is used. ``"auto"`` measures the network, the backward pass and the
+    compressors in the warm-up, and chooses once: uncompressed, bfloat16, int8, int4 or, if all
+    optimizers are SGD and nothing clips reduced gradients, Top-K. It takes the gentlest that no
+    harsher one is predicted to beat by a tenth of a step (Top-K by a quarter). After a few steps
+    the choice is compared with the uncompressed ones, and taken back if it does not pay. What was
+    chosen is logged, :meth:`describe` tells more, and a resumed run keeps to it.
 
-    If some rank's gradient holds a NaN or an infinity, all ranks get NaN for the whole bucket, so
-    that a loss scaler or a guard skips the step on all of them, and no residual keeps any of it.
+    A step that is not applied, since a guard or a loss scaler leaves it out, takes back what it has
+    brought. If some rank's gradient holds a NaN or an infinity, all ranks get NaN for the whole
+    bucket, so that all leave it out.
+
+    Top-K and Threshold clip what enters the residual: with ``Trainer(gradient_clip_val=c)`` each of
+    N ranks clips each bucket at ``c / sqrt(N)``, and the sum is clipped once more. Adam with either
+    is experimental: what arrives late all at once is noise to its second moments.
 
     Logged every ``every_n_steps`` optimizer steps, as means over the steps since the last time:
 
@@ -77,9 +79,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     Args:
         compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, an object such as
-            ``Quantize(bits=8, block=256)``, or ``"auto"`` for what is the fastest of bfloat16,
-            int8, int4 and Top-K, bucket by bucket. Top-K, by any name, must save a quarter of a
-            step, and half with Adam.
+            ``Quantize(bits=8, block=256)``, or ``"auto"``.
         ratio: Share of the elements that Top-K sends; not used by the others.
         error_feedback: Keep what is not sent for the next step. Without it accuracy suffers; that
             is what this switch is there to show.
@@ -89,25 +89,16 @@ class CompressedDDPStrategy(DDPStrategy):
             ``ratio``, each stage sending a quarter of the one before. Early gradients change fast,
             and a late one does harm. None for half of the run, at most ``30 / ratio`` steps;
             ``10 / ratio`` where the run's length is not known.
-        fallback: ``"auto"`` sends uncompressed where that is faster, ``"never"`` compresses in any
-            case, ``"always"`` never compresses, to compare with.
-        examine_every_n_steps: Backward passes from one look at the network to the next, unless
-            there is nothing to choose from.
-        sparse_stages_from: Number of ranks from which on Top-K travels in two stages: as many bytes
-            for any number of ranks, but selected a second time.
-        momentum_correction: Momentum to apply before compression instead of in the optimizer, which
-            must then have none. Uncompressed, it is the momentum of :class:`torch.optim.SGD`.
         every_n_steps: Optimizer steps from one report to the next.
         process_group_backend: ``"gloo"``, ``"nccl"``, or None for what fits the device.
         **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` and
             :class:`~torch.nn.parallel.DistributedDataParallel` take.
 
     Raises:
-        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps, a
-            communication hook besides this one, or ``momentum_correction`` outside [0, 1), without
-            error feedback or with ``find_unused_parameters``; in ``setup`` for LBFGS, sharded
-            parameters, a backend that does not fit, or an optimizer with momentum besides
-            ``momentum_correction``.
+        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps or a
+            communication hook besides this one; in ``setup`` for LBFGS, sharded parameters, a
+            backend that does not fit, or a callback that clips reduced gradients beside Top-K or
+            Threshold.
 
     Example:
         >>> import lightning as L
@@ -123,10 +114,6 @@ class CompressedDDPStrategy(DDPStrategy):
         error_feedback: bool = True,
         warmup_steps: int = 10,
         ramp_steps: int | None = None,
-        fallback: Literal["auto", "never", "always"] = "auto",
-        examine_every_n_steps: int = 500,
-        sparse_stages_from: int = 32,
-        momentum_correction: float | None = None,
         every_n_steps: int = 50,
         process_group_backend: str | None = None,
         **kwargs: Any,
@@ -139,38 +126,26 @@ class CompressedDDPStrategy(DDPStrategy):
                 )
         super().__init__(process_group_backend=process_group_backend, **kwargs)
         self.compressor = resolve_compressor(compressor, ratio)
+        self.chooses = compressor == "auto"
         self.error_feedback = error_feedback
         layout_steps = 3 if kwargs.get("static_graph") else 2
         self.warmup_steps = at_least("warmup_steps", warmup_steps, layout_steps)
         self.ramp_steps = None if ramp_steps is None else at_least("ramp_steps", ramp_steps, 0)
         length = default_steps(self.compressor) if self.ramp_steps is None else self.ramp_steps
         self._ramp = Ramp(self.compressor, length)
-        if fallback not in FALLBACKS:
-            raise ValueError(
-                f"fallback must be one of {', '.join(map(repr, FALLBACKS))}, got {fallback!r}."
-            )
-        self.fallback = fallback
-        self.schemes = schemes_of(compressor, self.compressor, fallback)
         self._first_choice = max(warmup_steps, layout_steps + LOOK)
-        self.examine_every_n_steps = at_least("examine_every_n_steps", examine_every_n_steps, 1)
-        self.sparse_stages_from = at_least("sparse_stages_from", sparse_stages_from, 2)
-        self.momentum_correction = momentum_correction
-        if momentum_correction is not None:
-            fraction("momentum_correction", momentum_correction)
-            _check_momentum(error_feedback, kwargs)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
+        self._updated = False
         self._reduction: CompressedReduction | None = None
         self._auto: AutoChoice | None = None
         self._resumed: dict[str, Any] | None = None
+        self._handles: list[RemovableHandle] = []
 
     def compressor_at(self, step: int) -> Compressor | None:
-        """Return how backward pass number ``step`` (the first is 0) is compressed.
-
-        That is, where there is nothing to choose from.
-        """
+        """Return how backward pass number ``step`` (the first is 0) is compressed, if named."""
         step -= self.warmup_steps
-        return None if step < 0 or self.fallback == "always" else self._ramp.at(step)
+        return None if step < 0 else self._ramp.at(step)
 
     def on_train_start(self) -> None:
         """Settle the length of the ramp, now that the length of the run is known."""
@@ -213,46 +188,25 @@ class CompressedDDPStrategy(DDPStrategy):
         if isinstance(self.compressor, TopK):
             # Refuses a k above the model now, one above a bucket at the first compressed step.
             self.compressor.capacity(sum(parameter.numel() for parameter in module.parameters()))
-        momentum = self.momentum_correction
-        sparse = any(getattr(part, "sparse", False) for part in module.modules())
-        if momentum is not None and sparse:
-            raise ValueError(
-                "momentum_correction does not work with sparse gradients. Use sparse=False in "
-                "embeddings, or leave it out."
-            )
-        if self.world_size == 1 and momentum is None:
+        self._auto = None
+        if self.world_size == 1:
             return  # there is nobody to send to
-        may_skip = model.find_unused_parameters and not model.static_graph
-        if len(self.schemes) > 1 and self.world_size > 1:
-            self._auto = AutoChoice(
-                self.schemes,
-                first=self._first_choice,
-                every=self.examine_every_n_steps,
-                staged=partial(
-                    is_staged,
-                    world=self.world_size,
-                    sparse_from=self.sparse_stages_from,
-                    may_skip=may_skip,
-                ),
-                ramp=self._ramp,
-            )
+        if self.chooses:
+            schemes = [None, torch.bfloat16, Quantize(bits=8), Quantize(bits=4), self.compressor]
+            self._auto = AutoChoice(schemes, self._first_choice, self._ramp)
         self._reduction = CompressedReduction(
             {parameter: name for name, parameter in module.named_parameters()},
-            self.compressor_at if self.world_size > 1 else _uncompressed,
+            self.compressor_at,
             error_feedback=self.error_feedback,
             loss_scale=self._loss_scale,
-            may_skip=may_skip,
+            clip=self._clip,
+            may_skip=model.find_unused_parameters and not model.static_graph,
             auto=self._auto,
-            sparse_stages_from=self.sparse_stages_from,
-            momentum=momentum,
         )
-        if self._resumed is not None:
-            self._reduction.load_state_dict(self._resumed)
-            self._resumed = None
         model.register_comm_hook(self._reduction, reduce_bucket)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, and look whether compression suits them."""
+        """Make the optimizers, and look whether compression suits them and the callbacks."""
         super().setup_optimizers(trainer)
         for optimizer in self.optimizers:
             if isinstance(optimizer, LBFGS):
@@ -260,32 +214,68 @@ class CompressedDDPStrategy(DDPStrategy):
                     "Compressed DDP does not work with torch.optim.LBFGS: it evaluates the "
                     "gradient several times within one step and needs it exact. Use strategy='ddp'."
                 )
-        if self.momentum_correction is not None:
-            check_optimizers(self.optimizers)
-        adam = any("adam" in type(optimizer).__name__.lower() for optimizer in self.optimizers)
-        if adam and self._auto is not None:
-            self._auto.late_margin = LATE_MARGIN_FOR_ADAM
+        adaptive = not all(isinstance(optimizer, SGD) for optimizer in self.optimizers)
+        clipping = [
+            type(callback).__name__
+            for callback in trainer.callbacks
+            if getattr(callback, "rescales_gradients", False)
+        ]
+        if self._auto is not None and (adaptive or clipping):
+            self._auto.schemes.pop()  # late gradients suit neither
+        if not self.chooses and self.compressor.late and clipping:
+            raise ValueError(
+                f"{clipping[0]} clips what has been sent, but {self.compressor} keeps the rest of "
+                "an outlier and sends it later, past the clipping. Use "
+                "Trainer(gradient_clip_val=...), which clips what is kept, or 'ddp_int8'."
+            )
         ratio = self.compressor.ratio if isinstance(self.compressor, TopK) else 1.0
-        if adam and self.fallback != "always" and ratio <= TOO_SPARSE_FOR_ADAM:
+        if adaptive and not self.chooses and ratio <= TOO_SPARSE_FOR_ADAM:
             rank_zero_warn(
                 f"Sending {ratio:.2%} of the gradients with an Adam optimizer is known to lose "
                 "accuracy: most elements then look as if they were zero for hundreds of steps, and "
                 "the second moments decay. Use ratio=0.01, or SGD with momentum."
             )
+        if self._reduction is not None:
+            if self._resumed is not None:
+                self._reduction.load_state_dict(self._resumed)
+            self._handles = [
+                optimizer.register_step_post_hook(self._note_update)
+                for optimizer in self.optimizers
+            ]
+        self._resumed = None
 
     def _loss_scale(self) -> float:
         scaler = getattr(self.precision_plugin, "scaler", None)
         return 1.0 if scaler is None else float(scaler.get_scale())
 
+    def _clip(self, gradient: Tensor, scale: float) -> None:
+        module = self.lightning_module
+        assert module is not None
+        bound, algorithm = module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm
+        if bound:
+            clip_locally(gradient, scale * bound, algorithm or "norm", self.world_size)
+
+    def _note_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Note whether an optimizer that has just stepped had anything to apply."""
+        parameters = parameters_of(optimizer)
+        self._updated = any(parameter.grad is not None for parameter in parameters)
+        found = getattr(optimizer, "found_inf", None)  # with which fused optimizers do nothing
+        if found is not None and self._reduction is not None:
+            self._reduction.leave_out(parameters, found)
+
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Take the step, and log what was sent when that is due."""
+        """Take the step, see whether it was applied, and log what was sent when that is due."""
+        self._updated = False
         output = super().optimizer_step(optimizer, *args, **kwargs)
         self._optimizer_steps += 1
-        if self._reduction is not None and self._schedule.is_due(self._optimizer_steps):
-            module = self.lightning_module
-            assert module is not None
-            values = self._reduction.read()
-            log_scalars(module.trainer, {f"comm/{key}": value for key, value in values.items()})
+        if self._reduction is not None:
+            if not self._updated:
+                self._reduction.leave_out(parameters_of(optimizer))
+            if self._schedule.is_due(self._optimizer_steps):
+                module = self.lightning_module
+                assert module is not None
+                values = self._reduction.read()
+                log_scalars(module.trainer, {f"comm/{key}": value for key, value in values.items()})
         return output
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
@@ -296,49 +286,40 @@ class CompressedDDPStrategy(DDPStrategy):
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, and keep the residuals for when the model is wrapped."""
+        """Load a checkpoint with what it says is owed: now, or when the model is wrapped."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        self._resumed = checkpoint.get(CHECKPOINT_KEY)
         module = self.lightning_module
-        fitting = module is not None and module.trainer.state.fn == TrainerFn.FITTING
-        velocities = (self._resumed or {}).get("velocities")
-        if fitting and self._resumed is None:
+        if module is None or module.trainer.state.fn != TrainerFn.FITTING:
+            return checkpoint
+        self._resumed = checkpoint.get(CHECKPOINT_KEY)
+        if self._resumed is None:
             rank_zero_warn(
                 "This checkpoint was written without compressed DDP, so there is nothing to resume "
                 f"that was not yet sent. Compression begins after {self.warmup_steps} steps."
             )
-        elif fitting and self.momentum_correction is not None and not velocities:
-            rank_zero_warn(
-                "This checkpoint was written without momentum_correction, so the momentum begins "
-                "anew. An optimizer's own momentum in the checkpoint is not used."
-            )
+        if self._reduction is not None:  # in the midst of a run, as a learning-rate finder does
+            self._reduction.load_state_dict(self._resumed or {})
+            self._resumed = None
         return checkpoint
+
+    def forget_residuals(self) -> None:
+        """Drop what was not yet sent, since the weights have been put back."""
+        if self._reduction is not None:
+            self._reduction.forget()
 
     def teardown(self) -> None:
         """Let go of the model and the residuals."""
         if self._reduction is not None:
             self._reduction.close()
             self._reduction = None
+        for handle in self._handles:
+            handle.remove()
+        self._handles = []
         super().teardown()
 
 
-def _uncompressed(step: int) -> None:
-    """Return that a step is not compressed."""
-
-
-def _check_momentum(error_feedback: bool, arguments: dict[str, Any]) -> None:
-    if not error_feedback:
-        raise ValueError("momentum_correction needs error_feedback=True.")
-    if arguments.get("find_unused_parameters") and not arguments.get("static_graph"):
-        raise ValueError(
-            "momentum_correction cannot be used with find_unused_parameters=True: a rank does not "
-            "know whether the others used a parameter, and so whether its velocity goes on. Leave "
-            "one of them out, or use static_graph=True."
-        )
-
-
 def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor:
-    """Return the compressor that a name stands for.
+    """Return the compressor that a name stands for; for ``"auto"`` the harshest.
 
     Raises:
         ValueError: For an unknown name or a ratio outside (0, 1].
@@ -356,20 +337,3 @@ def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor
         f"compressor must be one of {', '.join(map(repr, COMPRESSORS))} or a Compressor such as "
         f"TopK(ratio=0.01), got {compressor!r}."
     )
-
-
-def schemes_of(name: str | Compressor, compressor: Compressor, fallback: str) -> list[Scheme]:
-    """Return what there is to choose from, the gentlest for the gradients first.
-
-    Args:
-        name: What the user has asked for.
-        compressor: What that stands for; for ``"auto"`` the harshest.
-        fallback: See :class:`CompressedDDPStrategy`.
-    """
-    if fallback == "always":
-        return [None]
-    dense: list[Scheme] = [None] if fallback == "auto" else []
-    between: list[Scheme] = []
-    if name == "auto":
-        between = [torch.bfloat16, Quantize(bits=8), Quantize(bits=4)]
-    return [*dense, *between, compressor]

@@ -6,10 +6,9 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 import torch
@@ -29,13 +28,11 @@ from lightning_opt.strategies.compression.codecs.compressors import (
 )
 from lightning_opt.strategies.compression.exchange.channels import (
     Channel,
-    DenseChannel,
     GatherChannel,
     all_reduce_mean,
     dense_bytes,
 )
-from lightning_opt.strategies.compression.exchange.error_feedback import Residuals
-from lightning_opt.strategies.compression.exchange.momentum import Velocity
+from lightning_opt.strategies.compression.exchange.residuals import Residual, Residuals
 from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel, is_staged
 
 MODES: dict[type, float] = {
@@ -101,80 +98,79 @@ class Bucket:
     """One bucket of the present layout.
 
     Attributes:
-        residual: Its flat residual.
-        known: Whether the residual may hold anything from before this layout.
+        residual: What this rank owes to it.
         channel: How it travels; None before it has its first.
-        scheme: What the channel was made for.
-        velocity: Its momentum, where that is applied before compression.
+        compressor: What the channel was made for.
     """
 
-    residual: Tensor
-    known: bool = False
+    residual: Residual
     channel: Channel | None = None
-    scheme: Scheme = None
-    velocity: Velocity | None = None
+    compressor: Compressor | None = None
 
     @property
-    def owes(self) -> bool:
-        """Whether the residual may hold anything."""
-        return self.known if self.channel is None else self.channel.owes
+    def flagged(self) -> bool:
+        """Whether the latest step was not finite on some rank."""
+        return self.channel is not None and self.channel.flagged
 
     def fold(self) -> None:
         """Gather in the residual all that this rank owes."""
         if self.channel is not None:
             self.channel.fold()
 
+    def commit(self) -> None:
+        """The latest step has been applied."""
+        (self.residual if self.channel is None else self.channel).commit()
+
 
 class CompressedReduction:
     """A DDP communication hook that compresses with error feedback.
 
+    What a step leaves unsent is kept only once the step has been applied: the next step, or a
+    checkpoint, settles it. So a step that a guard or a loss scaler leaves out takes back all that
+    it has brought, and one that is not finite is forgotten.
+
     Args:
         names: The name of each parameter of the wrapped module.
-        compressor_at: Says for a step (the first is 0) how to compress it; None for dense. It must
-            say the same on every rank.
+        scheme_at: Says for a step (the first is 0) how to send it, the same on every rank.
         error_feedback: Add what was not sent to the next step's gradient.
         loss_scale: Says what the gradients are multiplied with at this moment.
+        clip: Clips a rank's gradient with this loss scale before it is added to what is owed; for
+            compressors that are ``late``.
         may_skip: Whether a step may leave parameters without a gradient
             (``find_unused_parameters``).
-        auto: Chooses how to send each bucket, instead of ``compressor_at``.
-        sparse_stages_from: Ranks from which on :class:`TopK` travels in two stages.
-        momentum: Share of a velocity that is left after a step, to send velocities instead of
-            gradients; needs error feedback, and that no parameter is skipped.
+        auto: Chooses how to send a step, instead of ``scheme_at``.
     """
 
     def __init__(
         self,
         names: Mapping[Tensor, str],
-        compressor_at: Callable[[int], Compressor | None],
+        scheme_at: Callable[[int], Scheme],
         *,
         error_feedback: bool = True,
         loss_scale: Callable[[], float],
+        clip: Callable[[Tensor, float], None],
         may_skip: bool = False,
         auto: AutoChoice | None = None,
-        sparse_stages_from: int = 32,
-        momentum: float | None = None,
     ) -> None:
         self.residuals = Residuals()
-        self.velocities = Residuals()
         self.traffic = Traffic()
         self.step = -1
         self._names = names
-        self._compressor_at = compressor_at
+        self._scheme_at = scheme_at
         self._error_feedback = error_feedback
         self._loss_scale = loss_scale
+        self._clip = clip
         self._may_skip = may_skip
         self._auto = auto
-        self._momentum = momentum
         self._world = dist.get_world_size()
-        self._is_staged = partial(
-            is_staged, world=self._world, sparse_from=sparse_stages_from, may_skip=may_skip
-        )
         self._buckets: dict[tuple[int, ...], Bucket] = {}
-        self._compressor: Compressor | None = None
-        self._sent_as: Counter[float] = Counter()
+        self._bounds: dict[str, float] = {}
+        self._scheme: Scheme = None
         self._scale = 1.0
-        self._launched: list[Channel] = []
-        self._ended = True
+        self._launched: list[Bucket] = []
+        self._settled = True
+        self._left_out: list[tuple[list[str], Tensor | None]] = []
+        self._sent_as: Counter[float] = Counter()
         self._worker: ThreadPoolExecutor | None = None
         self._touched: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
@@ -187,72 +183,94 @@ class CompressedReduction:
                 if parameter.requires_grad
             ]
 
+    # --- a step -----------------------------------------------------------------------------------
+
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Average one bucket over the ranks; see :func:`reduce_bucket`."""
         if bucket.index() == 0:
             self._begin_step()
-        gradient = bucket.buffer()
+        gradient, scheme = bucket.buffer(), self._scheme
         if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
             return all_reduce_mean(gradient)
-        auto = self._auto
-        scheme = self._compressor if auto is None else auto.scheme(bucket.index(), gradient)
+        if self._auto is not None:
+            self._auto.note(bucket.index(), gradient)
         self._sent_as[MODES.get(type(scheme), 4.0)] += gradient.numel()
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
-        mixed = auto is not None and auto.mixed
-        plain = scheme is None and self._momentum is None and not mixed
-        if plain and not self._owes(bucket):
-            self.traffic.opened(dense, dense)
-            future = all_reduce_mean(gradient)
-            if self._may_skip:
-                self._touched.difference_update(bucket.parameters())
-        else:
-            state = self._bucket(bucket)
-            held = self._hold_unused(bucket, state) if self._may_skip else []
-            channel = self._channel(state, scheme, gradient)
-            if isinstance(channel, DenseChannel):
-                channel.keeps = bool(held)
-            self._launched.append(channel)
+        if isinstance(scheme, Compressor):
+            if scheme.late:
+                self._clip(gradient, self._scale)
+            channel = self._begin(bucket, scheme).channel
+            assert channel is not None
             self.traffic.opened(channel.sent_bytes, dense)
-            if state.velocity is not None:
-                state.velocity.advance(gradient, self._scale, channel)
             future = channel.start(gradient, self._scale)
-            if held:
-                future = future.then(partial(_give_back, held))
+        else:
+            if self.residuals.owes:
+                self._begin(bucket, None).residual.flush(gradient, self._scale)
+            itemsize = gradient.element_size() if scheme is None else scheme.itemsize
+            self.traffic.opened(dense_bytes(gradient.numel(), itemsize, self._world), dense)
+            future = all_reduce_mean(gradient, scheme)
+        self._touched.difference_update(bucket.parameters())
         future.add_done_callback(self.traffic.closed)
         return future
 
-    def _owes(self, bucket: GradBucket) -> bool:
-        return len(self.residuals) > 0 and self._bucket(bucket).owes
+    def _begin(self, bucket: GradBucket, compressor: Compressor | None) -> Bucket:
+        """Add a bucket's gradient to what it is owed."""
+        state = self._bucket(bucket)
+        if state.compressor is not compressor:
+            state.fold()
+            state.compressor, state.channel = compressor, None
+            if compressor is not None:
+                state.channel = self._make_channel(compressor, state.residual)
+        state.residual.add(bucket.buffer(), self._scale)
+        if self._may_skip:
+            # DDP gives a parameter that no rank used no gradient, so what would be sent for it was
+            # lost; and what it finds in their ``.grad`` is an earlier step's.
+            for parameter in bucket.parameters():
+                if parameter not in self._touched:
+                    state.residual.set_aside(self._names[parameter])
+        self._launched.append(state)
+        return state
 
     def _begin_step(self) -> None:
+        self._settle()
         self.step += 1
         self.traffic.steps += 1
-        self._end_step()
-        self._ended = False
+        self._settled = False
         self._launched = []
         self._sent_as.clear()
         if self._auto is None:
-            self._compressor = self._compressor_at(self.step)
+            self._scheme = self._scheme_at(self.step)
         else:
-            self._auto.begin_step(self.traffic.landed)
+            self._scheme = self._auto.begin_step(self.traffic.landed)
         self._scale = self._loss_scale()
+        if not isinstance(self._scheme, Compressor) and not self.residuals.owes:
+            self.forget()  # and with it buffers of the gradients' size
 
-    def _end_step(self) -> None:
-        """Draw the consequences of the last step, once it is known whether it will be applied."""
-        if self._ended:
+    def leave_out(self, parameters: Collection[Tensor], condition: Tensor | None = None) -> None:
+        """The latest step was not applied to these parameters.
+
+        Args:
+            parameters: All of an optimizer's.
+            condition: Holds where that is so; None if it is.
+        """
+        names = [self._names[one] for one in parameters if one in self._names]
+        self._left_out.append((names, condition))
+
+    def _settle(self) -> None:
+        """Keep what the latest step left unsent, as far as the step has been applied."""
+        left_out, self._left_out = self._left_out, []
+        if self._settled:
             return
-        self._ended = True
-        flagged = any(channel.flagged for channel in self._launched)
-        if self._error_feedback and flagged:
-            # The last step will not have been applied, to no parameter.
-            for channel in self._launched:
-                if not channel.flagged:
-                    channel.take_back()
-        for channel in self._launched:
-            channel.forget()
-        for state in self._buckets.values():
-            if state.velocity is not None:
-                state.velocity.end_step(applied=not flagged)
+        self._settled = True
+        for names, condition in left_out:
+            if condition is None or bool(condition):  # waits for the device
+                for state in self._launched:
+                    state.residual.hold(names)
+        for state in self._launched if self._error_feedback else []:
+            if not state.residual.is_left_out and not state.flagged:
+                state.commit()
+
+    # --- buckets ----------------------------------------------------------------------------------
 
     def _bucket(self, bucket: GradBucket) -> Bucket:
         """Return the state of a bucket, made anew when DDP has arranged the buckets anew."""
@@ -263,54 +281,21 @@ class CompressedReduction:
             for other in [other for other in self._buckets if not set(other).isdisjoint(key)]:
                 self._buckets.pop(other).fold()
             names = [self._names[parameter] for parameter in parameters]
-            known = any(name in self.residuals for name in names)
             numels = [parameter.numel() for parameter in parameters]
-            state = Bucket(self.residuals.bind(names, numels, bucket.buffer()), known)
-            if self._momentum is not None:
-                kept = self.velocities.bind(names, numels, bucket.buffer())
-                state.velocity = Velocity(kept, self._momentum)
+            state = Bucket(self.residuals.bind(names, numels, bucket.buffer()))
             self._buckets[key] = state
         return state
 
-    def _channel(self, state: Bucket, scheme: Scheme, gradient: Tensor) -> Channel:
-        if state.channel is None or state.scheme is not scheme:
-            state.fold()
-            state.channel = self._make_channel(state, scheme, gradient)
-            state.scheme = scheme
-        if not self._error_feedback:
-            state.fold()
-            state.residual.zero_()
-        return state.channel
-
-    def _make_channel(self, state: Bucket, scheme: Scheme, gradient: Tensor) -> Channel:
-        residual = state.residual
-        if not isinstance(scheme, Compressor):
-            return DenseChannel(residual, state.owes and self._error_feedback, gradient, scheme)
-        staged = self._is_staged(scheme)
-        if staged and (isinstance(scheme, Quantize) or len(residual) >= STAGED_FROM * self._world):
-            if self._worker is None:
-                # All ranks come here at the same bucket of the same step.
-                self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
-                self._own_group = dist.new_group()
-            return TwoStageChannel(scheme, residual, self._own_group, self._worker)
-        return GatherChannel(scheme, residual)
-
-    def _hold_unused(self, bucket: GradBucket, state: Bucket) -> list[tuple[Tensor, Tensor]]:
-        """Set aside the residual of parameters that took no part in this step.
-
-        DDP gives a parameter that no rank used no gradient, so what would be sent for it was lost;
-        and what it finds in their ``.grad`` is an earlier step's.
-        """
-        held = []
-        parameters = bucket.parameters()
-        parts = state.residual.split([parameter.numel() for parameter in parameters])
-        for parameter, part in zip(parameters, parts, strict=True):
-            if parameter in self._touched:
-                self._touched.remove(parameter)
-            else:
-                held.append((part, part.clone()))
-                part.zero_()
-        return held
+    def _make_channel(self, compressor: Compressor, residual: Residual) -> Channel:
+        numel = residual.kept.numel()
+        large = isinstance(compressor, Quantize) or numel >= STAGED_FROM * self._world
+        if not (large and is_staged(compressor, self._may_skip)):
+            return GatherChannel(compressor, residual, self._bounds.get(residual.name))
+        if self._worker is None:
+            # All ranks come here at the same bucket of the same step.
+            self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
+            self._own_group = dist.new_group()
+        return TwoStageChannel(compressor, residual, self._own_group, self._worker)
 
     def close(self) -> None:
         """Take back what was registered with the model's parameters."""
@@ -319,35 +304,49 @@ class CompressedReduction:
         if self._worker is not None:
             self._worker.shutdown(wait=False)
 
+    # --- what lasts -------------------------------------------------------------------------------
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the mean of the ranks' residuals and the step. All ranks must call it."""
-        self._end_step()
+        """Return the means over the ranks of what is owed, and the step. All ranks must call it."""
+        self._settle()
+        bounds = dict(self._bounds)
         for state in self._buckets.values():
             state.fold()
-        sent = 0 if self._auto is None else self._auto.sent
+            if state.channel is not None and state.channel.bound is not None:
+                bounds[state.residual.name] = state.channel.bound
         return {
             "step": self.step,
             "residuals": self.residuals.averaged(),
-            "velocities": self.velocities.averaged(),
-            "sent": sent,
+            "bounds": bounds,
+            "choice": None if self._auto is None else self._auto.name,
+            "ramped": 0 if self._auto is None else self._auto.ramped,
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, at any number of ranks."""
-        self.step = state_dict["step"]
-        self.residuals.load(state_dict["residuals"])
-        if self._momentum is not None:
-            self.velocities.load(state_dict.get("velocities", {}))
+        """Restore what :meth:`state_dict` returned, at any number of ranks; begin anew if empty."""
+        self.forget()
+        self.step = state_dict.get("step", -1)
+        if self._error_feedback:
+            self.residuals.load(state_dict.get("residuals", {}))
+        self._bounds = dict(state_dict.get("bounds", {}))
         if self._auto is not None:
-            self._auto.sent = state_dict.get("sent", 0)
+            self._auto.restore(state_dict.get("choice"), state_dict.get("ramped", 0))
+
+    def forget(self) -> None:
+        """Drop all that is owed, since the weights are no longer those that it is owed to."""
+        self._launched = []
+        self._buckets.clear()
+        self.residuals.load({})
 
     def read(self) -> dict[str, float]:
         """Return what the strategy logs, per step since the last call. Reads from the device."""
-        traffic, channels = self.traffic, self._launched
+        traffic = self.traffic
         steps = max(traffic.steps, 1)
-        total = self._sent_as.total()
-        compressed = sum(channel.residual.numel() for channel in channels)
-        selected = sum(channel.selected for channel in channels) + total - compressed
+        total = selected = self._sent_as.total()
+        if isinstance(self._scheme, Compressor):
+            for state in self._launched:
+                if state.channel is not None:
+                    selected += state.channel.selected - state.residual.kept.numel()
         values = {
             "bytes": traffic.sent_bytes / steps,
             "ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
@@ -363,9 +362,3 @@ class CompressedReduction:
 def reduce_bucket(state: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
     """Average one bucket over the ranks. The hook that is registered with DDP."""
     return state.reduce(bucket)
-
-
-def _give_back(held: list[tuple[Tensor, Tensor]], future: Future[Tensor]) -> Tensor:
-    for part, residual in held:
-        part.copy_(residual)
-    return future.value()

@@ -19,26 +19,18 @@ from lightning_opt.strategies.compression.choosing.cost_model import (
     calibrate,
     exchange_seconds,
     fit_line,
-    slowed,
 )
 from lightning_opt.strategies.compression.choosing.network_probe import (
     agree,
     measure_network,
     time_of,
 )
-from lightning_opt.strategies.compression.codecs.compressors import (
-    Compressor,
-    Quantize,
-    Threshold,
-    TopK,
-)
+from lightning_opt.strategies.compression.codecs.compressors import Compressor, Quantize, TopK
 from lightning_opt.strategies.compression.exchange.channels import dense_bytes
+from lightning_opt.strategies.compression.exchange.two_stage import is_staged
 
 Scheme = Compressor | torch.dtype | None
-"""How a bucket is sent: compressed, cast to a narrower dtype, or as it is."""
-
-PATIENT = 0.5
-"""Seconds that one probe of the network may take during the warm-up."""
+"""How buckets are sent: compressed, cast to a narrower dtype, or as they are."""
 
 SAMPLE = 2**20
 """Elements of a gradient on which compressors are timed."""
@@ -71,17 +63,9 @@ class Costs:
         return cls(*(Line(*numbers[start : start + 2]) for start in (0, 2, 4)))
 
 
-def measure_costs(scheme: Scheme, sample: Tensor, bucket: int) -> Costs:
-    """Time a scheme on a piece of a real gradient.
-
-    Args:
-        scheme: What to time.
-        sample: Finite values.
-        bucket: Elements of the bucket that the sample is from.
-    """
+def measure_costs(scheme: Scheme, sample: Tensor) -> Costs:
+    """Time a scheme on finite values, a piece of a real gradient."""
     timed: list[list[tuple[float, float]]] = [[], [], []]
-    if isinstance(scheme, TopK) and scheme.k is not None:
-        scheme = TopK(min(scheme.k / bucket, 1.0), values=scheme.values)
     for numel in sorted({max(len(sample) // 8, 1), len(sample)}):
         gradient = sample[:numel]
         residual = torch.zeros_like(gradient)
@@ -103,7 +87,7 @@ def _calls(
         return (lambda: narrow.copy_(gradient), _nothing, lambda: residual.copy_(narrow))
     codec, mean = scheme.codec(gradient.numel(), gradient.device), torch.zeros_like(residual)
     return (
-        lambda: codec.compress(residual, gradient),
+        lambda: codec.compress(residual.add_(gradient)),
         mean.zero_,
         lambda: codec.decompress_add(codec.message, mean, 0.5),
     )
@@ -117,7 +101,7 @@ def name_of(scheme: Scheme) -> str:
     """Return what people call a scheme."""
     if scheme is None:
         return "uncompressed"
-    if isinstance(scheme, TopK) and scheme.k is None:
+    if isinstance(scheme, TopK):
         return f"TopK({scheme.ratio:g})"
     if isinstance(scheme, Quantize):
         return f"Quantize({scheme.bits})"
@@ -125,40 +109,26 @@ def name_of(scheme: Scheme) -> str:
 
 
 def option_of(
-    scheme: Scheme,
-    costs: Costs,
-    numels: Sequence[int],
-    itemsizes: Sequence[int],
-    *,
-    staged: bool,
-    device: torch.device,
-    late_margin: float = LATE_MARGIN,
+    scheme: Scheme, costs: Costs, sizes: Sequence[tuple[int, int]], device: torch.device
 ) -> Option:
     """Put together what each bucket would take.
 
     Args:
         scheme: How the buckets would be sent.
         costs: What that was seen to take.
-        numels: Elements of each bucket.
-        itemsizes: Bytes an element of each bucket.
-        staged: Whether messages travel in two stages.
+        sizes: Elements of each bucket, and bytes of an element.
         device: Where gradients lie.
-        late_margin: Share of a step that must be saved by what sends most elements late.
     """
     world = dist.get_world_size()
     name = name_of(scheme)
-    if not isinstance(scheme, Compressor):
-        sizes = itemsizes if scheme is None else [scheme.itemsize] * len(numels)
-        return Option(
-            name,
-            [dense_bytes(n, size, world) for n, size in zip(numels, sizes, strict=True)],
-            [0.0 if scheme is None else costs.compress(n) for n in numels],
-            [0.0 if scheme is None else costs.decode(n) for n in numels],
-        )
-    length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
+    numels = [numel for numel, _ in sizes]
     before = [costs.compress(n) for n in numels]
-    margin = late_margin if isinstance(scheme, (TopK, Threshold)) else MARGIN
-    if not staged:
+    if not isinstance(scheme, Compressor):
+        sent = [dense_bytes(n, scheme.itemsize if scheme else size, world) for n, size in sizes]
+        return Option(name, sent, before, [costs.decode(n) for n in numels])
+    length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
+    margin = LATE_MARGIN if scheme.late else MARGIN
+    if not is_staged(scheme, may_skip=False):
         after = [costs.clear(n) + world * costs.decode(n) for n in numels]
         sent = [(world - 1) * length[n] for n in numels]
         return Option(name, sent, before, after, margin=margin)
@@ -171,47 +141,27 @@ def option_of(
     return Option(name, sent, before, after, rounds=2, margin=margin)
 
 
-@dataclass
+@dataclass(frozen=True)
 class Measured:
     """What there is to choose by, the same on all ranks.
 
     Attributes:
-        places: Where the bucket of an index stands in the following.
         ready: Seconds from the first bucket to each.
         options: The ways to send them.
-        stages: Gentler forms of the last of these, for a ramp.
-        dense: Sending them uncompressed, whether or not that is among the options.
         link: Seconds of a collective by the bytes that a rank sends.
         step: Seconds of an uncompressed step.
-        compute: Seconds of a step without an exchange.
-        factor: How much of what it takes by itself the network takes during a step.
-        largest: Bytes of the largest bucket.
-        device: Where gradients lie.
     """
 
-    places: dict[int, int]
     ready: list[float]
     options: list[Option]
-    stages: list[Option]
-    dense: Option
     link: Line
     step: float
-    compute: float
-    factor: float
-    largest: int
-    device: torch.device
 
-    def renew(self, link: Line, step: float | None = None) -> None:
-        """Take a new look at the network into account, and at uncompressed steps if there are."""
-        self.link = slowed(link, self.factor)
-        if step is not None:
-            self.step = step
-            self.compute = compute_seconds(step, self.ready, self.dense, self.link)
-
-
-def compute_seconds(step: float, ready: Sequence[float], dense: Option, link: Line) -> float:
-    """Return what an uncompressed step takes without its exchange."""
-    return max(step - exchange_seconds(ready, [0] * len(ready), [dense], link), 0.0)
+    def seconds(self) -> list[float]:
+        """Return what a step is predicted to take with each option; the first is uncompressed."""
+        exchanges = [exchange_seconds(self.ready, option, self.link) for option in self.options]
+        compute = max(self.step - exchanges[0], 0.0)
+        return [compute + exchange for exchange in exchanges]
 
 
 class WarmUp:
@@ -241,6 +191,11 @@ class WarmUp:
             self._sample = gradient[:SAMPLE].to(dtype, copy=True).nan_to_num_(0.0, 0.0, 0.0)
 
     @property
+    def device(self) -> torch.device:
+        """Where gradients lie."""
+        return self._sample.device
+
+    @property
     def is_empty(self) -> bool:
         """Whether there was no bucket: sparse gradients are none."""
         return not self._sizes
@@ -250,64 +205,27 @@ class WarmUp:
         if self._ready:
             self._exchanges.append(max(landed - self._ready[max(self._ready)][-1], 0.0))
 
-    def measure(
-        self,
-        schemes: Sequence[Scheme],
-        staged: Callable[[Scheme], bool],
-        steps: Iterable[float],
-        *,
-        stages: Sequence[Scheme] = (),
-        late_margin: float = LATE_MARGIN,
-    ) -> Measured:
+    def measure(self, schemes: Sequence[Scheme], steps: Iterable[float]) -> Measured:
         """Measure the rest, and agree with the other ranks. All of them must call it.
 
         Args:
-            schemes: The ways to send gradients.
-            staged: Says of each whether its messages travel in two stages.
+            schemes: The ways to send gradients; the first is uncompressed.
             steps: Seconds of uncompressed steps.
-            stages: Gentler forms of the last way, for a ramp.
-            late_margin: See :func:`option_of`.
         """
-        every = [*schemes, *stages]
         indices, device = sorted(self._sizes), self._sample.device
-        numels, itemsizes = zip(*(self._sizes[index] for index in indices), strict=True)
-        largest = max(n * size for n, size in zip(numels, itemsizes, strict=True))
-        link = measure_network(device, largest, PATIENT)
+        sizes = [self._sizes[index] for index in indices]
+        link = measure_network(device, largest=max(numel * size for numel, size in sizes))
         # The slowest rank's numbers; of the exchange the least, since the others wait for that one.
         # On CUDA the host does not know when a bucket has arrived.
         seen = float("inf") if device.type == "cuda" else median(self._exchanges)
         numbers = [median(steps), -seen]
         numbers += [median(self._ready[index]) for index in indices]
-        for scheme in every:
-            numbers += measure_costs(scheme, self._sample, max(numels)).numbers()
+        for scheme in schemes:
+            numbers += measure_costs(scheme, self._sample).numbers()
         step, waited, *numbers = agree(numbers, device)
         ready, numbers = sorted(numbers[: len(indices)]), numbers[len(indices) :]
         options = [
-            option_of(
-                scheme,
-                Costs.of(numbers[6 * place :][:6]),
-                numels,
-                itemsizes,
-                staged=staged(scheme),
-                device=device,
-                late_margin=late_margin,
-            )
-            for place, scheme in enumerate(every)
+            option_of(scheme, Costs.of(numbers[6 * place :][:6]), sizes, device)
+            for place, scheme in enumerate(schemes)
         ]
-        nothing = Costs.of([0.0] * 6)
-        dense = option_of(None, nothing, numels, itemsizes, staged=False, device=device)
-        factor = calibrate(ready, dense, link, -waited)
-        link = slowed(link, factor)
-        return Measured(
-            {index: place for place, index in enumerate(indices)},
-            ready,
-            options[: len(schemes)],
-            options[len(schemes) :],
-            dense,
-            link,
-            step,
-            compute_seconds(step, ready, dense, link),
-            factor,
-            largest,
-            device,
-        )
+        return Measured(ready, options, calibrate(ready, options[0], link, -waited), step)

@@ -20,6 +20,9 @@ QUICK = 0.01
 
 REPEATS = 8
 
+LIMIT = 0.5
+"""Seconds that no probe should take."""
+
 
 def agree(values: Sequence[float], device: torch.device) -> list[float]:
     """Return the largest of each value over all ranks. All ranks must call it."""
@@ -37,13 +40,12 @@ def time_of(call: Callable[[], object], device: torch.device) -> float:
     return time.perf_counter() - start
 
 
-def probe(device: torch.device, largest: int, limit: float) -> list[tuple[float, float]]:
+def probe(device: torch.device, largest: int) -> list[tuple[float, float]]:
     """Time all-reduces of growing sizes. All ranks must call it, with nothing else on its way.
 
     Args:
         device: Where gradients lie.
         largest: Bytes of the largest bucket, beyond which there is nothing to learn.
-        limit: Seconds that no probe should take.
 
     Returns:
         Pairs of the bytes that a rank sends and the seconds of the slowest rank, the same on all.
@@ -53,7 +55,7 @@ def probe(device: torch.device, largest: int, limit: float) -> list[tuple[float,
     nbytes, seconds = SMALLEST, 0.0
     agree([0.0], device)  # connects the ranks, and lets them start together
     # Two sizes at least, or a line through them would not tell latency from bandwidth.
-    while len(samples) < 2 or (nbytes <= min(largest, LARGEST) and seconds * FACTOR <= limit):
+    while len(samples) < 2 or (nbytes <= min(largest, LARGEST) and seconds * FACTOR <= LIMIT):
         call = partial(dist.all_reduce, torch.zeros(nbytes // 4, device=device))
         # What is quick is repeated, and the best counts. All ranks must come to the same decision.
         seconds = agree([time_of(call, device)], device)[0]
@@ -64,6 +66,6 @@ def probe(device: torch.device, largest: int, limit: float) -> list[tuple[float,
     return samples
 
 
-def measure_network(device: torch.device, largest: int, limit: float) -> Line:
+def measure_network(device: torch.device, largest: int) -> Line:
     """Return the seconds of a collective by the bytes that a rank sends; see :func:`probe`."""
-    return fit_line(probe(device, largest, limit))
+    return fit_line(probe(device, largest))

@@ -8,7 +8,6 @@ References:
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, field
 
 from lightning_opt.strategies.compression.codecs.compressors import Compressor, TopK
 
@@ -25,43 +24,36 @@ UNKNOWN = 10
 """The same for a run of unknown length: 1,000 steps for 1%."""
 
 
-@dataclass
 class Ramp:
     """The compressors to go through before one that sends few elements.
 
-    Attributes:
+    Args:
         final: Where it ends.
         steps: How long it takes.
+
+    Attributes:
         stages: What comes before, from the gentlest on; only :class:`TopK` by ratio has any.
 
     Example:
-        >>> Ramp(TopK(0.01), 300).stages
-        [TopK(ratio=0.25, k=None, values='int8'), TopK(ratio=0.0625, k=None, values='int8'),
-         TopK(ratio=0.015625, k=None, values='int8')]
+        >>> Ramp(TopK(0.05), 300).stages
+        [TopK(ratio=0.25, k=None), TopK(ratio=0.0625, k=None)]
     """
 
-    final: Compressor
-    steps: int
-    stages: list[Compressor] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.stages = []
-        if isinstance(self.final, TopK) and self.final.k is None:
+    def __init__(self, final: Compressor, steps: int) -> None:
+        self.final = final
+        self.steps = steps
+        self.stages: list[Compressor] = []
+        if isinstance(final, TopK) and final.k is None:
             ratio = 1.0 / FACTOR
-            while ratio > self.final.ratio:
-                self.stages.append(TopK(ratio, values=self.final.values))
+            while ratio > final.ratio:
+                self.stages.append(TopK(ratio))
                 ratio /= FACTOR
 
-    def stage(self, step: int) -> int | None:
-        """Return which stage is due at a step of the ramp (the first is 0); None after the last."""
-        if step >= self.steps or not self.stages:
-            return None
-        return step * len(self.stages) // self.steps
-
     def at(self, step: int) -> Compressor:
-        """Return which compressor is due at a step of the ramp."""
-        stage = self.stage(step)
-        return self.final if stage is None else self.stages[stage]
+        """Return which compressor is due at a step of the ramp (the first is 0)."""
+        if step >= self.steps or not self.stages:
+            return self.final
+        return self.stages[step * len(self.stages) // self.steps]
 
 
 def default_steps(compressor: Compressor, planned: float = math.inf) -> int:

@@ -34,29 +34,21 @@ def write_header(message: Tensor, count: int, flag: int = FINITE) -> None:
     message[:8].view(torch.int32).copy_(torch.tensor([count, flag], dtype=torch.int32))
 
 
-def quantize_rows(
-    rows: Tensor, levels: int, uniform: Tensor | None = None, out: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def quantize_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     """Round each row to whole multiples of a scale of its own.
 
     Args:
         rows: Shape ``(r, c)``, float32.
         levels: The largest code; the scale is the row's largest magnitude divided by it.
-        uniform: Numbers in [0, 1) of the same shape for stochastic rounding, which is right on
-            average; None rounds to the nearest.
-        out: Where to put the codes, in the shape of ``rows``.
 
     Returns:
         Codes as float32 of shape ``(r, c)``, from ``-levels`` to ``levels``, and the float32 scales
         of shape ``(r,)``. A row so small that its scale would be subnormal gets codes of 0.
     """
-    scales = torch.abs(rows, out=out).amax(dim=1).div_(levels)
+    scales = rows.abs().amax(dim=1).div_(levels)
     normal = scales >= torch.finfo(torch.float32).tiny
     inverse = torch.where(normal, scales.reciprocal(), 0.0).unsqueeze(1)
-    codes = torch.mul(rows, inverse, out=out)
-    if uniform is None:
-        return codes.round_(), scales
-    return codes.add_(uniform).floor_().clamp_(-levels, levels), scales
+    return rows.mul(inverse).round_(), scales
 
 
 @dataclass(frozen=True)
@@ -64,18 +56,16 @@ class SparseLayout:
     """Where the parts of a sparse message lie.
 
     Indices are coded in blocks: for each block of the tensor how many of its elements are sent,
-    then each element's offset within its block. At 1% that takes 1.4 bytes an element; beside an
-    int8 value and its share of a scale, an element takes 2.4 bytes.
+    then each element's offset within its block. At 1% that takes 1.4 bytes an element; beside its
+    int8 value and its share of a float32 scale for every 128 values, an element takes 2.4 bytes.
 
     Args:
         numel: Elements of the tensor.
         capacity: Elements that a message can carry.
-        values: ``"int8"`` with one float32 scale for every 128 values, or ``"bf16"``.
     """
 
     numel: int
     capacity: int
-    values: str = "int8"
 
     @cached_property
     def block(self) -> int:
@@ -93,11 +83,10 @@ class SparseLayout:
     def _parts(self) -> list[tuple[torch.dtype, int, int]]:
         """Dtype, first byte and end of scales, values, counts and offsets."""
         index = torch.uint8 if self.block == NARROW else torch.int16
-        small = self.values == "int8"
         parts, start = [], HEADER
         for dtype, length in (
-            (torch.float32, -(-self.capacity // GROUP) if small else 0),
-            (torch.int8 if small else torch.bfloat16, self.capacity),
+            (torch.float32, -(-self.capacity // GROUP)),
+            (torch.int8, self.capacity),
             (index, self.blocks),
             (index, self.capacity),
         ):
@@ -105,11 +94,6 @@ class SparseLayout:
             parts.append((dtype, start, end))
             start = -(-end // 8) * 8  # so that every part is aligned for its dtype
         return parts
-
-    @cached_property
-    def starts(self) -> tuple[int, ...]:
-        """First byte of scales, values, counts and offsets."""
-        return tuple(start for _, start, _ in self._parts)
 
     @cached_property
     def nbytes(self) -> int:
@@ -137,9 +121,6 @@ class SparseLayout:
         counts.copy_(torch.bincount(blocks, minlength=self.blocks))
         offsets[:count].copy_(indices - blocks * self.block)
         write_header(message, count)
-        if self.values == "bf16":
-            codes[:count].copy_(values)
-            return codes[:count].float()
         groups = -(-count // GROUP)
         rows = values.new_zeros(groups * GROUP, dtype=torch.float32)
         rows[:count] = values
@@ -159,7 +140,7 @@ class SparseLayout:
         indices = starts.repeat_interleave(counts.to(torch.int64), output_size=count)
         indices += offsets[:count]
         values = codes[:count].float()
-        values *= (scales * alpha).repeat_interleave(GROUP)[:count] if len(scales) else alpha
+        values *= (scales * alpha).repeat_interleave(GROUP)[:count]
         return indices, values
 
 

@@ -14,12 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_opt.strategies.compression.codecs import native
-from lightning_opt.strategies.compression.codecs.chunks import (
-    NonFiniteGradientError,
-    add_in_chunks,
-    chunk_size,
-)
+from lightning_opt.strategies.compression.codecs.chunks import CHUNK, chunks_of
 
 SAMPLE = 16_384
 EXPECTED_IN_SAMPLE = 64
@@ -92,42 +87,29 @@ class Selector:
         self.threshold: float | None = None
         self._last = 0.0  # the k-th magnitude of the step before
         self._margin = 0.97
-        self._kernels = native.kernels(device)
-        size = chunk_size(numel, device)
+        size = min(CHUNK, numel) if device.type == "cpu" else numel
         self._magnitude = torch.empty(size, device=device)
         self._mask = torch.empty(size, dtype=torch.bool, device=device)
-        self._indices = torch.empty(0, dtype=torch.int64)  # the native lists, grown when needed
-        self._values = torch.empty(0)
 
-    def top(
-        self, flat: Tensor, k: int, increment: Tensor | None = None, alpha: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Add ``alpha * increment`` to ``flat``, and return its ``k`` largest elements.
+    def top(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
+        """Return the ``k`` largest elements of ``flat``.
 
         Zeros are never returned, and nothing that is left out is larger than what is returned.
         Where the threshold taken from the last step proves too high, fewer are returned, but at
         least half of ``k``.
 
         Args:
-            flat: One-dimensional, float32 or float64; changed in place by the increment.
+            flat: One-dimensional, finite, float32 or float64.
             k: How many to return, at least 1.
-            increment: See ``chunks.add_in_chunks``.
-            alpha: What the increment is multiplied with.
 
         Returns:
-            int64 indices in ascending order, and the values there, to be used before the next call.
-
-        Raises:
-            NonFiniteGradientError: If the increment is not finite; ``flat`` is then as before.
+            int64 indices in ascending order, and the values there.
         """
         if k >= flat.numel():
-            return self.at_least(flat, TINY, increment, alpha)
+            return self.at_least(flat, TINY)
         if self.threshold is None:
-            for _ in add_in_chunks(flat, increment, alpha):
-                pass
-            increment = None
             self.threshold = sampled_threshold(flat, k) * self._margin
-        indices, values = self.at_least(flat, self.threshold, increment, alpha)
+        indices, values = self.at_least(flat, self.threshold)
         if len(indices) < k // 2:
             # The gradient has shrunk since the last step. Should a sample miss too, as it may in a
             # tensor with few elements that are not zero, all of these are candidates.
@@ -138,9 +120,6 @@ class Selector:
         if len(indices) <= k:
             # Waits for the device, whose list is short and done; the next step aims by this.
             kth = values.abs().min().item() if len(indices) else TINY
-        elif self._kernels is not None and native.fits(values):
-            kth = self._kernels.largest(indices, values, k)
-            indices, values = indices[:k], values[:k]
         else:
             places, kth = largest(values.abs(), k)
             indices, values = indices[places], values[places]
@@ -160,55 +139,13 @@ class Selector:
         self._last = kth
         self.threshold = max(kth * self._margin * trend, TINY)
 
-    def at_least(
-        self, flat: Tensor, threshold: float, increment: Tensor | None = None, alpha: float = 1.0
-    ) -> tuple[Tensor, Tensor]:
-        """Add ``alpha * increment``, and return what is then at least ``threshold`` in size.
-
-        Returns:
-            int64 indices in ascending order, and the values there, to be used before the next call.
-
-        Raises:
-            NonFiniteGradientError: If the increment is not finite; ``flat`` is then as before.
-        """
-        threshold = max(threshold, TINY)
-        if self._kernels is not None and native.fits(flat, increment):
-            return self._at_least_native(self._kernels, flat, threshold, increment, alpha)
-        found, values = [], []
-        for start, piece in add_in_chunks(flat, increment, alpha):
+    def at_least(self, flat: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
+        """Return what is at least ``threshold`` in size: ascending int64 indices, and values."""
+        found = []
+        for chunk in chunks_of(flat):
+            piece = flat[chunk]
             magnitude, mask = self._magnitude[: len(piece)], self._mask[: len(piece)]
-            places = nonzero(reaches(piece, threshold, magnitude, mask))
-            values.append(piece[places])
-            found.append(places.add_(start))
-        if not found:
-            return flat.new_empty(0, dtype=torch.int64), flat.new_empty(0)
-        return torch.cat(found), torch.cat(values)
-
-    def _at_least_native(
-        self,
-        kernels: native.Kernels,
-        flat: Tensor,
-        threshold: float,
-        increment: Tensor | None,
-        alpha: float,
-    ) -> tuple[Tensor, Tensor]:
-        place = found = 0
-        while True:
-            place, found = kernels.select(
-                flat, increment, alpha, threshold, place, found, self._indices, self._values
-            )
-            if place < 0:
-                assert increment is not None
-                done = -1 - place
-                flat[:done].sub_(increment[:done], alpha=alpha)
-                raise NonFiniteGradientError
-            if place == flat.numel():
-                return self._indices[:found], self._values[:found]
-            # Twice as many, but no more than there are.
-            room = max(2 * len(self._indices), flat.numel() // 32)
-            room = min(room, flat.numel()) + native.PIECE + 1
-            for name in ("_indices", "_values"):
-                old = getattr(self, name)
-                new = old.new_empty(room)
-                new[:found] = old[:found]
-                setattr(self, name, new)
+            places = nonzero(reaches(piece, max(threshold, TINY), magnitude, mask))
+            found.append(places.add_(chunk.start))
+        indices = torch.cat(found)
+        return indices, flat.index_select(0, indices)

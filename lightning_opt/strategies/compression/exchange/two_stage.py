@@ -28,24 +28,29 @@ from lightning_opt.strategies.compression.codecs.packing import (
 from lightning_opt.strategies.compression.exchange.channels import (
     Channel,
     all_gather,
+    decompress_sum,
     is_sound,
     piece_size,
 )
+from lightning_opt.strategies.compression.exchange.residuals import Owed
+
+SPARSE_FROM = 32
+"""Number of ranks from which on Top-K travels in two stages: its elements are selected twice then,
+but it sends as many bytes for any number of ranks."""
 
 
-def is_staged(scheme: object, *, world: int, sparse_from: int, may_skip: bool) -> bool:
+def is_staged(scheme: object, may_skip: bool) -> bool:
     """Return whether messages travel in two stages.
 
     Args:
         scheme: How buckets are compressed.
-        world: Number of ranks.
-        sparse_from: Ranks from which on sparse messages do.
         may_skip: Whether a step may leave parameters without a gradient.
     """
     if may_skip:
         return False  # what an unused parameter is owed as a mean cannot be set aside
+    world = dist.get_world_size()
     return (isinstance(scheme, Quantize) and world > 2) or (
-        isinstance(scheme, TopK) and world >= sparse_from
+        isinstance(scheme, TopK) and world >= SPARSE_FROM
     )
 
 
@@ -57,7 +62,7 @@ def shard_compressor(compressor: Compressor, numel: int) -> tuple[Compressor, in
     if isinstance(compressor, Quantize):
         return compressor, compressor.block
     if isinstance(compressor, TopK) and compressor.k is not None:
-        return TopK(compressor.capacity(numel) / numel, values=compressor.values), 1
+        return TopK(compressor.capacity(numel) / numel), 1
     return compressor, 1
 
 
@@ -67,40 +72,41 @@ class Part:
     Args:
         compressor: How both stages are compressed.
         cuts: Where the parts of the shards lie in the bucket, one a rank.
-        residual: That of the bucket.
         group: See :class:`TwoStageChannel`.
+        like: Flat, of the residual's dtype and device.
+
+    Attributes:
+        own: Where this rank's part lies.
+        owed_mean: What this rank failed to send of the mean of its part.
     """
 
     def __init__(
-        self, compressor: Compressor, cuts: list[slice], residual: Tensor, group: dist.ProcessGroup
+        self, compressor: Compressor, cuts: list[slice], group: dist.ProcessGroup, like: Tensor
     ) -> None:
-        self.cuts = cuts
-        self._residual = residual
+        self.own = cuts[dist.get_rank(group)]
+        self._cuts = cuts
         self._group = group
-        self._codecs = [
-            compressor.codec(where.stop - where.start, residual.device) for where in cuts
-        ]
+        self._codecs = [compressor.codec(where.stop - where.start, like.device) for where in cuts]
         # Rows of one length, on 8 bytes each so that the scales within are aligned.
         row = -(-self._codecs[0].nbytes // 8) * 8
         self._sent = self._codecs[0].message.new_zeros(len(cuts), row)
         for codec, message in zip(self._codecs, self._sent, strict=True):
             codec.message = message[: codec.nbytes]
         self._received = torch.empty_like(self._sent)
-        self.own = cuts[dist.get_rank(group)]
-        self._mean_codec = compressor.codec(self.own.stop - self.own.start, residual.device)
+        self._mean_codec = compressor.codec(self.own.stop - self.own.start, like.device)
         self._mean_row = self._sent.new_zeros(row)
         self._mean_codec.message = self._mean_row[: self._mean_codec.nbytes]
-        self.owed_mean = residual.new_zeros(self.own.stop - self.own.start)
+        self.owed_mean = Owed(like.new_zeros(self.own.stop - self.own.start))
         self._gathered = torch.empty_like(self._sent)
         self._scattering: dist.Work | None = None
         self._gathering: dist.Work | None = None
         self.sent_bytes = 2 * (len(cuts) - 1) * row
 
-    def scatter(self, gradient: Tensor, alpha: float, finite: bool) -> None:
-        """Code ``alpha`` times the bucket's gradient, and launch the first stage."""
-        for codec, where in zip(self._codecs, self.cuts, strict=True):
+    def scatter(self, pending: Tensor, finite: bool) -> None:
+        """Code a bucket with what it is owed, and launch the first stage."""
+        for codec, where in zip(self._codecs, self._cuts, strict=True):
             if finite:
-                codec.compress(self._residual[where], gradient[where], alpha)
+                codec.compress(pending[where])
             else:
                 write_header(codec.message, 0, NON_FINITE)
         self._scattering = dist.all_to_all_single(
@@ -118,10 +124,9 @@ class Part:
         if not is_sound(self._received):
             return False
         messages = self._received[:, : self._mean_codec.nbytes]
-        self._mean_codec.decompress_sum(
-            messages, self.owed_mean, 1.0 / len(self.cuts), overwrite=False
-        )
-        self._mean_codec.compress(self.owed_mean)
+        mean = self.owed_mean.pending.copy_(self.owed_mean.kept)
+        decompress_sum(self._mean_codec, messages, mean, 1.0 / len(self._cuts))
+        self._mean_codec.compress(mean)
         self._gathering = all_gather(
             self._gathered.view(-1), self._mean_row, group=self._group, async_op=True
         )
@@ -130,23 +135,8 @@ class Part:
     def spread(self, gradient: Tensor, scale: float) -> None:
         """Wait for the second stage, and put ``scale`` times the means in the gradient's place."""
         _wait(self._gathering)
-        rows = self._gathered.unsqueeze(1)
-        for codec, where, message in zip(self._codecs, self.cuts, rows, strict=True):
-            codec.decompress_sum(message[:, : codec.nbytes], gradient[where], scale)
-
-    def recover(self) -> None:
-        """Put back into the residual what the messages of the first stage took off it."""
-        for codec, where in zip(self._codecs, self.cuts, strict=True):
-            codec.decompress_add(codec.message, self._residual[where])
-
-    def keep_mean(self) -> None:
-        """Put back what the message of the second stage took off the mean."""
-        self._mean_codec.decompress_add(self._mean_codec.message, self.owed_mean)
-
-    def clear_sent(self, flat: Tensor) -> None:
-        """Set to zero the elements that the messages of the first stage carry."""
-        for codec, where in zip(self._codecs, self.cuts, strict=True):
-            codec.clear_sent(flat[where])
+        for codec, where, row in zip(self._codecs, self._cuts, self._gathered, strict=True):
+            codec.decompress_add(row[: codec.nbytes], gradient[where].zero_(), scale)
 
     @property
     def selected(self) -> int:
@@ -166,7 +156,7 @@ class TwoStageChannel(Channel):
 
     Args:
         compressor: How both stages are compressed.
-        residual: See :class:`~lightning_opt.strategies.compression.exchange.channels.Channel`.
+        owed: See :class:`~lightning_opt.strategies.compression.exchange.channels.Channel`.
         group: A process group that nothing else uses, since the two stages of one bucket and the
             next must come in the same order on all ranks.
         worker: One thread, the same for all buckets, which runs them in order.
@@ -175,24 +165,24 @@ class TwoStageChannel(Channel):
     def __init__(
         self,
         compressor: Compressor,
-        residual: Tensor,
+        owed: Owed,
         group: dist.ProcessGroup,
         worker: ThreadPoolExecutor,
     ) -> None:
-        super().__init__(residual, group)
+        super().__init__(owed)
         self._worker = worker
-        numel = residual.numel()
+        numel = owed.kept.numel()
         compressor, block = shard_compressor(compressor, numel)
         # Shards end where a block does; of a small bucket the last ones may be empty.
         size = -(-numel // (self._world * block)) * block
-        step = piece_size(compressor, size, residual.device, self._world)
+        step = piece_size(compressor, size, owed.kept.device, self._world)
         self._parts = []
         for within in cut(size, step):
             cuts = [
                 slice(min(start + within.start, numel), min(start + within.stop, numel))
                 for start in range(0, self._world * max(size, 1), max(size, 1))
             ]
-            self._parts.append(Part(compressor, cuts, residual, group))
+            self._parts.append(Part(compressor, cuts, group, owed.kept))
         self.sent_bytes = sum(part.sent_bytes for part in self._parts)
 
     def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
@@ -216,39 +206,31 @@ class TwoStageChannel(Channel):
     def _exchange(self, gradient: Tensor, scale: float) -> None:
         # Parts arrive, and take the place of their gradients, before the last one is coded: it must
         # be known beforehand whether all are finite.
-        finite, self.flagged = is_finite(gradient), False
-        parts = self._parts
+        pending, parts = self.owed.pending, self._parts
+        finite, self.flagged = is_finite(pending), False
         # One part is coded while the mean of the one before and that before it are on their way.
         # All ranks launch collectives in this order.
         for turn in range(len(parts) + 2):
             if turn < len(parts):
-                parts[turn].scatter(gradient, 1.0 / scale, finite)
+                parts[turn].scatter(pending, finite)
             if 1 <= turn <= len(parts) and not parts[turn - 1].gather():
                 self.flagged = True  # so are all parts
             if turn >= 2 and not self.flagged:
                 parts[turn - 2].spread(gradient, scale)
         if self.flagged:
-            if finite:
-                for part in parts:
-                    part.recover()
-                self.residual.sub_(gradient, alpha=1.0 / scale)
             gradient.fill_(math.nan)
 
-    def take_back(self) -> None:
-        """Keep the means that were sent, since they will not be applied."""
+    def commit(self) -> None:
+        """The step has been applied; see :meth:`Channel.commit`."""
+        super().commit()
         for part in self._parts:
-            part.keep_mean()
-
-    def clear_sent(self, flat: Tensor) -> None:
-        """Set to zero the elements that this rank's latest messages carry."""
-        for part in self._parts:
-            part.clear_sent(flat)
+            part.owed_mean.commit()
 
     def fold(self) -> None:
         """Move what this rank owes to the mean of its shard into its residual."""
         for part in self._parts:
-            self.residual[part.own].add_(part.owed_mean, alpha=self._world)
-            part.owed_mean.zero_()
+            self.owed.kept[part.own].add_(part.owed_mean.kept, alpha=self._world)
+            part.owed_mean.kept.zero_()
 
     @property
     def selected(self) -> int:

@@ -18,34 +18,23 @@ from lightning_opt.strategies.compression.codecs.compressors import (
     TopK,
 )
 from lightning_opt.strategies.compression.codecs.packing import GROUP, read_header
-from tests.strategies.paths import tensors, use
+from tests.strategies.tensors import tensors
 
 CPU = torch.device("cpu")
 
 relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(HealthCheck))
 
 
-@pytest.fixture(autouse=True, params=["torch", "native"])
-def _paths(request, monkeypatch):
-    """Everything holds in torch operations and in native code."""
-    use(request.param, monkeypatch)
-
-
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Small tensors then take several chunks, as large ones do."""
-    monkeypatch.setattr(chunks.add_in_chunks, "__defaults__", (1.0, 100))
-    monkeypatch.setattr(chunks.chunk_size, "__defaults__", (100,))
+    monkeypatch.setattr(chunks, "CHUNK", 100)
 
 
 compressors = st.one_of(
-    st.builds(
-        TopK,
-        st.one_of(st.just(1.0), st.floats(1e-4, 1.0)),
-        values=st.sampled_from(["int8", "bf16"]),
-    ),
+    st.builds(TopK, st.one_of(st.just(1.0), st.floats(1e-4, 1.0))),
     st.builds(Threshold, st.one_of(st.just("auto"), st.floats(1e-3, 10)), st.floats(1e-3, 1.0)),
-    st.builds(Quantize, st.sampled_from([8, 4]), st.sampled_from([2, 34, 1024]), st.booleans()),
+    st.builds(Quantize, st.sampled_from([8, 4]), st.sampled_from([2, 34, 1024])),
 )
 
 
@@ -75,7 +64,7 @@ def test_what_is_sent_and_what_is_left_add_up_to_every_gradient(compressor, flat
     owed = torch.zeros(len(flat), dtype=torch.float64)
     for step in range(steps):
         gradient = flat.roll(step) * (1 + step)
-        assert codec.compress(residual, gradient)
+        codec.compress(residual.add_(gradient))
         sent += decompressed(codec, codec.message, len(flat))
         owed += gradient
     torch.testing.assert_close(sent + residual, owed, rtol=0, atol=20 * round_off(owed))
@@ -86,10 +75,9 @@ def test_what_is_sent_and_what_is_left_add_up_to_every_gradient(compressor, flat
     flat=tensors(),
     ratio=st.floats(1e-4, 1.0),
     warm=st.floats(0.05, 20.0),
-    values=st.sampled_from(["int8", "bf16"]),
 )
-def test_top_k_sends_the_largest(flat, ratio, warm, values):
-    compressor = TopK(ratio, values=values)
+def test_top_k_sends_the_largest(flat, ratio, warm):
+    compressor = TopK(ratio)
     k = compressor.capacity(len(flat))
     codec = compressor.codec(len(flat), CPU)
     codec.compress(flat * warm)  # leaves a threshold that is too high, or too low
@@ -107,15 +95,9 @@ def test_top_k_sends_the_largest(flat, ratio, warm, values):
         np.sort(magnitudes)[len(magnitudes) - len(indices) :],
     )
     exact = flat[indices]
-    if values == "bf16":
-        torch.testing.assert_close(sent, exact.bfloat16().float(), rtol=0, atol=0)
-    else:
-        for part, true in zip(sent.split(GROUP), exact.split(GROUP), strict=True):
-            assert (
-                torch.all((part - true).abs() <= true.abs().amax(0, True) / 127 * 0.5001 + 1e-36)
-                if len(true)
-                else True
-            )
+    for part, true in zip(sent.split(GROUP), exact.split(GROUP), strict=True):
+        if len(true):
+            assert ((part - true).abs() <= true.abs().max() / 127 * 0.5001 + 1e-36).all()
 
 
 @relaxed
@@ -154,59 +136,18 @@ def test_quantisation_rounds_to_the_nearest_of_its_levels(flat, bits, block):
     assert_rounded(sent, flat.double(), block, 127 if bits == 8 else 7)
 
 
-@pytest.mark.parametrize("bits", [8, 4])
-def test_stochastic_rounding_is_right_on_average(bits):
-    flat = torch.linspace(-1.0, 1.0, 1024)
-    codec = Quantize(bits, stochastic=True).codec(1024, CPU)
-    total = torch.zeros(1024, dtype=torch.float64)
-    for _ in range(400):
-        codec.compress(flat.clone())
-        codec.decompress_add(codec.message, total)
-    step = 1.0 / (127 if bits == 8 else 7)
-    assert (total / 400 - flat).abs().max() < 5 * 0.5 * step / math.sqrt(400)
-    assert (total / 400 - flat).abs().mean() > 0  # and not by rounding nothing
-
-
-@relaxed
-@given(
-    compressor=compressors,
-    flat=tensors(),
-    place=st.integers(0, 10**6),
-    bad=st.sampled_from([math.nan, math.inf, -math.inf]),
-    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16, torch.float64]),
-)
-def test_a_gradient_that_is_not_finite_leaves_no_trace(compressor, flat, place, bad, dtype):
-    codec = compressor.codec(len(flat), CPU)
-    residual = torch.randn(len(flat))
-    gradient = flat.clamp(-6e4, 6e4).to(dtype)
-    gradient[place % len(flat)] = bad
-    before = residual.clone()
-    assert not codec.compress(residual, gradient)
-    assert read_header(codec.message) == (0, 1)
-    torch.testing.assert_close(
-        residual,
-        before,
-        rtol=1e-5,
-        atol=3e-7 * gradient.nan_to_num(0, 0, 0).abs().max().item() + 1e-6,
-    )
-    assert codec.compress(residual, torch.zeros_like(gradient))
-    assert read_header(codec.message)[1] == 0
-
-
 def test_gradients_too_large_to_square_are_finite():
     assert chunks.is_finite(torch.full((10,), 1e30))
     assert chunks.is_finite(torch.full((10,), 6e4, dtype=torch.float16))
     assert not chunks.is_finite(torch.tensor([1.0, math.inf, -math.inf]))
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_gradients_of_other_dtypes_are_added_in_the_residuals_own(dtype):
-    gradient = torch.randn(3000).to(dtype)
-    residual = torch.full((3000,), 0.25, dtype=torch.promote_types(dtype, torch.float32))
-    codec = TopK(0.1).codec(3000, CPU)
-    assert codec.compress(residual, gradient, alpha=1 / 1024)
+def test_float64_is_compressed_in_its_own_precision():
+    residual = torch.randn(3000, dtype=torch.float64)
+    before, codec = residual.clone(), TopK(0.1).codec(3000, CPU)
+    codec.compress(residual)
     codec.decompress_add(codec.message, residual)
-    torch.testing.assert_close(residual, 0.25 + gradient.to(residual.dtype) / 1024)
+    torch.testing.assert_close(residual, before, rtol=0, atol=1e-15)
 
 
 # --- size ---------------------------------------------------------------------------------------
@@ -250,7 +191,7 @@ def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
     counts = []
     for step in range(60):
         looks.clear()
-        codec.compress(residual, torch.randn(200_000, generator=generator))
+        codec.compress(residual.add_(torch.randn(200_000, generator=generator)))
         counts.append(read_header(codec.message)[0])
         assert len(looks) == 1, step
         assert len(looks[0][0]) < 2 * 2000 or step < 10
@@ -281,7 +222,6 @@ def test_a_ratio_is_above_0_and_at_most_1(ratio):
         (lambda: Quantize(block=0), "block"),
         (lambda: Quantize(block=5), "block"),
         (lambda: TopK(k=0), "k must"),
-        (lambda: TopK(values="fp8"), "values"),
         (lambda: Threshold(value=-1.0), "value"),
         (lambda: Threshold(value=0.0), "value"),
         (lambda: TopK(k=11).codec(10, CPU), "bucket of 10"),

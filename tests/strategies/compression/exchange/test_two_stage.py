@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import os
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -16,6 +15,7 @@ from lightning_opt.strategies.compression.codecs.compressors import Quantize, To
 from lightning_opt.strategies.compression.exchange import channels as transport
 from lightning_opt.strategies.compression.exchange import two_stage
 from lightning_opt.strategies.compression.exchange.channels import Channel, GatherChannel
+from lightning_opt.strategies.compression.exchange.residuals import Owed
 from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel
 from tests.helpers.processes import launch
 from tests.strategies.runs import (
@@ -30,31 +30,43 @@ from tests.strategies.runs import (
 NUMEL = 4000
 
 
-def _infinity_in(compressor: Any, place: int) -> None:
-    """An infinity in whichever shard leaves nothing of the step, also of shards done before."""
+def _meet() -> tuple[int, int]:
     rank, world = int(os.environ["RANK"]), dist_world()
     dist.init_process_group("gloo", rank=rank, world_size=world)
+    return rank, world
+
+
+def _exchange(channel: Channel, gradient: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """One step, up to the mean; whether it is applied is left open."""
+    torch.add(channel.owed.kept, gradient, alpha=1.0 / scale, out=channel.owed.pending)
+    return channel.start(gradient.clone(), scale).wait()
+
+
+def _infinity_in(compressor: Any, place: int) -> None:
+    """An infinity in whichever shard leaves nothing of the step, also of shards done before."""
+    rank, world = _meet()
     with ThreadPoolExecutor(1) as worker:
         generator = torch.Generator().manual_seed(rank)
-        residual = torch.randn(NUMEL, generator=generator)
-        before = residual.clone()
-        channel = TwoStageChannel(compressor, residual, dist.group.WORLD, worker)
+        before = torch.randn(NUMEL, generator=generator)
+        owed = Owed(before.clone())
+        channel = TwoStageChannel(compressor, owed, dist.group.WORLD, worker)
         gradient = torch.randn(NUMEL, generator=generator) * 10
         if rank == 1:
             gradient[place] = torch.inf
-        mean = channel.start(gradient.clone()).wait()
+        mean = _exchange(channel, gradient)
         assert channel.flagged
         assert mean.isnan().all()
-        torch.testing.assert_close(residual, before, rtol=0, atol=1e-4)
+        assert torch.equal(owed.kept, before)
 
         # The next step is sound again, and what is sent and what is left are all of it.
         gradient[place] = 0.0
-        mean = channel.start(gradient.clone()).wait()
+        mean = _exchange(channel, gradient)
         assert not channel.flagged
+        channel.commit()
         channel.fold()
         total = before + gradient
         dist.all_reduce(total)
-        left = residual.clone()
+        left = owed.kept.clone()
         dist.all_reduce(left)
         torch.testing.assert_close(mean * world + left, total, rtol=0, atol=1e-3)
         assert mean.abs().max() > 1
@@ -68,68 +80,63 @@ def test_an_infinity_in_a_later_shard_leaves_no_trace(compressor, place):
     launch(_infinity_in, compressor, place, processes=3)
 
 
-def _channel(compressor: Any, residual: torch.Tensor, worker: ThreadPoolExecutor) -> Channel:
+def _channel(compressor: Any, owed: Owed, worker: ThreadPoolExecutor) -> Channel:
     """What a bucket of this compressor would get, among this many ranks."""
-    group = dist.group.WORLD
     if dist_world() == 2:
-        return GatherChannel(compressor, residual, group)
-    return TwoStageChannel(compressor, residual, group, worker)
+        return GatherChannel(compressor, owed)
+    return TwoStageChannel(compressor, owed, dist.group.WORLD, worker)
 
 
 def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -> None:
-    """Three steps, the last but one with a NaN on a rank, in pieces and whole: the same bits."""
+    """Four steps, one with a NaN on a rank and one not applied, in pieces and whole: same bits."""
     rank, world = dist.get_rank(), dist_world()
     block = compressor.block
-    channels, residuals = [], [torch.zeros(numel), torch.zeros(numel)]
-    for residual, size in zip(residuals, (10**9, 3 * block), strict=True):
+    channels, owed = [], [Owed(torch.zeros(numel)), Owed(torch.zeros(numel))]
+    for one, size in zip(owed, (10**9, 3 * block), strict=True):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(transport, "PIECE", size)
             patch.setattr(transport, "LEAST_PIECE", size)
-            channels.append(_channel(compressor, residual, worker))
-    pieces = channels[1]._pieces if world == 2 else channels[1]._parts
+            channels.append(_channel(compressor, one, worker))
     shard = numel if world == 2 else -(-numel // (world * block)) * block
-    assert len(pieces) == max(-(-shard // (3 * block)), 1)
+    pieces = max(-(-shard // (3 * block)), 1)
     account = torch.zeros(numel, dtype=torch.float64)
-    for step in range(4):
+    for step in range(5):
         generator = torch.Generator().manual_seed(7 * rank + step)
         gradient = torch.randn(numel, generator=generator)
         spoilt = step == 2 and numel > 0
         if spoilt and rank == 1:
             gradient[-1] = torch.nan
-        before = residuals[1].clone()
-        means = [channel.start(gradient.clone(), 2.0).wait() for channel in channels]
+        means = [_exchange(channel, gradient, 2.0) for channel in channels]
         for channel in channels:
             assert channel.flagged == spoilt
             assert channel.selected == (0 if spoilt and rank == 1 else numel)
         if spoilt:
             assert all(mean.isnan().all() for mean in means)
-            torch.testing.assert_close(residuals[1], before, rtol=0, atol=1e-5)
-            residuals[0].copy_(residuals[1])  # the same but for rounding
-            continue
-        account += gradient.double() / 2.0
-        if step < 3:
-            account -= means[1].double() / 2.0
-        else:  # not applied
+        else:
+            assert torch.equal(*means)
+        if not spoilt and step != 3:  # that one is not applied
+            account += (gradient.double() - means[1].double()) / 2.0
             for channel in channels:
-                channel.take_back()
-        assert torch.equal(*means)
-        assert torch.equal(*residuals)
+                channel.commit()
+        assert torch.equal(*(one.kept for one in owed))
     for channel in channels:
         channel.fold()
-    assert torch.equal(*residuals)
-    # What was not applied is still owed by the ranks together, all of it.
-    owed = residuals[1].double()
-    dist.all_reduce(owed)
+    assert torch.equal(*(one.kept for one in owed))
+    # What was applied and what is still owed by the ranks together are all of it.
+    left = owed[1].kept.double()
+    dist.all_reduce(left)
     dist.all_reduce(account)
-    torch.testing.assert_close(owed, account, rtol=0, atol=1e-4)
+    torch.testing.assert_close(left, account, rtol=0, atol=1e-4)
     # A message in pieces has more headers, and ends of rows, but no more than that.
-    extra = 2 * world * (len(pieces) + 1) * (16 + 8)
+    extra = 2 * world * (pieces + 1) * (16 + 8)
     assert channels[0].sent_bytes <= channels[1].sent_bytes + 8 * world
     assert channels[1].sent_bytes <= channels[0].sent_bytes + extra + 2 * world * 4 * block
+    if pieces > 2:
+        assert channels[1].sent_bytes > channels[0].sent_bytes
 
 
 def _every_size() -> None:
-    dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=dist_world())
+    _meet()
     with ThreadPoolExecutor(1) as worker:
         for bits in (8, 4):
             for numel in (0, 1, 33, 34, 35, 3 * 34, 3 * 34 + 1, 500, 34 * 12, 34 * 12 + 5, 2000):
@@ -151,7 +158,7 @@ def _small_pieces() -> Iterator[None]:
 
 
 def _train_in_pieces() -> None:
-    strategy = KeptResiduals(Quantize(4, block=34), warmup_steps=3, fallback="never")
+    strategy = KeptResiduals(Quantize(4, block=34), warmup_steps=3)
     model = Ledger()
     with _small_pieces():
         fit(model, strategy, range(20))
@@ -177,14 +184,12 @@ def _lose_a_rank_between_pieces() -> None:
     with _small_pieces(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(transport, "all_gather", all_gather)
         patch.setattr(two_stage, "all_gather", all_gather)
-        strategy = KeptResiduals(Quantize(8, block=34), warmup_steps=3, fallback="never")
+        strategy = KeptResiduals(Quantize(8, block=34), warmup_steps=3)
         fit(Ledger(), strategy, range(1000))
 
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [2, 3])
 def test_a_rank_lost_between_pieces_ends_the_others(processes):
-    start = time.monotonic()
     with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
         launch(_lose_a_rank_between_pieces, timeout=60, processes=processes)
-    assert time.monotonic() - start < 55  # a hang would have used up the time

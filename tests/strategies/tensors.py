@@ -1,22 +1,8 @@
-"""The two ways to compress on a CPU, and tensors that try them."""
+"""Tensors that try compressors."""
 
-import shutil
-
-import pytest
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
-
-from lightning_opt.strategies.compression.codecs import native
-
-COMPILER = shutil.which("cc")
-
-
-def use(path: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let codecs made from now on run in ``"torch"`` operations, or in ``"native"`` code."""
-    if path == "native" and COMPILER is None:
-        pytest.skip("no C compiler")
-    monkeypatch.setenv(native.SWITCH, "1" if path == "native" else "0")
 
 
 @st.composite

@@ -1,0 +1,39 @@
+"""Clipping what enters the residual, so that an outlier does not drip out of it for steps to come.
+
+References:
+    Lin, Han, Mao, Wang and Dally (2018), *Deep Gradient Compression: Reducing the Communication
+    Bandwidth for Distributed Training* (local gradient clipping).
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from lightning_opt.strategies.compression.codecs.chunks import is_finite
+
+
+def clip_locally(gradient: Tensor, bound: float, algorithm: str, world: int) -> None:
+    """Clip one rank's gradient before compression, in place; one that is not finite stays so.
+
+    The mean over ``world`` ranks of independent gradients of norm ``bound / sqrt(world)`` each has
+    a norm of at most that, and would of aligned ones be no longer than ``bound``.
+
+    Args:
+        gradient: A bucket, flat.
+        bound: ``gradient_clip_val``, in the gradient's unit.
+        algorithm: ``"norm"`` or ``"value"``.
+        world: Number of ranks.
+    """
+    if algorithm == "value":
+        if is_finite(gradient):
+            gradient.clamp_(-bound, bound)
+        return
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    # Waits for the device, which must be waited for to compress as well.
+    norm = torch.linalg.vector_norm(gradient, dtype=wide).item()
+    allowed = bound / math.sqrt(world)
+    if norm > allowed:
+        gradient.mul_(allowed / norm)

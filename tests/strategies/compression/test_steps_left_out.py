@@ -1,0 +1,296 @@
+"""Steps that are skipped, clipped or rolled back leave nothing behind in what is owed."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Trainer
+from lightning.pytorch.callbacks import Callback, LearningRateFinder
+from torch import Tensor
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_opt as lo
+from lightning_opt.strategies.compression.codecs.compressors import Quantize, Threshold, TopK
+from tests.helpers.processes import launch
+from tests.strategies.runs import (
+    SMALL_BUCKETS,
+    KeptResiduals,
+    Ledger,
+    SaveAtEnd,
+    assert_nothing_is_lost,
+    dist_world,
+    expected,
+    fit,
+    state_of,
+)
+
+pytestmark = pytest.mark.distributed
+
+SKIPPED = (9, 15, 16)
+
+
+def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
+    settings = {"warmup_steps": 3, "ramp_steps": 0, "bucket_cap_mb": SMALL_BUCKETS, **settings}
+    return KeptResiduals(compressor or TopK(0.05), **settings)
+
+
+def without(steps: range) -> list[int]:
+    return [step for step in steps if step not in SKIPPED]
+
+
+# --- skipped ------------------------------------------------------------------------------------
+
+
+class DropGradients(Callback):
+    """A guard of the user's: some steps find no gradients."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.global_step in SKIPPED:
+            for parameter in pl_module.parameters():
+                parameter.grad = None
+
+
+class FlagOverflow(Callback):
+    """What a loss scaler does with a fused optimizer, which then does nothing."""
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        optimizer.found_inf = torch.tensor(float(trainer.global_step in SKIPPED))
+
+    def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
+        for optimizer in trainer.optimizers:
+            del optimizer.found_inf
+
+
+class Fused(Ledger):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=1.0, fused=True)
+
+
+def _skip() -> None:
+    runs = [
+        (compressor, Ledger(), DropGradients())
+        for compressor in (TopK(0.05), Threshold(3.0), Quantize(8), Quantize(4))
+    ]
+    runs += [(TopK(0.05), Fused(), FlagOverflow()), (Quantize(4), Fused(), FlagOverflow())]
+    for compressor, model, callback in runs:
+        strategy = compressed(compressor)
+        fit(model, strategy, range(30), callbacks=[callback])
+        accounts = expected(without(range(30)), dist_world(), model)
+        assert_nothing_is_lost(model, strategy, accounts)
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_a_step_that_was_left_out_takes_back_what_it_brought(processes):
+    launch(_skip, processes=processes)
+
+
+class TwoByTurns(Ledger):
+    """Two optimizers over one backward pass; one of them leaves out some steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> None:  # type: ignore[override]
+        optimizers = self.optimizers()
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        if int(batch) in SKIPPED:
+            for weight in list(self.weights)[1::2]:
+                weight.grad = None
+        for optimizer in optimizers:
+            optimizer.step()
+
+    def configure_optimizers(self) -> Any:
+        weights = list(self.weights)
+        return [torch.optim.SGD(weights[number::2], lr=1.0) for number in (0, 1)]
+
+
+def _by_turns() -> None:
+    model, strategy = TwoByTurns(), compressed(bucket_cap_mb=25)
+    fit(model, strategy, range(30))
+    whole, left_out = (
+        expected(steps, dist_world(), model) for steps in (range(30), without(range(30)))
+    )
+    accounts = [(left_out if index % 2 else whole)[index] for index in range(len(whole))]
+    assert_nothing_is_lost(model, strategy, accounts)
+
+
+def test_what_one_optimizer_leaves_out_the_other_may_apply():
+    launch(_by_turns)
+
+
+# --- an outlier ---------------------------------------------------------------------------------
+
+
+class Regression(Ledger):
+    """A linear model; at ``spike`` one rank's loss is 300 times as large.
+
+    Args:
+        optimizer: ``"SGD"`` or ``"AdamW"``.
+        spike: Step with the outlier.
+    """
+
+    def __init__(self, optimizer: str = "SGD", spike: int | None = None) -> None:
+        super().__init__()
+        del self.weights
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(64, 32)
+        self.optimizer, self.spike = optimizer, spike
+        self.inputs = torch.randn(640, 64)
+        self.targets = torch.nn.Linear(64, 32)(self.inputs).detach()
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        inputs, targets = batch
+        loss = (self.layer(inputs) - targets).square().mean()
+        bad = self.trainer.global_step == self.spike and self.global_rank == 1
+        return 300.0 * loss if bad else loss
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        if self.optimizer == "SGD":
+            return torch.optim.SGD(self.parameters(), lr=0.2, momentum=0.9)
+        return torch.optim.AdamW(self.parameters(), lr=3e-3)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(TensorDataset(self.inputs, self.targets), batch_size=16)
+
+    def final_loss(self) -> float:
+        return (self.layer(self.inputs) - self.targets).square().mean().item()
+
+
+def _outlier(kind: str) -> None:
+    for optimizer in ("SGD", "AdamW"):
+        norms, losses = [], []
+        for spike in (None, 60):
+            settings: dict[str, Any] = {"max_epochs": -1, "max_steps": 160}
+            if kind == "guard":
+                settings["callbacks"] = [lo.NonFiniteGuard(spike=8.0)]
+            else:
+                settings["gradient_clip_val"] = 0.3
+            strategy = KeptResiduals(TopK(0.05), ramp_steps=0)
+            model = Regression(optimizer, spike)
+            fit(model, strategy, **settings)
+            norms.append(torch.cat([rest.flatten() for rest in strategy.kept.values()]).norm())
+            losses.append(model.final_loss())
+        assert losses[1] < 1.5 * losses[0], (optimizer, losses)
+        assert norms[1] < 2.0 * norms[0], (optimizer, norms)
+
+
+@pytest.mark.parametrize("kind", ["guard", "clipping"])
+def test_an_outlier_does_not_drip_out_past_the_guard_or_the_clipping(kind):
+    launch(_outlier, kind)
+
+
+def _clippers() -> None:
+    for compressor in (TopK(0.05), Threshold()):
+        with pytest.raises(ValueError, match=r"AdaptiveClipping clips what .*gradient_clip_val"):
+            fit(Ledger(), compressed(compressor), range(3), callbacks=[lo.AdaptiveClipping()])
+    fit(Ledger(), compressed(Quantize(8)), range(12), callbacks=[lo.AdaptiveClipping()])
+    model, strategy = Ledger(), compressed()
+    fit(model, strategy, range(12), gradient_clip_val=0.01, gradient_clip_algorithm="value")
+    assert all(rest.abs().max() <= 0.09 + 1e-6 for rest in strategy.kept.values())
+
+
+def test_clipping_by_callbacks_is_refused_where_it_cannot_be_right():
+    launch(_clippers)
+
+
+# --- restored within a run ----------------------------------------------------------------------
+
+
+class StateAtStart(Callback):
+    def on_train_start(self, trainer: Trainer, pl_module: Any) -> None:
+        self.state = state_of(trainer)
+
+
+def _owed(state: dict[str, Any]) -> float:
+    return sum(rest.abs().sum().item() for rest in state["residuals"].values())
+
+
+class Searched(Ledger):
+    lr = 1.0
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=self.lr)
+
+
+def _finder() -> None:
+    finder = LearningRateFinder(num_training_steps=20, update_attr=False)
+    start = StateAtStart()
+    fit(Searched(), compressed(), range(30), callbacks=[finder, start])
+    assert start.state["step"] == -1
+    assert _owed(start.state) == 0
+
+
+class StateAfter(Callback):
+    """What is owed after one batch, when the callbacks before have seen it."""
+
+    def __init__(self, batch: int) -> None:
+        self.batch = batch
+
+    def on_train_batch_end(self, trainer: Any, *arguments: Any) -> None:
+        if arguments[-1] == self.batch:
+            self.state = state_of(trainer)
+
+
+def _rollback() -> None:
+    guard = lo.NonFiniteGuard(policy="rollback", rollback_after=1, snapshot_every_n_steps=5)
+    after = StateAfter(12)
+    fit(Ledger(bad=(12, 1, 3)), compressed(), range(14), callbacks=[guard, after])
+    assert guard.report() is None or after.state["step"] == 12
+    assert _owed(after.state) == 0
+
+
+def _again(path: str) -> None:
+    trainer = fit(Ledger(), compressed(), range(20), callbacks=[SaveAtEnd(path)])
+    strategy = trainer.strategy
+    assert _owed(strategy.state) > 0
+    loader = DataLoader([0, 1], batch_size=None)
+    model = Ledger()
+    model.validation_step = lambda *args: None  # type: ignore[method-assign, assignment]
+    trainer.validate(model, loader, ckpt_path=path, verbose=False)
+    trainer.fit_loop.epoch_progress.reset()
+    second = Ledger()
+    start = StateAtStart()
+    fit(second, compressed(), range(20), callbacks=[start])
+    assert _owed(start.state) == 0
+    trainer.fit_loop.max_epochs = 2
+    start = StateAtStart()
+    trainer.callbacks.append(start)  # type: ignore[attr-defined]
+    trainer.fit(second, DataLoader(range(20), batch_size=None))
+    assert _owed(start.state) == 0
+    assert start.state["step"] == -1
+
+
+def test_a_learning_rate_finder_leaves_nothing_behind():
+    launch(_finder)
+
+
+def test_a_rollback_leaves_nothing_behind():
+    launch(_rollback)
+
+
+def test_a_second_fit_and_a_validation_before_it_leave_nothing_behind(tmp_path):
+    launch(_again, str(tmp_path / "first.ckpt"))
+
+
+def _learn_bound(path: str) -> None:
+    strategy = compressed(Threshold("auto"), bucket_cap_mb=25)
+    fit(Ledger(), strategy, range(20), callbacks=[SaveAtEnd(path)])
+
+
+def _know_bound(path: str) -> dict[str, float]:
+    strategy = compressed(Threshold("auto"), bucket_cap_mb=25)
+    fit(Ledger(), strategy, range(20, 40), ckpt_path=path, max_epochs=2)
+    bounds: dict[str, float] = strategy.state["bounds"]
+    return bounds
+
+
+def test_a_learnt_bound_is_known_after_a_resume(tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    launch(_learn_bound, path)
+    bounds = torch.load(path, weights_only=True)["lightning_opt.compressed_ddp"]["bounds"]
+    assert len(bounds) == 1
+    for known in launch(_know_bound, path, processes=3):
+        assert known == bounds
