@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_flatten
 
 from lightning_opt.core.preserve import isolated_random
 from lightning_opt.data.encoding import encode, raw
@@ -51,22 +52,17 @@ def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
 
 def same(a: Any, b: Any) -> bool:
     """Return whether two items are equal in types and values, where NaN equals NaN."""
+    (ours, shape), (theirs, other) = tree_flatten(a), tree_flatten(b)
+    return shape == other and all(map(_same_leaf, ours, theirs))
+
+
+def _same_leaf(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
         return (
             a.shape == b.shape and a.dtype == b.dtype and bytes(raw(a.cpu())) == bytes(raw(b.cpu()))
         )
-    if type(a).__module__ == "numpy" and hasattr(a, "tobytes"):
-        if a.dtype.hasobject:
-            return a.shape == b.shape and same(a.tolist(), b.tolist())
-        return bool(a.shape == b.shape and a.dtype == b.dtype and a.tobytes() == b.tobytes())
-    if isinstance(a, Mapping):
-        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
-    if isinstance(a, (list, tuple)):
-        return len(a) == len(b) and all(map(same, a, b))
-    if isinstance(a, float):
-        return a == b or (a != a and b != b)
     if encode(a) == encode(b):
         return True
     try:

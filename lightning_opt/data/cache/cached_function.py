@@ -12,8 +12,37 @@ from lightning_opt.data.cache.store import Policy
 from lightning_opt.data.encoding import decode, digest, encode
 
 
-class CachedFunction(Caching):
-    """A function whose results are kept; :func:`cached` makes it."""
+class cached(Caching):  # noqa: N801 - called as a function is
+    """A function with a bounded cache of its results: distances of pairs, tokens of a text.
+
+    Arguments are compared by value, of tensors and arrays too, and by type: ``f(1)`` and ``f(1.0)``
+    are two results. Results are new objects at each call. An error is not cached.
+
+    Args:
+        fn: A function of its arguments and of nothing else. To send it to spawned workers, give the
+            cached one another name than the function's.
+        max_bytes: The bound on the results that are cached.
+        symmetric: ``fn(a, b)`` equals ``fn(b, a)``: compute one of them.
+        policy: As of :class:`CachedDataset`.
+        storage: As of :class:`CachedDataset`.
+        key: As of :class:`CachedDataset`; the fingerprint is that of the function's code.
+        folder: As of :class:`CachedDataset`.
+
+    Raises:
+        TypeError: For what is not callable; in a call, for arguments or results that cannot be
+            pickled, and for a symmetric function without exactly two positional arguments.
+        ValueError: For arguments out of range.
+
+    Example:
+        >>> import lightning_opt as lo
+        >>> def slow_distance(a, b):
+        ...     return abs(a - b)
+        >>> distance = lo.cached(slow_distance, max_bytes=2**20, symmetric=True)
+        >>> distance(2, 5), distance(5, 2)
+        (3, 3)
+        >>> distance.statistics()["hits"]
+        1
+    """
 
     def __init__(
         self,
@@ -51,45 +80,3 @@ class CachedFunction(Caching):
 
     def __repr__(self) -> str:
         return f"cached({getattr(self._fn, '__qualname__', self._fn)})"
-
-
-def cached(
-    fn: Callable[..., Any],
-    max_bytes: int,
-    symmetric: bool = False,
-    policy: Policy = "lru",
-    storage: Storage = "memory",
-    key: str | None = None,
-    folder: str | None = None,
-) -> CachedFunction:
-    """Return ``fn`` with a bounded cache of its results: distances of pairs, tokens of a text.
-
-    Arguments are compared by value, of tensors and arrays too, and by type: ``f(1)`` and ``f(1.0)``
-    are two results. Results are new objects at each call. An error is not cached.
-
-    Args:
-        fn: A function of its arguments and of nothing else. To send it to spawned workers, give the
-            cached one another name than the function's.
-        max_bytes: The bound on the results that are cached.
-        symmetric: ``fn(a, b)`` equals ``fn(b, a)``: compute one of them.
-        policy: As of :class:`CachedDataset`.
-        storage: As of :class:`CachedDataset`.
-        key: As of :class:`CachedDataset`; the fingerprint is that of the function's code.
-        folder: As of :class:`CachedDataset`.
-
-    Raises:
-        TypeError: For what is not callable; in a call, for arguments or results that cannot be
-            pickled, and for a symmetric function without exactly two positional arguments.
-        ValueError: For arguments out of range.
-
-    Example:
-        >>> import lightning_opt as lo
-        >>> def slow_distance(a, b):
-        ...     return abs(a - b)
-        >>> distance = lo.cached(slow_distance, max_bytes=2**20, symmetric=True)
-        >>> distance(2, 5), distance(5, 2)
-        (3, 3)
-        >>> distance.statistics()["hits"]
-        1
-    """
-    return CachedFunction(fn, max_bytes, symmetric, policy, storage, key, folder)

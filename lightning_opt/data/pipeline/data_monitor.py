@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
-from lightning.fabric.utilities.exceptions import MisconfigurationException
-from lightning.pytorch import Callback
-from lightning.pytorch.utilities.data import extract_batch_size
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.counting import samples_in
 from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -26,7 +25,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class DataMonitor(Callback):
+class DataMonitor(RunCallback):
     """Logs the share of the time that training waits for data, and advises where it is large.
 
     What is measured is the host's time from asking the loader for a batch to having it, over the
@@ -60,7 +59,10 @@ class DataMonitor(Callback):
         self._schedule = Schedule(every_n_steps)
         self.threshold = fraction("threshold", threshold)
         self.patience = at_least("patience", patience, 1)
+        self._undo: ExitStack | None = None
         self._clear()
+
+    process_only = ("_undo",)
 
     def _clear(self) -> None:
         self._batches = self._samples = self._reports = self._high = 0
@@ -69,7 +71,6 @@ class DataMonitor(Callback):
         self._wait = self._apart = 0.0
         self._begin: float | None = None
         self._asked = self._validation = 0.0
-        self._undo: Callable[[], None] | None = None
 
     @property
     def wait_fraction(self) -> float | None:
@@ -78,7 +79,7 @@ class DataMonitor(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to look at the clock before and after each batch is fetched."""
-        self._release()
+        self.release(trainer)
         self._clear()
         loop = trainer.fit_loop.epoch_loop
         before, after = loop._on_before_fetch, loop._on_after_fetch
@@ -94,14 +95,10 @@ class DataMonitor(Callback):
             self._wait += time.perf_counter() - self._asked
             after()
 
-        attributes: dict[str, Any] = loop.__dict__
-        attributes.update(_on_before_fetch=on_before_fetch, _on_after_fetch=on_after_fetch)
-
-        def undo() -> None:
-            for name in ("_on_before_fetch", "_on_after_fetch"):
-                attributes.pop(name, None)
-
-        self._undo = undo
+        self._undo = ExitStack()
+        self._undo.enter_context(
+            replaced(loop, _on_before_fetch=on_before_fetch, _on_after_fetch=on_after_fetch)
+        )
 
     def on_train_batch_end(
         self,
@@ -113,7 +110,7 @@ class DataMonitor(Callback):
     ) -> None:
         """Count, and report if it is time."""
         self._batches += 1
-        self._samples += _size(batch)
+        self._samples += samples_in(batch)
         if self._schedule.is_due(self._batches):
             self._report(trainer)
 
@@ -167,23 +164,14 @@ class DataMonitor(Callback):
         ]
         return Report(f"DataMonitor: {self._total_time:.1f} s of training", rows)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put everything back; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put everything back."""
-        self._release()
+        """Look no more: what is fetched from here on is not for training."""
+        self.release(trainer)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put everything back."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
+        """Give the loop back what it called."""
         if self._undo is not None:
-            self._undo()
+            self._undo.close()
             self._undo = None
 
 
@@ -192,11 +180,6 @@ def advice(loader: Any, trainer: pl.Trainer) -> str:
     if not isinstance(loader, DataLoader):
         return "Look at what makes the batches."
     workers, most = loader.num_workers, max(1, available_cpus() // max(1, trainer.num_devices))
-    if workers == 0:
-        return (
-            f"It has num_workers=0: up to {most} fit this process's share of the CPUs. "
-            "DataPipelineTuner measures which number is best."
-        )
     if workers < most:
         return (
             f"It has num_workers={workers} where {most} fit this process's share of the CPUs. "
@@ -206,16 +189,3 @@ def advice(loader: Any, trainer: pl.Trainer) -> str:
         f"Its {workers} workers already use the CPUs there are. CachedDataset keeps what is "
         "expensive to make; more workers help only if they wait for a disk or a network."
     )
-
-
-def _size(batch: Any) -> int:
-    # The common batches at once; Lightning looks into all others.
-    first = batch
-    while isinstance(first, (tuple, list)) and first:
-        first = first[0]
-    if isinstance(first, torch.Tensor):
-        return int(first.shape[0]) if first.ndim else 1
-    try:
-        return extract_batch_size(batch)
-    except (MisconfigurationException, RecursionError):
-        return 1

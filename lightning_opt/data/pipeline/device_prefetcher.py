@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from lightning.pytorch import Callback
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from lightning_opt.core.preserve import replaced
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -17,7 +21,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class DevicePrefetcher(Callback):
+class DevicePrefetcher(RunCallback):
     """On CUDA, copies each batch on a stream of its own, beside the computation.
 
     Lightning queues the copy of a batch behind the step before it. Here it is queued on a side
@@ -38,7 +42,7 @@ class DevicePrefetcher(Callback):
         ValueError: In ``setup`` if there are two.
 
     Args:
-        validation: Do so for batches of validation, test and prediction too.
+        None.
 
     Example:
         >>> import lightning as L
@@ -46,87 +50,68 @@ class DevicePrefetcher(Callback):
         >>> trainer = L.Trainer(callbacks=[lo.DevicePrefetcher()], logger=False)
     """
 
-    def __init__(self, validation: bool = True) -> None:
-        self.validation = validation
-        self._undo: Callable[[], None] | None = None
-        self._copies = self._plain = 0
-        self._pageable = False
+    only_one = True
+    process_only = ("_undo",)
+
+    def __init__(self) -> None:
+        self._undo: ExitStack | None = None
+        self._copies = 0
 
     @property
     def copies(self) -> int:
         """Batches of the last run that were copied on the side stream."""
         return self._copies
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a second one."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, DevicePrefetcher) for callback in callbacks) > 1:
-            raise ValueError("Two DevicePrefetcher callbacks do no more than one; keep one.")
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take over the copy, if there is one to take over."""
-        self._release()
-        self._copies = self._plain = 0
-        self._pageable = False
+        self.release(trainer)
+        self._copies = 0
         device = trainer.strategy.root_device
         if device.type != "cuda":
             log.info("DevicePrefetcher does nothing on %s: there is no copy to overlap.", device)
             return
-        selector = trainer._data_connector._datahook_selector
-        owner = selector.get_instance("transfer_batch_to_device") if selector else pl_module
-        if _overrides(owner):
-            log.warning(
-                "DevicePrefetcher does nothing: %s has a transfer_batch_to_device of its own.",
-                type(owner).__name__,
-            )
-            return
-        self._install(trainer, owner, torch.cuda.Stream(device))
-
-    def _install(self, trainer: pl.Trainer, owner: Any, side: Any) -> None:
-        plain = owner.transfer_batch_to_device
-        cuda: Any = torch.cuda
+        for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
+            if owner is not None and is_overridden("transfer_batch_to_device", owner):
+                log.warning(
+                    "DevicePrefetcher does nothing: %s has a transfer_batch_to_device of its own.",
+                    type(owner).__name__,
+                )
+                return
+        side: Any = torch.cuda.Stream(device)
+        plain = pl_module.transfer_batch_to_device
 
         def transfer_batch_to_device(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
-            if not (self.validation or trainer.training) or not is_transparent(batch):
-                self._plain += 1
+            if not is_transparent(batch):
                 return plain(batch, device, dataloader_idx)
             self._copies += 1
             self._look_at(batch)
             return copy_beside(
                 lambda: plain(batch, device, dataloader_idx),
                 side,
-                cuda.current_stream(device),
-                cuda.stream,
+                torch.cuda.current_stream(device),
+                torch.cuda.stream,
             )
 
-        vars(owner)["transfer_batch_to_device"] = transfer_batch_to_device
-        self._undo = lambda: vars(owner).pop("transfer_batch_to_device", None) and None
+        self._undo = ExitStack()
+        self._undo.enter_context(
+            replaced(pl_module, transfer_batch_to_device=transfer_batch_to_device)
+        )
 
     def _look_at(self, batch: Any) -> None:
         """Say once that memory is not pinned, and the host therefore waits for each copy."""
-        if self._copies > 1 or self._pageable:
+        if self._copies > 1:
             return
         tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
         if any(tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in tensors):
-            self._pageable = True
             log.warning(
                 "DevicePrefetcher: batches are not in pinned memory, so copies overlap with "
                 "nothing. Use DataLoader(pin_memory=True)."
             )
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put everything back; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put everything back."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
+        """Give the model its own transfer back."""
         if self._undo is not None:
-            self._undo()
+            self._undo.close()
             self._undo = None
 
 
@@ -159,10 +144,3 @@ def is_transparent(batch: Any) -> bool:
     """Return whether every tensor of ``batch`` can be found in it."""
     plain = (Tensor, str, bytes, bool, int, float, complex, type(None))
     return all(isinstance(leaf, plain) for leaf in tree_leaves(batch))
-
-
-def _overrides(owner: Any) -> bool:
-    from lightning.pytorch.core.hooks import DataHooks
-
-    own = getattr(owner.transfer_batch_to_device, "__func__", None)
-    return own is not DataHooks.transfer_batch_to_device

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
@@ -10,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
@@ -30,11 +30,11 @@ from lightning_opt.data.pipeline.loaders import (
 from lightning_opt.data.pipeline.probing import (
     Probe,
     ProbeError,
-    batches_to_time,
     signals_put_back,
     time_loader,
 )
 from lightning_opt.data.pipeline.search import Measured, Search
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -42,10 +42,10 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 MEASURE = 0.4
-"""Seconds of one measurement, if workers do what they promise."""
+"""Seconds of one measurement."""
 
 
-class DataPipelineTuner(Callback):
+class DataPipelineTuner(RunCallback):
     """Measures the training loader before the first step, and sets what is fastest.
 
     It tries a few numbers of workers, values of ``prefetch_factor`` and, on CUDA, pinned memory,
@@ -109,6 +109,9 @@ class DataPipelineTuner(Callback):
         self.random_items, self.verbose = random_items, verbose
         self._reset()
 
+    only_one = True
+    process_only = ("_changed",)
+
     def _reset(self) -> None:
         self._chosen: LoaderSettings | None = None
         self._tried: list[Measured] = []
@@ -123,14 +126,10 @@ class DataPipelineTuner(Callback):
         return self._chosen
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse a second one."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, DataPipelineTuner) for callback in callbacks) > 1:
-            raise ValueError(
-                "Two DataPipelineTuner callbacks would undo each other's settings; keep one."
-            )
+        """Begin anew with each fit."""
+        super().setup(trainer, pl_module, stage)
         if stage == "fit":
-            self._release()
+            self.release(trainer)
             self._reset()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -208,7 +207,7 @@ class DataPipelineTuner(Callback):
         step, takes = self._step(trainer, pl_module, probe.batch)
         persistent = present.persistent or self._may_persist(trainer, loader)
         search = Search(
-            self._measurement(trainer, loader, indices, step, (fetch, takes), start),
+            self._measurement(trainer, loader, indices, step, start),
             max_workers=self._most_workers(trainer),
             # Kept workers draw a seed less in each epoch, and any run a sampler to its end.
             min_workers=int(present.persistent or present.workers > 0),
@@ -240,36 +239,18 @@ class DataPipelineTuner(Callback):
         loader: DataLoader[Any],
         indices: Iterator[Any],
         step: Callable[[Any], object],
-        known: tuple[float, float],
         start: float,
     ) -> Callable[[LoaderSettings], Measured | None]:
-        fetch, takes = known
-
-        # The same number of batches on every rank, since a step may talk to the others.
-        def go_on(seconds: float) -> bool:
-            # Of the same form as the message at the end, which a rank that fails sends instead.
-            failure, late, _ = _agree(trainer, [0.0, float(seconds > 2 * MEASURE), 0.0])
-            if failure:
-                raise _OtherRankError
-            return not late
-
         def measure(settings: LoaderSettings) -> Measured | None:
             late = time.perf_counter() - start > self.budget_seconds
             if _agree(trainer, [float(late)])[0]:
                 return None
-            expected = max(takes, fetch / settings.workers) if settings.workers else fetch + takes
-            batches = batches_to_time(expected, settings.workers, MEASURE)
             try:
-                seconds, wait = time_loader(loader, indices, settings, step, batches, go_on)
-                failure = 0.0
-            except _OtherRankError:
-                return Measured(settings, float("inf"), 1.0)
+                measured = time_loader(loader, indices, settings, step, MEASURE)
             except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
                 log.warning("DataPipelineTuner could not measure %s: %s", settings, error)
-                seconds, wait, failure = 0.0, 0.0, 1.0
-            failure, seconds, wait = _agree(trainer, [failure, seconds, wait])
-            if failure:
-                seconds, wait = float("inf"), 1.0
+                measured = float("inf"), 1.0
+            seconds, wait = _agree(trainer, [*measured])
             return Measured(settings, seconds, wait)
 
         return measure
@@ -292,19 +273,26 @@ class DataPipelineTuner(Callback):
             wait_for(pl_module.device)
 
         model = trainer.strategy.model
-        failed, times = 0.0, [0.0]
+        failed, times = 0.0, list[float]()
         if model is pl_module or isinstance(model, DistributedDataParallel):
             try:
                 with without_a_trace(trainer, pl_module):
                     step(batch)
-                    times = [_seconds(step, batch) for _ in range(3)]
+                    for _ in range(3):
+                        start = time.perf_counter()
+                        step(batch)
+                        times.append(time.perf_counter() - start)
             except Exception as error:  # noqa: BLE001 - the user's step, tried where it is not expected
                 failed = 1.0
                 log.info("DataPipelineTuner could not try a training step: %s", error)
         else:
             failed = 1.0  # sharded parameters
-        failed, takes = _agree(trainer, [failed, sorted(times)[len(times) // 2]])
-        return (_no_step, 0.0) if failed else (step, takes)
+        failed, takes = _agree(trainer, [failed, statistics.median(times or [0.0])])
+        if failed:
+            return lambda batch: None, 0.0
+        if trainer.world_size > 1:  # ranks measure apart, and a step may talk to the others
+            return lambda batch: time.sleep(takes), takes
+        return step, takes
 
     def _most_workers(self, trainer: pl.Trainer) -> int:
         if self.max_workers is not None:
@@ -369,25 +357,12 @@ class DataPipelineTuner(Callback):
         """Take the settings of a checkpoint."""
         self._chosen = LoaderSettings(**state_dict["settings"])
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put everything back; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put everything back."""
-        self._release()
-
-    def _release(self) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
+        """Give loader, Trainer and strategy back as they were."""
         self._undo.close()
         if self._changed is not None:
             put_back(*self._changed)
             self._changed = None
-
-
-class _OtherRankError(Exception):
-    """Another rank could not measure what this one is measuring."""
 
 
 def _agree(trainer: pl.Trainer, values: list[float]) -> list[float]:
@@ -398,13 +373,3 @@ def _agree(trainer: pl.Trainer, values: list[float]) -> list[float]:
     dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
     agreed: list[float] = tensor.tolist()
     return agreed
-
-
-def _seconds(step: Callable[[Any], object], batch: Any) -> float:
-    start = time.perf_counter()
-    step(batch)
-    return time.perf_counter() - start
-
-
-def _no_step(batch: Any) -> None:
-    """Stand in for a training step that cannot be tried."""

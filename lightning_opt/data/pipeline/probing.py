@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import multiprocessing
 import signal
 import statistics
@@ -120,8 +119,7 @@ def time_loader(
     indices: Iterator[Any],
     settings: LoaderSettings,
     step: Callable[[Any], object],
-    batches: int,
-    go_on: Callable[[float], bool],
+    seconds: float,
 ) -> tuple[float, float]:
     """Return seconds a batch with its step, and the share of them that is spent waiting.
 
@@ -130,12 +128,11 @@ def time_loader(
         indices: What its sampler would yield.
         settings: With workers.
         step: Called with each batch.
-        batches: How many are timed.
-        go_on: Called now and then with the seconds so far; says whether to time more.
+        seconds: How long to measure, about.
     """
     twin = measuring_copy(loader, indices)
     apply(twin, LoaderSettings(settings.workers, settings.prefetch, settings.pin))
-    waited = 0.0
+    waited, batches, fewest = 0.0, 0, max(FEW, 2 * settings.workers)
     with warnings.catch_warnings():
         # More workers than CPUs are tried only where the user has said so.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
@@ -144,28 +141,16 @@ def time_loader(
             for _ in range(settings.workers):  # the first batch of each comes with its start
                 step(next(iterator))
             begin = end = time.perf_counter()
-            stretch = max(FEW, batches // 10)
-            for done in range(batches):
-                start = time.perf_counter()
-                if done and done % stretch == 0:
-                    if not go_on(start - begin):
-                        batches = done
-                        break
-                    now = time.perf_counter()
-                    begin, start = begin + now - start, now
+            while batches < fewest or (end - begin < seconds and batches < MOST):
+                start = end
                 batch = next(iterator)
                 waited += time.perf_counter() - start
                 step(batch)
                 end = time.perf_counter()
-            total = end - begin
+                batches += 1
         finally:
             del iterator  # ends its workers
-    return total / batches, waited / total
-
-
-def batches_to_time(expected: float, workers: int, seconds: float) -> int:
-    """Return how many batches make a measurement of about ``seconds``."""
-    return min(MOST, max(FEW, 2 * workers, math.ceil(seconds / max(expected, 1e-5))))
+    return (end - begin) / batches, waited / (end - begin)
 
 
 @contextmanager

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning.pytorch import Callback
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_opt.core.arguments import at_least
@@ -19,12 +18,13 @@ from lightning_opt.kernels.attention.sdpa import (
     Signature,
     Watch,
 )
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class AttentionBackend(Callback):
+class AttentionBackend(RunCallback):
     """Sets the order in which torch tries its attention backends, and tells which one serves.
 
     ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, takes the
@@ -64,6 +64,9 @@ class AttentionBackend(Callback):
         []
     """
 
+    only_one = True
+    process_only = ("_preference", "_watch")
+
     def __init__(
         self,
         order: Sequence[str] = ("flash", "cudnn", "efficient", "math"),
@@ -89,10 +92,8 @@ class AttentionBackend(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set the order."""
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        if sum(isinstance(callback, AttentionBackend) for callback in callbacks) > 1:
-            raise ValueError("Trainer(callbacks=[...]) can have one AttentionBackend only.")
-        self._undo()
+        super().setup(trainer, pl_module, stage)
+        self.release(trainer)
         self._preference = Preference(self.order)
         self._calls, self._left, self._compiled = {}, self.watch_batches, False
 
@@ -141,16 +142,6 @@ class AttentionBackend(Callback):
 
     on_test_batch_end = on_predict_batch_end = on_validation_batch_end
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Put everything back; Lightning calls no ``teardown`` after an exception."""
-        self._undo()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Put everything back."""
-        self._undo()
-
     def report(self) -> Report:
         """Return one row for each kind of call in the batches that were looked at."""
         rows = [
@@ -181,10 +172,6 @@ class AttentionBackend(Callback):
         return Report(
             f"Attention backends, wanted in the order {', '.join(self.order)}", rows, notes
         )
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out what holds in this process only."""
-        return {**self.__dict__, "_preference": None, "_watch": None}
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._left <= 0 or self._watch is not None:
@@ -224,7 +211,8 @@ class AttentionBackend(Callback):
             f"{others} `report()` has all of it."
         )
 
-    def _undo(self) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
+        """Put torch's function and its settings back."""
         if self._watch is not None:
             self._watch.end()
             self._watch = None

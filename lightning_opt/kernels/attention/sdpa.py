@@ -200,13 +200,9 @@ def _as_autocast(tensor: Tensor | None) -> Tensor | None:
     if not torch.is_autocast_enabled(kind):
         return tensor
     dtype = torch.get_autocast_dtype(kind)
-    return tensor if tensor.dtype is dtype else _like(tensor, dtype)
-
-
-def _like(tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
-    """Return a tensor of the same shape and layout without its values."""
-    empty = torch.empty_like(tensor, dtype=dtype)
-    return empty.requires_grad_(tensor.requires_grad and empty.is_floating_point())
+    if tensor.dtype is dtype:
+        return tensor
+    return torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
 
 
 @dataclass
@@ -222,19 +218,18 @@ class Question:
     scale: float | None
     grouped: bool
 
-    def choose(self, **changes: Any) -> str:
-        """Return the backend that serves the call, or would with ``changes``."""
-        asked = Question(**{**vars(self), **changes})
+    def choose(self) -> str:
+        """Return the backend that serves the call."""
         try:
             choice = torch._fused_sdp_choice(
-                asked.query,
-                asked.key,
-                asked.value,
-                asked.mask,
-                asked.dropout,
-                asked.causal,
-                scale=asked.scale,
-                enable_gqa=asked.grouped,
+                self.query,
+                self.key,
+                self.value,
+                self.mask,
+                self.dropout,
+                self.causal,
+                scale=self.scale,
+                enable_gqa=self.grouped,
             )
         except (RuntimeError, NotImplementedError, TypeError):  # a tensor of another kind
             return "unknown"
@@ -245,11 +240,9 @@ class Question:
         kind = self.query.device.type
         if kind == "cuda":
             return self._ask_torch(name)
-        if kind == "cpu" and name != "flash":
-            return "not for CPUs"
-        if kind != "cpu":
-            return f"torch does not say why on {kind}"
-        return self._try_changes(name)
+        if kind == "cpu":
+            return "it takes neither dropout nor every mask" if name == "flash" else "not for CPUs"
+        return f"torch does not say why on {kind}"
 
     def _ask_torch(self, name: str) -> str:
         """Return what torch says on CUDA, which it does as warnings."""
@@ -266,33 +259,3 @@ class Question:
         texts = [str(warning.message).partition(" (Triggered")[0].strip() for warning in said]
         # The last words of each are the place in torch's source.
         return " ".join(dict.fromkeys(text for text in texts if text)) or "torch does not say why"
-
-    def _try_changes(self, name: str) -> str:
-        """Return the changes to the call each of which alone would have ``name`` serve it."""
-        tensors = {"query": self.query, "key": self.key, "value": self.value}
-        changes: dict[str, dict[str, Any]] = {}
-        if self.mask is not None:
-            changes["the mask"] = {"mask": None}
-            if self.mask.requires_grad:
-                changes["a mask that requires a gradient"] = {"mask": self.mask.detach()}
-        if self.dropout:
-            changes["dropout in attention"] = {"dropout": 0.0}
-        if any(tensor.dim() != 4 for tensor in tensors.values()):
-            changes["tensors that are not (batch, heads, length, size)"] = {
-                key: _like(tensor.reshape(1, -1, *tensor.shape[-2:]))
-                for key, tensor in tensors.items()
-            }
-        if self.value.shape[-1] != self.query.shape[-1]:
-            wide = self.value.new_empty(*self.value.shape[:-1], self.query.shape[-1])
-            changes["values of another size than queries"] = {"value": wide}
-        if any(tensor.stride(-1) != 1 for tensor in tensors.values()):
-            changes["a memory layout whose last dimension is not contiguous"] = {
-                key: torch.empty(tensor.shape, dtype=tensor.dtype)
-                for key, tensor in tensors.items()
-            }
-        causes = [what for what, change in changes.items() if self.choose(**change) == name]
-        if causes:
-            return "because of " + " or ".join(causes)
-        if len(changes) > 1:
-            return "because of " + " and ".join(changes)
-        return "torch does not say why"

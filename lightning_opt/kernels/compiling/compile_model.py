@@ -183,7 +183,6 @@ class CompileModel(RunCallback):
         self._stack.enter_context(compile_settings(self.regions, self.scope, is_ddp))
         CLOCK.start()
         self._stack.callback(CLOCK.stop)
-        self._agreed = trainer.world_size == 1
         self._logged: dict[str, float] = {}
 
     def on_exception(
@@ -224,32 +223,12 @@ class CompileModel(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log what has changed, and after the first batch have all ranks use the same mode."""
-        if not self._agreed:
-            self._agreed = True
-            self._agree(trainer)
+        """Log what has changed."""
         scalars = self._scalars()
         if scalars != self._logged:
             self._logged = scalars
             log_scalars(trainer, scalars)
             self._warn_of_recompilations()
-
-    def on_train_epoch_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Have all ranks use the same mode."""
-        if trainer.world_size > 1:
-            self._agree(trainer)
-
-    def _agree(self, trainer: pl.Trainer) -> None:
-        """Go down to the lowest mode of any rank: a rank that failed alone would hold them up."""
-        if not (dist.is_available() and dist.is_initialized()):
-            return
-        rungs = torch.tensor([r.rung for r in self.regions], device=trainer.strategy.root_device)
-        dist.all_reduce(rungs, op=dist.ReduceOp.MAX)
-        # Waits for the device: after the first batch, and once an epoch.
-        for region, rung in zip(self.regions, rungs.tolist(), strict=True):
-            if rung > region.rung:
-                region.reason = "compilation failed on another rank"
-                region.go_to(rung)
 
     # --- what is said ---------------------------------------------------------------------------
 

@@ -207,39 +207,31 @@ def _for_all_threads(
 ) -> Outcome:
     """Set what Linux keeps for each thread, and a new thread takes over from its parent."""
     usual, before = read(0), {}
-    try:
+    for thread in _threads():
+        with suppress(ProcessLookupError):  # it has ended
+            before[thread] = read(thread)
+
+    def write_all(value_of: Callable[[int], Any]) -> None:
         for thread in _threads():
-            try:
-                before[thread] = read(thread)
-                write(thread, wanted)
-            except ProcessLookupError:
-                before.pop(thread, None)  # it has ended
+            with suppress(ProcessLookupError):
+                write(thread, value_of(thread))
+
+    undo = functools.partial(write_all, lambda thread: before.get(thread, usual))
+    try:
+        write_all(lambda thread: wanted)
         found = read(0)
     except (OSError, ValueError) as error:
-        with suppress(OSError):
-            _write_back(before, usual, write)
-        return Outcome.refused(name, wanted, _reason(error), failed=True)
-    if found != wanted:
-        with suppress(OSError):
-            _write_back(before, usual, write)
-        return Outcome.refused(name, wanted, f"the system made it {found}", failed=True)
-    undo = functools.partial(_write_back, before, usual, write)
-    return Outcome(name, wanted, usual, undo=undo)
-
-
-def _write_back(before: dict[int, Any], usual: Any, write: Callable[[int, Any], None]) -> None:
-    for thread in _threads():
-        try:
-            write(thread, before.get(thread, usual))
-        except ProcessLookupError:
-            continue
+        reason = getattr(error, "strerror", None) or str(error)
+    else:
+        if found == wanted:
+            return Outcome(name, wanted, usual, undo=undo)
+        reason = f"the system made it {found}"
+    with suppress(OSError):
+        undo()
+    return Outcome.refused(name, wanted, reason, failed=True)
 
 
 def _threads() -> list[int]:
     import psutil
 
     return [thread.id for thread in psutil.Process().threads()]
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error)
