@@ -34,7 +34,6 @@ from lightning_opt.tuner.progress import Progress
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import Search
 from lightning_opt.tuner.trial import Switches
-from lightning_opt.tuner.trials.arena import Racer
 from lightning_opt.tuner.tuning import Plan, Tuning
 
 GPU = True
@@ -131,25 +130,19 @@ class Grid(Tuning):
     def _parts(self) -> tuple[Any, ...]:
         return tuple(self._space.switches), self._space.allows, self._space.interacts
 
-    def side_by_side(self, wanted: list[Switches], rounds: int) -> dict[Switches, float]:
+    def side_by_side(self, wanted: list[Switches]) -> dict[Switches, float]:
         """Return the ratio to the baseline of configurations that are measured once more."""
         with tempfile.TemporaryDirectory() as folder:
             self._folder = type(self._folder)(folder)
-            self._baseline.ensure()
-            racers = [Racer(names, *self._start(names, False)) for names in wanted]
             try:
-                for racer in racers:
-                    racer.warm_up()
-                    racer.advance(self._baseline.block)
-                for turn in range(rounds):
-                    reference = self._baseline.take()
-                    for racer in racers[:: 1 if turn % 2 else -1]:
-                        racer.pairs.append((reference, racer.advance(self._baseline.block)))
+                trials = list(self._arena.measure([*wanted, *reversed(wanted)]))
             finally:
-                self._baseline.close()
-                for racer in racers:
-                    racer.fit.close()  # type: ignore[union-attr]
-        return {racer.switches: racer.ratio.value for racer in racers}
+                self._arena.close()
+        found = {}
+        for names in wanted:
+            first, second = (trial for trial in trials if trial.switches == names)
+            found[names] = second.pooled(first).ratio or 1.0
+        return found
 
 
 def plan_for(name: str, device: str, budget: float) -> Plan:
@@ -176,7 +169,7 @@ def empty_cache() -> Iterator[None]:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
-def measure(name: str, device: str, budget: float, rounds: int) -> dict[str, Any]:
+def measure(name: str, device: str, budget: float) -> dict[str, Any]:
     """Return the row of a model."""
     plan = plan_for(name, device, budget)
     with empty_cache():
@@ -191,7 +184,7 @@ def measure(name: str, device: str, budget: float, rounds: int) -> dict[str, Any
         answer, best = tuned.switches, every.switches
         again = {(): 1.0}
         if answer != best:
-            again |= grid.side_by_side([names for names in (answer, best) if names], rounds)
+            again |= grid.side_by_side([names for names in (answer, best) if names])
     return {
         "model": name,
         "tuner's answer": " + ".join(answer) or "leave it as it is",
@@ -231,7 +224,7 @@ def main() -> None:
     rows: list[dict[str, Any]] = []
     details: dict[str, Any] = {}
     for name in own.models:
-        rows.append(measure(name, arguments.device, own.budget, 4 if arguments.quick else 12))
+        rows.append(measure(name, arguments.device, own.budget))
         report = lo.Report("The tuner against all combinations", rows, NOTES)
         publish("tuner", report, arguments, **details)
 

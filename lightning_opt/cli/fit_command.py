@@ -2,29 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
-import yaml  # type: ignore[import-untyped]
 from lightning.pytorch import Callback, Trainer
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
     LightningCLI,
-    SaveConfigCallback,
 )
 
 from lightning_opt.cli.errors import OK, UsageError
 from lightning_opt.cli.parsing import HelpFormatter, list_of_presets, plain, preset_of
 from lightning_opt.cli.targets import Targets
-from lightning_opt.presets.parts import Chosen
-from lightning_opt.presets.preset import path_of, rank_of
-
-OWN = ("preset", "without", "precision", "deterministic")
-"""What the parser has besides LightningCLI's own."""
-
-SHORT = ("precision", "deterministic")
-"""Options that stand for arguments of the Trainer."""
+from lightning_opt.presets.preset import rank_of
 
 DESCRIPTION = """\
 Trains as LightningCLI does, with a preset of lightning_opt. All of LightningCLI is there: --config,
@@ -32,11 +23,13 @@ Trains as LightningCLI does, with a preset of lightning_opt. All of LightningCLI
 What is given by --trainer.* wins over the preset. The configuration that is saved beside the logs
 has the preset written out, and runs under any LightningCLI."""
 
+USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
+
 EXAMPLES = """\
 examples:
   lightning-opt fit my_project:Model --data my_project:Data --preset advanced --trainer.max_epochs 3
-  lightning-opt fit train.py --preset ultra --without MicroBatching --precision bf16-mixed
-  lightning-opt fit config.yaml --preset basic --deterministic --seed_everything 1
+  lightning-opt fit train.py --preset ultra --without MicroBatching --trainer.precision bf16-mixed
+  lightning-opt fit config.yaml --preset basic --trainer.deterministic true --seed_everything 1
   lightning-opt fit config.yaml --ckpt_path last.ckpt
   lightning-opt fit train.py --preset basic --trainer.strategy ddp_topk --trainer.devices 2
 
@@ -45,43 +38,15 @@ package.module.Class, works too.
 """
 
 
-class _WithoutOwn:
-    """Stands for a parser that saves, and leaves out what a plain LightningCLI does not know."""
-
-    def __init__(self, parser: LightningArgumentParser) -> None:
-        self._parser = parser
-
-    def save(self, config: Any, path: str, overwrite: bool = False, **more: Any) -> None:
-        """Write the configuration to a file."""
-        text = self._parser.dump(config, skip_none=False, format="yaml")
-        content = {name: v for name, v in yaml.safe_load(text).items() if name not in OWN}
-        with open(path, "w" if overwrite else "x", encoding="utf-8") as file:  # noqa: PTH123
-            yaml.safe_dump(content, file, sort_keys=False)
-
-
-class SavePlainConfig(SaveConfigCallback):
-    """Saves a configuration that any LightningCLI can read, with the preset written out."""
-
-    def __init__(self, parser: LightningArgumentParser, config: Any, **settings: Any) -> None:
-        super().__init__(_WithoutOwn(parser), config, **settings)  # type: ignore[arg-type]
-
-
 class PresetCLI(LightningCLI):
-    """A LightningCLI with ``--preset``, ``--without``, ``--precision`` and ``--deterministic``.
+    """A LightningCLI with ``--preset`` and ``--without``.
 
     Takes the place of LightningCLI in a script of one's own.
-
-    Args:
-        settings: As LightningCLI has them.
     """
-
-    def __init__(self, *classes: Any, **settings: Any) -> None:
-        settings.setdefault("save_config_callback", SavePlainConfig)
-        super().__init__(*classes, **settings)
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options."""
-        group = parser.add_argument_group("lightning_opt", "Presets, and short forms:")
+        group = parser.add_argument_group("lightning_opt", "Presets:")
         group.add_argument(
             "--preset",
             type=str | None,
@@ -95,33 +60,35 @@ class PresetCLI(LightningCLI):
             default=None,
             help="Parts of the preset to leave out, with commas: MicroBatching,CompileModel.",
         )
-        group.add_argument(
-            "--precision", type=str | int | None, default=None, help="As --trainer.precision."
-        )
-        group.add_argument(
-            "--deterministic",
-            action="store_true",
-            help="As --trainer.deterministic true; --seed_everything sets the seed.",
-        )
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer with the preset's callbacks and arguments."""
+        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        # What is saved is read by a LightningCLI that knows neither.
+        name, without = config.pop("preset"), config.pop("without")
         given = self._given()
-        name = self._get(self.config, "preset")
         if name is None:
-            self._write_out({key: given[key] for key in SHORT if key in given})
             return super().instantiate_trainer(**given, **kwargs)
-        preset = preset_of(name, self._get(self.config, "without")).for_model(self.model)
+        preset = preset_of(name, without).for_model(self.model)
         extra = self._extra_callbacks()
-        own = [*_as_list(given.pop("callbacks", None))]
-        chosen = preset.choose(**given, callbacks=[*own, *extra])
-        arguments = preset.trainer_kwargs(**given, callbacks=[*own, *extra])
+        theirs = [*_as_list(given.pop("callbacks", None)), *extra]
+        chosen = [choice for choice in preset.choose(**given, callbacks=theirs) if choice.is_on]
+        arguments = preset.trainer_kwargs(**given, callbacks=theirs)
         arguments["callbacks"] = [
             callback
             for callback in arguments["callbacks"]
             if not any(callback is other for other in extra)
         ]
-        self._write_out({**self._callbacks_of(chosen), **self._arguments_of(chosen, given)})
+        config.trainer.callbacks = sorted(
+            [
+                *(choice.described() for choice in chosen if choice.part.is_callback),
+                *_as_list(plain(config.trainer.callbacks)),
+            ],
+            key=lambda entry: rank_of(entry["class_path"].rpartition(".")[2]),
+        )
+        for choice in chosen:
+            if not choice.part.is_callback:
+                config.trainer[choice.part.name] = choice.settings
         return super().instantiate_trainer(**arguments, **kwargs)
 
     def _given(self) -> dict[str, Any]:
@@ -137,16 +104,6 @@ class PresetCLI(LightningCLI):
         given.pop("callbacks", None)
         if made["callbacks"]:
             given["callbacks"] = made["callbacks"]
-        precision = self._get(self.config, "precision")
-        if precision is not None:
-            if given.get("precision") not in (None, precision):
-                raise UsageError(
-                    f"--precision {precision} and --trainer.precision {given['precision']} differ; "
-                    "give one of them."
-                )
-            given["precision"] = precision
-        if self._get(self.config, "deterministic"):
-            given["deterministic"] = given.get("deterministic") or True
         return given
 
     def _extra_callbacks(self) -> list[Callback]:
@@ -156,35 +113,6 @@ class PresetCLI(LightningCLI):
             *(self._get(self.config_init, key) for key in keys),
             *_as_list(self.trainer_defaults.get("callbacks")),
         ]
-
-    def _callbacks_of(self, chosen: Sequence[Chosen]) -> dict[str, Any]:
-        """Return all callbacks as a configuration has them."""
-        theirs = _as_list(plain(self._get(self.config, "trainer").callbacks))
-        ours = [
-            {"class_path": path_of(choice.part.kind), "init_args": dict(choice.settings)}
-            for choice in chosen
-            if choice.is_on and choice.part.kind is not None
-        ]
-        found = sorted(
-            [*ours, *theirs], key=lambda entry: rank_of(entry["class_path"].rpartition(".")[2])
-        )
-        return {"callbacks": found}
-
-    @staticmethod
-    def _arguments_of(chosen: Sequence[Chosen], given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the preset's arguments of the Trainer, and what was given in a short form."""
-        preset = {
-            choice.part.name: choice.settings
-            for choice in chosen
-            if choice.is_on and not choice.part.is_callback
-        }
-        return {**preset, **{name: given[name] for name in SHORT if name in given}}
-
-    def _write_out(self, trainer: Mapping[str, Any]) -> None:
-        """Have the configuration that is saved say what the options came to."""
-        change: dict[str, Any] = {"trainer": dict(trainer)}
-        nested = change if self.subcommand is None else {self.subcommand: change}
-        self.config = self.parser.parse_object(nested, self.config)
 
 
 class _Fit(PresetCLI):
@@ -215,7 +143,7 @@ def run(words: Sequence[str]) -> int:
         parser_kwargs={
             "prog": "lightning-opt",
             "formatter_class": HelpFormatter,  # of the subcommand, too
-            "fit": {"description": DESCRIPTION, "epilog": EXAMPLES},
+            "fit": {"usage": USAGE, "description": DESCRIPTION, "epilog": EXAMPLES},
         },
     )
     return OK

@@ -1,16 +1,17 @@
-"""What this machine can do fast, as far as presets have to know."""
+"""What this machine can do fast: one answer for presets, tuner and doctor."""
 
 from __future__ import annotations
 
 import os
 import platform
 import shutil
-import sys
 from functools import lru_cache
 from importlib.util import find_spec
 from pathlib import Path
 
 import torch
+
+from lightning_opt.core.cpus import available_cpus
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16")
 """Flags of x86 CPUs that multiply in bfloat16; others convert each number, which took 13 times as
@@ -77,29 +78,21 @@ def why_no_bf16(device: str, forks: bool = False) -> str | None:
 
 def why_no_compiler(device: str, forks: bool = False) -> str | None:
     """Return why torch.compile could not compile for a type of device; None if it could."""
-    if device not in ("cpu", "cuda"):
-        return f"torch.compile for {device!r} has not been tried"
-    named = os.environ.get("CXX" if device == "cpu" else "CC")
-    if sys.platform == "win32":
-        usual = ("cl", "clang-cl", "g++", "clang++")
-    else:
-        usual = ("g++", "clang++", "c++") if device == "cpu" else ("gcc", "clang", "cc")
-    if not any(shutil.which(name) for name in ((named,) if named else usual)):
-        kind = "C++" if device == "cpu" else "C"
-        return f"there is no {kind} compiler ({', '.join((named,) if named else usual)})"
-    if device == "cuda":
-        if find_spec("triton") is None:
-            return "triton is not installed"
-        capability = cuda_capability(forks)
-        if capability is None or capability < (7, 0):
-            return "triton needs a GPU of compute capability 7.0 or newer"
+    if device != "cuda":
+        return f"torch.compile for {device!r} has not been tried" if device != "cpu" else None
+    usual = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc", "cl"]
+    if not any(map(shutil.which, usual)):
+        return f"there is no C compiler ({', '.join(usual)})"
+    if find_spec("triton") is None:
+        return "triton is not installed"
+    capability = cuda_capability(forks)
+    if capability is None or capability < (7, 0):
+        return "triton needs a GPU of compute capability 7.0 or newer"
     return None
 
 
 def describe_machine(device: str) -> str:
     """Return the machine in a few words."""
-    from lightning_opt.core.cpus import available_cpus
-
     words = [f"{available_cpus()} CPUs ({platform.machine()})", f"torch {torch.__version__}"]
     if device == "cuda" and torch.cuda.is_initialized():
         words.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")

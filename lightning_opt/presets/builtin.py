@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from lightning_opt.batching.accumulation.accumulation import Accumulation
-from lightning_opt.batching.batch_size.dynamic_batch_size import DynamicBatchSize
 from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
+from lightning_opt.core.machine import why_no_bf16, why_no_compiler
 from lightning_opt.data.pipeline.pipeline_tuner import DataPipelineTuner
 from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
 from lightning_opt.gradients.guard.non_finite_guard import NonFiniteGuard
@@ -140,15 +140,8 @@ def ultra() -> Preset:
             obstacle=_no_micro_batching,
         )
         .plus(
-            DynamicBatchSize,
-            settings={"find": "largest"},
-            why="the largest batch that fits, at the same number of samples a step",
-            costs="up to 12 trials of four steps before training",
-            obstacle=_no_batch_search,
-        )
-        .plus(
             Accumulation,
-            settings=_accumulation_settings,
+            settings={"normalize": "batches"},  # samples may not be countable
             why="accumulated gradients that are a mean, in a short last window too",
             costs="nothing that could be measured",
             obstacle=_no_accumulation,
@@ -190,7 +183,7 @@ def _clips_itself(situation: Situation) -> str | None:
 def _no_bf16(situation: Situation) -> str | None:
     if situation.precision_plugin:
         return "a plugin of yours brings the precision"
-    return situation.why_no_bf16
+    return why_no_bf16(situation.device, situation.forks)
 
 
 def _no_compile(situation: Situation) -> str | None:
@@ -198,13 +191,19 @@ def _no_compile(situation: Situation) -> str | None:
         return f"not tried, or refused, under {situation.strategy_name}"
     if situation.compiled:
         return "the model is compiled already"
+    asked = situation.wants("CompileModel") is not None
+    if situation.device == "cpu" and not asked:
+        return (
+            "on a CPU it seldom pays for its start of half a minute and more: lightning-opt tune "
+            "measures it, CompileModel=True has it"
+        )
     recompute = situation.wants("ActivationCheckpointing")
     if recompute is not None and looks_at_operators(recompute):
         return (
             "ActivationCheckpointing as you want it looks at single operators; 'every_layer' would "
             "go with it"
         )
-    return situation.why_no_compiler
+    return why_no_compiler(situation.device, situation.forks)
 
 
 def looks_at_operators(settings: Any) -> bool:
@@ -260,39 +259,12 @@ def _no_micro_batching(situation: Situation) -> str | None:
     return None
 
 
-def _no_batch_search(situation: Situation) -> str | None:
-    wish = situation.wants("DynamicBatchSize")
-    if not isinstance(wish, Mapping) or not wish.get("keep_effective"):
-        return (
-            "the samples of a step are not known: DynamicBatchSize={'keep_effective': 256} says "
-            "them, in place of MicroBatching"
-        )
-    if situation.manual:
-        return "the model accumulates by itself"
-    if situation.accumulates:
-        return "the Trainer sets the accumulation too"
-    if wish["keep_effective"] % situation.processes:
-        return f"{situation.processes} processes cannot share {wish['keep_effective']} samples"
-    if situation.strategy not in ("single", "ddp"):
-        return f"its trials are refused under {situation.strategy_name}"
-    if situation.processes > 1 and situation.arguments.get("sync_batchnorm"):
-        return "its trials are refused with SyncBatchNorm"
-    return None
-
-
 def _no_accumulation(situation: Situation) -> str | None:
     if situation.manual:
         return "the model accumulates by itself: use lightning_opt.GradientAccumulator there"
     if situation.strategy == "deepspeed":
         return "DeepSpeed accumulates gradients itself"
-    wish = situation.wants("Accumulation")
-    if isinstance(wish, Mapping) and (wish.get("schedule") or wish.get("effective_batch")):
-        if situation.accumulates:
-            return "the Trainer sets the accumulation too"
-        return None
-    if situation.accumulates or _no_batch_search(situation) is None:
-        return None
-    return "nothing accumulates: give accumulate_grad_batches, or Accumulation={'schedule': 4}"
+    return None if situation.accumulates else "nothing accumulates: no accumulate_grad_batches"
 
 
 def _no_network(situation: Situation) -> str | None:
@@ -317,10 +289,8 @@ def _compile_scope(situation: Situation) -> dict[str, Any]:
 
 
 def _tuned_compile(situation: Situation) -> dict[str, Any]:
-    if situation.device != "cuda":
-        return _compile_scope(
-            situation
-        )  # on a CPU the search takes minutes, and regions are slower
+    if situation.device != "cuda":  # on a CPU the search takes minutes, and regions are slower
+        return _compile_scope(situation)
     # CUDA graphs overwrite gradients that are still being accumulated.
     return {"mode": "max-autotune-no-cudagraphs", "scope": "regions"}
 
@@ -340,9 +310,3 @@ def _checkpointing_policy(situation: Situation) -> dict[str, Any]:
 def _tuner_settings(situation: Situation) -> dict[str, Any]:
     # Random augmentation draws other numbers in other workers.
     return {"random_items": "refuse"} if situation.arguments.get("deterministic") else {}
-
-
-def _accumulation_settings(situation: Situation) -> dict[str, Any]:
-    wish = situation.wishes.get("Accumulation")
-    # Counts the same for each batch, since samples may not be countable.
-    return {} if isinstance(wish, Mapping) else {"normalize": "batches"}

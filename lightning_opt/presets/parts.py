@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightning.pytorch import Callback
 
+import lightning_opt
 from lightning_opt.presets.situation import Situation
 from lightning_opt.worker.recipes import instantiate
 
@@ -76,8 +77,6 @@ class Chosen:
     part: Part
     settings: Any
     because: str | None
-    theirs: bool = field(default=False)
-    """Whether the user brings an own one instead."""
 
     @property
     def is_on(self) -> bool:
@@ -89,6 +88,14 @@ class Chosen:
         assert self.part.kind is not None
         made: Callback = self.part.kind(**instantiate(self.settings))
         return made
+
+    def described(self) -> dict[str, Any]:
+        """Return the callback as a configuration of LightningCLI has it."""
+        kind = self.part.kind
+        assert kind is not None
+        exported = getattr(lightning_opt, kind.__name__, None) is kind
+        module = "lightning_opt" if exported else kind.__module__
+        return {"class_path": f"{module}.{kind.__qualname__}", "init_args": dict(self.settings)}
 
 
 def check_settings(kind: type[Callback], settings: Mapping[str, Any]) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import difflib
 import inspect
-import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -41,6 +41,7 @@ TRAINER = tuple(name for name in inspect.signature(Trainer.__init__).parameters 
 OWN = ("callbacks",)
 
 
+@dataclass(frozen=True, repr=False, eq=False)
 class Preset:
     """Callbacks and Trainer arguments under a name, of which each says why it is there.
 
@@ -54,6 +55,9 @@ class Preset:
     Args:
         name: What it is called.
         parts: What it is made of; :meth:`plus` adds to them.
+        wishes: What :meth:`override` says of single callbacks.
+        arguments: What it says of the Trainer's arguments.
+        model: What :meth:`for_model` was given.
 
     Example:
         >>> import lightning as L
@@ -64,12 +68,12 @@ class Preset:
         ['GradientHealth', 'NonFiniteGuard', 'AdaptiveClipping']
     """
 
-    def __init__(self, name: str, parts: Sequence[Part] = ()) -> None:
-        self.name = name
-        self.parts = tuple(parts)
-        self._wishes: dict[str, Any] = {}
-        self._arguments: dict[str, Any] = {}
-        self._model: LightningModule | None = None
+    name: str
+    parts: tuple[Part, ...] = ()
+    _: KW_ONLY
+    wishes: Mapping[str, Any] = field(default_factory=dict)
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    model: LightningModule | None = None
 
     # --- making others from it ------------------------------------------------------------------
 
@@ -109,17 +113,7 @@ class Preset:
 
     def named(self, name: str) -> Self:
         """Return this preset under another name."""
-        other = self._copy()
-        other.name = name
-        return other
-
-    def minus(self, *names: str) -> Self:
-        """Return this preset without some of its parts."""
-        for name in names:
-            self._check_name(name, [part.name for part in self.parts])
-        other = self._copy()
-        other.parts = tuple(part for part in self.parts if part.name not in names)
-        return other
+        return replace(self, name=name)
 
     def override(self, **overrides: Any) -> Self:
         """Return this preset with settings of one's own.
@@ -132,7 +126,7 @@ class Preset:
         Raises:
             ValueError: For an unknown name, or settings that the callback does not take.
         """
-        other = self._copy()
+        wishes, trainer = dict(self.wishes), dict(self.arguments)
         kinds = {part.name: part.kind for part in self.parts if part.kind is not None}
         arguments = [name for name in TRAINER if name not in OWN]
         for name, value in overrides.items():
@@ -143,18 +137,18 @@ class Preset:
                 )
             self._check_name(name, [*kinds, *arguments])
             if name not in kinds:
-                other._arguments[name] = value
+                trainer[name] = value
             elif isinstance(value, Mapping):
-                other._wishes[name] = dict(value)
+                wishes[name] = dict(value)
                 check_settings(kinds[name], value)
             elif value is None or isinstance(value, bool):
-                other._wishes[name] = value
+                wishes[name] = value
             else:
                 raise ValueError(
                     f"{name} must be a dict of its settings, True, or None to leave it out; got "
                     f"{value!r}. Give callbacks of your own to trainer_kwargs(callbacks=[...])."
                 )
-        return other
+        return replace(self, wishes=wishes, arguments=trainer)
 
     def for_model(self, model: LightningModule) -> Self:
         """Return this preset without what this model refuses, and with what its size asks for.
@@ -162,25 +156,11 @@ class Preset:
         A model under manual optimisation, one that is compiled or checkpointed already, and one
         whose states leave little memory for activations get other parts.
         """
-        other = self._copy()
-        other._model = model
-        return other
+        return replace(self, model=model)
 
     def _with(self, part: Part) -> Self:
-        other = self._copy()
-        names = [own.name for own in self.parts]
-        if part.name in names:
-            place = names.index(part.name)
-            other.parts = (*self.parts[:place], part, *self.parts[place + 1 :])
-        else:
-            other.parts = (*self.parts, part)
-        return other
-
-    def _copy(self) -> Self:
-        other = type(self)(self.name, self.parts)
-        other._wishes, other._arguments = dict(self._wishes), dict(self._arguments)
-        other._model = self._model
-        return other
+        parts = {own.name: own for own in self.parts}
+        return replace(self, parts=tuple({**parts, part.name: part}.values()))
 
     def _check_name(self, name: str, allowed: Sequence[str]) -> None:
         if name in allowed:
@@ -197,14 +177,16 @@ class Preset:
 
     def choose(self, **trainer: Any) -> list[Chosen]:
         """Return each part with what was decided for these arguments of the Trainer."""
-        arguments = {**self._arguments, **trainer}
-        situation = Situation(arguments, self._wishes, self._model)
+        situation = self._situation(trainer)
         found = []
         for part in self.parts:
             theirs = self._is_theirs(part, situation)
             because = "yours is taken" if theirs else part.left_out(situation)
-            found.append(Chosen(part, part.settings(situation), because, theirs))
+            found.append(Chosen(part, part.settings(situation), because))
         return found
+
+    def _situation(self, trainer: Mapping[str, Any]) -> Situation:
+        return Situation({**self.arguments, **trainer}, self.wishes, self.model)
 
     @staticmethod
     def _is_theirs(part: Part, situation: Situation) -> bool:
@@ -232,10 +214,10 @@ class Preset:
             for choice in chosen
             if choice.is_on and not choice.part.is_callback
         }
-        given = Situation({**self._arguments, **more}).given
+        given = self._situation(more).given
         return {
             **arguments,
-            **self._arguments,
+            **self.arguments,
             **more,
             "callbacks": sorted([*ours, *given], key=_rank),
         }
@@ -246,8 +228,7 @@ class Preset:
         Args:
             trainer: Arguments that the Trainer will have, such as ``devices=4``.
         """
-        arguments = {**self._arguments, **trainer}
-        situation = Situation(arguments, self._wishes, self._model)
+        situation = self._situation(trainer)
         rows = [
             {
                 "part": choice.part.name,
@@ -263,8 +244,8 @@ class Preset:
             f"For {situation.device}, strategy {situation.strategy}, {processes} "
             f"process{'es' if processes > 1 else ''}: {describe_machine(situation.device)}.",
         ]
-        if self._arguments:
-            notes.append(f"Your arguments of the Trainer: {written(self._arguments)}.")
+        if self.arguments:
+            notes.append(f"Your arguments of the Trainer: {written(self.arguments)}.")
         return Report(f"Preset {self.name!r}", rows, notes)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
@@ -281,16 +262,13 @@ class Preset:
         theirs = {_class_name(entry) for entry in given}
         arguments: dict[str, Any] = {}
         callbacks: list[dict[str, Any]] = []
-        for choice in self.choose(**more):
-            if not choice.is_on:
-                continue
+        for choice in filter(lambda choice: choice.is_on, self.choose(**more)):
             if choice.part.kind is None:
                 arguments[choice.part.name] = choice.settings
             elif choice.part.name not in theirs:
-                path, settings = path_of(choice.part.kind), dict(choice.settings)
-                callbacks.append({"class_path": path, "init_args": settings})
+                callbacks.append(choice.described())
         callbacks = sorted([*callbacks, *given], key=lambda entry: rank_of(_class_name(entry)))
-        found = {**arguments, **self._arguments, **more, "callbacks": callbacks}
+        found = {**arguments, **self.arguments, **more, "callbacks": callbacks}
         _check_plain(found, "the Trainer")
         return found
 
@@ -304,7 +282,7 @@ class Preset:
         return head + text
 
     def __repr__(self) -> str:
-        changes = {**self._wishes, **self._arguments}
+        changes = {**self.wishes, **self.arguments}
         return f"preset({self.name!r}{', ' if changes else ''}{written(changes)})"
 
     def __str__(self) -> str:
@@ -323,15 +301,6 @@ def rank_of(name: str) -> int:
 
 def _class_name(entry: Mapping[str, Any]) -> str:
     return str(entry["class_path"]).rpartition(".")[2]
-
-
-def path_of(kind: type[Callback]) -> str:
-    """Return the import path of a callback's class, the short one if it has one."""
-    name = kind.__name__
-    # Importing the package here would tie this layer to all that it exports.
-    if getattr(sys.modules.get("lightning_opt"), name, None) is kind:
-        return f"lightning_opt.{name}"
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _check_plain(value: Any, where: str) -> None:

@@ -31,7 +31,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_opt.core.blocks import find_blocks
 from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.machine import why_no_bf16, why_no_compiler
 from lightning_opt.core.memory import MemoryLimits
 
 KINDS: dict[type[Accelerator], str] = {
@@ -205,18 +204,6 @@ class Situation:
         plugins = self.arguments.get("plugins") or []
         plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
         return any(isinstance(plugin, Precision) for plugin in plugins)
-
-    # --- the machine ----------------------------------------------------------------------------
-
-    @cached_property
-    def why_no_bf16(self) -> str | None:
-        """Why bfloat16 would not be fast, or None."""
-        return why_no_bf16(self.device, self.forks)
-
-    @cached_property
-    def why_no_compiler(self) -> str | None:
-        """Why torch.compile could not compile, or None."""
-        return why_no_compiler(self.device, self.forks)
 
     # --- the model ------------------------------------------------------------------------------
 

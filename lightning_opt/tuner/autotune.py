@@ -66,7 +66,7 @@ def autotune(
         progress: Whether to say on standard error how far the search is.
 
     Returns:
-        The answer, with a table of all trials, an explanation, a figure, and the settings as
+        The answer, with a table of all trials, an explanation, and the settings as
         Trainer arguments, Python, YAML and JSON.
 
     Raises:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
 
 from lightning_opt.tuner.trial import Switches, Trial
 
@@ -26,11 +25,11 @@ class Progress:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
-    def begin(self, group: Sequence[Switches]) -> None:
+    def begin(self, switches: Switches) -> None:
         """Say what is tried now."""
-        names = ", ".join(" + ".join(switches) or "baseline" for switches in group)
+        name = " + ".join(switches) or "baseline"
         left = self._end - time.monotonic()
-        self.say(f"trying {names} ({f'at most {left:.0f} s left' if left > 0 else 'the last'})")
+        self.say(f"trying {name} ({f'at most {left:.0f} s left' if left > 0 else 'the last'})")
 
     def end(self, trial: Trial, known: bool = False) -> None:
         """Say what came of a trial, and whether it was read from the journal."""

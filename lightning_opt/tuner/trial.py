@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
@@ -68,6 +69,11 @@ class Trial:
     def failed(self) -> bool:
         """Whether it did not run to its end."""
         return self.verdict in FAILURES
+
+    @property
+    def interval(self) -> tuple[float, float, float]:
+        """The ratio of times with the ends of its interval; nothing known where it has none."""
+        return self.ratio or math.nan, self.low or 0.0, self.high or math.inf
 
     def set_times(self) -> None:
         """Fill in what follows from the rounds, as :func:`~lightning_opt.compare` sees them."""

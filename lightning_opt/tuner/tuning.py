@@ -85,7 +85,6 @@ class Tuning:
             self._start,
             self._baseline,
             plan.objective,
-            parallel=1 if available_cpus() == 1 else 2,
             deadline=self._begun + plan.budget,
             on_begin=progress.begin,
         )
@@ -137,8 +136,8 @@ class Tuning:
 
     def _interrupted(self) -> str:
         if self._path is None:
-            return "Interrupted. With journal='tune.jsonl' the same call would go on from here."
-        return f"Interrupted. The same call goes on from {self._path}."
+            return "With journal='tune.jsonl' the same call would go on from here."
+        return f"The same call goes on from {self._path}."
 
     # --- trials -----------------------------------------------------------------------------------
 
@@ -174,7 +173,7 @@ class Tuning:
         """Run the baseline, and find out what there is to try."""
         baseline, known = self._baseline, self._baseline.known
         if not known:
-            self._progress.begin([()])
+            self._progress.begin(())
             baseline.ensure()
             self._journal.add({"kind": "baseline", **baseline.to_dict()})
         facts = baseline.observed.facts

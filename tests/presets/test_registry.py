@@ -38,7 +38,6 @@ def names_of(preset: lo.Preset, **trainer: Any) -> list[str]:
 def team() -> lo.Preset:
     return (
         lo.preset("basic")
-        .minus("MemoryCleanup")
         .plus(Mine, {"words": 5}, why="we like it", costs="nothing")
         .plus_argument("max_epochs", 2, why="our habit")
     )
@@ -53,7 +52,6 @@ def test_a_preset_of_ones_own_trains_and_takes_overrides():
     assert trainer.current_epoch == 2
     (mine,) = [callback for callback in trainer.callbacks if isinstance(callback, Mine)]
     assert mine.words == 7
-    assert "MemoryCleanup" not in names_of(preset)
     assert repr(preset).startswith("preset('team', Mine={'words': 7}")
     assert "Mine" not in names_of(lo.preset("basic"))  # what it was made from stays as it was
     (row,) = [row for row in preset.describe().rows if row["part"] == "Mine"]
@@ -104,8 +102,6 @@ def test_mistakes_of_builders():
         lo.preset("wrong")
     with pytest.raises(ValueError, match=r"no argument 'max_epoch'"):
         lo.preset("basic").plus_argument("max_epoch", 3)
-    with pytest.raises(ValueError, match=r"no 'Nothing'"):
-        lo.preset("basic").minus("Nothing")
 
 
 def install(folder: Path, name: str, module: str) -> None:

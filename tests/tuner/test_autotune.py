@@ -76,7 +76,7 @@ def test_what_breaks_learning_is_rejected_and_what_fails_is_survived() -> None:
 
 
 def tune(journal: Path) -> lo.TuneResult:
-    own = {f"share {number}": added("Faster", share=number / 10) for number in (9, 8, 7, 6, 3)}
+    own = {f"share {number}": added("Faster", share=number / 10) for number in (9, 8, 3)}
     return lo.autotune(MODEL, DATA, budget="2m", candidates=[own], base=BASE, journal=journal)
 
 
@@ -103,7 +103,7 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
         wait_for(journal, 2)
         process.kill()
     killed = lines_of(journal)
-    assert [line["kind"] for line in killed[:2]] == ["baseline", "trial"]
+    assert [line["kind"] for line in killed] == ["baseline", "trial"]
 
     def interrupt() -> None:
         wait_for(journal, len(killed) + 1)
@@ -119,7 +119,8 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
         signal.signal(signal.SIGINT, usual)
     said = capsys.readouterr().err
     assert f"has {len(killed)} records; going on from there." in said
-    assert f"Interrupted. The same call goes on from {journal}." in said
+    assert f"The same call goes on from {journal}." in said
+    assert "Interrupted" not in said, "whoever catches it says so"
     assert "share 9: " in said
     assert "from the journal" in said
 
@@ -127,7 +128,7 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
     done = lines_of(journal)
     assert done[: len(killed)] == killed, "what was there stays as it was"
     tried = [tuple(line["switches"]) for line in done if line["kind"] == "trial"]
-    assert tried[:5] == [(f"share {number}",) for number in (9, 8, 7, 6, 3)], "each once"
+    assert tried == [("share 9",), ("share 8",), ("share 3",)], "each once"
     assert result.switches == ("share 3",)
 
 

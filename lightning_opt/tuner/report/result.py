@@ -1,4 +1,4 @@
-"""What a search has found, and its forms: a table, sentences, a figure, Python, YAML and JSON."""
+"""What a search has found, and its forms: a table, sentences, Python, YAML and JSON."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning_opt.core.report import Report
-from lightning_opt.tuner.report.drawing import draw
 from lightning_opt.tuner.report.explaining import explain
 from lightning_opt.tuner.report.writing import to_python, to_yaml
 from lightning_opt.tuner.search.settings import plain
 from lightning_opt.tuner.search.space import Space
 from lightning_opt.tuner.trial import Switches, Trial
 from lightning_opt.worker.recipes import instantiate
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
 
 MIB = 2**20
 
@@ -176,19 +172,11 @@ class TuneResult:
         }
         return json.dumps(content, indent=2)
 
-    def plot(self) -> Figure:
-        """Draw time against memory of all trials, with the Pareto front.
-
-        Raises:
-            ImportError: Without matplotlib; the message names the extra.
-        """
-        return draw(self.trials, self.best, self.table.title)
-
     def save(self, folder: str | Path) -> list[Path]:
         """Write all forms into a folder, and return the files.
 
-        ``result.json``, ``report.md`` and, where they can be made, ``trainer.yaml``,
-        ``trainer.py`` and ``figure.png``.
+        ``result.json``, ``report.md`` and, where they can be made, ``trainer.yaml`` and
+        ``trainer.py``.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -200,13 +188,7 @@ class TuneResult:
             forms |= {"trainer.yaml": self.to_yaml, "trainer.py": self.to_python}
         for name, form in forms.items():
             (folder / name).write_text(form(), encoding="utf-8")
-        written = [folder / name for name in forms]
-        try:
-            figure = self.plot()
-        except ImportError:
-            return written
-        figure.savefig(folder / "figure.png")
-        return [*written, folder / "figure.png"]
+        return [folder / name for name in forms]
 
     def _headline(self) -> str:
         return f"# {self.explain().splitlines()[0]}\n"

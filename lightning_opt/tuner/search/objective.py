@@ -42,7 +42,7 @@ class Objective:
         if trial.ratio is None:
             return NEVER
         if self.name == "throughput":
-            return Outcome(trial.ratio, trial.low or 0.0, trial.high or math.inf)
+            return Outcome(*trial.interval)
         if trial.ratio > self.max_slowdown or trial.peak_ratio is None:
             # Too slow, but what makes it faster may come beside it.
             return Outcome(math.inf, math.inf, math.inf, retry=trial.ratio < self.slowest)

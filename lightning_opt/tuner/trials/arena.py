@@ -1,27 +1,17 @@
-"""Runs trials: candidates and baseline in processes side by side, which take blocks in turn."""
+"""Runs trials: a candidate and the baseline, in processes side by side, take blocks in turn."""
 
 from __future__ import annotations
 
-import functools
 import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
 
-from lightning_opt.core.ratios import Ratio, compare_pairs
-from lightning_opt.profiling.comparing.result import OFFSET
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import TimeIsUp
 from lightning_opt.tuner.trial import Switches, Trial
-from lightning_opt.tuner.trials.baseline import (
-    Baseline,
-    BaselineFailed,
-    Observed,
-    close_all,
-    side_by_side,
-)
+from lightning_opt.tuner.trials.baseline import Baseline, BaselineFailed, Observed
 from lightning_opt.tuner.trials.numerics import compare_gradients, compare_losses, compare_paths
 from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed
@@ -29,33 +19,22 @@ from lightning_opt.worker.training_process import Fit, FitFailed
 ROUNDS = (4, 10)
 """The fewest and the most rounds of blocks in which a trial that may gain is timed."""
 
-STEPS_ALONE = 60
-"""Steps of the baseline whose losses are known when a candidate is tried without it."""
-
 PRECISE = 0.02
 """Half-width of an interval, as a share, at which more rounds are of no use."""
 
+STEPS_ALONE = 60
+"""Steps of the baseline whose losses are known when a candidate is tried without it."""
 
-@dataclass
+
 class Racer:
-    """A candidate's process, while it is tried."""
+    """A candidate's process, and the trial that comes of it."""
 
-    switches: Switches
-    fit: Fit | None
-    file: Path
-    trial: Trial = field(init=False)
-    pairs: list[tuple[float, float]] = field(default_factory=list)
-    """Seconds of a step in the baseline's block and in its own, round by round."""
-    steady: float = math.nan
-    done: bool = False
-    alone: bool = False
-
-    def __post_init__(self) -> None:
-        self.trial = Trial(self.switches)
+    def __init__(self, trial: Trial, fit: Fit, file: Path, alone: bool) -> None:
+        self.trial, self.fit, self.file, self.alone = trial, fit, file, alone
+        self.trial.rounds = [[]]
 
     def advance(self, steps: int) -> float:
         """Take steps, and return the mean seconds of one."""
-        assert self.fit is not None
         taken = self.fit.advance(steps)
         if len(taken) < steps:
             raise FitFailed("error", "The training ended by itself before it was measured.")
@@ -63,27 +42,19 @@ class Racer:
         self.trial.peak = self.fit.peak_bytes
         return statistics.fmean(step.seconds for step in taken)
 
-    def warm_up(self) -> None:
-        """Take the two steps in which things are compiled, measured and allocated."""
-        self.trial.startup = self.advance(1)
-        self.steady = self.advance(1)
-
-    @property
-    def ratio(self) -> Ratio:
-        """The ratio of times so far; how sure it is, as :func:`~lightning_opt.compare` has it."""
-        found = compare_pairs([self.pairs], confidence=0.9, offset=OFFSET)
-        assert found is not None
-        return found
+    def add(self, reference: float, own: float) -> None:
+        """Take in a round: seconds of a step in the baseline's block and in its own."""
+        self.trial.rounds[0].append((reference, own))
+        self.trial.set_times()
 
     @property
     def decided(self) -> bool:
         """Whether more rounds would not change what is thought of it."""
-        if len(self.pairs) < 3:
-            return False
-        found = self.ratio
-        loses = found.low > 1.02
-        precise = len(self.pairs) >= ROUNDS[0] and found.width < PRECISE
-        clear = len(self.pairs) > ROUNDS[0] and found.high < 0.9 and found.width < 2 * PRECISE
+        rounds, (ratio, low, high) = len(self.trial.rounds[0]), self.trial.interval
+        width = (high - low) / 2 / ratio
+        loses = rounds >= 3 and low > 1.02
+        precise = rounds >= ROUNDS[0] and width < PRECISE
+        clear = rounds > ROUNDS[0] and high < 0.9 and width < 2 * PRECISE
         return loses or precise or clear
 
 
@@ -95,11 +66,10 @@ class Arena:
             numbers; returns it and the file in which it writes about itself.
         baseline: What all are compared with.
         objective: Decides how closely a trial is looked at.
-        parallel: Candidates that are alive at once.
         deadline: Time of ``time.monotonic`` at which no trial is begun and none goes on.
         shared: Whether trials take memory from each other, so that what ran out of it may have
             enough alone.
-        on_begin: Told which configurations are begun.
+        on_begin: Told which configuration is begun.
     """
 
     def __init__(
@@ -108,13 +78,12 @@ class Arena:
         baseline: Baseline,
         objective: Objective,
         *,
-        parallel: int = 2,
         deadline: float = math.inf,
         shared: bool = True,
-        on_begin: Callable[[Sequence[Switches]], None] = lambda group: None,
+        on_begin: Callable[[Switches], None] = lambda switches: None,
     ) -> None:
         self._start, self.baseline, self.objective = start, baseline, objective
-        self.parallel, self.deadline, self._on_begin = parallel, deadline, on_begin
+        self.deadline, self._on_begin = deadline, on_begin
         self.shared, self.crowded = shared, False
         self._costs: list[float] = []
 
@@ -124,139 +93,104 @@ class Arena:
         Raises:
             TimeIsUp: If the budget does not allow the next.
         """
-        left = list(configurations)
-        while left:
-            expected = statistics.median(self._costs) if self._costs else 0.0
-            if time.monotonic() + expected > self.deadline:
-                raise TimeIsUp
-            size = 1 if self.crowded else self.parallel
-            group, left = left[:size], left[size:]
-            self._on_begin(group)
+        for switches in configurations:
             begun = time.monotonic()
-            trials = self._alone(group[0]) if self.crowded else self._group(group)
-            self._costs.append((time.monotonic() - begun) * (1.0 if len(group) == size else 1.5))
-            for trial in trials:
-                trial.cost = round((time.monotonic() - begun) / len(trials), 2)
-                yield trial
+            if begun + (statistics.median(self._costs) if self._costs else 0.0) > self.deadline:
+                raise TimeIsUp
+            self._on_begin(switches)
+            trial = self._alone(switches) if self.crowded else self._beside(switches)
+            trial.cost = round(time.monotonic() - begun, 2)
+            self._costs.append(trial.cost)
+            yield trial
 
     def close(self) -> None:
         """End all processes."""
         self.baseline.close()
 
-    # --- together ---------------------------------------------------------------------------------
-
-    def _group(self, group: Sequence[Switches]) -> list[Trial]:
-        """Try some at once; what finds no memory is tried again by itself."""
-        racers: list[Racer] = []
+    def _beside(self, switches: Switches) -> Trial:
+        """Try one beside the baseline; what finds no memory is tried again by itself."""
         try:
             self.baseline.ensure()
-            racers.extend(map(self._racer, group))
-            side_by_side(
-                [functools.partial(self._guarded, racer, Racer.warm_up) for racer in racers],
-                [racer.fit for racer in racers],
-            )
-            for racer in racers:
-                self._guarded(racer, self._leave_if_slow)
-                self._guarded(racer, self._finish_watch)
-            self._rounds(racers)
-            for racer in racers:
-                self._guarded(racer, self._judge)
+            trial = self._run(switches, self._rounds)
         except BaselineFailed as failure:
             if failure.kind not in ("out of memory", "died"):
                 raise
-            self.crowded = True  # it found no room beside the others
-            for racer in racers:
-                racer.trial.verdict = "out of memory"
-        finally:
-            close_all(racer.fit for racer in racers if racer.fit is not None)
-        return [self._again(racer) for racer in racers]
+            self.crowded = True  # it found no room beside the candidate
+            trial = Trial(switches, "out of memory")
+        if trial.verdict == "out of memory" and self.shared:
+            return self._alone(switches)
+        return trial
 
-    def _again(self, racer: Racer) -> Trial:
-        """Return the trial, or another one by itself if memory was shared."""
-        if racer.trial.verdict == "out of memory" and self.shared:
-            return self._alone(racer.switches)[0]
-        return racer.trial
+    def _alone(self, switches: Switches) -> Trial:
+        """Try one with the device to itself, against the baseline's blocks from before."""
+        self.baseline.catch_up(STEPS_ALONE)
+        self.baseline.close()
+        trial = self._run(switches, self._lonely_rounds, alone=True)
+        self.crowded |= not trial.failed  # it runs, but not beside the baseline
+        return trial
 
-    def _racer(self, switches: Switches) -> Racer:
+    def _run(
+        self, switches: Switches, rounds: Callable[[Racer], None], alone: bool = False
+    ) -> Trial:
+        trial, fit = Trial(switches), None
         try:
             fit, file = self._start(switches, False)
-        except FitFailed as failure:
-            racer = Racer(switches, None, Path())
-            _fail(racer, failure)
-            return racer
-        return Racer(switches, fit, file)
-
-    def _guarded(self, racer: Racer, action: Callable[[Racer], None]) -> None:
-        """Do something with a candidate that may fail without harm to the others."""
-        if racer.trial.failed:
-            return
-        try:
-            action(racer)
+            racer = Racer(trial, fit, file, alone)
+            trial.startup = racer.advance(1)
+            if not self._is_too_slow(racer):
+                # The steps whose gradients are looked at come before any that is timed.
+                racer.advance(max(1, LOOKED_AT - len(trial.losses)))
+                rounds(racer)
+            self._judge(racer)
         except BaselineFailed:
             raise
         except FitFailed as failure:
-            _fail(racer, failure)
+            trial.verdict, trial.why = failure.kind, failure.message
+            trial.details = failure.details[-4000:]
+        finally:
+            if fit is not None:
+                fit.close()
+        return trial
 
-    def _leave_if_slow(self, racer: Racer) -> None:
-        """End a trial that is far slower than the baseline, before it costs a block."""
-        limit = self.objective.slowest
-        for _ in range(3):  # the second step may be one that compiles again
-            if racer.steady <= limit * self.baseline.step:
-                return
-            racer.steady = min(racer.steady, racer.advance(1))
-        if racer.steady <= limit * self.baseline.step:
-            return
-        ratio = racer.steady / self.baseline.step
-        racer.done = True
-        racer.trial.verdict = "too slow"
-        racer.trial.ratio = racer.trial.low = racer.trial.high = ratio
-        racer.trial.seconds = racer.steady
-        racer.trial.why = f"stopped after {len(racer.trial.losses)} steps"
+    def _is_too_slow(self, racer: Racer) -> bool:
+        """Return whether a trial is far slower than the baseline, before it costs a block."""
+        usual, trial = self.baseline.step, racer.trial
+        steady = math.inf
+        for _ in range(4):  # the second step may be one that compiles again
+            steady = min(steady, racer.advance(1))
+            if steady <= self.objective.slowest * usual:
+                return False
+        trial.verdict, trial.why = "too slow", f"stopped after {len(trial.losses)} steps"
+        trial.ratio = trial.low = trial.high = steady / usual
+        trial.seconds = steady
+        return True
 
-    def _finish_watch(self, racer: Racer) -> None:
-        """Take the steps whose gradients are looked at, before any is timed."""
-        if not racer.done and len(racer.trial.losses) < LOOKED_AT:
-            racer.advance(LOOKED_AT - len(racer.trial.losses))
-
-    def _rounds(self, racers: Sequence[Racer]) -> None:
-        """Let baseline and candidates take blocks in turn, until all are decided."""
+    def _rounds(self, racer: Racer) -> None:
+        """Let baseline and candidate take blocks in turn, until it is decided."""
+        block = self.baseline.block
         for turn in range(ROUNDS[1]):
-            running = [racer for racer in racers if not (racer.done or racer.trial.failed)]
-            late = time.monotonic() > self.deadline
-            if not running or (late and turn >= 2):
-                break
+            if turn >= 2 and (time.monotonic() > self.deadline or racer.decided):
+                return
             if turn % 2:
-                running.reverse()
-            reference = self.baseline.take() if turn % 2 == 0 else None
-            taken: dict[int, float] = {}
-            for racer in running:
-                try:
-                    taken[id(racer)] = racer.advance(self.baseline.block)
-                except FitFailed as failure:
-                    _fail(racer, failure)
-            if reference is None:
-                reference = self.baseline.take()
-            for racer in running:
-                if id(racer) in taken:
-                    racer.pairs.append((reference, taken[id(racer)]))
-                    racer.done = racer.decided
+                own = racer.advance(block)
+                racer.add(self.baseline.take(), own)
+            else:
+                racer.add(self.baseline.take(), racer.advance(block))
 
-    # --- judged -----------------------------------------------------------------------------------
+    def _lonely_rounds(self, racer: Racer) -> None:
+        for _ in range(ROUNDS[0] + 1):
+            racer.add(self.baseline.step, racer.advance(self.baseline.block))
 
     def _judge(self, racer: Racer) -> None:
         """Fill in the trial from what was measured."""
-        trial = racer.trial
-        if racer.pairs:
-            trial.rounds = [racer.pairs]
-            trial.set_times()
+        trial, limit = racer.trial, self.objective.max_slowdown
+        if racer.trial.rounds[0]:
             trial.startup = max(0.0, (trial.startup or 0.0) - (trial.seconds or 0.0))
-        assert trial.peak is not None
         reference = self.baseline.peak_after(len(trial.losses))
-        trial.peak_ratio = trial.peak / reference if reference else None
-        if trial.verdict == "too slow" or trial.ratio is None:
+        trial.peak_ratio = (trial.peak or 0) / reference if reference else None
+        if trial.verdict == "too slow":
             return
-        limit = self.objective.max_slowdown
-        if self.objective.name == "memory" and trial.ratio > limit:
+        if self.objective.name == "memory" and (trial.ratio or 0.0) > limit:
             trial.verdict = "too slow"
             trial.why = f"more than {limit:g} times the baseline's time"
         elif not self.objective.gains(trial):
@@ -273,7 +207,7 @@ class Arena:
         usual = baseline.observed
         trial.agreement, why = compare_gradients(own.gradients, usual.gradients)
         if why:
-            if racer.alone and racer.fit is not None:
+            if racer.alone:
                 racer.fit.close()  # another run of the baseline needs the room
             trial.agreement, why = compare_gradients(
                 own.gradients, usual.gradients, baseline.noise()
@@ -283,34 +217,3 @@ class Arena:
             or compare_paths(own.moved, usual.moved)
             or compare_losses(trial.losses, baseline.losses)
         )
-
-    # --- alone ------------------------------------------------------------------------------------
-
-    def _alone(self, switches: Switches) -> list[Trial]:
-        """Try one with the device to itself, against the baseline's blocks from before."""
-        self.baseline.catch_up(STEPS_ALONE)
-        self.baseline.close()
-        racer = self._racer(switches)
-        racer.alone = True
-        try:
-            self._guarded(racer, Racer.warm_up)
-            self._guarded(racer, self._leave_if_slow)
-            self._guarded(racer, self._finish_watch)
-            self._guarded(racer, self._lonely_rounds)
-            if not racer.trial.failed:
-                self.crowded = True  # it runs, but not beside the baseline
-                self._guarded(racer, self._judge)
-        finally:
-            close_all([racer.fit] if racer.fit is not None else [])
-        return [racer.trial]
-
-    def _lonely_rounds(self, racer: Racer) -> None:
-        if racer.done:
-            return
-        for _ in range(ROUNDS[0] + 1):
-            racer.pairs.append((self.baseline.step, racer.advance(self.baseline.block)))
-
-
-def _fail(racer: Racer, failure: FitFailed) -> None:
-    racer.trial.verdict, racer.trial.why = failure.kind, failure.message
-    racer.trial.details = failure.details[-4000:]

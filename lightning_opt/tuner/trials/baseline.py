@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -16,8 +15,6 @@ from lightning_opt.tuner.search.space import Facts
 from lightning_opt.tuner.trial import Switches
 from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed, Step
-
-T = TypeVar("T")
 
 MOST_STEPS = 200
 """Steps of a block, however short a step is."""
@@ -197,34 +194,3 @@ class Baseline:
 
 class BaselineFailed(FitFailed):
     """The baseline could not go on, so that there is nothing to compare with."""
-
-
-def close_all(fits: Iterable[Fit]) -> None:
-    """End several trainings at once."""
-    fits = list(fits)
-    for fit in fits:
-        fit.ask_to_end()
-    for fit in fits:
-        fit.close()
-
-
-def side_by_side(actions: Sequence[Callable[[], T]], fits: Iterable[Fit | None]) -> list[T]:
-    """Return what the actions return, each done in a thread.
-
-    Args:
-        actions: What to do.
-        fits: The processes that they wait for; they are killed if this is interrupted, so that no
-            thread goes on waiting.
-    """
-    if not actions:
-        return []
-    pool = ThreadPoolExecutor(len(actions))
-    try:
-        return [future.result() for future in [pool.submit(action) for action in actions]]
-    except BaseException as error:
-        for fit in fits:
-            if fit is not None:
-                fit.__exit__(type(error), error, None)
-        raise
-    finally:
-        pool.shutdown()

@@ -132,7 +132,6 @@ def test_objects_cannot_be_written_down_but_used(tmp_path: Path) -> None:
     assert {path.name for path in found.save(tmp_path)} == {
         "result.json",
         "report.md",
-        "figure.png",
     }
     assert isinstance(found.trainer_kwargs()["callbacks"][0], Timer)
 
@@ -140,7 +139,6 @@ def test_objects_cannot_be_written_down_but_used(tmp_path: Path) -> None:
 def test_everything_is_saved(tmp_path: Path) -> None:
     written = result().save(tmp_path / "new")
     assert sorted(path.name for path in written) == [
-        "figure.png",
         "report.md",
         "result.json",
         "trainer.py",
@@ -187,14 +185,6 @@ def test_the_explanation_says_what_happened() -> None:
     assert nothing.startswith("Leave it as it is: nothing that was tried gains enough in time")
     assert result(()).table.title.endswith("leave it as it is")
     assert not result(()).improved
-
-
-def test_the_figure_has_every_trial_that_ran() -> None:
-    axes = result().plot().axes[0]
-    assert len(axes.collections) == 4  # verdicts
-    assert {text.get_text() for text in axes.texts} == {
-        trial.name for trial in TRIALS if trial.ratio is not None
-    }
 
 
 # --- numbers ------------------------------------------------------------------------------------
