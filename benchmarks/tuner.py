@@ -154,7 +154,6 @@ def plan_for(name: str, device: str, budget: float) -> Plan:
         objective=Objective("throughput"),
         budget=budget,
         timeout=120.0,
-        memory_limit=None,
     )
 
 
@@ -174,11 +173,11 @@ def measure(name: str, device: str, budget: float) -> dict[str, Any]:
     plan = plan_for(name, device, budget)
     with empty_cache():
         begun = time.monotonic()
-        tuned = Tuning(plan, None, True, Progress(budget, enabled=False)).run()
+        tuned = Tuning(plan, None, Progress(budget, enabled=False)).run()
         tuner_seconds = time.monotonic() - begun
     with empty_cache():
         begun = time.monotonic()
-        grid = Grid(dataclasses.replace(plan), None, True, Progress(budget, enabled=False))
+        grid = Grid(dataclasses.replace(plan), None, Progress(budget, enabled=False))
         every = grid.run()
         grid_seconds = time.monotonic() - begun
         answer, best = tuned.switches, every.switches

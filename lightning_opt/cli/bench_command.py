@@ -20,7 +20,6 @@ from lightning_opt.cli.parsing import (
     make_parser,
     names_of,
     parse_job,
-    preset_of,
 )
 from lightning_opt.cli.settings import settings_of
 from lightning_opt.profiling.comparing.compare import compare
@@ -66,9 +65,6 @@ def parser() -> LightningArgumentParser:
     made.add_argument("--rounds", type=PositiveInt, default=12, help="Turns of each training.")
     made.add_argument("--starts", type=PositiveInt, default=3, help="New processes for each.")
     made.add_argument(
-        "--timeout", type=float, default=300.0, help="Seconds that a start or a turn may take."
-    )
-    made.add_argument(
         "--out", type=str | None, metavar="FOLDER", help="Where to write JSON, table and figure."
     )
     made.add_argument("--json", action="store_true", help="Write the result as JSON.")
@@ -91,7 +87,6 @@ def run(words: Sequence[str]) -> int:
         starts=options.starts,
         seed=job.seed,
         seconds=options.seconds,
-        timeout=options.timeout,
     )
     if options.json:
         sys.stdout.write(result.to_json() + "\n")
@@ -113,14 +108,8 @@ def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[
     default = None if options.against else "basic,advanced"
     found = {"plain": dict(job.trainer)}
     presets = names_of(options.preset or default)
-    parts = {name: {part.name for part in preset_of(name).parts} for name in presets}
-    for left_out in names_of(options.without):
-        if not any(left_out in names for names in parts.values()):
-            known = ", ".join(sorted(set().union(*parts.values())))
-            raise UsageError(f"No preset here has {left_out!r}; they have {known}.")
     for name in presets:
-        without = [part for part in names_of(options.without) if part in parts[name]]
-        found[name] = settings_of(job, name, ",".join(without))
+        found[name] = settings_of(job, name, options.without)
     for path in names_of(options.against):
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path}, which --against names.")

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from jsonargparse import (  # type: ignore[attr-defined]
     ActionConfigFile,
@@ -20,9 +20,6 @@ from lightning_opt.cli.errors import UsageError
 from lightning_opt.cli.targets import Recipe, Targets, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
-
-if TYPE_CHECKING:
-    from collections.abc import Callable
 
 TARGETS = """\
 model and data:
@@ -75,17 +72,17 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
 
 def add_targets(parser: LightningArgumentParser) -> None:
     """Add model, data, Trainer and what else a configuration of LightningCLI may have."""
-    shown = {id(action) for action in parser._actions}
-    parser.add_lightning_class_args(LightningModule, "model", subclass_mode=True, required=False)
-    parser.add_lightning_class_args(LightningDataModule, "data", subclass_mode=True, required=False)
-    parser.add_lightning_class_args(Trainer, "trainer")
-    parser.add_optimizer_args((Optimizer,))
-    parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
-    parser.add_argument("--ckpt_path", default=None)
-    parser.add_argument("--weights_only", default=None)
-    for action in parser._actions:
-        if id(action) not in shown:
-            action.help = argparse.SUPPRESS
+
+    def add() -> None:
+        for base, name in ((LightningModule, "model"), (LightningDataModule, "data")):
+            parser.add_lightning_class_args(base, name, subclass_mode=True, required=False)
+        parser.add_lightning_class_args(Trainer, "trainer")
+        parser.add_optimizer_args((Optimizer,))
+        parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+        parser.add_argument("--ckpt_path", default=None)
+        parser.add_argument("--weights_only", default=None)
+
+    hide(parser, add)
     for group in parser._action_groups:
         if not any(action.help != argparse.SUPPRESS for action in group._group_actions):
             group.title = group.description = None
@@ -95,6 +92,15 @@ def add_targets(parser: LightningArgumentParser) -> None:
         "as --trainer.devices 2 (lightning-opt fit --help lists them).",
     )
     group.add_argument("--seed_everything", type=int | bool, default=0, help="Seed.")
+
+
+def hide(parser: LightningArgumentParser, add: Callable[[], object]) -> None:
+    """Add arguments that the help does not list."""
+    shown = {id(action) for action in parser._actions}
+    add()
+    for action in parser._actions:
+        if id(action) not in shown:
+            action.help = argparse.SUPPRESS
 
 
 def add_preset(parser: LightningArgumentParser, default: str | None) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
@@ -10,7 +9,13 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import OK, UsageError
-from lightning_opt.cli.parsing import HelpFormatter, given_arguments, list_of_presets, preset_of
+from lightning_opt.cli.parsing import (
+    HelpFormatter,
+    given_arguments,
+    hide,
+    list_of_presets,
+    preset_of,
+)
 from lightning_opt.core.report import Report
 from lightning_opt.presets.registry import preset, preset_names
 
@@ -33,17 +38,13 @@ def make_parser() -> LightningArgumentParser:
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
-    parser.add_argument("--describe", type=str | None, metavar="PRESET", help="Say what is in it.")
+    parser.add_argument("preset", nargs="?", help="Say what is in it, and why.")
     parser.add_argument("--yaml", type=str | None, metavar="PRESET", help="Write it as YAML.")
     parser.add_argument(
         "--without", type=str | None, metavar="NAMES", help="Callbacks to leave out, with commas."
     )
     parser.add_argument("--json", action="store_true", help="Write tables as JSON.")
-    shown = {id(action) for action in parser._actions}
-    parser.add_lightning_class_args(Trainer, "trainer")
-    for action in parser._actions:
-        if id(action) not in shown:
-            action.help = argparse.SUPPRESS
+    hide(parser, lambda: parser.add_lightning_class_args(Trainer, "trainer"))
     parser._action_groups[-1].title = "where it is to be"
     parser._action_groups[
         -1
@@ -55,20 +56,17 @@ def make_parser() -> LightningArgumentParser:
 
 def run(words: Sequence[str]) -> int:
     """Run the command."""
-    words = list(words)
-    if words and not words[0].startswith("-"):
-        words.insert(0, "--describe")
     parser = make_parser()
     config = parser.parse_args(words)
-    if config.describe and config.yaml:
+    if config.preset and config.yaml:
         raise UsageError("Give one preset, to describe it or to write it as YAML.")
     trainer = given_arguments(parser, config.trainer)
     if config.yaml:
         chosen = preset_of(config.yaml, config.without)
         sys.stdout.write(chosen.to_yaml(**trainer))
         return OK
-    if config.describe:
-        report = preset_of(config.describe, config.without).describe(**trainer)
+    if config.preset:
+        report = preset_of(config.preset, config.without).describe(**trainer)
     else:
         report = overview()
     if config.json:

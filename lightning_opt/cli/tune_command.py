@@ -6,7 +6,6 @@ import sys
 from collections.abc import Sequence
 from typing import Literal
 
-from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import OK, UsageError
@@ -55,15 +54,8 @@ def parser() -> LightningArgumentParser:
     made.add_argument(
         "--max_slowdown", type=float, default=1.5, help="With --objective memory: of a step."
     )
-    made.add_argument("--min_gain", type=float, default=0.03, help="Share worth another switch.")
     made.add_argument(
         "--timeout", type=float | None, help="Seconds that a trial may take to start, or to answer."
-    )
-    made.add_argument(
-        "--memory_limit_mb", type=PositiveInt | None, help="Megabytes that a trial may take."
-    )
-    made.add_argument(
-        "--fresh", action="store_true", help="Begin anew instead of going on where it was."
     )
     made.add_argument("--quiet", action="store_true", help="No progress.")
     add_targets(made)
@@ -84,7 +76,6 @@ def run(words: Sequence[str]) -> int:
         raise UsageError(str(error)) from error
     folder = folder_of(options.out)
     assert folder is not None
-    limit = options.memory_limit_mb
     result = autotune(
         job.model,
         job.data,
@@ -93,11 +84,8 @@ def run(words: Sequence[str]) -> int:
         candidates=names_of(options.candidates) or None,
         base=settings_of(job, options.preset, options.without),
         journal=folder / "journal.jsonl",
-        resume=not options.fresh,
         max_slowdown=options.max_slowdown,
-        min_gain=options.min_gain,
         timeout=options.timeout,
-        memory_limit=None if limit is None else limit * 2**20,
         progress=not options.quiet,
     )
     result.table.print()

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import difflib
 import inspect
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
 
@@ -269,14 +270,14 @@ class Preset:
                 callbacks.append(choice.described())
         callbacks = sorted([*callbacks, *given], key=lambda entry: rank_of(_class_name(entry)))
         found = {**arguments, **self.arguments, **more, "callbacks": callbacks}
-        _check_plain(found, "the Trainer")
-        return found
+        plain: dict[str, Any] = json.loads(json.dumps(found, default=_refuse))
+        return plain
 
     def to_yaml(self, **more: Any) -> str:
         """Return a configuration that any LightningCLI can read; see :meth:`to_dict`."""
         import yaml  # type: ignore[import-untyped]
 
-        trainer = _plain(self.to_dict(**more))
+        trainer = self.to_dict(**more)
         head = f"# preset {self.name!r} of lightning_opt on this machine\n"
         text: str = yaml.safe_dump({"trainer": trainer}, sort_keys=False)
         return head + text
@@ -303,21 +304,8 @@ def _class_name(entry: Mapping[str, Any]) -> str:
     return str(entry["class_path"]).rpartition(".")[2]
 
 
-def _check_plain(value: Any, where: str) -> None:
-    if isinstance(value, Mapping):
-        for name, inner in value.items():
-            _check_plain(inner, f"{where}, {name}" if name != "init_args" else where)
-    elif isinstance(value, (list, tuple)):
-        for inner in value:
-            _check_plain(inner, where)
-    elif value is not None and not isinstance(value, (bool, int, float, str)):
-        raise ValueError(
-            f"A configuration file cannot hold {value!r} ({where}). Give it as a name or as "
-            "{'class_path': ..., 'init_args': {...}}."
-        )
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(inner) for key, inner in value.items()}
-    return [_plain(inner) for inner in value] if isinstance(value, (list, tuple)) else value
+def _refuse(value: object) -> NoReturn:
+    raise ValueError(
+        f"A configuration file cannot hold {value!r}. Give it as a name or as "
+        "{'class_path': ..., 'init_args': {...}}."
+    )

@@ -84,10 +84,6 @@ class Situation:
         """Return whether the user has said that a callback is to be left out."""
         return name in self.wishes and self.wishes[name] in (None, False)
 
-    def has(self, argument: str) -> bool:
-        """Return whether the user gives an argument of the Trainer."""
-        return self.arguments.get(argument) is not None
-
     @cached_property
     def device(self) -> str:
         """``"cpu"``, ``"cuda"``, ``"mps"``, ``"tpu"``, or the name of another accelerator."""

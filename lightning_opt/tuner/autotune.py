@@ -25,11 +25,9 @@ def autotune(
     candidates: Candidates | None = None,
     base: Settings | None = None,
     journal: str | Path | None = None,
-    resume: bool = True,
     max_slowdown: float = 1.5,
     min_gain: float = 0.03,
     timeout: float | None = None,
-    memory_limit: int | None = None,
     progress: bool = True,
 ) -> TuneResult:
     """Find which optimisations pay for a model on this machine, by trying them.
@@ -56,13 +54,11 @@ def autotune(
             True for one that is not tried by itself, to None to leave one out.
         base: Trainer arguments of the baseline, which all trials and the answer have too.
         journal: A file of JSON lines to which each trial is written when it ends. A search that was
-            interrupted goes on from it when it is called again.
-        resume: Whether to go on from a journal that is there.
+            interrupted goes on from it when it is called again; without the file it begins anew.
         max_slowdown: For ``"memory"``: how many times the baseline's time a step may take.
         min_gain: Share that an answer must gain; less is not worth another switch.
         timeout: Seconds that a trial may take for one block, or to start; by default a quarter of
             the budget, from 30 to 300, but at least four times what the baseline took to start.
-        memory_limit: Bytes that each trial may take.
         progress: Whether to say on standard error how far the search is.
 
     Returns:
@@ -92,9 +88,8 @@ def autotune(
         ),
         budget=seconds,
         timeout=None if timeout is None else positive("timeout", timeout),
-        memory_limit=memory_limit,
     )
-    return Tuning(plan, journal, resume, Progress(seconds, progress)).run()
+    return Tuning(plan, journal, Progress(seconds, progress)).run()
 
 
 def parse_budget(budget: str | float) -> float:

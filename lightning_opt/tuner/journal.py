@@ -20,16 +20,13 @@ class Journal:
     Args:
         path: Of the file; None keeps records in memory only.
         key: What has to be the same for records to be taken over.
-        resume: Whether to go on from what is there; otherwise it is moved aside too.
 
     Attributes:
         records: All records, old ones first.
         note: A sentence about what became of an existing file; empty where there was none.
     """
 
-    def __init__(
-        self, path: str | Path | None, key: Mapping[str, Any], *, resume: bool = True
-    ) -> None:
+    def __init__(self, path: str | Path | None, key: Mapping[str, Any]) -> None:
         self.records: list[dict[str, Any]] = []
         self.note = ""
         self._path = None if path is None else Path(path)
@@ -38,36 +35,28 @@ class Journal:
         path = self._path
         header = {"lightning_opt_tuner": FORMAT, "key": json.loads(json.dumps(dict(key)))}
         if path.exists() and path.stat().st_size:
-            self._read(path, header, resume)
+            self._read(path, header)
         else:
             path.parent.mkdir(parents=True, exist_ok=True)
         if not (path.exists() and path.stat().st_size):
             self._append(header)
 
-    def _read(self, path: Path, header: Mapping[str, Any], resume: bool) -> None:
+    def _read(self, path: Path, header: Mapping[str, Any]) -> None:
         lines, whole = _lines(path)
         first = lines[0] if lines else {}
-        if resume and first == header:
+        if first == header:
             self.records = lines[1:]
             self.note = f"{path} has {len(self.records)} records; going on from there."
             if whole < path.stat().st_size:  # a line that was being written when the end came
                 os.truncate(path, whole)
             return
-        aside = _free_name(path)
-        path.rename(aside)
-        if not resume:
-            self.note = f"{path} was moved to {aside.name}, as asked."
-            return
-        said = first.get("key") if isinstance(first.get("key"), dict) else None
-        if said is None:
-            self.note = f"{path} is no journal of this version; it was moved to {aside.name}."
-            return
-        differing = [
-            name for name in {**said, **header["key"]} if said.get(name) != header["key"].get(name)
-        ]
+        aside = path.with_name(f"{path.name}.old")
+        path.replace(aside)
+        said = first.get("key") or {}
+        differing = [name for name in header["key"] if said.get(name) != header["key"][name]]
         self.note = (
-            f"{path} is about something else ({', '.join(differing)} differ), so this search "
-            f"begins anew; the old journal is now {aside.name}."
+            f"This search begins anew, since it differs in {', '.join(differing)}; the old journal "
+            f"is now {aside.name}."
         )
 
     def add(self, record: Mapping[str, Any]) -> None:
@@ -99,10 +88,3 @@ def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
         found.append(record)
         whole += len(line)
     return found, whole
-
-
-def _free_name(path: Path) -> Path:
-    number = 1
-    while (aside := path.with_name(f"{path.name}.old{number}")).exists():
-        number += 1
-    return aside

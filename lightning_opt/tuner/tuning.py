@@ -17,6 +17,7 @@ import torch
 
 import lightning_opt
 from lightning_opt.core.cpus import available_cpus
+from lightning_opt.core.machine import cpu_flags
 from lightning_opt.tuner.journal import Journal
 from lightning_opt.tuner.progress import Progress
 from lightning_opt.tuner.report.result import TuneResult
@@ -45,7 +46,6 @@ class Plan:
     objective: Objective
     budget: float
     timeout: float | None = None
-    memory_limit: int | None = None
 
     def key(self) -> dict[str, Any]:
         """Return what has to be the same for trials of an earlier search to be worth something."""
@@ -55,10 +55,10 @@ class Plan:
             "base": self.base,
             "candidates": self.candidates,
             "objective": dataclasses.astuple(self.objective),
-            "memory_limit": self.memory_limit,
         }
         key = {name: fingerprint(value) for name, value in parts.items()}
-        return key | {"threads": torch.get_num_threads()} | machine()
+        cpu = {"cpu": fingerprint(sorted(cpu_flags())), "threads": torch.get_num_threads()}
+        return key | cpu | machine()
 
 
 class Tuning:
@@ -67,14 +67,11 @@ class Tuning:
     Args:
         plan: What to tune.
         journal: The file to go on from and to write to, or None.
-        resume: Whether to go on from it.
         progress: Is told how far it is.
     """
 
-    def __init__(
-        self, plan: Plan, journal: str | Path | None, resume: bool, progress: Progress
-    ) -> None:
-        self._plan, self._path, self._resume, self._progress = plan, journal, resume, progress
+    def __init__(self, plan: Plan, journal: str | Path | None, progress: Progress) -> None:
+        self._plan, self._path, self._progress = plan, journal, progress
         self._begun = time.monotonic()
         self._space = Space("", Facts(), [], plan.base)
         self._trials: dict[Switches, Trial] = {}
@@ -93,7 +90,7 @@ class Tuning:
         """Search, and return the answer."""
         with tempfile.TemporaryDirectory(prefix="lightning_opt_tune_") as folder:
             self._folder = Path(folder)
-            self._journal = Journal(self._path, self._plan.key(), resume=self._resume)
+            self._journal = Journal(self._path, self._plan.key())
             try:
                 self._read_journal()
                 self._begin()
@@ -155,7 +152,6 @@ class Tuning:
             self._space.settings(switches, {"callbacks": [watch]}),
             timeout=self._timeout(),
             label=" + ".join(switches) or "baseline",
-            memory_limit=self._plan.memory_limit,
             wait=False,
         )
         return fit, file
@@ -180,8 +176,6 @@ class Tuning:
         self._space = Space(
             self._plan.objective.name, facts, self._plan.candidates, self._plan.base
         )
-        # On a CPU a limit holds for each process alone, so that another try would end alike.
-        self._arena.shared = facts.device != "cpu" or self._plan.memory_limit is None
         losses = list(baseline.losses)
         self._trials[()] = Trial(
             (), "baseline", ratio=1.0, low=1.0, high=1.0, seconds=baseline.step,
@@ -226,7 +220,7 @@ class Tuning:
 def machine() -> dict[str, Any]:
     """Return on what, and with which versions, trials run."""
     return {
-        "cpu": _cpu_name(),
+        "machine": platform.machine(),
         "cpus": available_cpus(),
         "gpus": torch.cuda.device_count(),
         "python": platform.python_version(),
@@ -234,12 +228,3 @@ def machine() -> dict[str, Any]:
         "lightning": lightning.__version__,
         "lightning_opt": lightning_opt.__version__,
     }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    named = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return named[0] if named else platform.processor() or platform.machine()

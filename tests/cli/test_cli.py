@@ -123,7 +123,7 @@ def test_help_teaches(command, capsys):
         (["tune", "PROJECT:Small", "--budget", "soon"], "soon"),
         (["tune", "PROJECT:Small", "--candidates", "bf16,compil"], "did you mean 'compile'?"),
         (["bench", "PROJECT:Small", "--preset", "none"], "There is no preset 'none'"),
-        (["bench", "PROJECT:Small", "--without", "Nothing"], "No preset here has 'Nothing'"),
+        (["bench", "PROJECT:Small", "--without", "Nothing"], "has no 'Nothing'"),
         (["bench", "PROJECT:Small", "--against", "no.yaml"], "There is no file no.yaml"),
         (["profile", "PROJECT:Small", "--trainer.max_steps=3"], "--steps says how many"),
         (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),

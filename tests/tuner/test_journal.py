@@ -56,27 +56,19 @@ def test_a_header_that_was_cut_begins_anew(tmp_path: Path) -> None:
     path.write_bytes(content[:20])
     journal = Journal(path, KEY)
     assert journal.records == []
-    assert "no journal of this version; it was moved to j.old1" in journal.note
-    assert (tmp_path / "j.old1").read_bytes() == content[:20]
+    assert "begins anew, since it differs in machine, settings, versions" in journal.note
+    assert (tmp_path / "j.old").read_bytes() == content[:20]
 
 
 def test_another_machine_or_setting_begins_anew_and_says_what_differs(tmp_path: Path) -> None:
     path = tmp_path / "j"
     content = written(path)
-    (tmp_path / "j.old1").write_text("in the way")
     journal = Journal(path, {**KEY, "settings": "xyz", "more": 1})
     assert journal.records == []
-    assert "(settings, more differ)" in journal.note
-    assert (tmp_path / "j.old2").read_bytes() == content
+    assert "it differs in settings, more; the old journal is now j.old." in journal.note
+    assert (tmp_path / "j.old").read_bytes() == content
     journal.add(RECORDS[0])
     assert Journal(path, {**KEY, "settings": "xyz", "more": 1}).records == [RECORDS[0]]
-
-
-def test_on_request_it_begins_anew(tmp_path: Path) -> None:
-    written(tmp_path / "j")
-    journal = Journal(tmp_path / "j", KEY, resume=False)
-    assert journal.records == []
-    assert journal.note.endswith("as asked.")
 
 
 def test_without_a_path_records_are_kept_in_memory() -> None:

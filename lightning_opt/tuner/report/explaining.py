@@ -25,7 +25,6 @@ def explain(
         lines += about
         if best.startup and best.startup > 1:
             lines.append(f"The first step takes {best.startup:.0f} s longer than a later one.")
-    lines += _ratios(tried)
     for trial in tried:
         if trial.verdict == "rejected":
             lines.append(f"Rejected, since it changes the result: {trial.name}; {trial.why}.")
@@ -56,20 +55,3 @@ def _answer(objective: str, best: Trial, tried: bool) -> str:
         f"{best.low or 0:.2f} to {best.high or math.inf:.2f}), peak memory is "
         f"{best.peak_ratio or math.nan:.2f} of what it was."
     )
-
-
-def _ratios(tried: Sequence[Trial]) -> list[str]:
-    """Return what each switch does alone, and what came of those that were joined."""
-    timed = {trial.switches: trial.ratio for trial in tried if trial.ratio is not None}
-    singles = sorted((ratio, names[0]) for names, ratio in timed.items() if len(names) == 1)
-    if not singles:
-        return []
-    words = ", ".join(f"{name} {ratio:.2f}" for ratio, name in singles)
-    lines = [f"Time of a step with one switch alone, as a share of the baseline's: {words}."]
-    for names, ratio in timed.items():
-        product = math.prod(timed.get((name,), 1.0) for name in names)
-        if len(names) > 1:
-            near = abs(ratio / product - 1) < 0.04
-            verdict = "as the product of its parts" if near else f"its parts give {product:.2f}"
-            lines.append(f"Together: {' + '.join(names)} {ratio:.2f}, {verdict}.")
-    return lines

@@ -104,14 +104,11 @@ class TuneResult:
 
     def _table_notes(self) -> list[str]:
         machine = ", ".join(f"{name} {value}" for name, value in self.facts.items())
-        left = [f"{name} ({reason})" for name, reason in self._space.left_out.items()]
-        notes = [
+        return [
             "time, memory: shares of the baseline's; the interval is at 90%. gradient: cosine to "
             "the baseline's from equal weights and batches, where they differ most.",
-            f"Left out: {'; '.join(left)}." if left else "",
             f"{len(self.trials) - 1} trials in {self.seconds:.0f} s; {machine}.",
         ]
-        return [note for note in notes if note]
 
     def explain(self) -> str:
         """Return in sentences what was tried, what came of it, and why the answer is what it is."""

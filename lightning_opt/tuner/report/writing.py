@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import keyword
 from collections.abc import Mapping
 from typing import Any
-
-from lightning_opt.tuner.search.settings import LISTS, listed
 
 
 def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
     """Return a configuration that LightningCLI reads: the Trainer's arguments under ``trainer``."""
     import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
-    content = {"trainer": _simple(settings)}
+    content = {"trainer": json.loads(json.dumps(settings))}  # tuples as lists
     return head + str(yaml.safe_dump(content, sort_keys=False, default_flow_style=False))
 
 
@@ -26,13 +25,6 @@ def to_python(settings: Mapping[str, Any], head: str = "") -> str:
     call = f"trainer = L.Trainer(\n{arguments})\n" if arguments else "trainer = L.Trainer()\n"
     lines = "\n".join(sorted(imports))
     return f"{head}{lines}\n\n{call}"
-
-
-def _simple(value: Any) -> Any:
-    """Return the value with tuples as lists, and lists of callbacks always as lists."""
-    if isinstance(value, Mapping):
-        return {key: _simple(listed(item) if key in LISTS else item) for key, item in value.items()}
-    return [_simple(item) for item in value] if isinstance(value, (list, tuple)) else value
 
 
 def _source(value: Any, imports: set[str], depth: int) -> str:

@@ -58,31 +58,25 @@ def plain(settings: Settings) -> Mapping[str, Any]:
     return found
 
 
-def class_name(value: Any) -> str | None:
-    """Return the class's name of a callback or plugin that is an object or is yet to be made."""
-    if isinstance(value, Mapping):
-        return str(value.get("class_path", "")).rpartition(".")[2] or None
-    return None if isinstance(value, str) else type(value).__name__
-
-
 def classes(settings: Mapping[str, Any]) -> set[str]:
     """Return the names of the classes of all callbacks and plugins."""
-    found = (class_name(item) for name in LISTS for item in listed(settings.get(name)))
-    return {name for name in found if name}
+    found = [item for name in LISTS for item in listed(settings.get(name))]
+    return {
+        str(item["class_path"]).rpartition(".")[2]
+        if isinstance(item, Mapping)
+        else type(item).__name__
+        for item in found
+        if not isinstance(item, str)
+    }
 
 
-def clash(one: Settings, other: Settings) -> str | None:
-    """Return why two parts cannot be joined, or None if they can.
-
-    They cannot if both give another value to one argument, or both bring a callback of one class.
-    """
+def clash(one: Settings, other: Settings) -> bool:
+    """Return whether two parts give an argument other values, or both a callback of a class."""
     first, second = plain(one), plain(other)
-    for name in first.keys() & second.keys() - set(LISTS):
-        if first[name] != second[name]:
-            return f"both set {name}"
-    if shared := classes(first) & classes(second):
-        return f"both bring {', '.join(sorted(shared))}"
-    return None
+    shared = first.keys() & second.keys() - set(LISTS)
+    return any(first[name] != second[name] for name in shared) or bool(
+        classes(first) & classes(second)
+    )
 
 
 def is_written(value: Any) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -188,12 +189,11 @@ class Space:
                 self.left_out[switch.name] = reason
             else:
                 self.switches[switch.name] = switch
-        self._refused = {
-            frozenset((one, other)): reason
-            for one in self.switches
-            for other in self.switches
-            if one < other and (reason := _refusal(self.switches[one], self.switches[other]))
-        }
+        self._refused = [
+            {one.name, other.name}
+            for one, other in itertools.combinations(self.switches.values(), 2)
+            if _exclude_each_other(one, other)
+        ]
 
     def _in_base(self, switch: Switch) -> str | None:
         base, settings = plain(self.base), plain(switch.settings)
@@ -211,16 +211,8 @@ class Space:
 
     def allows(self, names: Iterable[str]) -> bool:
         """Return whether the switches can all be on at once."""
-        return not any(self.refusals(names))
-
-    def refusals(self, names: Iterable[str]) -> list[str]:
-        """Return why some of the switches exclude each other."""
         wanted = set(names)
-        return [
-            f"{' and '.join(sorted(pair))}: {reason}"
-            for pair, reason in self._refused.items()
-            if pair <= wanted
-        ]
+        return not any(pair <= wanted for pair in self._refused)
 
     def interacts(self, one: str, other: str) -> bool:
         """Return whether the effect of two switches together may be far from the product."""
@@ -298,12 +290,11 @@ def _own(name: str, value: Any) -> Switch:
     return Switch(name, value, about="one of your own")
 
 
-def _refusal(one: Switch, other: Switch) -> str | None:
+def _exclude_each_other(one: Switch, other: Switch) -> bool:
     if one.kind and one.kind == other.kind:
-        return f"both are about {one.kind}"
-    if {one.kind, other.kind} == {"compile", "checkpointing"} and "checkpointing_selective" in (
-        one.name,
-        other.name,
-    ):
-        return "it looks at single operators, which a compiled graph does not have"
+        return True
+    # It looks at single operators, which a compiled graph does not have.
+    kinds, selective = {one.kind, other.kind}, "checkpointing_selective"
+    if kinds == {"compile", "checkpointing"} and selective in (one.name, other.name):
+        return True
     return clash(one.settings, other.settings)

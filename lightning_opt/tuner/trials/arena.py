@@ -67,8 +67,6 @@ class Arena:
         baseline: What all are compared with.
         objective: Decides how closely a trial is looked at.
         deadline: Time of ``time.monotonic`` at which no trial is begun and none goes on.
-        shared: Whether trials take memory from each other, so that what ran out of it may have
-            enough alone.
         on_begin: Told which configuration is begun.
     """
 
@@ -79,12 +77,11 @@ class Arena:
         objective: Objective,
         *,
         deadline: float = math.inf,
-        shared: bool = True,
         on_begin: Callable[[Switches], None] = lambda switches: None,
     ) -> None:
         self._start, self.baseline, self.objective = start, baseline, objective
         self.deadline, self._on_begin = deadline, on_begin
-        self.shared, self.crowded = shared, False
+        self.crowded = False
         self._costs: list[float] = []
 
     def measure(self, configurations: Sequence[Switches]) -> Iterator[Trial]:
@@ -117,9 +114,7 @@ class Arena:
                 raise
             self.crowded = True  # it found no room beside the candidate
             trial = Trial(switches, "out of memory")
-        if trial.verdict == "out of memory" and self.shared:
-            return self._alone(switches)
-        return trial
+        return self._alone(switches) if trial.verdict == "out of memory" else trial
 
     def _alone(self, switches: Switches) -> Trial:
         """Try one with the device to itself, against the baseline's blocks from before."""

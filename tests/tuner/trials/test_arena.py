@@ -194,12 +194,6 @@ def test_where_there_is_room_for_one_random_numbers_are_drawn_alone(tmp_path: Pa
     assert world.started[-1] == ((), True)
 
 
-def test_where_a_limit_holds_for_each_alone_nothing_is_tried_twice(tmp_path: Path) -> None:
-    world = world_of(tmp_path, big=Plan(fails=(3, "out of memory")))
-    assert run(world, [("big",)], shared=False)[("big",)].verdict == "out of memory"
-    assert len(world.started) == 2
-
-
 @pytest.mark.parametrize("when", [0, 1, 7, 12, 30])
 def test_a_baseline_that_fails_by_itself_is_an_error(tmp_path: Path, when: int) -> None:
     world = world_of(tmp_path, a=Plan())
