@@ -60,7 +60,6 @@ def run(words: Sequence[str]) -> int:
             MemoryProfiler(every_n_steps=often, figure=None, file=None),
             LeakDetector(every_n_steps=max(1, steps // 20), warmup_steps=steps // 5),
         ],
-        enable_progress_bar=False,
     )
     if not trainer.is_global_zero:
         return OK

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lightning.pytorch import Callback, Trainer
+from lightning.pytorch import Trainer
 from lightning.pytorch.cli import (
     ArgsType,
     LightningArgumentParser,
@@ -38,11 +38,17 @@ package.module.Class, works too.
 """
 
 
-class PresetCLI(LightningCLI):
-    """A LightningCLI with ``--preset`` and ``--without``.
+class Fit(LightningCLI):
+    """A LightningCLI with ``--preset`` and ``--without``, and no other subcommand than ``fit``."""
 
-    Takes the place of LightningCLI in a script of one's own.
-    """
+    @staticmethod
+    def subcommands() -> dict[str, set[str]]:
+        """Return what the command can do."""
+        return {"fit": LightningCLI.subcommands()["fit"]}
+
+    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
+        """Parse the words without LightningCLI's warning of the arguments of this process."""
+        self.config = parser.parse_args(args)  # type: ignore[arg-type]
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options."""
@@ -63,68 +69,30 @@ class PresetCLI(LightningCLI):
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer with the preset's callbacks and arguments."""
-        config = self.config if self.subcommand is None else self.config[self.subcommand]
+        config = self.config.fit
         # What is saved is read by a LightningCLI that knows neither.
         name, without = config.pop("preset"), config.pop("without")
-        given = self._given()
         if name is None:
-            return super().instantiate_trainer(**given, **kwargs)
+            return super().instantiate_trainer(**kwargs)
         preset = preset_of(name, without).for_model(self.model)
-        extra = self._extra_callbacks()
-        theirs = [*_as_list(given.pop("callbacks", None)), *extra]
-        chosen = [choice for choice in preset.choose(**given, callbacks=theirs) if choice.is_on]
-        arguments = preset.trainer_kwargs(**given, callbacks=theirs)
-        arguments["callbacks"] = [
-            callback
-            for callback in arguments["callbacks"]
-            if not any(callback is other for other in extra)
-        ]
+        defaults = self._parser("fit").get_defaults().trainer
+        given = {
+            name: self.config_init.fit.trainer[name]
+            for name, value in vars(config.trainer).items()
+            if value != vars(defaults).get(name)
+        }
+        theirs = plain(config.trainer.callbacks) or []
+        ours = []
+        for choice in preset.choose(**given):
+            if choice.is_on and choice.part.is_callback:
+                ours.append(choice.described())
+            elif choice.is_on:
+                config.trainer[choice.part.name] = choice.settings
         config.trainer.callbacks = sorted(
-            [
-                *(choice.described() for choice in chosen if choice.part.is_callback),
-                *_as_list(plain(config.trainer.callbacks)),
-            ],
+            [*ours, *(theirs if isinstance(theirs, list) else [theirs])],
             key=lambda entry: rank_of(entry["class_path"].rpartition(".")[2]),
         )
-        for choice in chosen:
-            if not choice.part.is_callback:
-                config.trainer[choice.part.name] = choice.settings
-        return super().instantiate_trainer(**arguments, **kwargs)
-
-    def _given(self) -> dict[str, Any]:
-        """Return what the user says of the Trainer, callbacks and others made."""
-        config = self._get(self.config, "trainer")
-        defaults = self._parser(self.subcommand).get_defaults().trainer
-        made = self._get(self.config_init, "trainer")
-        given = {
-            name: made[name]
-            for name, value in vars(config).items()
-            if value != vars(defaults).get(name) or name in self.trainer_defaults
-        }
-        given.pop("callbacks", None)
-        if made["callbacks"]:
-            given["callbacks"] = made["callbacks"]
-        return given
-
-    def _extra_callbacks(self) -> list[Callback]:
-        """Return the callbacks that LightningCLI appends by itself."""
-        keys = self._parser(self.subcommand).callback_keys
-        return [
-            *(self._get(self.config_init, key) for key in keys),
-            *_as_list(self.trainer_defaults.get("callbacks")),
-        ]
-
-
-class _Fit(PresetCLI):
-    """The command, which has no other subcommand than ``fit``."""
-
-    @staticmethod
-    def subcommands() -> dict[str, set[str]]:
-        return {"fit": LightningCLI.subcommands()["fit"]}
-
-    def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        # LightningCLI would warn of the arguments of this process.
-        self.config = parser.parse_args(args)  # type: ignore[arg-type]
+        return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
 
 
 def run(words: Sequence[str]) -> int:
@@ -137,7 +105,7 @@ def run(words: Sequence[str]) -> int:
             f"--{kind} {target} is a function, and fit needs a class, whose arguments can be given "
             f"as --{kind}.<name>."
         )
-    _Fit(
+    Fit(
         args=["fit", *translated],
         seed_everything_default=0,
         parser_kwargs={
@@ -147,9 +115,3 @@ def run(words: Sequence[str]) -> int:
         },
     )
     return OK
-
-
-def _as_list(value: Any) -> list[Any]:
-    if value is None:
-        return []
-    return list(value) if isinstance(value, (list, tuple)) else [value]

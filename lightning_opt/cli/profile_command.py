@@ -63,7 +63,7 @@ def run(words: Sequence[str]) -> int:
         trace=job.options.trace,
         print_table=False,
     )
-    trainer = fit_shortly(job, job.options.steps, profiler=profiler, enable_progress_bar=False)
+    trainer = fit_shortly(job, job.options.steps, profiler=profiler)
     if trainer.is_global_zero:
         report = profiler.report()
         if job.options.json:

@@ -9,16 +9,8 @@ from lightning.pytorch import seed_everything
 
 from lightning_opt.cli.errors import UsageError
 from lightning_opt.cli.parsing import Job, preset_of
+from lightning_opt.worker.gate import QUIET
 from lightning_opt.worker.recipes import instantiate
-
-QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 0,
-}
-"""What a short training is without, unless asked for."""
 
 
 def fit_shortly(job: Job, steps: int, **settings: Any) -> pl.Trainer:
@@ -45,7 +37,7 @@ def fit_shortly(job: Job, steps: int, **settings: Any) -> pl.Trainer:
     callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
     kinds = {type(callback) for callback in callbacks}
     callbacks += [callback for callback in own if type(callback) not in kinds]
-    arguments = {**QUIET, "max_steps": steps, "max_epochs": -1, **settings, **given}
+    arguments = {**QUIET, "max_steps": steps, **settings, **given}
     name = job.options.get("preset")
     if name:
         preset = preset_of(name, job.options.get("without")).for_model(model)

@@ -19,7 +19,6 @@ from lightning_opt.kernels.fused_optimizer.fused_optimizer import FusedOptimizer
 from lightning_opt.kernels.runtime.runtime import Runtime
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.cleanup.memory_cleanup import MemoryCleanup
-from lightning_opt.presets.parts import Obstacle
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.situation import Situation
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
@@ -49,7 +48,7 @@ def basic() -> Preset:
             AdaptiveClipping,
             why="clips gradients at a threshold learnt from the run",
             costs="shares its norms with the two above; changes the steps that it clips",
-            obstacle=_first(_deepspeed, _clips_itself),
+            obstacle=_no_clipping,
         )
         .plus(
             PerformanceMonitor,
@@ -159,25 +158,16 @@ def ultra() -> Preset:
 # --- why not --------------------------------------------------------------------------------------
 
 
-def _first(*obstacles: Obstacle) -> Obstacle:
-    """Return the obstacle that gives the first reason of several."""
-
-    def obstacle(situation: Situation) -> str | None:
-        return next((reason for one in obstacles if (reason := one(situation))), None)
-
-    return obstacle
-
-
 def _deepspeed(situation: Situation) -> str | None:
     if situation.strategy == "deepspeed":
         return "DeepSpeed keeps gradients and optimizers to itself"
     return None
 
 
-def _clips_itself(situation: Situation) -> str | None:
+def _no_clipping(situation: Situation) -> str | None:
     if situation.arguments.get("gradient_clip_val"):
         return "the Trainer clips by gradient_clip_val, and both would clip twice"
-    return None
+    return _deepspeed(situation)
 
 
 def _no_bf16(situation: Situation) -> str | None:

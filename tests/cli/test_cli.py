@@ -17,7 +17,6 @@ from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
 from lightning_opt.cli import main
-from lightning_opt.cli.fit_command import PresetCLI
 from lightning_opt.cli.targets import Recipe, Targets
 from tests.cli.small_project import Small, SmallData
 from tests.helpers.models import SmallNet
@@ -337,23 +336,6 @@ def test_fit_looks_at_the_model_before_it_takes_a_preset():
         "--trainer.max_steps=4",
     ]
     assert main([*words, "--without=CompileModel,DataPipelineTuner", *BARE]) == 0
-
-
-@pytest.mark.usefixtures("_quiet_jsonargparse")
-def test_in_a_script_of_ones_own():
-    """Callbacks that the script brings stand for the preset's, and are there once."""
-    mine = lo.AdaptiveClipping("zclip")
-    cli = PresetCLI(
-        Small,
-        SmallData,
-        args=["fit", "--preset=basic", "--trainer.max_steps=1", *BARE],
-        trainer_defaults={"callbacks": [mine], "gradient_clip_val": None},
-        save_config_callback=None,
-        seed_everything_default=0,
-    )
-    found = [c for c in cli.trainer.callbacks if isinstance(c, lo.AdaptiveClipping)]
-    assert found == [mine]
-    assert any(isinstance(callback, lo.NonFiniteGuard) for callback in cli.trainer.callbacks)
 
 
 # --- a whole configuration under plain LightningCLI -----------------------------------------------
