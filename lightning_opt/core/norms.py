@@ -11,8 +11,6 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +38,7 @@ _grad, _layout, _dtype, _written = map(attrgetter, ("grad", "layout", "dtype", "
 
 @dataclass(slots=True)
 class Gradients:
-    """The gradients of one optimizer as plain, dense, local tensors.
+    """The gradients of one optimizer as plain, dense, local tensors of real numbers.
 
     Attributes:
         parameters: The parameters that have a gradient, in the optimizer's order.
@@ -59,10 +57,14 @@ class Gradients:
         """Whether scalars of these gradients are Python floats."""
         return not self.tensors or wants_host(self.tensors[0].device)
 
+    def state(self) -> tuple[int, ...]:
+        """Return a value that changes when a gradient is written in place or replaced."""
+        return (sum(map(_written, self.tensors)), *map(id, map(_grad, self.parameters)))
+
     def scale_(self, coefficient: Scalar) -> None:
         """Multiply every gradient by ``coefficient``, in place and without a synchronisation."""
         if isinstance(coefficient, Tensor):
-            for (device, dtype), places in _by_kind(self.tensors).items():
+            for (device, dtype), places in by_kind(self.tensors).items():
                 # The gradients' own dtype keeps the fused kernel; 1 is exact in every dtype, so a
                 # gradient that is not clipped is not changed.
                 factor = coefficient.to(device=device, dtype=dtype, non_blocking=True)
@@ -112,9 +114,9 @@ def collect_gradients(
 ) -> Gradients:
     """Collect the gradients of ``parameters``, leaving out those that have none.
 
-    Sparse gradients are coalesced in place and represented by their values. A shard without a
-    gradient (FSDP1 leaves None where a rank holds nothing of a parameter) becomes an empty tensor,
-    so that all ranks measure the same list.
+    Sparse gradients are coalesced in place and represented by their values, complex ones by their
+    real and imaginary parts. A shard without a gradient (FSDP1 leaves None where a rank holds
+    nothing of a parameter) becomes an empty tensor, so that all ranks measure the same list.
 
     Args:
         parameters: Parameters as an optimizer holds them.
@@ -128,7 +130,7 @@ def collect_gradients(
     tensors = [gradient for gradient in map(_grad, parameters) if gradient is not None]
     if len(tensors) < len(parameters):
         parameters = [parameter for parameter in parameters if parameter.grad is not None]
-    if not DENSE.issuperset(map(_layout, tensors)):
+    if not (DENSE.issuperset(map(_layout, tensors)) and COMPLEX.isdisjoint(map(_dtype, tensors))):
         tensors = list(map(_dense, parameters, tensors))
     return Gradients(parameters, tensors, [])
 
@@ -149,11 +151,18 @@ def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | N
 
 
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
-    if gradient.layout is torch.strided:
-        return gradient
-    if not gradient.is_coalesced():
-        gradient = parameter.grad = gradient.coalesce()  # duplicates must be added before a norm
-    return gradient._values()
+    if gradient.layout is not torch.strided:
+        if not gradient.is_coalesced():
+            gradient = parameter.grad = gradient.coalesce()  # duplicates must be added first
+        gradient = gradient.values()
+    if gradient.is_conj():
+        gradient = parameter.grad = gradient.resolve_conj()
+    return as_real(gradient)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as real and imaginary parts, which share its memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
 def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> GradientNorms:
@@ -218,10 +227,6 @@ def _sum_squares(squares: Tensor, groups: list[Groups]) -> Tensor:
 def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[float]:
     """Return one norm a tensor; reading it is free on a CPU, where these tensors are."""
     dtypes = set(map(_dtype, tensors))
-    if not dtypes.isdisjoint(COMPLEX):
-        # Same norm, and unlike a complex tensor it may be accumulated in a wider real dtype.
-        tensors = [torch.view_as_real(t.resolve_conj()) if t.is_complex() else t for t in tensors]
-        dtypes = set(map(_dtype, tensors))
     if dtype is None and not dtypes.isdisjoint(HALVES):
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
     return list(map(Tensor.item, torch._foreach_norm(tensors, 2, dtype)))
@@ -230,7 +235,7 @@ def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list
 def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
     """Return one 0-dimensional norm a tensor, in one kernel launch a (device, dtype)."""
     norms: list[Tensor] = list(tensors)
-    for (_, dtype), places in _by_kind(tensors).items():
+    for (_, dtype), places in by_kind(tensors).items():
         kind = [tensors[place] for place in places]
         measured = torch._foreach_norm(kind, 2, torch.float32 if dtype in HALVES else None)
         for place, norm in zip(places, measured, strict=True):
@@ -238,50 +243,9 @@ def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
     return norms
 
 
-def _by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
     """Return the places of the tensors of each device and dtype; foreach kernels take one kind."""
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault((tensor.device, tensor.dtype), []).append(place)
     return places
-
-
-class NormCache:
-    """The last measurement of each optimizer, so that a step's gradients are measured only once.
-
-    A measurement holds as long as the step's token is the same and no gradient has been written in
-    place since; autograd counts such writes.
-    """
-
-    def __init__(self) -> None:
-        self._last: WeakKeyDictionary[Optimizer, tuple[Any, GradientNorms]] = WeakKeyDictionary()
-
-    def measure(
-        self, optimizer: Optimizer, gradients: Gradients, *, step: Any, grad_scale: Scalar = 1.0
-    ) -> GradientNorms:
-        """Return the norms of ``gradients``, measured now or by an earlier caller of this step.
-
-        Args:
-            optimizer: Whose gradients they are.
-            gradients: What :func:`collect_gradients` returned at this step.
-            step: A value that is different at every step of this optimizer.
-            grad_scale: As for :func:`measure_norms`.
-        """
-        token = (step, *_version(gradients))
-        found = self._last.get(optimizer)
-        if found is None or found[0] != token:
-            found = (token, measure_norms(gradients, grad_scale=grad_scale))
-            self._last[optimizer] = found
-        return found[1]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._last.clear()
-
-
-def _version(gradients: Gradients) -> tuple[int, int]:
-    return len(gradients.tensors), sum(map(_written, gradients.tensors))
-
-
-norm_cache = NormCache()
-"""The measurements that all callbacks of a process share."""

@@ -9,6 +9,7 @@ them reads a tensor, and none creates one from host memory, which would also wai
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -96,6 +97,26 @@ def fill_like(like: Tensor, value: float) -> Tensor:
 def wide_dtype(device: torch.device) -> torch.dtype:
     """Return the widest floating dtype of a device: float64, or float32 on MPS, which lacks it."""
     return torch.float32 if device.type == "mps" else torch.float64
+
+
+def stack_scalars(values: Sequence[Scalar]) -> Tensor:
+    """Return scalars, of which at least one is a tensor, as a tensor on its device; reads none."""
+    like = next(value for value in values if isinstance(value, Tensor))
+    return torch.stack(
+        [
+            value.to(like.device, wide_dtype(like.device), non_blocking=True)
+            if isinstance(value, Tensor)
+            else fill_like(like, value)
+            for value in values
+        ]
+    )
+
+
+def read_scalars(values: Sequence[Scalar]) -> list[float]:
+    """Return scalars as floats; where they are tensors this waits for the device, once."""
+    if not any(isinstance(value, Tensor) for value in values):
+        return [float(value) for value in values]
+    return stack_scalars(values).tolist()  # as its caller asked
 
 
 def to_plain(value: Any) -> Any:

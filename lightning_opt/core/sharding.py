@@ -91,6 +91,14 @@ def sum_over(values: Tensor, groups: Groups) -> Tensor:
     return values
 
 
+def mean_over_ranks(values: Tensor) -> Tensor:
+    """Return the mean of ``values`` over all processes; themselves where there is only one."""
+    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
+        return values
+    dist.all_reduce(values)
+    return values / dist.get_world_size()
+
+
 def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
     """Combine figures of shards into those of whole tensors: one all-reduce a set of groups.
 

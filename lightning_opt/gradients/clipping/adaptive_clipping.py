@@ -11,10 +11,9 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.gradients.access import GradientAccess
 from lightning_opt.gradients.clipping.gradient_clipper import ClipTally, resolve_rule
 from lightning_opt.gradients.clipping.norm_rules import ClippingRule
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.gradients.gradient_callback import GradientCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -25,7 +24,7 @@ OFTEN = 0.3
 """Share of clipped steps, tensors or units above which clipping is no exception any more."""
 
 
-class AdaptiveClipping(RunCallback):
+class AdaptiveClipping(GradientCallback):
     """Clips gradients before each optimizer step, at a threshold learnt from the run itself.
 
     A fixed ``gradient_clip_val`` has to be found anew for each model and is wrong for most of a
@@ -65,12 +64,11 @@ class AdaptiveClipping(RunCallback):
     """
 
     rescales_gradients = True
-    """A guard must stand before it."""
 
     def __init__(self, rule: str | ClippingRule = "robust", every_n_steps: int = 50) -> None:
+        super().__init__()
         self.rule = resolve_rule(rule)
         self._schedule = Schedule(every_n_steps)
-        self._access = GradientAccess("AdaptiveClipping")
         self._tallies: dict[int, ClipTally] = {}
 
     @property
@@ -83,7 +81,6 @@ class AdaptiveClipping(RunCallback):
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
-        self._access.check_trainer(trainer)
         if trainer.gradient_clip_val:
             raise ValueError(
                 "AdaptiveClipping and Trainer(gradient_clip_val="
@@ -103,16 +100,16 @@ class AdaptiveClipping(RunCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learn the names and shards of the parameters."""
-        self._access.start(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
         self.rule.attach(pl_module)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Clip the gradients of one optimizer."""
-        index, step = self._access.measure(trainer, pl_module, optimizer)
+        index, step = self.measure(trainer, optimizer)
         if not step.gradients.tensors:
-            return  # `training_step` returned None: nothing happens, so nothing is reported
+            return  # no loss, or a step that a guard leaves out: nothing is reported
         tally = self._tallies.get(index)
         if tally is None:
             tally = self._tallies[index] = ClipTally(self.rule)
@@ -144,7 +141,7 @@ class AdaptiveClipping(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""
         self.rule.detach()
-        self._access.stop()
+        super().release(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the rule's state and counts for each optimizer, as plain types."""

@@ -6,11 +6,10 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.norms import GradientStep, collect_gradients, measure_norms
-from lightning_opt.core.scalars import Scalar, isfinite, to_plain
+from lightning_opt.core.scalars import Scalar, isfinite, read_scalars, to_plain, where
 from lightning_opt.gradients.clipping.norm_rules import (
     Clip,
     ClippingRule,
@@ -21,6 +20,7 @@ from lightning_opt.gradients.clipping.norm_rules import (
     ZClip,
 )
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
+from lightning_opt.gradients.names import plain_name
 
 RULES: dict[str, type[ClippingRule]] = {
     "robust": Robust,
@@ -79,11 +79,9 @@ class ClipTally:
             return Clip(0.0)
         norm = step.norms.total
         clip = rule.clip(step, self.state)
-        finite = isfinite(norm)
         self.steps += 1
-        self.nonfinite = self.nonfinite + (
-            1 - finite if not isinstance(finite, Tensor) else ~finite
-        )
+        # Never a sum of conditions: its type would be the default one, which may be bfloat16.
+        self.nonfinite = self.nonfinite + where(isfinite(norm), 0.0, 1.0)
         self.clipped = self.clipped + clip.clipped
         self.last = (norm, clip)
         return clip
@@ -93,14 +91,10 @@ class ClipTally:
         if self.last is None:
             return {}
         norm, clip = self.last
-        values = {
-            "norm": norm,
-            "threshold": clip.threshold,
-            "coefficient": clip.coefficient,
-            "clipped": self.clipped,
-            "nonfinite": self.nonfinite,
-        }
-        read = _read({name: value for name, value in values.items() if value is not None})
+        last = {"norm": norm, "threshold": clip.threshold, "coefficient": clip.coefficient}
+        values = {name: value for name, value in last.items() if value is not None}
+        values |= {"clipped": self.clipped, "nonfinite": self.nonfinite}
+        read = dict(zip(values, read_scalars(list(values.values())), strict=True))
         read["fraction"] = read.pop("clipped") / max(self.steps - read["nonfinite"], 1.0)
         return read
 
@@ -119,21 +113,6 @@ class ClipTally:
         self.steps = state_dict["steps"]
         self.nonfinite = state_dict["nonfinite"]
         self.clipped = state_dict["clipped"]
-
-
-def _read(values: dict[str, Scalar]) -> dict[str, float]:
-    devices = [value.device for value in values.values() if isinstance(value, Tensor)]
-    if not devices:
-        return {name: float(value) for name, value in values.items()}
-    stacked = torch.stack(
-        [
-            value.to(devices[0], torch.float64)
-            if isinstance(value, Tensor)
-            else torch.full((), value, dtype=torch.float64, device=devices[0])
-            for value in values.values()
-        ]
-    )
-    return dict(zip(values, stacked.tolist(), strict=True))  # the one read of a report
 
 
 class GradientClipper:
@@ -167,7 +146,7 @@ class GradientClipper:
         parameters: Iterable[Tensor] | None = None,
     ) -> None:
         self.rule = resolve_rule(rule)
-        self._names: dict[Tensor, str] = {p: name for name, p in module.named_parameters()}
+        self._names: dict[Tensor, str] = {p: plain_name(n) for n, p in module.named_parameters()}
         self._parameters = list(self._names if parameters is None else parameters)
         if any(parameter not in self._names for parameter in self._parameters):
             raise ValueError("Every parameter given must be one of the module's.")

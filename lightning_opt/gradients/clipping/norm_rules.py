@@ -115,7 +115,7 @@ class NormRule(ClippingRule):
         if isinstance(over, Tensor):
             coefficient = where(over, threshold / (norm + NORM_EPSILON), 1.0)
             step.gradients.scale_(coefficient)
-            return Clip(over, threshold, coefficient)
+            return Clip(where(over, 1.0, 0.0), threshold, coefficient)
         if not over:
             return Clip(0.0, threshold, 1.0)
         coefficient = threshold / (norm + NORM_EPSILON)

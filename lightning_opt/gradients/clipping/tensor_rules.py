@@ -5,19 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.conv import _ConvTransposeNd
 
 from lightning_opt.core.arguments import at_least, fraction, positive
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.norms import GradientStep
+from lightning_opt.core.norms import GradientStep, as_real
 from lightning_opt.core.scalars import isfinite, where, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
 from lightning_opt.core.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
+from lightning_opt.gradients.forward_order import ForwardOrder
+from lightning_opt.gradients.names import plain_name
 
 
 class FixedValue(ClippingRule):
@@ -179,10 +180,6 @@ class UnitWise(ClippingRule):
 
     needs_whole_tensors: ClassVar[bool] = True
 
-    _hooks: dict[nn.Module, Any]
-    _linears: list[nn.Linear]
-    _transposed: set[Tensor]
-
     def __init__(
         self,
         clip_factor: float = 0.01,
@@ -198,7 +195,8 @@ class UnitWise(ClippingRule):
                 f"got {exclude!r}. For one pattern write ['head.*']."
             )
         self.exclude = exclude
-        self.detach()
+        self._order, self._transposed = ForwardOrder(), set[Tensor]()
+        self._modules: dict[str, nn.Module] = {}
 
     def attach(self, module: nn.Module) -> None:
         """Find the transposed convolutions and listen for the order in which linear layers run.
@@ -211,7 +209,7 @@ class UnitWise(ClippingRule):
             if isinstance(child, _ConvTransposeNd):
                 self._transposed.add(child.weight)
         if isinstance(self.exclude, list):
-            names = [name for name, _ in module.named_parameters()]
+            names = [plain_name(name) for name, _ in module.named_parameters()]
             for pattern in self.exclude:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise ValueError(
@@ -219,24 +217,15 @@ class UnitWise(ClippingRule):
                         f"names are {names[:8]}."
                     )
         elif self.exclude == "final_linear":
-            linears = [child for child in module.modules() if isinstance(child, nn.Linear)]
-            if has_compiled_parts(module):
-                self._linears += linears  # a hook would force a compiled model to compile again
-            else:
-                for linear in linears:
-                    self._hooks[linear] = linear.register_forward_hook(self._note)
-
-    def _note(self, module: nn.Linear, args: Any, output: Any) -> None:
-        # First runs only: recomputation under activation checkpointing runs layers again, in
-        # another order.
-        self._linears.append(module)
-        self._hooks.pop(module).remove()
+            # First runs only: recomputation under activation checkpointing runs layers again, in
+            # another order.
+            self._order.watch(module, nn.Linear)
+            self._modules = dict(module.named_modules())
 
     def detach(self) -> None:
         """Remove the hooks of :meth:`attach`."""
-        for hook in getattr(self, "_hooks", {}).values():
-            hook.remove()
-        self._hooks, self._linears, self._transposed = {}, [], set()
+        self._order.stop()
+        self._order, self._modules, self._transposed = ForwardOrder(), {}, set()
 
     @torch.no_grad()
     def clip(self, step: GradientStep, state: State) -> Clip:
@@ -255,14 +244,14 @@ class UnitWise(ClippingRule):
                 step.gradients.parameters, step.gradients.tensors, strict=True
             )
             # A sparse gradient holds some rows only, so it has no shape to compare with.
-            if parameter not in excluded and gradient.shape == local_part(parameter).shape
+            if parameter not in excluded and gradient.shape == _real(parameter).shape
         ]
         if not pairs:
             return Clip(0.0)
         units = [self._unit(parameter) for parameter, _ in pairs]
         dims = [extended for extended, _ in units]
         groups = [members for _, members in units]
-        weights = [_unit_norms(local_part(p), d) for (p, _), d in zip(pairs, dims, strict=True)]
+        weights = [_unit_norms(_real(p), d) for (p, _), d in zip(pairs, dims, strict=True)]
         owns = [_unit_norms(g, d, accumulated) for (_, g), d in zip(pairs, dims, strict=True)]
         if any(members != COMPLETE for members in groups):
             weights, owns = _whole_norms(weights, groups), _whole_norms(owns, groups)
@@ -297,10 +286,10 @@ class UnitWise(ClippingRule):
                 if any(fnmatchcase(step.names[parameter], pattern) for pattern in self.exclude)
             }
         mine = set(step.gradients.parameters)
-        for linear in reversed(self._linears):
-            if linear.weight in mine:
-                return {linear.weight, linear.bias} if linear.bias is not None else {linear.weight}
-        return set()
+        lasts = (
+            set[Tensor](self._modules[name].parameters()) for name in reversed(self._order.ran)
+        )
+        return next((own for own in lasts if mine & own), set())
 
     def _unit(self, parameter: Tensor) -> tuple[tuple[int, ...], Groups]:
         """Return the dimensions that a unit extends over, and the groups that hold its rest."""
@@ -308,6 +297,8 @@ class UnitWise(ClippingRule):
         if sum(size > 1 for size in parameter.shape) > 1:
             axis = 1 if parameter in self._transposed else 0
             dims = tuple(dim for dim in dims if dim != axis)
+        if parameter.is_complex():
+            dims = (*dims, parameter.ndim)  # real and imaginary parts
         if not is_dtensor(parameter):
             return dims, COMPLETE
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -318,6 +309,11 @@ class UnitWise(ClippingRule):
             and mesh.size(mesh_dim) > 1
             and placement.dim % parameter.ndim in dims
         )
+
+
+def _real(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter in the form in which its gradient is collected."""
+    return as_real(local_part(parameter.detach()))
 
 
 def _unit_norms(

@@ -5,33 +5,29 @@ from __future__ import annotations
 import logging
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
-import torch.distributed as dist
-from lightning.pytorch import Callback
-from torch import nn
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least, positive, share
 from lightning_opt.core.loggers import log_scalars, save_figure
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
-from lightning_opt.gradients.access import GradientAccess
 from lightning_opt.gradients.curvature.curved_step import (
+    check_parameters,
     check_run,
     derivative_error,
-    mean_over_ranks,
+    mean_of_parts,
     twice_differentiable_loss,
 )
 from lightning_opt.gradients.curvature.hessian import (
     Product,
-    Tensors,
+    estimate_trace,
     hessian_product,
-    random_signs,
 )
 from lightning_opt.gradients.curvature.lanczos import largest_eigenvalue
 from lightning_opt.gradients.curvature.plot import draw_curvature
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -43,7 +39,7 @@ NAME = "CurvatureMonitor"
 FIGURE = "curvature.png"
 
 
-class CurvatureMonitor(Callback):
+class CurvatureMonitor(RunCallback):
     r"""Measures trace and largest eigenvalue of the training loss's Hessian, logs and draws them.
 
     The largest eigenvalue is the sharpness. Gradient descent with learning rate :math:`\eta` and
@@ -78,7 +74,8 @@ class CurvatureMonitor(Callback):
 
     Raises:
         ValueError: In ``__init__`` for settings out of range; in ``setup`` as
-            :class:`CurvaturePreconditioner`.
+            :class:`CurvaturePreconditioner`; in ``on_fit_start`` for complex weights and embeddings
+            with sparse gradients.
         RuntimeError: At the first look, if an operator has no second derivative.
 
     References:
@@ -107,25 +104,24 @@ class CurvatureMonitor(Callback):
         self.max_iterations = at_least("max_iterations", max_iterations, 1)
         self.tolerance = positive("tolerance", tolerance)
         self._figure = figure
-        self._access = GradientAccess(NAME)
         self._generator: torch.Generator | None = None
         self._looked: int | None = None
-        self._module: ref[nn.Module] | None = None
         self.history: list[dict[str, float]] = []
         """What was measured: one entry a look, with its ``step``."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before the model is wrapped."""
-        if stage != "fit":
-            return
-        self._access.check_trainer(trainer)
-        check_run(NAME, trainer, pl_module)
-        if self._module is None or self._module() is not pl_module:
-            self.history = []
-        self._module = ref(pl_module)
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            check_run(NAME, trainer, pl_module)
+
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget what was measured of another model."""
+        self.history = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Make room for the random vectors."""
+        check_parameters(NAME, pl_module)
         self._generator = torch.Generator(pl_module.device)
         self._looked = None
 
@@ -140,7 +136,7 @@ class CurvatureMonitor(Callback):
         self._looked = step
         measured = self._measure(trainer, pl_module, batch, batch_idx)
         if measured:
-            measured |= _edge(measured["sharpness"], trainer.optimizers[0])
+            measured |= edge_of(measured["sharpness"], trainer.optimizers[0])
             self.history.append({"step": float(step), **measured})
             log_scalars(trainer, {f"curvature/{key}": value for key, value in measured.items()})
 
@@ -159,23 +155,18 @@ class CurvatureMonitor(Callback):
                 return {}
             try:
                 product = _of_all_ranks(hessian_product(loss, params))
-                traces = []
-                for _ in range(self.n_samples):
-                    signs = [random_signs(parameter, generator) for parameter in params]
-                    parts = torch._foreach_mul(product(signs), signs)
-                    traces.append(torch.stack([part.sum() for part in parts]).sum())
+                trace = estimate_trace(product, params, self.n_samples, generator)
                 top = largest_eigenvalue(
                     product, params, self.max_iterations, self.tolerance, generator
                 )
             except (RuntimeError, NotImplementedError) as error:
                 raise derivative_error(NAME, error) from error
             del product, loss
-        samples = torch.stack(traces)  # read below, at a look only
         return {
             "sharpness": top.value,
             "residual": top.residual,
-            "trace": samples.mean().item(),
-            "trace_error": (samples.std() / self.n_samples**0.5).item(),
+            "trace": trace.value.item(),  # at a look only
+            "trace_error": trace.standard_error.item(),
         }
 
     def report(self) -> Report:
@@ -200,19 +191,9 @@ class CurvatureMonitor(Callback):
             except ImportError as error:
                 log.warning("No figure was saved. %s", error)
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Let go of the generator; Lightning calls no ``teardown`` after an exception."""
-        self._generator = None
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Let go of the generator."""
         self._generator = None
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured."""
@@ -224,13 +205,10 @@ class CurvatureMonitor(Callback):
 
 
 def _of_all_ranks(product: Product) -> Product:
-    def averaged(vectors: Tensors) -> list[torch.Tensor]:
-        return mean_over_ranks(product(vectors))
-
-    return averaged if dist.is_initialized() and dist.get_world_size() > 1 else product
+    return lambda vectors: mean_of_parts(product(vectors))
 
 
-def _edge(sharpness: float, optimizer: Optimizer) -> dict[str, float]:
+def edge_of(sharpness: float, optimizer: Optimizer) -> dict[str, float]:
     """Return the sharpness as a share of where plain or heavy-ball descent becomes unstable."""
     group = optimizer.param_groups[0]
     if not isinstance(optimizer, SGD) or len(optimizer.param_groups) > 1 or group["nesterov"]:

@@ -3,26 +3,25 @@
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch
-from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, share
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
-from lightning_opt.gradients.access import GradientAccess
 from lightning_opt.gradients.curvature.curved_step import (
+    check_parameters,
     check_run,
     derivative_error,
-    mean_over_ranks,
+    mean_of_parts,
     twice_differentiable_loss,
 )
 from lightning_opt.gradients.curvature.hessian import hessian_product, sample_diagonal
 from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
+from lightning_opt.gradients.gradient_callback import GradientCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -30,7 +29,7 @@ if TYPE_CHECKING:
 NAME = "CurvaturePreconditioner"
 
 
-class CurvaturePreconditioner(Callback):
+class CurvaturePreconditioner(GradientCallback):
     r"""Divides gradients by an average of the Hessian's diagonal before each optimizer step.
 
     Every ``every_n_steps`` steps the loss of a part of the training batch is differentiated twice,
@@ -72,7 +71,7 @@ class CurvaturePreconditioner(Callback):
     Raises:
         ValueError: In ``__init__`` for settings out of range; in ``setup`` under FSDP, DeepSpeed
             and ModelParallelStrategy, with manual optimisation, and with half-precision weights;
-            in ``on_fit_start`` for LBFGS.
+            in ``on_fit_start`` for LBFGS, complex weights and embeddings with sparse gradients.
         RuntimeError: At the first step, if an operator has no second derivative.
 
     References:
@@ -99,31 +98,31 @@ class CurvaturePreconditioner(Callback):
         seed: int = 0,
         log_every_n_steps: int = 50,
     ) -> None:
+        super().__init__()
         self._preconditioner = DiagonalPreconditioner(beta, power, damping, clip)
         self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
         self.fraction, self.seed = share("fraction", fraction), at_least("seed", seed, 0)
         self._schedule = Schedule(at_least("log_every_n_steps", log_every_n_steps, 1))
-        self._access = GradientAccess(NAME)
         self._steps = 0
         self._latest: dict[str, float] = {}
         self._batch: tuple[Any, int] | None = None
         self._generator: torch.Generator | None = None
-        self._module: ref[nn.Module] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before the model is wrapped."""
-        if stage != "fit":
-            return
-        self._access.check_trainer(trainer)
-        check_run(NAME, trainer, pl_module)
-        if self._module is None or self._module() is not pl_module:
-            self._steps, self._latest = 0, {}  # another model's curvature says nothing of this
-            self._preconditioner.load_state_dict({"average": {}, "mass": {}})
-        self._module = ref(pl_module)
+        super().setup(trainer, pl_module, stage)
+        if stage == "fit":
+            check_run(NAME, trainer, pl_module)
+
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget the curvature of another model."""
+        self._steps, self._latest = 0, {}
+        self._preconditioner.load_state_dict({"average": {}, "mass": {}})
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learn the names of the parameters."""
-        self._access.start(trainer, pl_module)
+        super().on_fit_start(trainer, pl_module)
+        check_parameters(NAME, pl_module)
         self._generator = torch.Generator(pl_module.device)
 
     def on_train_batch_start(
@@ -140,20 +139,20 @@ class CurvaturePreconditioner(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Precondition the gradients, after an estimate if one is due."""
-        _, gradients, scale = self._access.collect(trainer, pl_module, optimizer)
+        _, gradients, scale = self.collect(trainer, optimizer)
         if not gradients.tensors:
-            return  # `training_step` returned None
+            return  # no loss, or a step that a guard leaves out
         if self._steps % self.every_n_steps == 0:
             self._estimate(trainer, pl_module)
         self._steps += 1
-        names = [self._access.names[parameter] for parameter in gradients.parameters]
+        names = [self.names[parameter] for parameter in gradients.parameters]
         self._preconditioner.apply(names, gradients.tensors, scale)
         if self._schedule.is_due(self._steps):
             self._latest = self._measure(gradients.tensors, scale)
             log_scalars(trainer, {f"precondition/{k}": v for k, v in self._latest.items()})
 
     def _estimate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        params = {self._access.names[p]: p for p in module.parameters() if p.requires_grad}
+        params = {self.names[p]: p for p in module.parameters() if p.requires_grad}
         assert self._batch is not None
         assert self._generator is not None
         # From the step, so that a resumed run draws what an uninterrupted one would have.
@@ -172,7 +171,7 @@ class CurvaturePreconditioner(Callback):
                     raise derivative_error(NAME, error) from error
                 del product
             del loss
-        self._preconditioner.update(dict(zip(params, mean_over_ranks(sample), strict=True)))
+        self._preconditioner.update(dict(zip(params, mean_of_parts(sample), strict=True)))
 
     def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:
         averages = self._preconditioner.average().values()
@@ -192,23 +191,10 @@ class CurvaturePreconditioner(Callback):
         row = {"steps": self._steps, "estimates": estimates, **self._latest}
         return Report(NAME, [row])
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Let go of the model; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""
-        self._release()
-
-    def _release(self) -> None:
+        super().release(trainer)
         self._batch, self._generator = None, None
-        self._access.stop()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps seen and the average of the curvature."""

@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
-from torch import Tensor
-from torch._utils import _flatten_dense_tensors, _unflatten_dense_tensors
+from torch import Tensor, nn
 
 from lightning_opt.core.preserve import replaced
+from lightning_opt.core.sharding import mean_over_ranks
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, split_into
 from lightning_opt.core.trial import loss_of, without_a_trace
 from lightning_opt.gradients.curvature.hessian import twice_differentiable
@@ -43,6 +43,26 @@ def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> No
             f"{owner} needs weights in float32, and precision is {trainer.precision!r}. Second "
             "derivatives lose their digits in half precision; use 'bf16-mixed' or '16-mixed'."
         )
+
+
+def check_parameters(owner: str, module: nn.Module) -> None:
+    """Refuse models whose gradients are no dense real tensors. Call it in ``on_fit_start``.
+
+    Raises:
+        ValueError: For complex parameters and for embeddings with sparse gradients.
+    """
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise ValueError(
+                f"{owner} needs real parameters, and {name!r} is {parameter.dtype}. Keep its real "
+                "and imaginary parts as real parameters (torch.view_as_complex joins them)."
+            )
+    for name, part in module.named_modules():
+        if isinstance(part, (nn.Embedding, nn.EmbeddingBag)) and part.sparse:
+            raise ValueError(
+                f"{owner} needs dense gradients, and those of {name!r} are sparse. Use "
+                "sparse=False there."
+            )
 
 
 @contextmanager
@@ -101,13 +121,13 @@ def derivative_error(owner: str, error: Exception) -> RuntimeError:
     )
 
 
-def mean_over_ranks(parts: list[Tensor]) -> list[Tensor]:
+def mean_of_parts(parts: list[Tensor]) -> list[Tensor]:
     """Return the mean over all processes, by one all-reduce."""
-    if not dist.is_initialized() or dist.get_world_size() == 1:
-        return parts
-    flat = _flatten_dense_tensors([part.float() for part in parts])
-    dist.all_reduce(flat)
-    return list(_unflatten_dense_tensors(flat / dist.get_world_size(), parts))
+    if not dist.is_available() or not dist.is_initialized():
+        return parts  # without the copy
+    flat = mean_over_ranks(torch.cat([part.float().flatten() for part in parts]))
+    own = flat.split([part.numel() for part in parts])
+    return [mean.view_as(part) for mean, part in zip(own, parts, strict=True)]
 
 
 def _eager() -> Any:

@@ -19,13 +19,13 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
-from typing import Generic, Literal, TypeAlias, TypeVar
+from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_opt.core.arguments import at_least, one_of
+from lightning_opt.core.arguments import at_least
 from lightning_opt.core.preserve import isolated_random
 from lightning_opt.gradients.curvature.lanczos import Eigenvalue, largest_eigenvalue
 
@@ -34,11 +34,7 @@ Loss: TypeAlias = Tensor | Callable[[Tensors], Tensor]
 Product: TypeAlias = Callable[[Tensors], list[Tensor]]
 """Multiplies the Hessian with vectors that have the shapes of the parameters."""
 
-Method: TypeAlias = Literal["hutchinson", "exact"]
 Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
-
-MOST_UNIT_ELEMENTS = 2**22
-"""Elements of the unit vectors that go through one batched backward pass."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +43,8 @@ class Estimate(Generic[Value]):
 
     Attributes:
         value: A scalar, or one tensor a parameter in its shape.
-        standard_error: Of ``value``, in its shape: zero if exact, NaN from a single sample.
-        n_samples: Random vectors used; 0 if exact.
+        standard_error: Of ``value``, in its shape; NaN from a single sample.
+        n_samples: Random vectors used.
     """
 
     value: Value
@@ -98,27 +94,24 @@ def hessian_diagonal(
     loss: Loss,
     params: Tensors,
     n_samples: int = 1,
-    method: Method = "hutchinson",
     generator: torch.Generator | None = None,
 ) -> Estimate[tuple[Tensor, ...]]:
-    r"""Return the diagonal of the loss's Hessian.
+    r"""Return the diagonal of the loss's Hessian, by Hutchinson's estimator.
 
-    ``"hutchinson"`` takes the mean of :math:`z \odot H z` over random signs :math:`z`: unbiased,
-    with a variance of the squared entries beside the diagonal (Bekas et al. 2007).
-    ``"exact"`` takes one product for each element: for small models and for tests.
+    It is the mean of :math:`z \odot H z` over random signs :math:`z`: unbiased, with a variance of
+    the squared entries beside the diagonal (Bekas et al. 2007).
 
     Args:
         loss: See :func:`hessian_vector_product`. A function is evaluated once.
         params: Tensors that the loss depends on.
         n_samples: Random vectors, at least 1.
-        method: ``"hutchinson"`` or ``"exact"``.
         generator: Of the random signs, on the device of ``params``.
 
     Returns:
         One tensor a parameter, with standard errors.
 
     Raises:
-        ValueError: For an unknown method, ``n_samples`` below 1, or a loss that is no scalar.
+        ValueError: For ``n_samples`` below 1, or a loss that is no scalar.
 
     Example:
         >>> import torch
@@ -127,12 +120,8 @@ def hessian_diagonal(
         >>> lo.hessian_diagonal((x**3).sum(), [x]).value
         (tensor([ 6., 12.]),)
     """
-    one_of("method", method, ("hutchinson", "exact"))
     at_least("n_samples", n_samples, 1)
     loss, params = _evaluated(loss, params)
-    if method == "exact":
-        exact = tuple(_exact_diagonal(loss, params))
-        return Estimate(exact, tuple(torch.zeros_like(part) for part in exact), 0)
     product = hessian_product(loss, params)
     moments = [_Moments() for _ in params]
     for _ in range(n_samples):
@@ -151,37 +140,27 @@ def hessian_trace(
     loss: Loss,
     params: Tensors,
     n_samples: int = 10,
-    method: Method = "hutchinson",
     generator: torch.Generator | None = None,
 ) -> Estimate[Tensor]:
     r"""Return the trace of the loss's Hessian, which is the sum of its eigenvalues.
 
-    ``"hutchinson"`` takes the mean of :math:`z^\top H z` over random signs :math:`z`
-    (Hutchinson 1990).
+    Hutchinson's estimator is the mean of :math:`z^\top H z` over random signs :math:`z`.
 
     Args:
         loss: See :func:`hessian_vector_product`. A function is evaluated once.
         params: Tensors that the loss depends on.
         n_samples: Random vectors, at least 1.
-        method: ``"hutchinson"`` or ``"exact"``.
         generator: Of the random signs, on the device of ``params``.
 
     Returns:
         A 0-dimensional tensor, with its standard error.
 
     Raises:
-        ValueError: For an unknown method, ``n_samples`` below 1, or a loss that is no scalar.
+        ValueError: For ``n_samples`` below 1, or a loss that is no scalar.
     """
-    one_of("method", method, ("hutchinson", "exact"))
     at_least("n_samples", n_samples, 1)
     loss, params = _evaluated(loss, params)
-    if method == "exact":
-        exact = _total(_exact_diagonal(loss, params))
-        return Estimate(exact, torch.zeros_like(exact), 0)
-    product, moment = hessian_product(loss, params), _Moments()
-    for _ in range(n_samples):
-        moment.add(_total(sample_diagonal(product, params, generator)))
-    return Estimate(moment.mean, moment.standard_error(), n_samples)
+    return estimate_trace(hessian_product(loss, params), params, n_samples, generator)
 
 
 def top_eigenvalue(
@@ -256,6 +235,16 @@ def sample_diagonal(
     signs = [random_signs(parameter, generator) for parameter in params]
     torch._foreach_mul_(signs, product(signs))
     return signs
+
+
+def estimate_trace(
+    product: Product, params: Tensors, n_samples: int, generator: torch.Generator | None = None
+) -> Estimate[Tensor]:
+    """Return the trace, estimated from products with the Hessian."""
+    moment = _Moments()
+    for _ in range(n_samples):
+        moment.add(_total(sample_diagonal(product, params, generator)))
+    return Estimate(moment.mean, moment.standard_error(), n_samples)
 
 
 def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -344,40 +333,6 @@ def _forward_over_reverse(
         parameters = tuple(parameter.detach() for parameter in params)
         outputs = torch.func.jvp(gradient, parameters, tuple(v.detach() for v in vectors))
     return tuple(outputs[1])
-
-
-def _exact_diagonal(loss: Tensor, params: Tensors) -> list[Tensor]:
-    gradients = _gradients(loss, params)
-    return [
-        torch.zeros_like(parameter)
-        if gradient is None or not gradient.requires_grad
-        else _diagonal_of_block(gradient, parameter)
-        for parameter, gradient in zip(params, gradients, strict=True)
-    ]
-
-
-def _diagonal_of_block(gradient: Tensor, parameter: Tensor) -> Tensor:
-    """Differentiate each element of a gradient by its own parameter, some at a time."""
-    count = parameter.numel()
-    diagonal = torch.zeros_like(parameter).flatten()
-    at_once = max(1, MOST_UNIT_ELEMENTS // max(count, 1))
-    for start in range(0, count, at_once):
-        places = torch.arange(start, min(start + at_once, count), device=parameter.device)
-        units = torch.zeros(len(places), count, dtype=gradient.dtype, device=gradient.device)
-        units[torch.arange(len(places), device=units.device), places] = 1.0
-        with _told_of_attention():
-            (rows,) = torch.autograd.grad(
-                gradient,
-                parameter,
-                units.view(len(places), *gradient.shape),
-                retain_graph=True,
-                allow_unused=True,
-                is_grads_batched=True,
-            )
-        if rows is not None:
-            own = rows.reshape(len(places), count).gather(1, places[:, None])
-            diagonal[places] = own[:, 0]
-    return diagonal.view_as(parameter)
 
 
 def _total(parts: Tensors) -> Tensor:

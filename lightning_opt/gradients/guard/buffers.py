@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from lightning_opt.core.norms import by_kind
 from lightning_opt.core.scalars import Condition
 from lightning_opt.core.sharding import local_part
 
@@ -36,24 +37,18 @@ class BufferKeeper:
     def keep(self) -> None:
         """Copy the buffers as they are, and find out anew which there are."""
         # A buffer may be assigned anew at every step, so its place is what is remembered.
-        self._places: list[tuple[dict[str, Any], str]] = []
-        seen: set[int] = set()
+        found: dict[Tensor, tuple[nn.Module, str]] = {}
         for module in self._module.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is None or id(buffer) in seen or buffer.dtype is torch.bool:
-                    continue
-                if 0 < buffer.numel() <= LARGEST:
-                    seen.add(id(buffer))
-                    self._places.append((module._buffers, name))
-        kinds: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+            for name, buffer in module.named_buffers(recurse=False):
+                if 0 < buffer.numel() <= LARGEST and buffer.dtype is not torch.bool:
+                    found.setdefault(buffer, (module, name))
+        self._places = list(found.values())
         live = self._live()
-        for place, buffer in enumerate(live):
-            kinds.setdefault((buffer.device, buffer.dtype), []).append(place)
         self._form = self._form_of(live)
         # The copies of one kind lie in one piece of memory, so that they are chosen in one kernel.
         self._kinds = []
         self._kept = list(live)
-        for places in kinds.values():
+        for places in by_kind(live).values():
             whole = _join(live, places)
             self._kinds.append((places, whole))
             parts = whole.split([live[place].numel() for place in places])
@@ -79,7 +74,7 @@ class BufferKeeper:
             torch._foreach_copy_(self._kept, live)
 
     def _live(self) -> list[Tensor]:
-        found = [buffers.get(name) for buffers, name in self._places]
+        found = [getattr(module, name, None) for module, name in self._places]
         return [local_part(buffer.detach()) for buffer in found if buffer is not None]
 
     @staticmethod

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from lightning_opt.core.scalars import to_plain
-from lightning_opt.gradients.guard.faults import Detector, Kind, Symptoms
+from lightning_opt.gradients.guard.detector import Detector, Kind, Symptoms
 from lightning_opt.gradients.guard.ladder import Action, Ladder
 
 
@@ -14,7 +14,7 @@ class Judge:
 
     Args:
         ladder: How faults are answered.
-        spike: For :class:`~lightning_opt.gradients.guard.faults.Detector`.
+        spike: For :class:`~lightning_opt.gradients.guard.detector.Detector`.
     """
 
     def __init__(self, ladder: Ladder, spike: float | None) -> None:
@@ -26,18 +26,12 @@ class Judge:
 
     def standing(self, index: int) -> dict[str, Any]:
         """Return the state of one optimizer: ``ladder``, ``usual`` and ``overflows``."""
-        if index not in self._optimizers:
-            self._optimizers[index] = {
-                "ladder": self.ladder.init(),
-                "usual": self.detector.init(),
-                "overflows": 0,
-            }
-        return self._optimizers[index]
+        new = {"ladder": self.ladder.init(), "usual": self.detector.init(), "overflows": 0}
+        return self._optimizers.setdefault(index, new)
 
     def judge(self, index: int, symptoms: Symptoms) -> tuple[Kind, Action] | None:
         """Count a step whose symptoms were read; return its fault and the answer, if it has one."""
-        standing = self.standing(index)
-        kind = symptoms.kind
+        standing, kind = self.standing(index), symptoms.kind
         if kind is not None:
             spike = kind in ("loss_spike", "gradient_spike")
             return kind, self.ladder.step_up(standing["ladder"], spike=spike)
@@ -55,12 +49,13 @@ class Judge:
 
     def scalars(self) -> dict[str, float]:
         """Return what is logged, all of it on the host already."""
-        standings = list(self._optimizers.values())
-        ladders = [standing["ladder"] for standing in standings] or [self.ladder.init()]
+        overflows = sum(standing["overflows"] for standing in self._optimizers.values())
+        ladders = [standing["ladder"] for standing in self._optimizers.values()]
+        ladders = ladders or [self.ladder.init()]
         return {
             "guard/skipped": float(sum(ladder["skipped"] for ladder in ladders)),
             "guard/consecutive": float(max(ladder["consecutive"] for ladder in ladders)),
-            "guard/overflows": float(sum(standing["overflows"] for standing in standings)),
+            "guard/overflows": float(overflows),
             "guard/lr_scale": float(min(ladder["lr_scale"] for ladder in ladders)),
             "guard/rollbacks": float(self.rollbacks),
         }
@@ -74,7 +69,6 @@ class Judge:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._optimizers = {
-            int(index): to_plain(item) for index, item in state_dict["optimizers"].items()
-        }
+        optimizers = state_dict["optimizers"]
+        self._optimizers = {int(index): to_plain(item) for index, item in optimizers.items()}
         self.rollbacks = state_dict["rollbacks"]

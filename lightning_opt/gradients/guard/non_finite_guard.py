@@ -3,42 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
 import torch.distributed as dist
-from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
+from lightning_opt.core.scalars import stack_scalars
 from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.gradients.access import (
-    GradientAccess,
-    loss_of_step,
-    loss_scale_of,
-    unscales_itself,
-)
+from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.guard.buffers import BufferKeeper
-from lightning_opt.gradients.guard.events import Event, EventLog
-from lightning_opt.gradients.guard.faults import Symptoms
-from lightning_opt.gradients.guard.incidents import (
-    Fault,
-    Sighting,
-    explain,
-    gather,
-    record_faults,
-)
+from lightning_opt.gradients.guard.damage import DamageWatch
+from lightning_opt.gradients.guard.detector import Symptoms
+from lightning_opt.gradients.guard.event_log import EventLog
+from lightning_opt.gradients.guard.incident import KINDS, Event, Incident, describe
 from lightning_opt.gradients.guard.judge import Judge
 from lightning_opt.gradients.guard.ladder import ACTIONS, Ladder, Policy
-from lightning_opt.gradients.guard.skipping import UpdateControl, skips_on_device
-from lightning_opt.gradients.guard.snapshot import Snapshot, nonfinite_names
+from lightning_opt.gradients.guard.losses import LossLedger, mean_loss
+from lightning_opt.gradients.guard.snapshot import Snapshot
+from lightning_opt.gradients.guard.update_control import UpdateControl, skips_on_device
+from lightning_opt.gradients.loss_scale import loss_scale
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -47,7 +36,7 @@ RESTORES_OF_A_SNAPSHOT = 3
 """A run that fails so often before it has earned a new snapshot is getting nowhere."""
 
 
-class NonFiniteGuard(Callback):
+class NonFiniteGuard(GradientCallback):
     """Leaves out optimizer steps that would ruin the run, and climbs a ladder if they go on.
 
     A step is left out if the loss of one of its batches, on any rank, is NaN or infinite, if the
@@ -76,7 +65,8 @@ class NonFiniteGuard(Callback):
     Under the fp16 loss scaler a gradient that is not finite with a loss that is counts as an
     overflow, the scaler's normal business, unless the loss scale is already below 1.
 
-    Put it before :class:`AdaptiveClipping`, which then does not see what was left out.
+    Put it before :class:`AdaptiveClipping`, which then does not count what was left out. Gradients
+    of such a step stay readable for hooks and other callbacks.
 
     Logged at faults and every ``every_n_steps`` optimizer steps:
 
@@ -103,7 +93,6 @@ class NonFiniteGuard(Callback):
             ``max_consecutive``.
         lr_recovery_steps: Good steps in which one scaling is made up for.
         every_n_steps: Steps between logged values, at least 1.
-        events_file: A file that each event is appended to as a line of JSON.
         save_batch: Whether to save the batches of faults, five a rank at most, as ``guard/*.pt`` in
             the Trainer's log folder.
 
@@ -130,36 +119,30 @@ class NonFiniteGuard(Callback):
         rollback_after: int = 6,
         lr_recovery_steps: int = 100,
         every_n_steps: int = 50,
-        events_file: str | Path | None = None,
         save_batch: bool = False,
     ) -> None:
+        super().__init__()
         self.ladder = Ladder(
             policy, backoff_after, rollback_after, max_consecutive, lr_backoff, lr_recovery_steps
         )
         self.spike = None if spike is None else positive("spike", spike)
         self.snapshot_every_n_steps = at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
         self._schedule = Schedule(every_n_steps)
-        self._log = EventLog(events_file, save_batch)
-        self._access = GradientAccess("NonFiniteGuard")
-        self._delayed: DelayedReads[tuple[int, Sighting | None]] = DelayedReads()
-        self._controls: list[UpdateControl] = []
-        self._module: ref[nn.Module] | None = None
-        self._reset()
-        self._forget_step()
-
-    def _reset(self) -> None:
         self._judge = Judge(self.ladder, self.spike)
-        self._steps = self._good_batches = self._restores = 0
-        self._log.clear()
+        self._log = EventLog(save_batch)
+        self._steps = 0
+        self._controls: list[UpdateControl] = []
+        self._start_run(None, [])
 
-    def _forget_step(self) -> None:
-        self._losses: list[Tensor] = []
+    def _start_run(self, buffers: BufferKeeper | None, optimizers: list[Optimizer]) -> None:
+        """Forget what belongs to a run."""
+        self._losses = LossLedger(optimizers)
         self._batches: list[tuple[int, Any]] = []
-        self._faults: list[Fault] = []
+        self._faults: list[Incident] = []
+        self._delayed: DelayedReads[Incident] = DelayedReads()
         self._stepped = self._log_due = False
-        self._snapshot = Snapshot()
-        self._buffers: BufferKeeper | None = None
-        self._delayed.clear()
+        self._good_batches = self._restores = 0
+        self._damage, self._snapshot, self._buffers = DamageWatch(), Snapshot(), buffers
 
     @property
     def events(self) -> list[Event]:
@@ -174,36 +157,34 @@ class NonFiniteGuard(Callback):
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before the model is wrapped."""
-        if stage != "fit":
-            return
-        self._access.check_trainer(trainer)
+        super().setup(trainer, pl_module, stage)
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
         before = callbacks[: callbacks.index(self)] if self in callbacks else []
         clipping = [other for other in before if getattr(other, "rescales_gradients", False)]
-        if clipping:
+        if clipping and stage == "fit":
             raise ValueError(
                 f"NonFiniteGuard must stand before {type(clipping[0]).__name__} in "
-                "Trainer(callbacks=[...]): "
-                "behind it, it would see spikes only after they have been clipped."
+                "Trainer(callbacks=[...]): behind it, it would see spikes only after they have "
+                "been clipped."
             )
-        if self._module is None or self._module() is not pl_module:
-            if self._module is not None:
-                self._reset()  # another model: what happened to the last one says nothing about it
-            self._module = ref(pl_module)
+
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget what happened to another model."""
+        self._judge, self._steps = Judge(self.ladder, self.spike), 0
+        self._log.clear()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learn the parameters, and take hold of the optimizers' updates."""
-        self._access.start(trainer, pl_module)
-        self._log.start(trainer)
+        super().on_fit_start(trainer, pl_module)
         self._release_controls()
         self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the buffers, and take the first snapshot, now that any checkpoint is loaded."""
-        self._forget_step()
-        self._buffers = BufferKeeper(pl_module)
+        self._start_run(BufferKeeper(pl_module), trainer.optimizers)
+        damaged = self._damaged(pl_module)
         if self.ladder.policy == "rollback":
-            self._take_snapshot(trainer, pl_module)
+            self._take_snapshot(trainer, pl_module, damaged)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -215,52 +196,55 @@ class NonFiniteGuard(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         """Remember the loss, unread; every micro-batch of an accumulation window counts."""
-        loss = loss.detach()
-        if is_dtensor(loss):
-            loss = loss.full_tensor()  # type: ignore[attr-defined]
-        self._losses.append(loss if loss.ndim == 0 else loss.sum())
+        self._losses.before_backward(loss)
+
+    def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Note whose gradients came from it."""
+        self._losses.after_backward()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Decide whether this update happens."""
-        index, step = self._access.measure(trainer, pl_module, optimizer)
-        losses, self._losses = self._losses, []
+        index, step = self.measure(trainer, optimizer)
+        losses = self._losses.take(index)
         batches, self._batches = self._batches, self._batches[-1:]
         distributed = trainer.world_size > 1 and dist.is_initialized()
         if not losses and not step.gradients.tensors and not distributed:
             return  # `training_step` returned None: there is nothing to judge
         standing = self._judge.standing(index)
         on_host = step.gradients.on_host
-        loss_scale = loss_scale_of(trainer, read=on_host)
+        scale = loss_scale(trainer)
+        known_scale = scale.item() if on_host and scale is not None else scale  # on a CPU
         symptoms = self._judge.detector.examine(
-            loss_of_step(trainer, losses, loss_scale, read=on_host),
+            mean_loss(trainer, losses, known_scale, read=on_host),
             step.norms.total,
             standing["usual"],
-            loss_scale=loss_scale,
+            loss_scale=known_scale,
             reduce_on=trainer.strategy.root_device if distributed else None,
         )
         deferred = not on_host and skips_on_device(optimizer)
         if not deferred:
             symptoms = symptoms.read()
         skip = symptoms.skip
-        sighting = None
-        if deferred or skip:
-            step_number, epoch = trainer.global_step, trainer.current_epoch
-            parameters = step.gradients.parameters
-            sighting = Sighting(step_number, epoch, losses, batches, parameters, step.norms)
+        incident = Incident(
+            trainer.global_step,
+            trainer.current_epoch,
+            index,
+            losses,
+            batches,
+            step.gradients.parameters,
+            step.norms,
+        )
         if deferred:
-            self._delayed.push(symptoms.stack(), (index, sighting))
+            self._delayed.push(stack_scalars(symptoms), incident)
             self._hear(self._delayed.due())
         else:
-            self._note(index, symptoms, sighting)
+            self._note(symptoms, incident)
+            (self.withheld.add if skip else self.withheld.discard)(index)
         if self._buffers is not None:
             self._buffers.settle(symptoms.fault)
-        self._controls[index].hold(
-            skip,
-            standing["ladder"]["lr_scale"],
-            scaler_looks=loss_scale is not None and unscales_itself(optimizer),
-        )
+        self._controls[index].hold(skip, standing["ladder"]["lr_scale"])
         self._steps += 1
         self._stepped = True
         self._log_due = self._log_due or self._schedule.is_due(self._steps)
@@ -279,19 +263,20 @@ class NonFiniteGuard(Callback):
         self._stepped = False
         log_due, self._log_due = self._log_due, False
         self._batches = []
+        self.withheld.clear()
         for control in self._controls:
             control.forget()
         if self._faults:
-            self._respond(trainer, pl_module)
+            self._respond(trainer, pl_module, self._damaged(pl_module))
             return
         self._good_batches += 1
         if self.ladder.policy == "rollback" and (self._good_batches >= self.snapshot_every_n_steps):
             self._hear(self._delayed.flush())
             if self._faults:
                 self._good_batches -= len(self._faults)  # they were not, as it turns out
-                self._respond(trainer, pl_module)
+                self._respond(trainer, pl_module, self._damaged(pl_module))
             else:
-                self._take_snapshot(trainer, pl_module)
+                self._take_snapshot(trainer, pl_module, self._damaged(pl_module))
         if log_due:
             log_scalars(trainer, self._judge.scalars())
 
@@ -299,29 +284,31 @@ class NonFiniteGuard(Callback):
         """Answer what the device has not told yet."""
         self._hear(self._delayed.flush())
         if self._faults:
-            self._respond(trainer, pl_module)
+            self._respond(trainer, pl_module, self._damaged(pl_module))
 
-    def _note(self, index: int, symptoms: Symptoms, sighting: Sighting | None) -> None:
+    def _note(self, symptoms: Symptoms, incident: Incident) -> None:
         """Take note of a step whose symptoms are known."""
-        verdict = self._judge.judge(index, symptoms)
+        assert incident.optimizer is not None
+        verdict = self._judge.judge(incident.optimizer, symptoms)
         if verdict is not None:
-            loss, norm = float(symptoms.loss), float(symptoms.norm)
-            self._faults.append(Fault(*verdict, index, loss, norm, sighting))
+            incident.kind, incident.action = verdict
+            incident.loss, incident.norm = float(symptoms.loss), float(symptoms.norm)
+            self._faults.append(incident)
 
-    def _hear(self, reads: Iterator[tuple[list[float], tuple[int, Sighting | None]]]) -> None:
+    def _hear(self, reads: Iterator[tuple[list[float], Incident]]) -> None:
         """Take note of earlier steps, whose symptoms come from the device only now."""
-        for values, (index, sighting) in reads:
-            self._note(index, Symptoms(*values), sighting)
+        for values, incident in reads:
+            self._note(Symptoms(*values), incident)
 
-    def _respond(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _respond(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, damaged: list[str]
+    ) -> None:
         """Do what the gravest of the faults demands. All ranks come here at the same step."""
         faults, self._faults = self._faults, []
-        weights = self._bad_weights(pl_module)
-        if weights:
+        if damaged:
             # No skip cures that. It may have come from a fault of the model or from anywhere else.
-            cause = faults[-1] if faults else Fault("nonfinite_weight", "skip")
-            cause.kind, cause.action = "nonfinite_weight", "rollback"
-            faults = [*faults[:-1], cause]
+            faults = faults or [Incident(trainer.global_step, trainer.current_epoch)]
+            faults[-1].kind, faults[-1].action = "nonfinite_weight", "rollback"
         gravest = max(faults, key=lambda fault: ACTIONS.index(fault.action))
         if gravest.action == "rollback" and (
             not self._snapshot or self._restores >= RESTORES_OF_A_SNAPSHOT
@@ -330,37 +317,44 @@ class NonFiniteGuard(Callback):
         if gravest.action == "rollback":
             self._roll_back(trainer, pl_module)
         log_scalars(trainer, self._judge.scalars())
-        events = record_faults(self._log, trainer, faults, weights, self._access.names)
+        events = self._log.record(trainer, faults, self.names, damaged)
         if gravest.action == "raise":
-            raise FloatingPointError(
-                explain(events[faults.index(gravest)], self._judge, self._steps)
-            )
+            raise FloatingPointError(self._explain(events[faults.index(gravest)]))
+
+    def _explain(self, event: Event) -> str:
+        """Return why the run is stopped at ``event``, and what to do about it."""
+        counts, ladder = self._judge.scalars(), self.ladder
+        return (
+            f"NonFiniteGuard(policy={ladder.policy!r}) stopped the run: {describe(event)}. Faults "
+            f"in a row: {counts['guard/consecutive']:.0f} (max_consecutive="
+            f"{ladder.max_consecutive}); steps skipped: {counts['guard/skipped']:.0f} of "
+            f"{self._steps}; rollbacks: {self._judge.rollbacks}. {KINDS[event['kind']][1]}"
+        )
 
     def _roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._snapshot.restore(trainer, self._tensors(pl_module))
+        self._snapshot.restore(trainer, {**self._weights(), **dict(pl_module.named_buffers())})
         self._judge.back_off()
         self._restores += 1
         self._good_batches = 0
         self._delayed.clear()  # what was under way concerned weights that are gone
         self._buffers = BufferKeeper(pl_module)
 
-    def _take_snapshot(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _take_snapshot(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, damaged: list[str]
+    ) -> None:
         """Copy everything, if the run is in good health."""
-        if self._bad_weights(pl_module):
-            self._respond(trainer, pl_module)
+        if damaged:
+            self._respond(trainer, pl_module, damaged)
             return
-        self._snapshot.take(trainer, self._tensors(pl_module))
+        self._snapshot.take(trainer, {**self._weights(), **dict(pl_module.named_buffers())})
         self._restores = self._good_batches = 0
 
-    def _bad_weights(self, pl_module: pl.LightningModule) -> list[str]:
-        """Return the weights and buffers that are not finite on any rank. A collective."""
-        of_ranks = gather(nonfinite_names(self._tensors(pl_module)))
-        return list(dict.fromkeys(name for names in of_ranks for name in names))
+    def _weights(self) -> dict[str, Tensor]:
+        """Return all parameters, as the optimizers hold them, by name."""
+        return {name: parameter for parameter, name in self.names.items()}
 
-    def _tensors(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
-        """Return all parameters, as the optimizers hold them, and all buffers, by name."""
-        parameters = {name: parameter for parameter, name in self._access.names.items()}
-        return {**parameters, **dict(pl_module.named_buffers())}
+    def _damaged(self, pl_module: pl.LightningModule) -> list[str]:
+        return self._damage.find(self._weights(), dict(pl_module.named_buffers()))
 
     def diagnose(self) -> list[Verdict]:
         """Return whether steps were left out."""
@@ -384,29 +378,16 @@ class NonFiniteGuard(Callback):
         title = f"NonFiniteGuard(policy={self.ladder.policy!r})"
         return self._log.report(title, [f"After {self._steps} steps: {counts}."])
 
-    def on_exception(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
-    ) -> None:
-        """Undo everything; Lightning calls no ``teardown`` after an exception."""
-        self._release()
-
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Undo everything."""
-        self._release()
-
-    def _release(self) -> None:
+        super().release(trainer)
         self._release_controls()
-        self._forget_step()
-        self._access.stop()
+        self._start_run(None, [])
 
     def _release_controls(self) -> None:
         for control in self._controls:
             control.release()
         self._controls = []
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts, back-off, history of losses and norms, and events, as plain types."""

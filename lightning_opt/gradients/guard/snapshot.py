@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import math
 from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -21,8 +20,8 @@ class Snapshot:
     """Model, optimizers, learning-rate schedulers and loss scaler as they were at one moment.
 
     It takes as much host memory as the model and its optimizers take on the device (on this rank:
-    shards are copied as shards). The memory is allocated once, pinned for CUDA, and used again.
-    Random number generators are left alone, so that the steps after a restore draw anew.
+    shards are copied as shards), pinned for CUDA. Random number generators are left alone, so that
+    the steps after a restore draw anew.
     """
 
     def __init__(self) -> None:
@@ -42,7 +41,8 @@ class Snapshot:
             "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
         }
-        self._held = copy_to_host(live, self._held)
+        self._held = {}  # first, so that its memory is used again
+        self._held = copy_to_host(live)
         _wait(tensors.values())
 
     @torch.no_grad()
@@ -72,27 +72,19 @@ class Snapshot:
         _wait(tensors.values())
 
 
-def copy_to_host(value: Any, into: Any = None) -> Any:
-    """Return a copy of ``value`` on the host, in the memory of ``into`` as far as that fits.
+def copy_to_host(value: Any) -> Any:
+    """Return a copy of ``value`` on the host.
 
     Of a DTensor this rank's part is copied. Copies from CUDA are only started.
     """
     if isinstance(value, Tensor):
         local = local_part(value.detach())
-        if not (
-            isinstance(into, Tensor) and into.shape == local.shape and into.dtype == local.dtype
-        ):
-            into = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
-        return into.copy_(local, non_blocking=True)
+        copied = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
+        return copied.copy_(local, non_blocking=True)
     if isinstance(value, dict):
-        old = into if isinstance(into, dict) else {}
-        return {key: copy_to_host(item, old.get(key)) for key, item in value.items()}
+        return {key: copy_to_host(item) for key, item in value.items()}
     if type(value) in (list, tuple):
-        past = into if isinstance(into, (list, tuple)) and len(into) == len(value) else value
-        return type(value)(
-            copy_to_host(item, before if past is into else None)
-            for item, before in zip(value, past, strict=True)
-        )
+        return type(value)(map(copy_to_host, value))
     return copy.deepcopy(value)
 
 
@@ -126,21 +118,6 @@ def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
             for place, item in enumerate(saved)
         )
     return copy.deepcopy(saved)
-
-
-def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
-    """Return the names of the floating tensors that hold a NaN or an infinity on this rank.
-
-    Waits for the device.
-    """
-    parts = {name: local_part(tensor.detach()) for name, tensor in tensors.items()}
-    floating = {n: t for n, t in parts.items() if t.is_floating_point() and t.numel()}
-    if not floating:
-        return []
-    # The largest magnitude is NaN if any is, and unlike a sum of squares it cannot overflow.
-    largest = [torch.linalg.vector_norm(tensor, math.inf) for tensor in floating.values()]
-    flags = torch.stack([torch.isfinite(value).to(largest[0].device) for value in largest])
-    return [name for name, finite in zip(floating, flags.tolist(), strict=True) if not finite]
 
 
 def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:

@@ -6,15 +6,16 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.sharding import wants_host
-from lightning_opt.gradients.health.findings import CRITICAL, WARNING, Finding
-from lightning_opt.gradients.health.measures import read_together
+from lightning_opt.core.scalars import wide_dtype
+from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Finding
+from lightning_opt.gradients.health.measures import largest_magnitude, read_together
 
 SATURATED_SHARE = 0.95
 """Share of an activation's outputs at its bounds from which it is called saturated."""
@@ -62,20 +63,18 @@ class BadOutput:
 class ActivationWatch:
     """Looks at the outputs of all leaf modules during training batches.
 
-    On an accelerator each output costs one reduction, and each input that is not the output of the
-    module before another; nothing is read until :meth:`take`. On a CPU it is one sum an output.
-    Modules under ``torch.compile`` are not watched, and functional calls cannot be.
+    Each tensor that leaves a module or enters the first costs one reduction; nothing is read until
+    :meth:`take`. Modules under ``torch.compile`` are not watched, and functional calls cannot be.
     """
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
         self._active = self._saturation = False
-        self._last: Tensor | None = None
+        self._known: dict[int, ref[Tensor]] = {}  # looked at in this batch
         self._calls: list[tuple[str, Tensor, Tensor]] = []
         self._record: Tensor | None = None
         self._batches: list[tuple[int, int, tuple[str, ...]]] = []
         self._shares: dict[str, Tensor] = {}
-        self._first: BadOutput | None = None  # of this window
         self._cause: BadOutput | None = None  # of an unbroken row of bad windows
         self._when = (0, 0)
 
@@ -100,42 +99,38 @@ class ActivationWatch:
         self._active, self._saturation, self._when = True, saturation, (epoch, batch)
 
     def _look(self, name: str) -> Any:
+        @torch.no_grad()
         def look(module: nn.Module, inputs: Any, output: Any) -> None:
             if not self._active:
                 return
-            with torch.no_grad():
-                for tensor in _floats(output):
-                    self._check(name, tensor.detach(), inputs)
-                    if self._saturation and type(module) in BOUNDS:
-                        low, high = BOUNDS[type(module)]
-                        outside = (tensor <= low) | (tensor >= high)
-                        self._shares[name] = outside.mean(dtype=torch.float32)
+            given = [self._reduce(tensor) for tensor in _floats(inputs) if self._is_new(tensor)]
+            for tensor in _floats(output):
+                largest = self._reduce(tensor)
+                came = torch.stack(given).sum() if given else torch.zeros_like(largest)
+                self._calls.append((name, came, largest))
+                if self._saturation and type(module) in BOUNDS:
+                    low, high = BOUNDS[type(module)]
+                    outside = (tensor <= low) | (tensor >= high)
+                    self._shares[name] = outside.mean(dtype=torch.float32)
 
         return look
 
-    def _check(self, name: str, output: Tensor, inputs: Any) -> None:
-        if wants_host(output.device):
-            if self._first is None and not math.isfinite(output.sum().item()):
-                if output.isfinite().all():
-                    return  # only the sum overflowed
-                made = all(bool(tensor.isfinite().all()) for tensor in _floats(inputs))
-                kind = "nan" if bool(output.isnan().any()) else "inf"
-                self._first = BadOutput(name, kind, made, *self._when)
-            return
-        given = [_largest(tensor) for tensor in _floats(inputs) if tensor is not self._last]
-        self._last = output
-        largest = _largest(output)
-        came = torch.stack(given).sum() if given else torch.zeros_like(largest)
-        self._calls.append((name, came, largest))
+    def _is_new(self, tensor: Tensor) -> bool:
+        known = self._known.get(id(tensor))
+        return known is None or known() is not tensor
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        self._known[id(tensor)] = ref(tensor)
+        return largest_magnitude(tensor.detach()).to(wide_dtype(tensor.device))
 
     def end_batch(self) -> None:
         """Look no longer, and note on the device whether this batch had the first bad output."""
-        self._active, self._last = False, None
+        self._active, self._known = False, {}
         if not self._calls:
             return
         names, inputs, outputs = zip(*self._calls, strict=True)
         self._calls = []
-        values = torch.stack([torch.stack(inputs), torch.stack(outputs)]).double()
+        values = torch.stack([torch.stack(inputs), torch.stack(outputs)])
         bad = values[1].isfinite().logical_not()
         first = bad.to(torch.int8).argmax()
         came, made = values.index_select(1, first[None]).unbind()  # `[:, first]` would read it
@@ -154,17 +149,18 @@ class ActivationWatch:
             scaled: Whether a loss scaler skips bad steps, which makes them less than critical.
         """
         record = [] if self._record is None else [self._record]
-        read = read_together([*record, *self._shares.values()])
+        read = read_together([*record, *(share[None] for share in self._shares.values())])
+        first = None
         if record:
-            found, place, batch, nan, made = map(int, read.pop(0))
+            found, place, batch, nan, made = map(int, read.pop(0).tolist())
             if found:
                 epoch, index, names = self._batches[batch]
                 kind = "nan" if nan else "inf"
-                self._first = BadOutput(names[place], kind, bool(made), epoch, index)
-        shares = {name: share[0] for name, share in zip(self._shares, read, strict=True)}
+                first = BadOutput(names[place], kind, bool(made), epoch, index)
+        shares = {name: share.item() for name, share in zip(self._shares, read, strict=True)}
         # Once weights are NaN every output is: what matters is the first of an unbroken row.
-        self._cause = (self._cause or self._first) if self._first else None
-        self._first, self._record, self._batches, self._shares = None, None, [], {}
+        self._cause = (self._cause or first) if first else None
+        self._record, self._batches, self._shares = None, [], {}
         findings = [
             Finding("saturated", WARNING, name, f"{share:.1%} of its outputs have no slope", share)
             for name, share in shares.items()
@@ -175,21 +171,13 @@ class ActivationWatch:
         return tuple(findings)
 
 
-def _largest(tensor: Tensor) -> Tensor:
-    if not tensor.numel():
-        return torch.zeros((), device=tensor.device)
-    largest: Tensor = torch.linalg.vector_norm(tensor.detach(), math.inf)
-    return largest.float()
-
-
 def _floats(values: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors among a module's inputs or outputs."""
     if isinstance(values, Tensor):
         if values.is_floating_point():
             yield values
     elif isinstance(values, dict):
-        for value in values.values():
-            yield from _floats(value)
+        yield from _floats(list(values.values()))
     elif isinstance(values, (list, tuple)):
         for value in values:
             yield from _floats(value)

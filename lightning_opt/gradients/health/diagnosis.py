@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
 
-from lightning_opt.gradients.health.findings import (
-    CRITICAL,
-    WARNING,
-    Finding,
-    Limits,
-    Snapshot,
-)
+from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Finding
 from lightning_opt.gradients.health.vitals import STALE, UNUSED, LayerVitals
 
 OVERFLOW_STREAK = 20
@@ -25,53 +22,101 @@ HALF_NORMAL = 2.0**-14
 """The smallest float16 that has its full precision; below 2^-24 there is only zero."""
 
 
-def diagnose(snapshot: Snapshot, limits: Limits) -> list[Finding]:
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The thresholds that a user sets; see :class:`lightning_opt.GradientHealth`."""
+
+    exploding: float = 100.0
+    vanishing: float = 1e-7
+    bottleneck: float = 100.0
+    imbalance: float = 100.0
+    dead_after: int = 3
+
+
+@dataclass
+class Evidence:
+    """What one report knows of one optimizer.
+
+    Attributes:
+        layers: In forward order.
+        totals: Step number and total norm of each step since the last report.
+        overflows: Whether a loss scaler explains the non-finite ones.
+        early: Median of the run's first norms; None before they are known.
+        typical: Median of the medians of earlier reports; None in the first.
+        before: ``flow`` of each layer in the report before.
+        loss_scale: The loss scale; 1 for float16 gradients without one; else None.
+    """
+
+    layers: list[LayerVitals]
+    totals: list[tuple[int, float]]
+    overflows: bool = False
+    early: float | None = None
+    typical: float | None = None
+    before: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float | None = None
+
+    @cached_property
+    def flows(self) -> dict[str, float]:
+        """RMS by layer, in forward order: of layers with a weight matrix if there are three.
+
+        Gains and biases of normalisation layers are on another scale than weights.
+        """
+        live = [layer for layer in self.layers if layer.trained and layer.flow]
+        weights = [layer for layer in live if layer.has_matrix]
+        return {layer.name: layer.flow for layer in (weights if len(weights) >= 3 else live)}
+
+    def finite(self) -> list[float]:
+        """Return the finite totals."""
+        return [total for _, total in self.totals if math.isfinite(total)]
+
+
+def diagnose(evidence: Evidence, limits: Limits) -> list[Finding]:
     """Return everything that one report sees."""
     return [
-        *find_nonfinite(snapshot),
-        *find_exploding(snapshot, limits.exploding),
-        *find_vanishing(snapshot, limits.vanishing),
-        *find_dead(snapshot, limits.vanishing),
-        *find_bottleneck(snapshot, limits.bottleneck),
-        *find_imbalance(snapshot, limits.imbalance),
-        *find_stale(snapshot),
-        *find_underflow(snapshot),
+        *find_nonfinite(evidence),
+        *find_exploding(evidence, limits.exploding),
+        *find_vanishing(evidence, limits.vanishing),
+        *find_dead(evidence, limits.vanishing),
+        *find_bottleneck(evidence, limits.bottleneck),
+        *find_imbalance(evidence, limits.imbalance),
+        *find_stale(evidence),
+        *find_underflow(evidence),
     ]
 
 
-def find_nonfinite(snapshot: Snapshot) -> list[Finding]:
+def find_nonfinite(evidence: Evidence) -> list[Finding]:
     """Find steps whose gradients were NaN or infinite, unless a loss scaler explains them."""
-    bad = [(step, total) for step, total in snapshot.totals if not math.isfinite(total)]
-    if not bad or snapshot.overflows:
+    bad = [(step, total) for step, total in evidence.totals if not math.isfinite(total)]
+    if not bad or evidence.overflows:
         return []
     start = bad[0][0]
-    layers = [(layer, *layer.nonfinite) for layer in snapshot.layers if layer.trained]
-    hit = [(layer, nan, inf) for layer, nan, inf, first in layers if first == start]
-    kind = "nan" if any(nan for _, nan, _ in hit) or math.isnan(bad[0][1]) else "inf"
+    layers = [layer for layer in evidence.layers if layer.trained]
+    hit = [layer for layer in layers if any(p.first == start for p in layer.parameters)]
+    nan = math.isnan(bad[0][1]) or any(p.nan for layer in hit for p in layer.parameters)
+    kind = "nan" if nan else "inf"
     steps = f"step {start}" if len(bad) == 1 else f"{len(bad)} steps from step {start}"
     if not hit or len(hit) == len(layers):
         detail = f"every gradient was {kind.upper()} at {steps}, so the loss itself was not finite"
         return [Finding(kind, CRITICAL, "all layers", detail)]
     # The backward pass runs from the loss to the input: the first it hit is the last in order.
-    place = hit[-1][0].name
+    place = hit[-1].name
     detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
     if len(hit) > 1:
         detail += "; this one is nearest to the loss, where the backward pass met it first"
     return [Finding(kind, CRITICAL, place, detail)]
 
 
-def find_exploding(snapshot: Snapshot, limit: float) -> list[Finding]:
+def find_exploding(evidence: Evidence, limit: float) -> list[Finding]:
     """Find norms above the limit, or far above what the run had."""
-    median = snapshot.median()
-    if median is None:
+    finite = evidence.finite()
+    layers = [layer for layer in evidence.layers if layer.trained]
+    if not finite or not layers:
         return []
-    known = [value for value in (snapshot.early, snapshot.typical) if value]
+    median = statistics.median(finite)
+    known = [value for value in (evidence.early, evidence.typical) if value]
     growth = median / max(known) if known else 1.0
-    layers = [layer for layer in snapshot.layers if layer.trained]
-    if not layers:
-        return []
     worst = max(layers, key=lambda layer: layer.norm)
-    flows = list(snapshot.flows.values())
+    flows = list(evidence.flows.values())
     amplified = max(flows) / flows[-1] if flows else 1.0
     if median > limit or growth > limit:
         detail = f"total norm {median:.3g}"
@@ -86,7 +131,7 @@ def find_exploding(snapshot: Snapshot, limit: float) -> list[Finding]:
         return [Finding("exploding", CRITICAL if worse else WARNING, worst.name, detail)]
     # A single spike; those of the first ten steps are the start of training.
     step, high = max(
-        ((s, t) for s, t in snapshot.totals if s > 10 and math.isfinite(t)),
+        ((s, t) for s, t in evidence.totals if s > 10 and math.isfinite(t)),
         key=lambda pair: pair[1], default=(0, 0.0),
     )  # fmt: skip
     if high > limit and high > 10 * median:
@@ -98,18 +143,18 @@ def find_exploding(snapshot: Snapshot, limit: float) -> list[Finding]:
     return []
 
 
-def find_vanishing(snapshot: Snapshot, limit: float) -> list[Finding]:
+def find_vanishing(evidence: Evidence, limit: float) -> list[Finding]:
     """Find layers whose gradient's RMS is below the limit while other layers have a gradient."""
-    flows = snapshot.flows
+    flows = evidence.flows
     if not flows:
         return []
     largest = max(flows.values())
     if largest < limit:
         # Nothing to compare with: a model that has converged looks the same from here.
         if (
-            snapshot.typical is None
-            or not snapshot.early
-            or snapshot.typical < 0.1 * snapshot.early
+            evidence.typical is None
+            or not evidence.early
+            or evidence.typical < 0.1 * evidence.early
         ):
             return []
         detail = f"the largest gradient RMS of any layer is {largest:.3g}, since the start"
@@ -118,7 +163,7 @@ def find_vanishing(snapshot: Snapshot, limit: float) -> list[Finding]:
         name: flow
         for name, flow in flows.items()
         # A layer on its way up, as behind a zero-initialised one, is left in peace.
-        if flow < limit and flow < 1e-3 * largest and flow <= 3 * snapshot.before.get(name, flow)
+        if flow < limit and flow < 1e-3 * largest and flow <= 3 * evidence.before.get(name, flow)
     }
     strongest = max(flows, key=flows.__getitem__)
     seen = {
@@ -128,7 +173,7 @@ def find_vanishing(snapshot: Snapshot, limit: float) -> list[Finding]:
     seen |= {
         layer.name: f"the gradient has underflowed to zero; at {after.name} it is still "
         f"{after.flow:.2g}, {after.flow / largest:.2g} times that at {strongest}"
-        for layer, after in _dead_layers(snapshot)
+        for layer, after in _dead_layers(evidence)
         if after is not None and after.name in small
     }
     severity = CRITICAL if 4 * len(seen) >= len(flows) else WARNING
@@ -138,7 +183,7 @@ def find_vanishing(snapshot: Snapshot, limit: float) -> list[Finding]:
     ]
 
 
-def find_dead(snapshot: Snapshot, vanishing: float) -> list[Finding]:
+def find_dead(evidence: Evidence, vanishing: float) -> list[Finding]:
     """Find trained layers all of whose gradients were zero at every step.
 
     Zeros behind a layer whose gradient vanishes have underflowed, and are found there.
@@ -147,16 +192,16 @@ def find_dead(snapshot: Snapshot, vanishing: float) -> list[Finding]:
     return [
         # The nearest to the loss is where the gradient ends; those before it only get none.
         Finding("dead", CRITICAL, layer.name, detail, badness)
-        for badness, (layer, after) in enumerate(_dead_layers(snapshot))
+        for badness, (layer, after) in enumerate(_dead_layers(evidence))
         if after is None or not 0 < after.flow < vanishing
     ]
 
 
-def _dead_layers(snapshot: Snapshot) -> list[tuple[LayerVitals, LayerVitals | None]]:
+def _dead_layers(evidence: Evidence) -> list[tuple[LayerVitals, LayerVitals | None]]:
     """Return the layers without any gradient, each with the next after it that has one."""
     dead: list[tuple[LayerVitals, LayerVitals | None]] = []
     after = None
-    for layer in reversed(snapshot.layers):
+    for layer in reversed(evidence.layers):
         if any(p.count for p in layer.trained):
             if layer.norm:
                 after = layer
@@ -165,12 +210,12 @@ def _dead_layers(snapshot: Snapshot) -> list[tuple[LayerVitals, LayerVitals | No
     return dead[::-1]
 
 
-def find_bottleneck(snapshot: Snapshot, factor: float) -> list[Finding]:
+def find_bottleneck(evidence: Evidence, factor: float) -> list[Finding]:
     """Find where the gradient, on its way to the inputs, drops from one layer to the next.
 
     The three layers on either side have to differ too, or one odd layer would be called one.
     """
-    flows = list(snapshot.flows.items())
+    flows = list(evidence.flows.items())
     found = []
     for i in range(1, len(flows)):
         drop = flows[i][1] / flows[i - 1][1]
@@ -182,9 +227,9 @@ def find_bottleneck(snapshot: Snapshot, factor: float) -> list[Finding]:
     return found
 
 
-def find_imbalance(snapshot: Snapshot, factor: float) -> list[Finding]:
+def find_imbalance(evidence: Evidence, factor: float) -> list[Finding]:
     """Find layers that learn, or weigh in the total norm, out of proportion to all others."""
-    layers = [layer for layer in snapshot.layers if layer.name in snapshot.flows]
+    layers = [layer for layer in evidence.layers if layer.name in evidence.flows]
     if len(layers) < 3:
         return []
     found = []
@@ -203,10 +248,10 @@ def find_imbalance(snapshot: Snapshot, factor: float) -> list[Finding]:
     return found
 
 
-def find_stale(snapshot: Snapshot) -> list[Finding]:
+def find_stale(evidence: Evidence) -> list[Finding]:
     """Find parameters that should be trained and got no gradient since the last report."""
     found = []
-    for layer in snapshot.layers:
+    for layer in evidence.layers:
         missing = [p for p in layer.parameters if p.status in (UNUSED, STALE)]
         if missing:
             never = all(p.status == UNUSED for p in missing)
@@ -216,22 +261,22 @@ def find_stale(snapshot: Snapshot) -> list[Finding]:
     return found
 
 
-def find_underflow(snapshot: Snapshot) -> list[Finding]:
+def find_underflow(evidence: Evidence) -> list[Finding]:
     """Find layers whose gradients, at the loss scale in use, are lost in float16.
 
     Many zeros alone say little (embeddings, ReLU): the rest has to be as small as float16 can be.
     """
-    if snapshot.loss_scale is None:
+    if evidence.loss_scale is None:
         return []
-    layers = [layer for layer in snapshot.layers if layer.zeros is not None and layer.norm]
+    layers = [layer for layer in evidence.layers if layer.zeros is not None and layer.norm]
     found = []
     lost = [
         layer for layer in layers
-        if (layer.zeros or 0) > 0.25 and layer.flow * snapshot.loss_scale < HALF_NORMAL
+        if (layer.zeros or 0) > 0.25 and layer.flow * evidence.loss_scale < HALF_NORMAL
     ]  # fmt: skip
     for layer in lost:
         detail = f"{layer.zeros:.0%} of the gradient is exactly zero at loss scale "
-        detail += f"{snapshot.loss_scale:.3g}, and the rest has an RMS of {layer.flow:.2g}"
+        detail += f"{evidence.loss_scale:.3g}, and the rest has an RMS of {layer.flow:.2g}"
         severity = CRITICAL if 2 * len(lost) >= len(layers) else WARNING
         found.append(Finding("fp16_underflow", severity, layer.name, detail, layer.zeros or 0.0))
     return found

@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import logging
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
-from weakref import ref
 
-from lightning.pytorch import Callback
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.loggers import log_scalars, save_figure
 from lightning_opt.core.norms import GradientStep, parameters_of
+from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.gradients.access import GradientAccess, loss_scale
+from lightning_opt.gradients.forward_order import ForwardOrder
+from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.health.activations import ActivationWatch
-from lightning_opt.gradients.health.findings import CRITICAL, Finding, Issue, Limits
-from lightning_opt.gradients.health.forward_order import ForwardOrder
+from lightning_opt.gradients.health.diagnosis import Limits
+from lightning_opt.gradients.health.issues import CRITICAL, Finding, Issue
+from lightning_opt.gradients.health.optimizer_health import OptimizerHealth
 from lightning_opt.gradients.health.plot import draw_health
-from lightning_opt.gradients.health.record import OptimizerHealth
 from lightning_opt.gradients.health.report import (
-    HealthReport,
     HealthSummary,
+    issue_lines,
     layer_rows,
     summarise,
 )
@@ -35,9 +36,10 @@ from lightning_opt.gradients.health.vitals import (
     LayerVitals,
     ParameterVitals,
     group_layers,
-    plain_name,
     unheld_vitals,
 )
+from lightning_opt.gradients.loss_scale import loss_scale
+from lightning_opt.gradients.names import plain_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -48,7 +50,7 @@ log = logging.getLogger(__name__)
 FIGURE = "gradient_health.png"
 
 
-class GradientHealth(Callback):
+class GradientHealth(GradientCallback):
     """Watches gradients and says in plain words what is wrong, where, and what to do.
 
     Every step's norms are kept where they are (those that clipping measures are shared); on a
@@ -93,7 +95,8 @@ class GradientHealth(Callback):
     ======================== ==================================================================
 
     Args:
-        every_n_steps: Optimizer steps from one report to the next, at least 1.
+        every_n_steps: Optimizer steps from one report to the next, at least 1. There is a report
+            every 1,024 steps at least.
         exploding: Total norm from which gradients explode, above 0.
         vanishing: RMS below which they may vanish, above 0.
         bottleneck: Factor between neighbouring layers, above 1.
@@ -103,7 +106,8 @@ class GradientHealth(Callback):
             its batch, and saturated activations. Costs about as much as one more pass over all
             activations at each batch, and a second read a report.
         figure: Where the figure goes at the end of ``fit``: True for ``gradient_health.png`` in the
-            logger's directory, a path, or None or False for nowhere. TensorBoard gets it too.
+            logger's directory if there is a logger, a path, or None or False for nowhere.
+            TensorBoard gets it too.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, in
@@ -134,6 +138,7 @@ class GradientHealth(Callback):
         activations: bool = False,
         figure: bool | str | None = True,
     ) -> None:
+        super().__init__()
         for name, factor in (("bottleneck", bottleneck), ("imbalance", imbalance)):
             if positive(name, factor) <= 1:
                 raise ValueError(f"{name} is a factor and must be above 1, got {factor!r}.")
@@ -146,30 +151,16 @@ class GradientHealth(Callback):
         )
         self._schedule = Schedule(every_n_steps)
         self._figure = figure
-        self._access = GradientAccess("GradientHealth")
         self._order = ForwardOrder()
         self._activations = ActivationWatch() if activations else None
         self._handles: list[RemovableHandle] = []
         self._records: dict[int, OptimizerHealth] = {}
         self._outside: list[LayerVitals] = []
         self._reported = False  # in this fit: a run without a report gets no figure
-        self._module: ref[nn.Module] | None = None
 
-    def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check what can be checked before the model is wrapped."""
-        if stage != "fit":
-            return
-        self._access.check_trainer(trainer)
-        if self._module is None or self._module() is not pl_module:
-            self._records, self._outside = {}, []  # another model has another history
-            self._module = ref(pl_module)
-
-    def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learn the names and shards of the parameters."""
-        self._access.start(trainer, pl_module)
-        self._access.names = {
-            parameter: plain_name(name) for parameter, name in self._access.names.items()
-        }
+    def start_anew(self, pl_module: pl.LightningModule) -> None:
+        """Forget the history of another model."""
+        self._records, self._outside = {}, []
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put on the hooks; the sanity check of validation, which is over, must not be seen."""
@@ -178,18 +169,15 @@ class GradientHealth(Callback):
         self._order.watch(pl_module)
         for index, optimizer in enumerate(trainer.optimizers):
             if isinstance(optimizer, Optimizer):
-                hook = self._after_update(index)
-                self._handles.append(optimizer.register_step_post_hook(hook))
+                self._handles.append(
+                    optimizer.register_step_post_hook(partial(self._after_update, index))
+                )
         if self._activations is not None and not self._activations.watch(pl_module):
             log.warning("GradientHealth(activations=True) cannot look into a compiled model.")
 
-    def _after_update(self, index: int) -> Any:
-        def after_update(*_: Any) -> None:
-            record = self._records.get(index)
-            if record is not None and record.is_measured:
-                record.updated()
-
-        return after_update
+    def _after_update(self, index: int, *_: Any) -> None:
+        if index in self._records:
+            self._records[index].updated()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -204,12 +192,11 @@ class GradientHealth(Callback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Take in one step's norms, and measure more if a report is due."""
-        index, step = self._access.measure(trainer, pl_module, optimizer)
-        record = self._records.get(index)
-        if record is None:
-            record = self._records[index] = OptimizerHealth(self.limits)
+        index, step = self.measure(trainer, optimizer)
+        record = self._records.setdefault(index, OptimizerHealth(self.limits))
         record.observe(step)
-        if self._schedule.is_due(record.steps) or self._is_news(trainer, record, step):
+        due = self._schedule.is_due(record.steps) or record.is_full
+        if due or self._is_news(trainer, record, step):
             record.measure(step, loss_scale(trainer))
 
     def _is_news(self, trainer: pl.Trainer, record: OptimizerHealth, step: GradientStep) -> bool:
@@ -261,9 +248,9 @@ class GradientHealth(Callback):
         record = self._records[index]
         known = {(issue.type, issue.severity) for issue in record.issues}
         parameters = {
-            self._access.names[parameter]: parameter
+            self.names[parameter]: parameter
             for parameter in parameters_of(trainer.optimizers[index])
-            if parameter in self._access.names
+            if parameter in self.names
         }
         record.complete(parameters, self._places(), scaled=scaled, extra=extra)
         for issue in record.issues:
@@ -278,7 +265,8 @@ class GradientHealth(Callback):
         """Return one word (healthy, warning or critical) and a sentence, as of the last report."""
         steps = max((record.steps for record in self._records.values()), default=0)
         reports = sum(bool(record.reported_step) for record in self._records.values())
-        return summarise(self.issues, steps, reports)
+        nonfinite = sum(record.nonfinite for record in self._records.values())
+        return summarise(self.issues, steps, reports, nonfinite)
 
     @property
     def issues(self) -> list[Issue]:
@@ -305,26 +293,27 @@ class GradientHealth(Callback):
         if not any(record.reported_step for record in self._records.values()):
             finding = "GradientHealth has made no report yet."
             return [Verdict("gradients", "unknown", finding, "Train longer, or report more often.")]
-        return [Verdict("gradients", "ok", f"{summary.sentence.capitalize()}.")]
+        finding = f"{summary.sentence[0].upper()}{summary.sentence[1:]}."
+        if summary.status == "healthy":
+            return [Verdict("gradients", "ok", finding)]
+        return [Verdict("gradients", "look", finding, "NonFiniteGuard() skips such steps.")]
 
-    def report(self, top: int | None = 10, by: str = "layer") -> HealthReport:
-        """Return what was found, with a table of the worst layers, as of the last report.
+    def report(self, top: int | None = 10) -> Report:
+        """Return a table of the worst layers with the issues below it, as of the last report.
+
+        One row a layer: gradient RMS over its non-zero elements, largest magnitude, share of zeros,
+        update-to-weight ratio, noise (deviation of its norm over steps, relative to the mean), and
+        what is wrong with it.
 
         Args:
             top: How many rows; None for all.
-            by: ``"layer"`` for one row a module, ``"parameter"`` for one a parameter.
-
-        Raises:
-            ValueError: For another ``by``.
         """
-        if by not in ("layer", "parameter"):
-            raise ValueError(f"by must be 'layer' or 'parameter', got {by!r}.")
-        rows = layer_rows(self.layers, self.issues, by=by)
-        notes = [note for index in sorted(self._records) for note in self._notes(index)]
+        rows = layer_rows(self.layers, self.issues)
+        notes = issue_lines(self.issues)
         if top is not None and len(rows) > top:
-            notes.insert(0, f"The worst {top} of {len(rows)}; report(top=None) has all.")
-            rows = rows[:top]
-        return HealthReport(self.summary(), self.issues, rows, notes)
+            notes.append(f"The worst {top} of {len(rows)}; report(top=None) has all.")
+        notes += [note for index in sorted(self._records) for note in self._notes(index)]
+        return Report(f"Gradient health: {self.summary()}", rows[:top], notes)
 
     def _notes(self, index: int) -> list[str]:
         record = self._records[index]
@@ -350,11 +339,12 @@ class GradientHealth(Callback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the steps since the last report, and save the figure."""
         self._finish(trainer, pl_module)
-        folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: this asks rank zero
-        if self._figure and self._reported and trainer.is_global_zero:
-            path = Path(folder) / FIGURE if self._figure is True else Path(str(self._figure))
+        folder = trainer.log_dir  # on all ranks: this asks rank zero
+        path = f"{folder}/{FIGURE}" if self._figure is True else self._figure
+        asked = path and (self._figure is not True or (trainer.loggers and folder))
+        if asked and self._reported and trainer.is_global_zero:
             try:
-                save_figure(self.figure(), path, trainer, "health")
+                save_figure(self.figure(), Path(str(path)), trainer, "health")
             except ImportError as error:
                 log.warning("No figure was saved. %s", error)
 
@@ -369,20 +359,17 @@ class GradientHealth(Callback):
     ) -> None:
         """Look at the last steps, which may say why, and let go of the model."""
         try:
-            if self._access.names:
+            if self.names:
                 self._finish(trainer, pl_module)
         except RuntimeError as error:  # a device that has failed cannot be read any more
             log.debug("GradientHealth could not read the last steps: %s", error)
         finally:
-            self._release()
+            self.release(trainer)
 
-    def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
+    def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""
-        self._release()
-
-    def _release(self) -> None:
+        super().release(trainer)
         self._remove_hooks()
-        self._access.stop()
         for record in self._records.values():
             record.release()
 
@@ -393,10 +380,6 @@ class GradientHealth(Callback):
         self._order.stop()
         if self._activations is not None:
             self._activations.stop()
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, so that the callback can be sent to another process."""
-        return {**self.__dict__, "_module": None}
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen of each optimizer, as plain types. Waits for the device."""

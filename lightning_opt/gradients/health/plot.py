@@ -7,7 +7,8 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
-from lightning_opt.gradients.health.findings import CRITICAL, Issue, Limits
+from lightning_opt.gradients.health.diagnosis import Limits
+from lightning_opt.gradients.health.issues import CRITICAL, Issue
 from lightning_opt.gradients.health.report import HealthSummary
 from lightning_opt.gradients.health.vitals import LayerVitals
 

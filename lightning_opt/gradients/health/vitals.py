@@ -6,26 +6,21 @@ import math
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_opt.gradients.health.measures import NormDigest
+from lightning_opt.core.norms import as_real
+from lightning_opt.gradients.health.measures import ABSENT
+from lightning_opt.gradients.names import plain_name
 
 TRAINED, FROZEN, UNUSED, STALE = "trained", "frozen", "unused", "stale"
 """Has gradients; needs none; never had one; had some, but none since the last report."""
 
-
 ROOT = "(root)"
 """What the model itself is called where modules are listed."""
-
-WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
-
-
-def plain_name(name: str) -> str:
-    """Return the name that a module or parameter had before FSDP1 or torch.compile wrapped it."""
-    for wrapper in WRAPPERS:
-        name = name.replace(wrapper, "").removesuffix(wrapper[:-1]).rstrip(".")
-    return name
 
 
 def module_of(parameter: str) -> str:
@@ -43,13 +38,14 @@ class ParameterVitals:
         matrix: Whether it has two dimensions or more, as a weight has and a bias has not.
         status: ``"trained"``, ``"frozen"``, ``"unused"`` or ``"stale"``.
         count: Steps with a finite gradient.
-        mean, spread: Mean of those steps' L2 norms, and summed squared deviation from it.
+        mean, variance: Of those steps' L2 norms.
         nan, inf: Steps whose norm was NaN, and infinite.
         first: Number of the first such step; 0 if there was none.
         peak: Its norm at the step with the largest total norm.
         norm, max: L2 norm and largest finite magnitude at the reported step.
         zeros: Share of its elements that were exactly zero there.
         update: What one update changed, relative to the weights: ratio of L2 norms.
+        weight: L2 norm of the weights, or of a sample of them.
     """
 
     name: str
@@ -58,7 +54,7 @@ class ParameterVitals:
     status: str = TRAINED
     count: float = 0.0
     mean: float = 0.0
-    spread: float = 0.0
+    variance: float = 0.0
     nan: int = 0
     inf: int = 0
     first: int = 0
@@ -69,23 +65,15 @@ class ParameterVitals:
     update: float | None = None
     weight: float | None = None
 
-    def merge(self, digest: NormDigest, place: int) -> None:
-        """Take in another block of steps (Chan et al. 1979: means and deviations add up)."""
-        count, mean, spread, nan, inf, first, _ = (column[place] for column in digest.columns)
-        both = self.count + count
-        if both:
-            delta = mean - self.mean
-            self.spread += spread + delta * delta * self.count * count / both
-            self.mean += delta * count / both
-        self.count = both
-        self.nan, self.inf = self.nan + int(nan), self.inf + int(inf)
-        if not self.first and nan + inf:
-            self.first = digest.first_step + int(first)
+    @classmethod
+    def of(cls, name: str, parameter: Tensor, status: str = TRAINED) -> ParameterVitals:
+        """Return the vitals of a parameter of which nothing has been measured."""
+        return cls(name, as_real(parameter.detach()).numel(), parameter.ndim >= 2, status)
 
     @property
     def square(self) -> float:
         """Mean of the squared norm over steps."""
-        return self.mean**2 + (self.spread / self.count if self.count else 0.0)
+        return self.mean**2 + self.variance
 
     @property
     def active(self) -> float:
@@ -124,15 +112,19 @@ class LayerVitals:
         return any(p.matrix for p in self.trained)
 
     @cached_property
+    def weights(self) -> list[ParameterVitals]:
+        """Those of two dimensions or more that have gradients; all if there are none."""
+        return [p for p in self.trained if p.matrix] or self.trained
+
+    @cached_property
     def flow(self) -> float:
-        """RMS over steps and non-zero elements of the weights' gradients; of all if none is 2-d.
+        """RMS over steps and non-zero elements of the weights' gradients.
 
         Zeros are left out so that an embedding of which a batch uses a few rows is comparable with
         a layer that is used in full.
         """
-        matrices = [p for p in self.trained if p.matrix] or self.trained
-        elements = sum(p.active for p in matrices)
-        return math.sqrt(sum(p.square for p in matrices) / elements) if elements else 0.0
+        elements = sum(p.active for p in self.weights)
+        return math.sqrt(sum(p.square for p in self.weights) / elements) if elements else 0.0
 
     @cached_property
     def norm(self) -> float:
@@ -143,8 +135,7 @@ class LayerVitals:
     def noise(self) -> float:
         """Standard deviation over steps of its gradients' norms, relative to their mean."""
         mean = sum(p.mean**2 for p in self.trained)
-        spread = sum(p.spread / p.count for p in self.trained if p.count)
-        return math.sqrt(spread / mean) if mean else 0.0
+        return math.sqrt(sum(p.variance for p in self.trained) / mean) if mean else 0.0
 
     @property
     def max(self) -> float | None:
@@ -154,29 +145,16 @@ class LayerVitals:
     @property
     def zeros(self) -> float | None:
         """Share of zeros among its gradients at the reported step."""
-        known = [p for p in self.trained if p.zeros is not None]
-        elements = sum(p.numel for p in known)
-        return sum((p.zeros or 0.0) * p.numel for p in known) / elements if elements else None
+        known = [(p.zeros, p.numel) for p in self.trained if p.zeros is not None]
+        elements = sum(numel for _, numel in known)
+        return sum(zeros * numel for zeros, numel in known) / elements if elements else None
 
     @property
     def update(self) -> float | None:
-        """Update-to-weight ratio of its weights (of all parameters if none has two dimensions)."""
-        chosen = [p for p in self.trained if p.matrix] or self.trained
-        known = [(p.update, p.weight) for p in chosen if p.update is not None and p.weight]
-        weight = sum(w**2 for _, w in known if w)
-        return (
-            math.sqrt(sum((u * w) ** 2 for u, w in known if u and w) / weight) if weight else None
-        )
-
-    @property
-    def nonfinite(self) -> tuple[int, int, int]:
-        """Steps with NaN and with Inf in any parameter (the most of one), and the first of them."""
-        firsts = [p.first for p in self.parameters if p.first]
-        return (
-            max((p.nan for p in self.parameters), default=0),
-            max((p.inf for p in self.parameters), default=0),
-            min(firsts, default=0),
-        )
+        """Update-to-weight ratio of its weights."""
+        known = [(p.update, p.weight) for p in self.weights if p.update is not None and p.weight]
+        weight = math.hypot(*(weight for _, weight in known))
+        return math.hypot(*(update * w for update, w in known)) / weight if weight else None
 
 
 def group_layers(
@@ -198,38 +176,53 @@ def group_layers(
 def unheld_vitals(module: nn.Module, held: Collection[Tensor]) -> list[ParameterVitals]:
     """Return the parameters of ``module`` that are not among those ``held`` by an optimizer."""
     return [
-        ParameterVitals(
-            plain_name(name),
-            parameter.numel(),
-            parameter.ndim >= 2,
-            "in no optimizer" if parameter.requires_grad else FROZEN,
+        ParameterVitals.of(
+            plain_name(name), own, "in no optimizer" if own.requires_grad else FROZEN
         )
-        for name, parameter in module.named_parameters()
-        if parameter not in held
+        for name, own in module.named_parameters()
+        if own not in held
     ]
 
 
-def merge_digests(
-    parameters: Mapping[str, ParameterVitals], digests: Sequence[NormDigest]
-) -> list[tuple[int, float]]:
-    """Bring the norms of a window into fresh vitals.
+def window_vitals(
+    parameters: Mapping[str, Tensor],
+    blocks: Sequence[tuple[list[str], NDArray[Any]]],
+    first: int,
+) -> tuple[dict[str, ParameterVitals], list[float]]:
+    """Return what the norms of a window say of each parameter, and the total norms.
 
     Args:
-        parameters: By name; changed in place. Names that are not there are left out.
-        digests: The window's blocks, in order.
-
-    Returns:
-        Step number and total norm of every step.
+        parameters: By name.
+        blocks: What was read of :meth:`NormWindow.blocks`.
+        first: The number of the window's first step.
     """
-    totals: list[tuple[int, float]] = []
-    highest = -math.inf
-    for digest in digests:
-        totals += [(digest.first_step + i, total) for i, total in enumerate(digest.totals)]
-        peak = max((t for t in digest.totals if math.isfinite(t)), default=-math.inf)
-        for place, name in enumerate(digest.names):
-            if name in parameters:
-                parameters[name].merge(digest, place)
-                if peak > highest:
-                    parameters[name].peak = digest.columns[-1][place]
-        highest = max(highest, peak)
-    return totals
+    places = {name: place for place, name in enumerate(parameters)}
+    vitals = {name: ParameterVitals.of(name, own) for name, own in parameters.items()}
+    if not blocks:
+        return vitals, []
+    totals = np.concatenate([rows[:, 0] for _, rows in blocks])
+    norms = np.full((len(totals), len(places)), ABSENT)
+    start = 0
+    for names, rows in blocks:
+        known = [place for place, name in enumerate(names) if name in places]
+        columns = [places[names[place]] for place in known]
+        norms[start : start + len(rows), columns] = rows[:, 1:][:, known]
+        start += len(rows)
+    bad = ~np.isfinite(norms)
+    counted = ~bad & (norms != ABSENT)
+    count = counted.sum(0)
+    mean = np.where(counted, norms, 0.0).sum(0) / np.maximum(count, 1)
+    deviation = np.where(counted, norms, mean) - mean
+    table = {
+        "count": count,
+        "mean": mean,
+        "variance": np.square(deviation).sum(0) / np.maximum(count, 1),
+        "nan": np.isnan(norms).sum(0),
+        "inf": np.isinf(norms).sum(0),
+        "first": np.where(bad.any(0), bad.argmax(0) + first, 0),
+        "peak": norms[np.where(np.isfinite(totals), totals, -np.inf).argmax()],
+    }
+    for key, column in table.items():
+        for found, value in zip(vitals.values(), column.tolist(), strict=True):
+            setattr(found, key, value)
+    return vitals, totals.tolist()

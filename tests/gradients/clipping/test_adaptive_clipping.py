@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from lightning_opt.core import norms
+from lightning_opt.gradients import gradient_callback
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from tests.helpers.models import (
     FEATURES,
@@ -233,9 +233,11 @@ def test_an_optimizer_that_evaluates_twice_gets_fresh_norms():
 
 def test_two_callbacks_measure_once_and_never_what_was_changed_since(monkeypatch):
     measured = []
-    measure = norms.measure_norms
+    measure = gradient_callback.measure_norms
     monkeypatch.setattr(
-        norms, "measure_norms", lambda *args, **more: measured.append(1) or measure(*args, **more)
+        gradient_callback,
+        "measure_norms",
+        lambda *args, **more: measured.append(1) or measure(*args, **more),
     )
     idle = lo.AdaptiveClipping(lo.FixedNorm(1e6), every_n_steps=1)
     fit(SmallNet(), lo.FixedNorm(1e9), idle)

@@ -213,7 +213,7 @@ def test_exclude() -> None:
 
 def test_unit_wise_leaves_no_hooks() -> None:
     def hooks(model: nn.Module) -> int:
-        return sum(len(module._forward_hooks) for module in model.modules())
+        return sum(len(module._forward_pre_hooks) for module in model.modules())
 
     model, rule = HeadFirst(), UnitWise()
     rule.attach(model)

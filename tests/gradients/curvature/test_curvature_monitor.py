@@ -7,6 +7,7 @@ import torch
 from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_opt as lo
+from lightning_opt.gradients.curvature.curvature_monitor import edge_of
 from tests.gradients.curvature.test_curvature_preconditioner import Fussy, hessian_of
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
@@ -106,9 +107,7 @@ def test_the_edge_is_where_descent_on_a_parabola_turns_unstable(settings, factor
             (0.5 * curvature * x * x).backward()
             optimizer.step()
         ends.append(x.abs().item())
-        assert lo.gradients.curvature_monitor._edge(curvature, optimizer)["edge"] == (
-            pytest.approx(share)
-        )
+        assert edge_of(curvature, optimizer)["edge"] == (pytest.approx(share))
     assert ends[0] < 1e-3
     assert ends[1] > 1e3
 

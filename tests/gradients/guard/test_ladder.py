@@ -12,13 +12,9 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 import lightning_opt as lo
+from lightning_opt.gradients.guard.damage import nonfinite_names
 from lightning_opt.gradients.guard.ladder import Ladder
-from lightning_opt.gradients.guard.snapshot import (
-    Snapshot,
-    copy_back,
-    copy_to_host,
-    nonfinite_names,
-)
+from lightning_opt.gradients.guard.snapshot import Snapshot, copy_back, copy_to_host
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
 from tests.helpers.models import assert_same_weights, weights_of
 from tests.helpers.syncs import take_device_path
@@ -167,7 +163,7 @@ class TestRollback:
         torch.testing.assert_close(optimizer_state(rolled), optimizer_state(clean), rtol=0, atol=0)
         schedules = [m.lr_schedulers().state_dict() for m in (rolled, clean)]
         assert schedules[0] == schedules[1]
-        assert guard._judge.rollbacks == 1
+        assert "rollbacks 1" in guard.report().notes[-1]
         assert [event["batch_idx"] for event in guard.events] == list(range(15, 21))
         assert [event["action"] for event in guard.events] == ["skip"] * 5 + ["rollback"]
 
@@ -175,7 +171,7 @@ class TestRollback:
         guard = lo.NonFiniteGuard("rollback", lr_backoff=1.0)
         rolled = fit(scheduled(row(4, 10)), guard)
         assert_same_weights(rolled, fit(scheduled({}, leave_out=range(10))))
-        assert guard._judge.rollbacks == 1
+        assert "rollbacks 1" in guard.report().notes[-1]
 
     def test_lion_and_its_count_in_the_group(self) -> None:
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
@@ -201,7 +197,7 @@ class TestRollback:
     def test_scales_the_learning_rate_again(self) -> None:
         guard = lo.NonFiniteGuard("rollback", lr_recovery_steps=10**6)
         fit(scheduled(row(4, 10)), guard)
-        assert guard._judge.scalars()["guard/lr_scale"] == pytest.approx(0.25, rel=1e-3)
+        assert "lr_scale 0.25" in guard.report().notes[-1]
 
     def test_the_same_snapshot_is_restored_three_times(self) -> None:
         faults = {**row(4, 10), **row(11, 17), **row(18, 24), **row(25, 31)}
@@ -338,13 +334,6 @@ class TestSnapshot:
         torch.testing.assert_close(state, original)
         tensor.fill_(5)
         assert saved["tensor"].tolist() == [0, 1, 2, 3]
-
-    def test_host_memory_is_used_again(self) -> None:
-        state = {"a": torch.ones(3), "b": torch.ones(2)}
-        first = copy_to_host(state)
-        second = copy_to_host({"a": torch.zeros(3), "b": torch.zeros(5)}, first)
-        assert second["a"].data_ptr() == first["a"].data_ptr()
-        assert second["b"].tolist() == [0.0] * 5
 
     @pytest.mark.parametrize("kind", [StepLR, ReduceLROnPlateau])
     def test_state_made_after_the_snapshot_is_gone(self, kind: type[LRScheduler]) -> None:

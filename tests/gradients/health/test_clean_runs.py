@@ -237,6 +237,6 @@ def test_a_clean_training_has_no_critical_issue(kind, seed):
     )
     trainer.fit(model)
     assert not [issue for issue in seen if "[critical]" in issue], set(seen)
-    assert health._records[0].reported_step
+    assert health.state_dict()["0"]["reported_step"]
     if kind != "autoencoder, summed loss":  # whose norm is above 100 throughout: a warning is right
         assert health.summary().status == "healthy"

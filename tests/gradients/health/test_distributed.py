@@ -47,21 +47,21 @@ def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) 
         limit_val_batches=0,
     )
     trainer.fit(model, loader_of(8))
-    record = health._records[0]
+    state = health.state_dict()["0"]
     return {
         "parameters": {
             p.name: {
                 key: getattr(p, key)
-                for key in ("numel", "status", "norm", "max", "zeros", "mean", "spread", "update")
+                for key in ("numel", "status", "norm", "max", "zeros", "mean", "variance", "update")
             }
-            for layer in record.layers
+            for layer in health.layers
             for p in layer.parameters
         },
-        "order": [layer.name for layer in record.layers],
+        "order": [layer.name for layer in health.layers],
         "logged": dict(logger.records[-1][1]),
-        "issues": [str(issue) for issue in record.issues],
+        "issues": [str(issue) for issue in health.issues],
         "state": str(health.state_dict()),
-        "nonfinite": (record.nonfinite, record.first_nonfinite),
+        "nonfinite": (state["nonfinite"], state["first_nonfinite"]),
     }
 
 

@@ -130,12 +130,14 @@ def test_nonfinite_step_between_reports_is_not_lost(path):
                 parameter.grad.nan_to_num_(0, 0, 0)
 
     health = train(Once(mlp(2)), steps=10, every=10)
-    assert health._records[0].nonfinite == 1
-    assert health._records[0].first_nonfinite == 7
+    assert health.state_dict()["0"]["nonfinite"] == 1
+    assert health.state_dict()["0"]["first_nonfinite"] == 7
     assert "at step 7" in issue_of(health, "nan").detail
     health = train(Once(mlp(2)), steps=60, every=10)
     assert not [issue for issue in health.issues if issue.severity == "critical"]
     assert any("first of them 7" in note for note in health.report().notes)
+    assert str(health.summary()).startswith("warning: no issue now, but 1 of 60 steps")
+    assert health.diagnose()[0].state == "look"
 
 
 def test_dead_relu_layer():
@@ -337,8 +339,8 @@ def test_overflows_of_the_loss_scaler_are_counted_and_no_fault(fused):
             return torch.optim.AdamW(self.parameters(), lr=1e-3, fused=fused)
 
     health = train(Scaled(mlp(3)), plugins=scaled(2.0**24))
-    assert health._records[0].overflows > 3
-    assert health._records[0].nonfinite == 0
+    assert health.state_dict()["0"]["overflows"] > 3
+    assert health.state_dict()["0"]["nonfinite"] == 0
     assert not [issue for issue in health.issues if issue.severity == "critical"]
 
 

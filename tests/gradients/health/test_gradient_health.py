@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from lightning_opt.gradients.health.gradient_health import record as health_record
+from lightning_opt.gradients.health import optimizer_health
 from tests.gradients.health.test_faults import Classifier, mlp
 from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.syncs import SyncCounter, take_device_path
@@ -56,7 +56,7 @@ def test_measures_what_float64_measures(path):
         norms = [float(step[name].norm()) for step in reference.gradients[6:]]
         last = reference.gradients[-1][name]
         assert found.mean == FINE(statistics.fmean(norms), rel=1e-5)
-        assert math.sqrt(found.spread / 6) == FINE(statistics.pstdev(norms), rel=1e-5)
+        assert math.sqrt(found.variance) == FINE(statistics.pstdev(norms), rel=1e-5)
         assert found.norm == FINE(norms[-1], rel=1e-5)
         assert found.max == FINE(float(last.abs().max()), rel=1e-6)
         assert found.zeros == FINE(float((last == 0).double().mean()))
@@ -90,7 +90,7 @@ def test_a_finite_gradient_with_an_infinite_norm_is_not_inf(path):
     quiet_trainer(callbacks=[Overflow(), health], limit_train_batches=3).fit(Huge())
     assert {issue.type for issue in health.issues} == {"exploding"}
     assert health.issues[0].severity == "critical"
-    assert health._records[0].nonfinite == 0
+    assert health.state_dict()["0"]["nonfinite"] == 0
 
 
 def test_logs_at_reports_only_and_under_the_trainers_step():
@@ -118,8 +118,8 @@ def test_logs_at_reports_only_and_under_the_trainers_step():
 def test_two_optimizers_have_a_history_each():
     logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=4, figure=None)
     fit(health, model=AdversarialNet(generator_every=2), logger=logger)
-    assert {index: record.steps for index, record in health._records.items()} == {0: 6, 1: 12}
-    assert {layer.name.partition(".")[0] for layer in health._records[0].layers} == {"generator"}
+    steps = {index: state["steps"] for index, state in health.state_dict().items()}
+    assert steps == {"0": 6, "1": 12}
     logged = {key for _, metrics in logger.records for key in metrics}
     assert {"health/0/norm", "health/1/norm"} <= logged
     assert "health/norm" not in logged
@@ -135,8 +135,9 @@ def test_several_steps_in_one_batch_are_all_seen():
 
     health = lo.GradientHealth(every_n_steps=1, figure=None)
     fit(health, model=Twice())
-    assert {index: record.steps for index, record in health._records.items()} == {0: 24, 1: 24}
-    assert sum(layer.parameters[0].count for layer in health._records[0].layers) == 4
+    steps = {index: state["steps"] for index, state in health.state_dict().items()}
+    assert steps == {"0": 24, "1": 24}
+    assert sum(layer.parameters[0].count for layer in health.layers) == 8
 
 
 def test_layers_come_in_the_order_in_which_they_run():
@@ -197,7 +198,7 @@ def test_reads_the_device_once_a_report(monkeypatch):
     before_update, at_batch_end = ours[::2], ours[1::2]
     assert sum(before_update) == 0
     assert at_batch_end == [0, 0, 1] * 4
-    assert all("health_measures" in p for c in after.counts for p in c if "lightning_opt" in p)
+    assert all("health/measures" in p for c in after.counts for p in c if "lightning_opt" in p)
 
 
 def test_an_issue_and_its_history_survive_a_resume(tmp_path):
@@ -220,14 +221,14 @@ def test_an_issue_and_its_history_survive_a_resume(tmp_path):
     trainer.fit(model, ckpt_path=tmp_path / "stopped.ckpt", weights_only=True)
     assert [issue.type for issue in second.issues] == ["dead"]
     assert second.issues[0].place == "net.4"
-    assert second._records[0].steps == 15
-    assert second._records[0].timeline[-1]["step"] == 15
+    assert second.state_dict()["0"]["steps"] == 15
+    assert second.state_dict()["0"]["timeline"][-1]["step"] == 15
 
 
 def test_accumulated_batches_are_one_step():
     health = lo.GradientHealth(every_n_steps=2, figure=None)
     fit(health, accumulate_grad_batches=3)
-    assert health._records[0].steps == 4
+    assert health.state_dict()["0"]["steps"] == 4
 
 
 def test_clipping_and_health_measure_once(monkeypatch):
@@ -238,16 +239,16 @@ def test_clipping_and_health_measure_once(monkeypatch):
         calls.append(1)
         return measure(*args, **settings)
 
-    monkeypatch.setattr("lightning_opt.core.norms.measure_norms", counted)
+    monkeypatch.setattr("lightning_opt.gradients.gradient_callback.measure_norms", counted)
     fit(lo.GradientHealth(figure=None), lo.AdaptiveClipping())
     assert len(calls) == 12
 
 
 def test_long_histories_are_thinned(monkeypatch):
-    monkeypatch.setattr(health_record, "TIMELINE", 8)
+    monkeypatch.setattr(optimizer_health, "TIMELINE", 8)
     health = lo.GradientHealth(every_n_steps=1, figure=None)
     fit(health, max_epochs=3)
-    timeline = health._records[0].timeline
+    timeline = health.state_dict()["0"]["timeline"]
     assert len(timeline) <= 8
     assert (timeline[0]["step"], timeline[-1]["step"]) == (1, 36)
 
@@ -271,9 +272,41 @@ def test_figure_goes_where_it_is_told(tmp_path):
     assert (tmp_path / "deep" / "flow.svg").read_text().startswith("<?xml")
 
 
-def test_no_figure_without_a_report(tmp_path):
+def test_no_figure_without_a_report_and_none_that_nobody_asked_for(tmp_path):
     fit(lo.GradientHealth(), default_root_dir=tmp_path)  # 12 steps, a report every 50
+    fit(lo.GradientHealth(every_n_steps=3), default_root_dir=tmp_path)  # no logger
     assert not list(tmp_path.iterdir())
+
+
+def test_a_report_comes_before_the_window_is_too_long(monkeypatch):
+    monkeypatch.setattr(optimizer_health, "LONGEST_WINDOW", 8)
+    health = lo.GradientHealth(every_n_steps=1000, figure=None)
+    fit(health)
+    assert health.state_dict()["0"]["reported_step"] == 9
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_complex_weights(path):
+    class Fourier(SmallNet):
+        def __init__(self) -> None:
+            super().__init__("SGD")
+            self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+
+        def on_before_optimizer_step(self, optimizer: Any) -> None:
+            gradient = torch.full((4,), 3 + 4j, dtype=torch.complex64)
+            gradient[0] = 0
+            self.filter.grad = gradient
+
+    class Set(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            pl_module.on_before_optimizer_step(optimizer)
+
+    health = lo.GradientHealth(every_n_steps=3, figure=None)
+    fit(Set(), health, model=Fourier())
+    (found,) = (p for layer in health.layers for p in layer.parameters if p.name == "filter")
+    assert found.mean == FINE(75**0.5)
+    assert (found.numel, found.max, found.zeros) == (8, 4.0, 0.25)
+    assert found.update > 0
 
 
 def test_training_goes_on_without_matplotlib(tmp_path, monkeypatch, caplog):
@@ -285,8 +318,8 @@ def test_training_goes_on_without_matplotlib(tmp_path, monkeypatch, caplog):
         return importer(name, *args, **settings)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    health = lo.GradientHealth(every_n_steps=3)
-    fit(health, default_root_dir=tmp_path)
+    health = lo.GradientHealth(every_n_steps=3, figure=str(tmp_path / "flow.png"))
+    fit(health)
     assert sum("lightning-opt[plots]" in record.message for record in caplog.records) == 1
     with pytest.raises(ImportError, match=r"lightning-opt\[plots\]"):
         health.figure()

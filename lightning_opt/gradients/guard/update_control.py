@@ -11,8 +11,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lightning_opt.core.norms import parameters_of
 from lightning_opt.core.scalars import Condition
 
-_MISSING = object()
-
 
 def skips_on_device(optimizer: Optimizer) -> bool:
     """Return whether the optimizer leaves a step out by itself if ``optimizer.found_inf`` is 1.
@@ -34,8 +32,8 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 class UpdateControl:
     """Withholds one update of an optimizer, or scales its learning rate for one update.
 
-    Both happen as late as possible, and are undone right after the update, so that learning-rate
-    schedulers, loggers and checkpoints see the optimizer as its user set it.
+    Both happen after everybody's hooks, right before the update, and are undone right after it, so
+    that modules, loggers, schedulers and checkpoints see gradients and optimizer as they were.
 
     A withheld update changes nothing: with a flag on a device the optimizer's own kernel returns
     early; with a ``bool`` the optimizer finds no gradients, which makes every optimizer of torch
@@ -52,7 +50,8 @@ class UpdateControl:
         self._lr_scale = 1.0
         self._scaled: list[tuple[dict[str, Any], Any, Any]] = []
         self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._found_inf: Any = None
+        self._gradients: list[tuple[Tensor, Tensor | None]] = []
+        self._found_inf: list[Any] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
@@ -64,34 +63,36 @@ class UpdateControl:
         for hook in self._hooks:
             hook.remove()
 
-    def forget(self) -> None:
-        """Undo what was applied, and forget what was to be."""
-        self._put_back()
-        self._skip, self._lr_scale, self._depth = False, 1.0, 0
-
-    def hold(self, skip: Condition, lr_scale: float, *, scaler_looks: bool) -> None:
+    def hold(self, skip: Condition, lr_scale: float) -> None:
         """Prepare the coming update. Call it in ``on_before_optimizer_step``.
 
         Args:
             skip: Whether to leave it out. A tensor only where :func:`skips_on_device`.
             lr_scale: What to multiply the learning rate with.
-            scaler_looks: Whether a loss scaler is still going to look for overflows in the
-                gradients, and fails if there are none.
         """
-        self._put_back()
         self._skip, self._lr_scale = skip, lr_scale
-        if skip is True and not scaler_looks:
-            self._drop_gradients()  # now, so that no callback after this one sees them
-        # Without a loss scaler Lightning runs forward, backward and this hook within the
-        # optimizer's `step`, so that `_before_update` has gone by; with one, before it.
-        if self._depth:
-            self._apply()
 
-    def _before_update(self, *_: Any) -> None:
+    def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
         # A subclass that calls `super().step()` may run the hooks of both.
         self._depth += 1
-        if self._depth == 1:
+        if self._depth > 1:
+            return None
+        # Without a loss scaler Lightning runs forward, backward and all hooks in a closure within
+        # the optimizer's `step`.
+        place = next((i for i, value in enumerate(args) if i and callable(value)), None)
+        closure = kwargs.get("closure") if place is None else args[place]
+        if closure is None:
             self._apply()
+            return None
+
+        def then_apply() -> Any:
+            result = closure()
+            self._apply()
+            return result
+
+        if place is None:
+            return args, {**kwargs, "closure": then_apply}
+        return (*args[:place], then_apply, *args[place + 1 :]), kwargs
 
     def _after_update(self, *_: Any) -> None:
         self._depth -= 1
@@ -102,14 +103,16 @@ class UpdateControl:
         if isinstance(self._skip, Tensor):
             found = getattr(self._optimizer, "found_inf", None)
             flag = self._skip.to(torch.float32)
-            self._found_inf = _MISSING if found is None else found
+            self._found_inf = [found]
             # A loss scaler has put its own flag there, and takes it away afterwards.
             self._optimizer.found_inf = (  # type: ignore[attr-defined]
                 flag if found is None else torch.maximum(flag, found.to(flag.device))
             )
         elif self._skip:
-            self._drop_gradients()
             self._groups = [(group, dict(group)) for group in self._optimizer.param_groups]
+            self._gradients = [(own, own.grad) for own in parameters_of(self._optimizer)]
+            for parameter, _ in self._gradients:
+                parameter.grad = None
         if self._lr_scale != 1.0:
             for group in self._optimizer.param_groups:
                 rate = group.get("lr")
@@ -117,21 +120,20 @@ class UpdateControl:
                     group["lr"] = scaled = rate * self._lr_scale
                     self._scaled.append((group, rate, scaled))
 
-    def _put_back(self) -> None:
+    def forget(self) -> None:
+        """Undo what was applied, and forget what was to be."""
         for group, rate, scaled in self._scaled:
-            if group["lr"] is scaled:  # else the user has set another one in the meantime
+            if group["lr"] is scaled:  # else the optimizer has set another one
                 group["lr"] = rate
-        self._scaled = []
         for group, values in self._groups:
             # Some optimizers count steps in the group, whether there are gradients or not.
             group.update(values)
-        self._groups = []
-        if self._found_inf is _MISSING:
-            self._optimizer.__dict__.pop("found_inf", None)
-        elif self._found_inf is not None:
-            self._optimizer.found_inf = self._found_inf  # type: ignore[attr-defined]
-        self._found_inf = None
-
-    def _drop_gradients(self) -> None:
-        for parameter in parameters_of(self._optimizer):
-            parameter.grad = None
+        for parameter, gradient in self._gradients:
+            parameter.grad = gradient
+        for found in self._found_inf:
+            if found is None:
+                del self._optimizer.found_inf  # type: ignore[attr-defined]
+            else:
+                self._optimizer.found_inf = found  # type: ignore[attr-defined]
+        self._scaled, self._groups, self._gradients, self._found_inf = [], [], [], []
+        self._skip, self._lr_scale, self._depth = False, 1.0, 0

@@ -6,14 +6,9 @@ reports without it.
 
 from __future__ import annotations
 
-import math
-import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property
+from dataclasses import asdict, dataclass
 from typing import Any
-
-from lightning_opt.gradients.health.vitals import LayerVitals
 
 CRITICAL, WARNING = "critical", "warning"
 
@@ -51,55 +46,6 @@ REPORTS_TO_CLEAR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Limits:
-    """The thresholds that a user sets; see :class:`lightning_opt.GradientHealth`."""
-
-    exploding: float = 100.0
-    vanishing: float = 1e-7
-    bottleneck: float = 100.0
-    imbalance: float = 100.0
-    dead_after: int = 3
-
-
-@dataclass
-class Snapshot:
-    """What one report knows of one optimizer.
-
-    Attributes:
-        layers: In forward order.
-        totals: Step number and total norm of each step since the last report.
-        overflows: How many of the non-finite ones a loss scaler explains: all, or none.
-        early: Median of the run's first norms; None before they are known.
-        typical: Median of the medians of earlier reports; None in the first.
-        before: ``flow`` of each layer in the report before.
-        loss_scale: The loss scale; 1 for float16 gradients without one; else None.
-    """
-
-    layers: list[LayerVitals]
-    totals: list[tuple[int, float]]
-    overflows: bool = False
-    early: float | None = None
-    typical: float | None = None
-    before: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: float | None = None
-
-    @cached_property
-    def flows(self) -> dict[str, float]:
-        """RMS by layer, in forward order: of layers with a weight matrix if there are three.
-
-        Gains and biases of normalisation layers are on another scale than weights.
-        """
-        live = [layer for layer in self.layers if layer.trained and layer.flow]
-        weights = [layer for layer in live if layer.has_matrix]
-        return {layer.name: layer.flow for layer in (weights if len(weights) >= 3 else live)}
-
-    def median(self) -> float | None:
-        """Return the median of the finite totals."""
-        finite = [total for _, total in self.totals if math.isfinite(total)]
-        return statistics.median(finite) if finite else None
-
-
-@dataclass(frozen=True, slots=True)
 class Finding:
     """Something seen in one report.
 
@@ -127,27 +73,30 @@ class Issue:
             ``imbalance``, ``stale``, ``fp16_underflow`` or ``saturated``.
         severity: ``"critical"``: training fails or stands still. ``"warning"``: worth a look.
         place: The layer concerned, the worst one if there are several.
-        others: The other layers concerned, in forward order.
         detail: What was measured there.
-        advice: What to do.
         since: The step of the report that first saw it.
+        others: The other layers concerned, in forward order.
     """
 
     type: str
     severity: str
     place: str
     detail: str
-    advice: str
     since: int
     others: tuple[str, ...] = ()
 
-    def __str__(self) -> str:
-        more = f" and {len(self.others)} more" if self.others else ""
-        return f"[{self.severity}] {self.type} at {self.place}{more}: {self.detail}."
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        return ADVICE[self.type]
 
-    def to_dict(self) -> dict[str, Any]:
-        """Return the fields as plain types."""
-        return {name: getattr(self, name) for name in self.__slots__} | {"others": [*self.others]}
+    @property
+    def where(self) -> str:
+        """The place, and how many more there are."""
+        return self.place + (f" and {len(self.others)} more" if self.others else "")
+
+    def __str__(self) -> str:
+        return f"[{self.severity}] {self.type} at {self.where}: {self.detail}."
 
 
 class Persistence:
@@ -165,12 +114,10 @@ class Persistence:
         """Take in what the report at ``step`` saw."""
         seen = {self._key(finding): finding for finding in findings}
         for key, finding in seen.items():
-            track = self._tracks.get(key)
-            if track is None:
-                track = self._tracks[key] = {"seen": 0, "missed": 0, "since": step}
+            track = self._tracks.setdefault(key, {"seen": 0, "missed": 0, "since": step})
             # Once weights are NaN every layer is: what counts is where it came from.
             if key != "nonfinite" or not track["seen"]:
-                track |= {name: getattr(finding, name) for name in finding.__slots__}
+                track |= asdict(finding)
             track["seen"] += 1
             track["missed"] = 0
         for key in [key for key in self._tracks if key not in seen]:
@@ -196,9 +143,17 @@ class Persistence:
         for track in self._tracks.values():
             if track["seen"] >= self._needed[track["type"]]:
                 by_type.setdefault(track["type"], []).append(track)
-        issues = [_issue(tracks, order) for tracks in by_type.values()]
-        types = list(ADVICE)
-        return sorted(issues, key=lambda i: (i.severity != CRITICAL, types.index(i.type)))
+        issues = []
+        for kind in sorted(by_type, key=list(ADVICE).index):
+            tracks = by_type[kind]
+            worst = max(tracks, key=lambda t: (t["severity"] == CRITICAL, t["badness"]))
+            others = {track["place"] for track in tracks if track is not worst}
+            since = min(track["since"] for track in tracks)
+            places = tuple(sorted(others, key=lambda place: order.get(place, len(order))))
+            issues.append(
+                Issue(kind, worst["severity"], worst["place"], worst["detail"], since, places)
+            )
+        return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types."""
@@ -207,17 +162,3 @@ class Persistence:
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
         self._tracks = {key: dict(track) for key, track in state_dict.items()}
-
-
-def _issue(tracks: list[dict[str, Any]], order: Mapping[str, int]) -> Issue:
-    worst = max(tracks, key=lambda track: (track["severity"] == CRITICAL, track["badness"]))
-    others = [track["place"] for track in tracks if track is not worst]
-    return Issue(
-        type=worst["type"],
-        severity=worst["severity"],
-        place=worst["place"],
-        detail=worst["detail"],
-        advice=ADVICE[worst["type"]],
-        since=min(track["since"] for track in tracks),
-        others=tuple(sorted(others, key=lambda place: order.get(place, len(order)))),
-    )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,37 +17,39 @@ class ForwardOrder:
 
     Each of its hooks goes when its module runs. A model that is compiled, in whole or in part,
     gets none, since a hook would change what is compiled; its order is that of registration.
+
+    Attributes:
+        ran: The names of the modules in the order in which they first ran.
     """
 
     def __init__(self) -> None:
         self._handles: dict[str, RemovableHandle] = {}
         self._names: list[str] = []
-        self._ran: list[str] = []
+        self.ran: list[str] = []
 
-    def watch(self, model: nn.Module) -> None:
-        """Put the hooks on."""
+    def watch(self, model: nn.Module, kind: type[nn.Module] = nn.Module) -> None:
+        """Put hooks on the modules of that kind."""
         self.stop()
-        self._ran = []
         holders = {
             name: module
             for name, module in model.named_modules()
-            if next(module.parameters(recurse=False), None) is not None
+            if isinstance(module, kind) and next(module.parameters(recurse=False), None) is not None
         }
         self._names = list(holders)
         if has_compiled_parts(model):
+            self.ran = self._names
             return
+        self.ran = []
         for name, module in holders.items():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._handles[name] = module.register_forward_pre_hook(self._note(name))
+                hook = module.register_forward_pre_hook(partial(self._note, name))
+                self._handles[name] = hook
 
-    def _note(self, name: str) -> Any:
-        def note(module: nn.Module, inputs: Any) -> None:
-            handle = self._handles.pop(name, None)
-            if handle is not None:  # else it runs again, in a thread, before the hook has gone
-                handle.remove()
-                self._ran.append(name)
-
-        return note
+    def _note(self, name: str, *_: Any) -> None:
+        handle = self._handles.pop(name, None)
+        if handle is not None:  # else it runs again, in a thread, before the hook has gone
+            handle.remove()
+            self.ran.append(name)
 
     def stop(self) -> None:
         """Take off the hooks of modules that have not run."""
@@ -62,7 +65,7 @@ class ForwardOrder:
         """
         last: tuple[int, ...] = (-1,)
         keys: dict[str, tuple[int, ...]] = {}
-        ran = {name: place for place, name in enumerate(self._ran)}
+        ran = {name: place for place, name in enumerate(self.ran)}
         for registered, name in enumerate(self._names):
             last = (ran[name],) if name in ran else (last[0], registered + 1)
             keys[name] = last

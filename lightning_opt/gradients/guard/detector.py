@@ -10,10 +10,18 @@ from collections.abc import Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.scalars import Condition, Scalar, isfinite, logical_and, where, wide_dtype
+from lightning_opt.core.scalars import (
+    Condition,
+    Scalar,
+    isfinite,
+    logical_and,
+    read_scalars,
+    stack_scalars,
+    where,
+)
+from lightning_opt.core.sharding import mean_over_ranks
 from lightning_opt.core.statistics import LogBand
 
 Kind: TypeAlias = Literal[
@@ -71,11 +79,7 @@ class Symptoms(NamedTuple):
         """Return the same as floats; waits for the device, once."""
         if not any(isinstance(value, Tensor) for value in self):
             return self
-        return Symptoms(*self.stack().tolist())
-
-    def stack(self) -> Tensor:
-        """Return the same as one tensor of shape ``(7,)`` on the device; reads nothing."""
-        return stack_scalars(self)
+        return Symptoms(*read_scalars(self))
 
 
 class Detector:
@@ -121,7 +125,7 @@ class Detector:
         high_norm = self._is_spike(norm, state, "norm")
         if reduce_on is not None:
             # A NaN or an infinity of one rank is in the sum, so that the loss needs no flag.
-            loss, bad_norm, high_norm = mean_over_ranks([loss, bad_norm, high_norm], reduce_on)
+            loss, bad_norm, high_norm = _of_all_ranks([loss, bad_norm, high_norm], reduce_on)
         bad_loss = where(isfinite(loss), 0.0, 1.0)
         high_loss = self._is_spike(loss, state, "loss")
         overflow: Scalar = 0.0
@@ -138,29 +142,9 @@ class Detector:
         return where(logical_and(value > threshold, isfinite(value)), 1.0, 0.0)
 
 
-def stack_scalars(values: Sequence[Scalar]) -> Tensor:
-    """Return scalars, of which at least one is a tensor, as a tensor on its device."""
-    device = next(value.device for value in values if isinstance(value, Tensor))
-    dtype = wide_dtype(device)
-    return torch.stack(
-        [
-            value.to(device, dtype, non_blocking=True)
-            if isinstance(value, Tensor)
-            else torch.full((), value, dtype=dtype, device=device)
-            for value in values
-        ]
-    )
-
-
-def mean_over_ranks(values: Sequence[Scalar], device: torch.device) -> list[Scalar]:
+def _of_all_ranks(values: Sequence[Scalar], device: torch.device) -> list[Scalar]:
     """Return the mean of each over all ranks: floats for floats, else tensors that nobody read."""
-    on_host = not any(isinstance(value, Tensor) for value in values)
-    stacked = (
-        torch.tensor(values, dtype=torch.float64, device=device)
-        if on_host
-        else stack_scalars(values).to(device)
-    )
-    dist.all_reduce(stacked)
-    stacked /= dist.get_world_size()
-    # Numbers that were on the host go back there, which waits; tensors do not.
-    return stacked.tolist() if on_host else list(stacked.unbind())
+    if any(isinstance(value, Tensor) for value in values):
+        return list(mean_over_ranks(stack_scalars(values).to(device)).unbind())
+    # Numbers that were on the host go back there, which waits.
+    return mean_over_ranks(torch.tensor(values, dtype=torch.float64, device=device)).tolist()

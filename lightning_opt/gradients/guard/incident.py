@@ -1,0 +1,149 @@
+"""A fault of one step: what the host knew when it happened, and how it reads afterwards."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_opt.core.norms import GradientNorms
+from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
+from lightning_opt.gradients.guard.ladder import Action
+
+Event: TypeAlias = dict[str, Any]
+
+NAMED_PARAMETERS = 10
+"""Parameters that an event names; it counts the rest."""
+
+KINDS: dict[Kind, tuple[str, str]] = {
+    "nonfinite_loss": (
+        "the loss is {loss}",
+        "Look at that batch (save_batch=True writes it to disk) for NaN, wrong labels or an "
+        "extreme scale, and at the loss for a log, a division or a root of 0. In 16-mixed, "
+        "bf16-mixed has the range that activations need.",
+    ),
+    "nonfinite_gradient": (
+        "the gradient norm is {norm:.4g}",
+        "The loss is finite but its derivative is not: look for a root, a norm or a power at 0, "
+        "and for torch.where around an undefined branch, at the parameters named.",
+    ),
+    "loss_spike": (
+        "the loss of {loss:.4g} is a spike",
+        "Lower the learning rate, or raise spike if such losses are normal here.",
+    ),
+    "gradient_spike": (
+        "the gradient norm of {norm:.4g} is a spike",
+        "Lower the learning rate, clip, or raise spike if it is normal here.",
+    ),
+    "nonfinite_weight": (
+        "weights or buffers are NaN or infinite",
+        "The model itself is damaged, so no batch can be right. Resume from the last good "
+        "checkpoint, with a lower learning rate if it is the update that overflowed. "
+        "With policy='rollback' the guard returns to a snapshot, three times in a row at most.",
+    ),
+}
+"""What each fault is, to be formatted with its event, and what to do about it."""
+
+
+@dataclass(slots=True)
+class Incident:
+    """A step as it was when its update was decided on, for a host that may look later.
+
+    It holds no gradient, so that none lives longer than it would without the guard.
+
+    Attributes:
+        step: ``trainer.global_step`` before the update.
+        epoch: ``trainer.current_epoch``.
+        optimizer: Its index; None where weights were found bad apart from any step.
+        losses: One a backward pass, on their device.
+        batches: Index and, if they are to be saved, contents of the batches since the last step.
+        parameters: Those that have a gradient.
+        norms: Of their gradients.
+        kind: What was wrong, as it turned out.
+        action: What is done about it.
+        loss: Loss of the step, the mean over ranks.
+        norm: Total norm of its gradient.
+    """
+
+    step: int
+    epoch: int
+    optimizer: int | None = None
+    losses: list[Tensor] = field(default_factory=list)
+    batches: list[tuple[int, Any]] = field(default_factory=list)
+    parameters: list[Tensor] = field(default_factory=list)
+    norms: GradientNorms | None = None
+    kind: Kind = "nonfinite_weight"
+    action: Action = "skip"
+    loss: float | None = None
+    norm: float | None = None
+
+    def bad_place(self) -> int | None:
+        """Return the place of the first loss of this rank that is not finite. Reads the losses."""
+        bad = (place for place, loss in enumerate(self.losses) if not math.isfinite(loss.item()))
+        return next(bad, None)
+
+    def batch(self) -> tuple[int | None, Any]:
+        """Return index and contents of the batch with the bad loss, or of the last batch."""
+        if not self.batches:
+            return None, None
+        place = self.bad_place() if len(self.losses) == len(self.batches) else None
+        return self.batches[-1 if place is None else place]
+
+    def bad_parameters(self, names: Mapping[Tensor, str]) -> list[str]:
+        """Return the parameters whose gradients are bad; for a spike the three largest ones."""
+        norms = [] if self.norms is None else self.norms.per_tensor
+        values = norms.tolist() if isinstance(norms, Tensor) else norms
+        named = [names.get(parameter, "?") for parameter in self.parameters]
+        if self.kind in ("loss_spike", "gradient_spike"):
+            largest = sorted(zip(values, named, strict=True), reverse=True)
+            return [name for _, name in largest[:3]]
+        return [n for n, value in zip(named, values, strict=True) if not value <= LARGEST_NORM]
+
+    def event(self, names: Mapping[Tensor, str], damaged: list[str]) -> Event:
+        """Return the fault as plain types, as this rank sees it.
+
+        Args:
+            names: Of the parameters.
+            damaged: Weights and buffers that are not finite.
+        """
+        bad = damaged if self.kind == "nonfinite_weight" else self.bad_parameters(names)
+        rank = dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+        return {
+            "step": self.step,
+            "epoch": self.epoch,
+            "batch_idx": self.batch()[0],
+            "optimizer": self.optimizer,
+            "kind": self.kind,
+            "action": self.action,
+            "loss": self.loss,
+            "norm": self.norm,
+            "ranks": [] if self.bad_place() is None else [rank],
+            "parameters": bad[:NAMED_PARAMETERS],
+            "parameters_total": len(bad),
+        }
+
+
+def merge_events(of_ranks: Sequence[Event]) -> Event:
+    """Return what all ranks saw of one fault; the batch is that of the first with a bad loss."""
+    merged = dict(next((event for event in of_ranks if event["ranks"]), of_ranks[0]))
+    merged["ranks"] = [rank for event in of_ranks for rank in event["ranks"]]
+    return merged
+
+
+def describe(event: Event) -> str:
+    """Return one sentence about an event."""
+    where = f"at step {event['step']} (epoch {event['epoch']}, batch {event['batch_idx']}"
+    where += f", rank {', '.join(map(str, event['ranks']))})" if event["ranks"] else ")"
+    names = shorten(event["parameters"], 3)
+    what = KINDS[event["kind"]][0].format(**event)
+    return f"{where} {what}" + (f" ({names})" if names else "")
+
+
+def shorten(names: list[str], limit: int) -> str:
+    """Return the first ``limit`` names, and how many more there are."""
+    more = f" and {len(names) - limit} more" if len(names) > limit else ""
+    return ", ".join(names[:limit]) + more

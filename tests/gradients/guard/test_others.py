@@ -1,0 +1,125 @@
+"""The guard beside buffers, losses and hooks that are not its own."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+
+import lightning_opt as lo
+from tests.gradients.faulty import FaultyNet, all_finite
+from tests.helpers.models import AdversarialNet, assert_same_weights
+from tests.helpers.trainers import quiet_trainer
+
+
+def fit(model: Any, *callbacks: Any, **settings: Any) -> Any:
+    quiet_trainer(callbacks=list(callbacks), **settings).fit(model)
+    return model
+
+
+class Masked(FaultyNet):
+    """With a causal mask that is made at once, and one that is made in the forward pass."""
+
+    def __init__(self, *args: Any, **settings: Any) -> None:
+        super().__init__(*args, **settings)
+        self.register_buffer("mask", torch.full((4, 4), float("-inf")).triu(1))
+        self.register_buffer("late", None)
+        self.register_buffer("average", torch.zeros(2**17))
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.late = torch.full((8, 8), float("-inf"))
+        return super().training_step(batch, batch_idx)
+
+
+@pytest.mark.parametrize("policy", ["skip", "rollback"])
+def test_a_mask_of_minus_infinity_is_no_damage(policy: Any) -> None:
+    guard = lo.NonFiniteGuard(policy, snapshot_every_n_steps=3)
+    guarded = fit(Masked({5: "nan"}), guard)
+    assert [event["kind"] for event in guard.events] == ["nonfinite_loss"]
+    clean = fit(Masked({}, leave_out=[5]))
+    assert_same_weights(guarded.head, clean.head)
+
+
+def test_a_buffer_that_was_finite_is_damage() -> None:
+    class Damaged(Masked):
+        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+            if batch_idx == 5:
+                self.average[0] = float("inf")
+            return super().training_step(batch, batch_idx)
+
+    with pytest.raises(FloatingPointError, match=r"\(average\)"):
+        fit(Damaged({5: "nan"}), lo.NonFiniteGuard())
+
+
+class BothBackwardsFirst(AdversarialNet):
+    """Both backward passes come before both steps; the generator's loss is bad in two batches."""
+
+    bad: tuple[int, ...] = (4, 5)
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        generator, discriminator = self.optimizers()
+        generator.zero_grad()
+        discriminator.zero_grad()
+        loss = self.generator_loss(batch)
+        if batch_idx in self.bad:
+            loss = loss + float("inf")  # whose gradient is finite
+        self.toggle_optimizer(generator)
+        self.manual_backward(loss, inputs=list(self.generator.parameters()))
+        self.untoggle_optimizer(generator)
+        self.manual_backward(self.discriminator_loss(batch))
+        discriminator.step()
+        generator.step()
+
+
+def test_a_bad_loss_is_that_of_the_optimizer_that_got_its_gradients() -> None:
+    guard = lo.NonFiniteGuard()
+    model = fit(BothBackwardsFirst(), guard)
+    assert all_finite(model)
+    assert [(event["optimizer"], event["batch_idx"]) for event in guard.events] == [(0, 4), (0, 5)]
+
+
+def test_the_loss_of_gradients_that_were_thrown_away_is_forgotten() -> None:
+    """The generator's loss reaches the discriminator's weights too, before they are zeroed."""
+
+    class Through(AdversarialNet):
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            generator, discriminator = self.optimizers()
+            loss = self.generator_loss(batch)
+            generator.zero_grad()
+            self.manual_backward(loss + float("inf") if batch_idx == 4 else loss)
+            generator.step()
+            discriminator.zero_grad()
+            self.manual_backward(self.discriminator_loss(batch))
+            discriminator.step()
+
+    guard = lo.NonFiniteGuard()
+    fit(Through(), guard)
+    assert [(event["optimizer"], event["batch_idx"]) for event in guard.events] == [(0, 4)]
+
+
+class Complex(LightningModule):
+    """A filter of complex numbers, as in a Fourier operator."""
+
+    def __init__(self, poison: int | None = None) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.ones(4, dtype=torch.complex64))
+        self.head = nn.Linear(4, 1)
+        self.poison = poison
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        loss = self.head((self.filter * (1 + 1j) * batch_idx).abs()).square().sum()
+        return loss * float("nan") if batch_idx == self.poison else loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.Adam(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        return range(12)
+
+
+def test_complex_weights() -> None:
+    guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=2, spike=6.0)
+    model = fit(Complex(poison=5), guard)
+    assert [event["batch_idx"] for event in guard.events] == [5]
+    assert bool(torch.isfinite(torch.view_as_real(model.filter)).all())

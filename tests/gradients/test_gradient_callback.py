@@ -1,0 +1,204 @@
+"""The seam between Lightning and the gradients, by its parts."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import DeepSpeedStrategy
+from torch import nn
+
+import lightning_opt as lo
+from lightning_opt.gradients.gradient_callback import GradientCallback
+from lightning_opt.gradients.loss_scale import grad_scale
+from lightning_opt.gradients.names import plain_name
+from tests.helpers.models import AdversarialNet, SmallNet
+from tests.helpers.trainers import GradientSpy, quiet_trainer
+
+SCALE = 2.0**10
+
+
+def trainer_with(plugin: Precision) -> Any:
+    return SimpleNamespace(precision_plugin=plugin)
+
+
+def scaled(optimizer_name: str, *, fused: bool, enabled: bool = True) -> Any:
+    """An optimizer after a scaled backward, with the Trainer and the scaler that did it."""
+    layer = nn.Linear(2, 1)
+    optimizer = getattr(torch.optim, optimizer_name)(layer.parameters(), lr=0.1, fused=fused)
+    scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=enabled)
+    scaler.scale(layer(torch.ones(1, 2)).sum()).backward()
+    return optimizer, trainer_with(MixedPrecision("16-mixed", "cpu", scaler)), scaler, layer
+
+
+@pytest.mark.parametrize("optimizer_name", ["SGD", "Adam", "AdamW", "Adagrad"])
+def test_scale_of_a_fused_optimizer(optimizer_name):
+    optimizer, trainer, scaler, layer = scaled(optimizer_name, fused=True)
+    assert layer.bias.grad == SCALE
+    assert float(grad_scale(trainer, optimizer)) == SCALE
+    scaler.unscale_(optimizer)  # by the user, under manual optimisation
+    assert layer.bias.grad == 1.0
+    assert grad_scale(trainer, optimizer) == 1.0
+
+
+def test_scale_where_lightning_unscales():
+    optimizer, trainer, scaler, layer = scaled("SGD", fused=False)
+    scaler.unscale_(optimizer)  # as MixedPrecision does before the hook
+    assert layer.bias.grad == 1.0
+    assert grad_scale(trainer, optimizer) == 1.0
+
+
+def test_scale_without_a_scaler():
+    optimizer, trainer, _, layer = scaled("SGD", fused=True, enabled=False)
+    assert layer.bias.grad == 1.0
+    assert grad_scale(trainer, optimizer) == 1.0
+    for plugin in (Precision(), MixedPrecision("bf16-mixed", "cpu")):
+        assert grad_scale(trainer_with(plugin), optimizer) == 1.0
+
+
+def test_scale_before_the_first_loss():
+    optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), fused=True)
+    plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
+    assert grad_scale(trainer_with(plugin), optimizer) == 1.0
+
+
+def test_asking_for_the_scale_adds_nothing_to_the_scaler():
+    optimizer, trainer, scaler, _ = scaled("SGD", fused=True)
+    grad_scale(trainer, optimizer)
+    assert not scaler._per_optimizer_states
+
+
+class Listener(GradientCallback):
+    """Notes the norm at each step."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[int, float]] = []
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        index, step = self.measure(trainer, optimizer)
+        self.seen.append((index, step.norms.total))
+        self.known = {name: parameter for parameter, name in step.names.items()}
+
+
+def run(model: Any, *callbacks: Any, **settings: Any) -> Any:
+    trainer = quiet_trainer(callbacks=list(callbacks), **settings)
+    trainer.fit(model)
+    return trainer
+
+
+def test_optimizers_are_told_by_their_index():
+    tested, spy = Listener(), GradientSpy()
+    run(AdversarialNet(), tested, spy)
+    for index in (0, 1):
+        norms = [norm for own, norm in tested.seen if own == index]
+        assert norms == pytest.approx(spy.norms[index])
+
+
+def test_names_are_those_of_the_model_without_its_wrappers():
+    class Wrapped(nn.Module):
+        def __init__(self, inner: nn.Module) -> None:
+            super().__init__()
+            self._fsdp_wrapped_module = inner
+
+        def forward(self, x: Any) -> Any:
+            return self._fsdp_wrapped_module(x)
+
+    model, tested = SmallNet(), Listener()
+    expected = [name for name, _ in model.named_parameters()]
+    model.layer[0] = Wrapped(model.layer[0])
+    run(model, tested)
+    assert list(tested.known) == expected
+    assert plain_name("_orig_mod.net._fsdp_wrapped_module.0.weight") == "net.0.weight"
+    assert plain_name("net._orig_mod") == "net"
+    assert plain_name("_orig_mod") == ""
+
+
+def test_a_parameter_that_only_an_optimizer_holds_has_a_name():
+    class Foreign(SmallNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.SGD([*self.parameters(), foreign], lr=0.1)
+
+    foreign, tested = nn.Parameter(torch.ones(1)), Listener()
+    run(Foreign(), tested)
+    assert tested.known["optimizer_0.4"] is foreign
+
+
+class Count:
+    """How often norms are measured."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.calls = 0
+        place = "lightning_opt.gradients.gradient_callback.measure_norms"
+        measure = lo.core.norms.measure_norms  # type: ignore[attr-defined]
+
+        def counted(*args: Any, **more: Any) -> Any:
+            self.calls += 1
+            return measure(*args, **more)
+
+        monkeypatch.setattr(place, counted)
+
+
+def test_neighbours_measure_once(monkeypatch):
+    count = Count(monkeypatch)
+    run(SmallNet(), Listener(), Listener(), lo.AdaptiveClipping())
+    assert count.calls == 12
+
+
+class Writes(Callback):
+    """Multiplies gradients in a way that leaves a tensor's count of writes as it is."""
+
+    def __init__(self, how: str) -> None:
+        self.how = how
+
+    def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        for parameter in pl_module.parameters():
+            if self.how == "replaced":
+                parameter.grad = parameter.grad * 100
+            else:
+                parameter.grad.data.mul_(100)
+
+
+@pytest.mark.parametrize("how", ["replaced", "data"])
+def test_what_somebody_else_has_changed_is_measured_anew(how):
+    """Every norm that clipping lets pass is within its bound."""
+    spy = GradientSpy()
+    run(SmallNet(), Listener(), Writes(how), lo.AdaptiveClipping(lo.FixedNorm(1.0)), spy)
+    assert max(spy.norms[0]) <= 1.0 + 1e-6
+
+
+def test_lets_go_of_the_model():
+    tested = Listener()
+    run(SmallNet(), tested)
+    assert not tested.names
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [lo.AdaptiveClipping, lo.NonFiniteGuard, lo.GradientHealth, lo.CurvatureMonitor,
+     lo.CurvaturePreconditioner],
+)  # fmt: skip
+def test_a_second_instance_is_refused_at_the_start(kind):
+    with pytest.raises(RuntimeError, match="more than one stateful"):  # by Lightning itself
+        run(SmallNet(), kind(), kind())
+
+
+def test_clipping_by_two_rules_keeps_two_states(tmp_path):
+    rules = [lo.AdaptiveClipping(lo.UnitWise()), lo.AdaptiveClipping(lo.FixedNorm(1.0))]
+    trainer = run(SmallNet(), *rules)
+    trainer.save_checkpoint(tmp_path / "both.ckpt")
+    assert [len(rule.report().rows) for rule in rules] == [1, 1]
+
+
+def test_refusals_name_the_callback():
+    class Newton(SmallNet):
+        def configure_optimizers(self) -> Any:
+            return torch.optim.LBFGS(self.parameters())
+
+    with pytest.raises(ValueError, match=r"^Listener does not work with torch\.optim\.LBFGS"):
+        run(Newton(), Listener())
+    trainer = SimpleNamespace(strategy=object.__new__(DeepSpeedStrategy), callbacks=[])
+    with pytest.raises(ValueError, match=r"^Listener does not work with the DeepSpeed strategy"):
+        Listener().setup(trainer, SmallNet(), "fit")  # type: ignore[arg-type]
