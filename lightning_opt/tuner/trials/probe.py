@@ -21,7 +21,7 @@ from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.machine import why_no_bf16
 from lightning_opt.core.sharding import local_part
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
-from lightning_opt.gradients.access import grad_scale
+from lightning_opt.gradients.loss_scale import grad_scale
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
