@@ -6,7 +6,7 @@ import functools
 import math
 import random
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any, NamedTuple
 
@@ -28,7 +28,7 @@ LARGE = 64 * 2**20
 whether it is written. Buffers of any size are."""
 
 _CONTAINERS = (list, dict, set, deque)
-_GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 
 Undo = Callable[[], object]
@@ -212,9 +212,15 @@ def _is_users(kind: type) -> bool:
     return any(not base.__module__.startswith("torch.") for base in kind.__mro__[:-1])
 
 
-def _random_states(device: torch.device) -> Iterator[Undo]:
+def host_random_states(generators: Iterable[Any] = ()) -> Iterator[Undo]:
+    """Yield what puts Python's and NumPy's random numbers back, and those of ``generators``."""
     yield functools.partial(random.setstate, random.getstate())
     yield functools.partial(np.random.set_state, np.random.get_state(legacy=False))  # noqa: NPY002
+    yield from map(_generator_state, generators)
+
+
+def _random_states(device: torch.device) -> Iterator[Undo]:
+    yield from host_random_states()
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     if device.type == "cuda":
         yield functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
@@ -233,7 +239,7 @@ def _generator_state(generator: Any) -> Undo:
 
 @functools.cache
 def _kind(kind: Any) -> str:
-    if issubclass(kind, _GENERATORS):
+    if issubclass(kind, GENERATORS):
         return "generator"
     if issubclass(kind, Tensor):
         return "tensor"

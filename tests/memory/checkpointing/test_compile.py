@@ -79,6 +79,17 @@ def test_gradients_are_the_same(where: str, plan: Any, norm: Any) -> None:
         torch._dynamo.reset()
 
 
+class Masked(nn.Module):
+    """What most norms are to a compiler, with a buffer that is only read."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.register_buffer("mask", torch.ones(width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
 def test_blocks_without_buffers_stay_in_one_graph() -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -88,4 +99,21 @@ def test_blocks_without_buffers_stay_in_one_graph() -> None:
     torch.compile(model, backend=counter, fullgraph=True)(torch.randn(4, 8)).sum().backward()
     applied.undo()
     assert counter.frame_count == 1
+    torch._dynamo.reset()
+
+
+def test_blocks_that_only_read_buffers_are_in_graphs_from_the_second_step_on() -> None:
+    """The first step shows that none is written."""
+    from torch._dynamo.testing import CompileCounter
+
+    torch._dynamo.reset()
+    model, counter = Model(Masked), CompileCounter()
+    applied = AppliedPlan(every_layer(find_blocks(model)))
+    for layer in model.layers:
+        layer.compile(backend=counter)
+    model(torch.randn(4, 8)).sum().backward()
+    assert counter.op_count == 0
+    model(torch.randn(4, 8)).sum().backward()
+    applied.undo()
+    assert counter.op_count > 0
     torch._dynamo.reset()

@@ -18,8 +18,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_opt.core import replacing
+from lightning_opt.core.preserve import GENERATORS
 from lightning_opt.memory.checkpointing.methods.arguments import contents_of, objects_in
-from lightning_opt.memory.checkpointing.methods.restored_state import BufferKey, WrittenBuffers
+from lightning_opt.memory.checkpointing.methods.restored_state import (
+    BufferKey,
+    HostRandom,
+    WrittenBuffers,
+)
 from lightning_opt.memory.checkpointing.methods.segments import Chain
 
 ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
@@ -68,6 +73,12 @@ class CheckpointedForward(replacing.Replacement):
     ) -> None:
         self.module, self.chain, self.choice, self.keep_all = module, chain, choice, keep_all
         self.buffers = WrittenBuffers(module)
+        self.generators = [
+            value
+            for part in module.modules()
+            for value in vars(part).values()
+            if isinstance(value, GENERATORS)
+        ]
         self.probe: Probe | None = None
         # Someone else's replacement of `forward` stays in use, below this one.
         self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
@@ -83,7 +94,7 @@ class CheckpointedForward(replacing.Replacement):
         """Run the module, so that it can be recomputed if gradients are wanted at all."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
-        if torch.compiler.is_compiling() and self.buffers.is_empty:
+        if torch.compiler.is_compiling() and self.buffers.read_only:
             # Traced as an operator of its own, which knows about random numbers.
             module, kind, shadowed = self.module, type(self.module), self.shadowed
 
@@ -122,6 +133,8 @@ class _Run:
         self.done = False
         self.start: dict[BufferKey, Tensor] = {}
         self._before = owner.buffers.before()
+        given = (thing for thing in objects_in(self.given) if isinstance(thing, GENERATORS))
+        self._random = HostRandom([*owner.generators, *given])
 
     def __call__(self, *leaves: Any) -> Any:
         if not self.done:  # with the very containers that were given: a block may append to one
@@ -162,7 +175,10 @@ class _Run:
 
     def _repeat(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.owner
-        with owner.probe.recompute(owner.module) if owner.probe else nullcontext():
+        with (
+            self._random.restored(),
+            owner.probe.recompute(owner.module) if owner.probe else nullcontext(),
+        ):
             return owner.original(*args, **kwargs)
 
 

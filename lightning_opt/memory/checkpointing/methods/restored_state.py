@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import get_device_states, set_device_states
 
+from lightning_opt.core.preserve import host_random_states
+
 BufferKey: TypeAlias = tuple[nn.Module, str]
 """A buffer by the module that has it and its name there."""
 
@@ -57,40 +59,53 @@ class GlobalState:
             yield
 
 
-class WrittenBuffers:
-    """Which buffers of some module its forward pass writes, learnt from its first run.
+class HostRandom:
+    """Python's and NumPy's random numbers and some generators as they are now.
 
-    A norm's statistics are known by class, since torch's kernels write them without a trace. They
-    are not read while training, so only the others need the value from before the forward pass.
+    Args:
+        generators: Those of the modules that will run, and of what they are given.
+    """
+
+    def __init__(self, generators: Iterable[Any]) -> None:
+        self._generators = list(generators)
+        self._undo = list(host_random_states(self._generators))
+
+    @contextmanager
+    def restored(self) -> Iterator[None]:
+        """Put them back; afterwards they are as before."""
+        with ExitStack() as stack:
+            for undo in host_random_states(self._generators):
+                stack.callback(undo)
+            for undo in self._undo:
+                undo()
+            yield
+
+
+class WrittenBuffers:
+    """The buffers of a module, of which a forward pass may write any at any step.
+
+    Attributes:
+        read_only: Whether the first run has written none; ``None`` before it. What keeps running
+            statistics is known by its class: it does not write them in evaluation.
     """
 
     def __init__(self, module: nn.Module) -> None:
-        self._norms = [
-            owner
-            for owner in module.modules()
-            if isinstance(owner, _NormBase) and owner.track_running_stats
-        ]
-        norms = set(self._norms)
-        self._watched: list[BufferKey] = [
-            (owner, name)
-            for owner in module.modules()
-            if owner not in norms
-            for name in owner._buffers
-        ]
-        self._learnt = False
+        self._owners = list(module.modules())
+        self.read_only: bool | None = None
+        if any(isinstance(m, _NormBase) and m.track_running_stats for m in self._owners):
+            self.read_only = False
+        elif not any(True for _ in module.buffers()):
+            self.read_only = True
 
-    @property
-    def is_empty(self) -> bool:
-        """Whether there are no buffers at all."""
-        return not self._norms and not self._watched
+    def _all(self) -> Iterator[tuple[BufferKey, Tensor]]:
+        for owner in self._owners:
+            for name, buffer in owner._buffers.items():
+                if buffer is not None:
+                    yield (owner, name), buffer
 
     def before(self) -> list[tuple[BufferKey, Tensor, int, Tensor]]:
         """Return what may be written: where it is, the buffer, its version, and a copy."""
-        return [
-            ((owner, name), buffer, buffer._version, buffer.clone())
-            for owner, name in self._watched
-            if (buffer := owner._buffers.get(name)) is not None
-        ]
+        return [(key, buffer, buffer._version, buffer.clone()) for key, buffer in self._all()]
 
     def after(self, before: list[tuple[BufferKey, Tensor, int, Tensor]]) -> dict[BufferKey, Tensor]:
         """Return the earlier values of those of ``before`` that were written or replaced since."""
@@ -99,23 +114,18 @@ class WrittenBuffers:
             for (owner, name), buffer, version, copy in before
             if owner._buffers.get(name) is not buffer or buffer._version != version
         }
-        if not self._learnt:  # only the first run copies buffers that are only read
-            self._watched, self._learnt = list(values), True
+        if self.read_only is None:  # kernels of norms write without a new version
+            same = all(torch.equal(buffer, copy) for _, buffer, _, copy in before)
+            self.read_only = same and not values
         return values
 
     @contextmanager
     def scratch(self, values: dict[BufferKey, Tensor]) -> Iterator[None]:
-        """Let the forward pass write to copies: of ``values``, and of the norms' statistics."""
-        copies = {key: value.clone() for key, value in values.items()}
-        for norm in self._norms:
-            if norm.training:
-                for name, buffer in norm._buffers.items():
-                    if buffer is not None:
-                        copies[norm, name] = buffer.clone()
-        originals = {(owner, name): owner._buffers[name] for owner, name in copies}
+        """Let the forward pass write to copies: of ``values``, else of what is there."""
+        originals = dict(self._all())
         try:
-            for (owner, name), copy in copies.items():
-                owner._buffers[name] = copy
+            for (owner, name), original in originals.items():
+                owner._buffers[name] = values.get((owner, name), original).clone()
             yield
         finally:
             for (owner, name), original in originals.items():
