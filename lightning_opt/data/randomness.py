@@ -60,13 +60,13 @@ def _same_leaf(a: Any, b: Any) -> bool:
     if type(a) is not type(b):
         return False
     if isinstance(a, Tensor):
-        return (
-            a.shape == b.shape and a.dtype == b.dtype and bytes(raw(a.cpu())) == bytes(raw(b.cpu()))
-        )
+        a, b = a.cpu(), b.cpu()
+        return a.shape == b.shape and a.dtype == b.dtype and bytes(raw(a)) == bytes(raw(b))
     if encode(a) == encode(b):
         return True
     try:
-        return bool(a == b)
+        equal = a == b
+        return bool(equal.all() if hasattr(equal, "all") else equal)
     except (TypeError, ValueError):  # a table that is compared cell by cell
         return False
 

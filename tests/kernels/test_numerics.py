@@ -110,7 +110,7 @@ def test_dynamic_loss_scale_is_the_scaler_of_lightning():
         "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=20)
     )
     expected = fit(TinyGPT(lo.SelfAttention), plugins=[theirs])
-    ours = lo.DynamicLossScale(2.0**15, growth_interval=20, fp32_norms=False)
+    ours = lo.DynamicLossScale(2.0**15, growth_interval=20)
     net = fit(TinyGPT(lo.SelfAttention), plugins=[ours])
     assert net.losses == expected.losses
     assert_same_weights(net, expected)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_opt.data.pipeline.loaders import LoaderSettings
 
@@ -119,18 +119,14 @@ class Search:
 
     def _prefetch(self) -> None:
         for prefetch in self.prefetch[1:]:
-            best = self._best
-            if best is None or self._is_enough():
+            if self._best is None or self._is_enough():
                 return
-            self._try(
-                LoaderSettings(best.settings.workers, prefetch, self.pins[0], self.persistent)
-            )
+            self._try(replace(self._best.settings, prefetch=prefetch))
 
     def _pins(self) -> None:
         for pin in self.pins[1:]:
             if self._best is not None:
-                best = self._best.settings
-                self._try(LoaderSettings(best.workers, best.prefetch, pin, best.persistent))
+                self._try(replace(self._best.settings, pin=pin))
 
     def _try(self, settings: LoaderSettings) -> Measured | None:
         measured = self.measure(settings)

@@ -252,17 +252,14 @@ class CompileModel(RunCallback):
 
     def _warn_of_recompilations(self) -> None:
         for region in self.regions:
-            if (
-                region.counts.recompilations >= OFTEN
-                and f"recompile {region.name}" not in self._said
-            ):
-                self._said.add(f"recompile {region.name}")
-                why = region.counts.reasons.get("recompilation", "")
+            again, said = region.counts.recompilations, f"recompile {region.name}"
+            if again >= OFTEN and said not in self._said:
+                self._said.add(said)
                 warnings.warn(
-                    f"CompileModel: {region.name} ({region.kind}) was compiled again "
-                    f"{region.counts.recompilations} times, which costs more than it brings. "
-                    "If shapes vary, try CompileModel(dynamic=True), pad to a few sizes, or "
-                    f"set drop_last=True in the DataLoader. The last reason: {why or 'unknown'}",
+                    f"CompileModel: {region.name} ({region.kind}) was compiled again {again} "
+                    "times, which costs more than it brings. If shapes vary, try "
+                    "CompileModel(dynamic=True), pad to a few sizes, or set drop_last=True in the "
+                    "DataLoader. TORCH_LOGS=recompiles in the environment has torch say why.",
                     stacklevel=2,
                 )
 
@@ -295,12 +292,6 @@ class CompileModel(RunCallback):
             for region in self.regions
         ]
         notes = [f"{r.name}: {r.reason}" for r in self.regions if r.reason]
-        notes += [
-            f"{region.name}, last {what}: {why}"
-            for region in self.regions
-            for what, why in region.counts.reasons.items()
-            if why
-        ]
         return Report(self._report.title, rows, notes)
 
     def diagnose(self) -> list[Verdict]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
 
@@ -73,14 +73,12 @@ class Counts:
         graphs: Graphs that were compiled, backward graphs not counted.
         breaks: Places at which a graph ended, and Python went on.
         recompilations: Calls that compiled again what had been compiled in the same mode.
-        reasons: What torch said to the last graph breaks and recompilations.
     """
 
     seconds: float = 0.0
     graphs: int = 0
     breaks: int = 0
     recompilations: int = 0
-    reasons: dict[str, str] = field(default_factory=dict)
 
 
 class Region:
@@ -272,11 +270,8 @@ class CompiledForward(Replacement):
         graphs, breaks = _counters()
         counts.graphs += max(0, graphs - counters[0])  # torch._dynamo.reset() clears them
         counts.breaks += max(0, breaks - counters[1])
-        if breaks > counters[1]:
-            counts.reasons["graph break"] = _last_break()
         if mode in self._modes:
             counts.recompilations += 1
-            counts.reasons["recompilation"] = _last_recompilation()
         self._modes.add(mode)
 
 
@@ -327,19 +322,3 @@ def _counters() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
-def _last_break() -> str:
-    from torch._dynamo.utils import counters
-
-    return " ".join(next(reversed(counters["graph_break"]), "").split())[:200]
-
-
-def _last_recompilation() -> str:
-    try:
-        from torch._dynamo.utils import get_compilation_metrics
-
-        reasons = [getattr(m, "recompile_reason", None) for m in get_compilation_metrics()]
-    except (ImportError, AttributeError):  # no public place tells; it is only an explanation
-        return ""
-    return " ".join(next((r for r in reversed(reasons) if r), "").split())[:200]

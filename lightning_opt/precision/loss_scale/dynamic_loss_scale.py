@@ -11,7 +11,7 @@ import lightning.pytorch as pl
 import torch
 from lightning.fabric.plugins.precision.amp import _optimizer_handles_unscaling
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
-from lightning.pytorch.utilities import GradClipAlgorithmType, rank_zero_warn
+from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import LBFGS, Optimizer
@@ -22,7 +22,6 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
-from lightning_opt.precision.loss_scale.full_precision import keep_in_float32
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
 
 
@@ -38,7 +37,7 @@ class DynamicLossScale(MixedPrecision):
     - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
     - The scale has a floor. A run whose updates are left out ``patience`` times in a row at the
       floor stops with an error.
-    - It logs; normalisation layers and loss modules are given float32; schedulers do not run ahead.
+    - It logs, and schedulers do not run ahead.
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
     Lightning counts a step that was left out in ``global_step``, and steps the learning-rate
@@ -68,7 +67,6 @@ class DynamicLossScale(MixedPrecision):
         min_scale: Its floor, at most ``init_scale``.
         patience: Updates left out in a row at the floor, at which the run stops.
         hold_schedulers: Whether schedulers wait where an update is left out.
-        fp32_norms: Whether normalisation layers and loss modules get float32.
         every_n_steps: Optimizer steps between logged values.
 
     Raises:
@@ -96,7 +94,6 @@ class DynamicLossScale(MixedPrecision):
         min_scale: float = 1.0,
         patience: int = 10,
         hold_schedulers: bool = True,
-        fp32_norms: bool = True,
         every_n_steps: int = 50,
     ) -> None:
         if positive("growth_factor", growth_factor) <= 1:
@@ -116,12 +113,10 @@ class DynamicLossScale(MixedPrecision):
         )
         self.patience = at_least("patience", patience, 1)
         self.hold_schedulers = hold_schedulers
-        self.fp32_norms = fp32_norms
         self._schedule = Schedule(every_n_steps)
         super().__init__("16-mixed", "cpu", CountingScaler("cpu", *self._settings))
         self._module: ref[nn.Module] | None = None
         self._undo = ExitStack()
-        self._told = False
         self._reset()
 
     def _reset(self) -> None:
@@ -150,9 +145,6 @@ class DynamicLossScale(MixedPrecision):
             state, self.device = self.scaler.state_dict(), device
             self.scaler = CountingScaler(device, *self._settings)
             self.scaler.load_state_dict(state)
-        if self.fp32_norms:
-            for handle in keep_in_float32(pl_module):
-                self._undo.callback(handle.remove)
         if self.hold_schedulers and trainer.state.fn == "fit":
             self._hold_schedulers(trainer)
         return super().connect(model, optimizers, lr_schedulers)
@@ -161,13 +153,6 @@ class DynamicLossScale(MixedPrecision):
         self, tensor: Tensor, module: pl.LightningModule
     ) -> Tensor:
         """Take note of the loss, and scale it."""
-        if tensor.dtype is torch.float16 and not self._told:
-            self._told = True
-            rank_zero_warn(
-                "DynamicLossScale: the loss is in float16, so that its own gradient, the scale, is "
-                "infinite above 65504, and a mean over many elements may overflow. Compute the "
-                "loss from `output.float()`."
-            )
         self.scaler.note_loss(tensor)
         return super().pre_backward(tensor, module)
 

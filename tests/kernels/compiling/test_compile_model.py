@@ -198,7 +198,7 @@ def test_recompilations_that_recur_are_told(dynamic: bool) -> None:
     if not dynamic:
         assert "forward (Varying) was compiled again 3 times" in messages[0]
         assert "dynamic=True" in messages[0]
-        assert "size mismatch" in messages[0]
+        assert "TORCH_LOGS=recompiles" in messages[0]
     assert_same(actual, train(model=Varying(steps=5, batch_size=8), **settings))
 
 
@@ -209,13 +209,12 @@ class Breaking(Net):
         return self.head(self.blocks[1](x))
 
 
-def test_graph_breaks_are_counted_with_their_reason() -> None:
+def test_graph_breaks_are_counted() -> None:
     callback = CompileModel(backend="eager")
     actual = train(callback, model=Breaking(), limit_val_batches=0)
     assert_same(actual, train(model=Breaking(), limit_val_batches=0))
     row = callback.report().rows[0]
     assert (row["graphs"], row["graph breaks"]) == (2, 1)
-    assert "graph_break" in str(callback.report().notes)
 
 
 @pytest.mark.parametrize(("scope", "first"), [("model", "compile"), ("regions", "checkpointing")])

@@ -2,7 +2,6 @@
 
 import math
 import pickle
-import warnings
 from typing import Any
 
 import pytest
@@ -16,7 +15,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.core import delayed
-from lightning_opt.precision.loss_scale.full_precision import is_norm
 from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import ResumableLoader, assert_same_state, assert_same_weights
 from tests.helpers.processes import launch
@@ -116,7 +114,7 @@ class Reference:
         first, norm, act, last = net.layers
         for index, (inputs, targets) in enumerate(loader):
             with torch.autocast("cpu", torch.float16):
-                hidden = norm(first(inputs).float())
+                hidden = norm(first(inputs))
                 output = last(act(hidden))
             factor = net.planted.get(index, 1.0)
             loss = SHARE * factor * functional.mse_loss(output.float(), targets)
@@ -410,69 +408,6 @@ def test_manual_optimisation():
     assert_same_weights(net, expected)
 
 
-# --- float32 ------------------------------------------------------------------------------------
-
-
-@pytest.mark.filterwarnings("ignore:Mismatch dtype between input and weight")  # of fp32_norms=False
-def test_norms_and_losses_compute_in_float32():
-    class HandmadeRMSNorm(nn.Module):
-        def forward(self, x: Tensor) -> Tensor:
-            return x * x.square().mean(-1, keepdim=True).rsqrt()
-
-    class Wide(LightningModule):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList(
-                (
-                    nn.Linear(WIDTH, WIDTH),
-                    nn.LayerNorm(WIDTH),
-                    nn.BatchNorm1d(WIDTH),
-                    nn.GroupNorm(2, WIDTH),
-                    nn.RMSNorm(WIDTH),
-                    HandmadeRMSNorm(),
-                )
-            )
-            self.criterion = nn.HuberLoss()
-            self.dtypes: dict[str, torch.dtype] = {}
-
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            x = self.layers[0](batch[0])
-            for layer in self.layers:
-                self.dtypes[type(layer).__name__] = layer(x).dtype
-            return self.criterion(self.layers[1](x).half(), x.detach())
-
-        def configure_optimizers(self) -> Any:
-            return torch.optim.SGD(self.parameters(), 0.1)
-
-        train_dataloader = Net.train_dataloader
-        steps = 2
-
-    def dtypes(**settings: Any) -> dict[str, torch.dtype]:
-        net = Wide()
-        quiet_trainer(plugins=[lo.DynamicLossScale(**settings)]).fit(net)
-        return net.dtypes
-
-    found = dtypes()
-    assert found.pop("Linear") is torch.float16
-    assert set(found.values()) == {torch.float32}
-    assert len(found) == 5
-    assert set(dtypes(fp32_norms=False).values()) == {torch.float16}
-    assert not is_norm(nn.Linear(2, 2))
-
-
-def test_a_loss_in_float16_is_told_once():
-    class Narrow(Net):
-        def loss(self, inputs: Tensor, targets: Tensor, factor: float) -> Tensor:
-            return self.layers(inputs).square().mean()
-
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        scales = fit(Narrow(5), lo.DynamicLossScale())
-    said = [w for w in caught if "the loss is in float16" in str(w.message)]
-    assert len(said) == 1
-    assert scales[:2] == [32768.0] * 2  # 65536 is infinite in float16
-
-
 # --- what it leaves behind, and what it refuses ---------------------------------------------------
 
 
@@ -511,7 +446,7 @@ def test_validate_and_predict():
     trainer = quiet_trainer(plugins=[lo.DynamicLossScale()])
     for stage in ("validate", "predict"):
         getattr(trainer, stage)(net, net.train_dataloader())
-        assert net.found == (torch.float16, torch.float32)
+        assert net.found == (torch.float16, torch.float16)
 
 
 def test_pickles_before_and_after_a_run():
