@@ -367,3 +367,21 @@ def test_under_a_loss_scaler(fused):
         finals.append((callback.state_dict()["average"]["layer.0.weight"], model))
     assert_same_weights(finals[1][1], finals[0][1], atol=0.02)  # float16 forward and backward
     assert all(p.isfinite().all() for p in finals[2][1].parameters())
+
+
+@pytest.mark.parametrize("kind", [lo.CurvaturePreconditioner, lo.CurvatureMonitor])
+@pytest.mark.parametrize(
+    ("part", "error"),
+    [
+        (lambda: nn.Embedding(6, 1, sparse=True), "needs dense gradients, and those of 'part'"),
+        (
+            lambda: nn.Linear(2, 1, dtype=torch.complex64),
+            "needs real parameters, and 'part.weight'",
+        ),
+    ],
+)
+def test_gradients_that_are_not_dense_and_real_are_refused_at_the_start(kind, part, error):
+    model = SmallNet("SGD")
+    model.part = part()
+    with pytest.raises(ValueError, match=error):
+        quiet_trainer(callbacks=[kind()]).fit(model, loader_of(2))

@@ -13,7 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from lightning_opt.gradients.health import optimizer_health
+from lightning_opt.gradients.health import activations, optimizer_health
 from tests.gradients.health.test_faults import Classifier, mlp
 from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.syncs import SyncCounter, take_device_path
@@ -353,3 +353,15 @@ def test_lbfgs_is_refused():
 
     with pytest.raises(ValueError, match="LBFGS"):
         fit(lo.GradientHealth(), model=Newton())
+
+
+def test_each_activation_is_reduced_once(monkeypatch):
+    """Nine modules in a row: the input, and nine outputs."""
+    reduced: list[int] = []
+    measure = activations.largest_magnitude
+    monkeypatch.setattr(
+        activations, "largest_magnitude", lambda tensor: reduced.append(1) or measure(tensor)
+    )
+    health = lo.GradientHealth(every_n_steps=1000, figure=None, activations=True)
+    fit(health, model=Classifier(mlp(4)), max_steps=3)
+    assert len(reduced) == 3 * (1 + 9)

@@ -1,0 +1,73 @@
+"""Clipping of gradients that are unlike others, and with a default type that is."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import nn
+
+from lightning_opt import FixedNorm, FixedValue, GradientClipper, PerParameter, UnitWise
+from tests.helpers.syncs import take_device_path
+
+
+class Filter(nn.Module):
+    """Complex weights, as in a Fourier operator, and real ones."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.full((2, 3), 0.5 + 0.5j, dtype=torch.complex64))
+        self.gain = nn.Parameter(torch.ones(3))
+        self.filter.grad = torch.full((2, 3), 3 - 4j, dtype=torch.complex64)
+        self.gain.grad = torch.ones(3)
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+def test_complex_gradients_have_their_real_and_imaginary_parts_clamped(path: str) -> None:
+    model = Filter()
+    GradientClipper(model, FixedValue(2.0)).clip()
+    assert model.filter.grad is not None
+    assert model.filter.grad.tolist() == [[2 - 2j] * 3] * 2
+
+
+@pytest.mark.parametrize("path", ["host", "device"], indirect=True)
+@pytest.mark.parametrize("rule", [FixedNorm(1.0), PerParameter(), UnitWise(0.1, exclude=None)])
+def test_complex_gradients_keep_their_phase(path: str, rule: object) -> None:
+    model = Filter()
+    clipper = GradientClipper(model, rule)  # type: ignore[arg-type]
+    assert float(clipper.clip()["norm"]) == pytest.approx((6 * 25 + 3) ** 0.5)
+    gradient = model.filter.grad
+    assert gradient is not None
+    torch.testing.assert_close(gradient.angle(), torch.full((2, 3), 3 - 4j).angle())
+    if isinstance(rule, UnitWise):  # a row of three of modulus 0.7
+        assert gradient[0].abs().norm().item() == pytest.approx(0.1 * 1.5**0.5)
+
+
+@pytest.fixture
+def _bfloat16_by_default() -> Iterator[None]:
+    """As Lightning sets it under manual optimisation and ``bf16-true``."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.usefixtures("_bfloat16_by_default")
+@pytest.mark.parametrize("device_path", [False, True])
+@pytest.mark.parametrize(
+    "rule", [FixedNorm(0.1), FixedValue(0.1), PerParameter(warmup_norm=0.1), UnitWise(1e-6)]
+)
+def test_shares_are_counted_beyond_what_bfloat16_can(
+    device_path: bool, rule: object, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if device_path:
+        take_device_path(monkeypatch)
+    model = nn.Linear(3, 2)
+    clipper = GradientClipper(model, rule)  # type: ignore[arg-type]
+    for _ in range(700):
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        clipper.clip()
+    state = clipper.state_dict()
+    if not isinstance(rule, (PerParameter, UnitWise)):
+        assert state["clipped"] == 700
+    assert state["steps"] == 700
+    assert isinstance(state["clipped"], float)
