@@ -19,10 +19,18 @@ MESSAGES = (
     "could not create a primitive",  # oneDNN
     "could not create a memory object",
     "std::bad_alloc",
-    "cublas_status_alloc_failed",
-    "cudnn_status_alloc_failed",
+    "alloc_failed",  # of cuBLAS, cuDNN, cuFFT, cuSOLVER and cuSPARSE
+    "allocation_failed",  # of cuDNN from version 9 on
+    "unable to find an engine to execute",  # since no workspace was to be had
+    "failed to cuda calloc",  # of NCCL
 )
 """Parts, in lower case, of the messages of a ``RuntimeError`` that means it."""
+
+UNCLEAR = ("cudnn_status_not_supported", "cublas_status_not_initialized")
+"""Those that mean it where the device is full, and something else otherwise."""
+
+FULL = 0.05
+"""Share of a device that is free at most where a workspace could not be allocated."""
 
 CAUGHT = (RuntimeError, MemoryError, OSError)
 """The types under which out-of-memory appears; most errors of these types are something else."""
@@ -34,8 +42,13 @@ def is_out_of_memory(error: BaseException) -> bool:
         return True
     if isinstance(error, OSError):
         return error.errno == errno.ENOMEM
+    if not isinstance(error, RuntimeError):
+        return False
     message = str(error).lower()
-    return isinstance(error, RuntimeError) and any(part in message for part in MESSAGES)
+    if any(part in message for part in UNCLEAR) and torch.cuda.is_initialized():
+        free, total = torch.cuda.mem_get_info()
+        return free < FULL * total
+    return any(part in message for part in MESSAGES)
 
 
 def let_go(device: torch.device) -> None:
