@@ -51,13 +51,22 @@ def is_out_of_memory(error: BaseException) -> bool:
     return any(part in message for part in MESSAGES)
 
 
-def let_go(device: torch.device) -> None:
-    """Free what nobody uses. Call it outside ``except``: a traceback holds what its frames hold."""
+def free_unused(device: torch.device) -> None:
+    """Free what nobody uses."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     elif device.type == "cpu":
         malloc_trim()
+
+
+def let_go(device: torch.device) -> None:
+    """Free what nobody uses, after memory has run out.
+
+    Call it outside ``except``: a traceback holds what its frames hold.
+    """
+    free_unused(device)
+    if device.type == "cpu":
         _keep_large_blocks_apart()
 
 

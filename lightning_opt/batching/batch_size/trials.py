@@ -30,7 +30,7 @@ from torch import nn
 
 from lightning_opt.batching.batch_size.probe import MOST_STEPS, Probe, RanOutError
 from lightning_opt.batching.batch_size.search import TRIALS, FoundSizes, Trial, search
-from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
+from lightning_opt.core.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
 from lightning_opt.core.preserve import do_nothing, replaced
 
 if TYPE_CHECKING:
@@ -105,7 +105,7 @@ class Trials:
     def run(self, size: int | None) -> Trial:
         """Try a size; None for that of the loader."""
         trainer = self._trainer
-        let_go(trainer.strategy.root_device)
+        free_unused(trainer.strategy.root_device)
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
             stack.callback(SAYS.setLevel, SAYS.level)
@@ -122,7 +122,7 @@ class Trials:
                 fits = False
             if not fits:
                 self._clean_up()
-        let_go(trainer.strategy.root_device)
+        (free_unused if fits else let_go)(trainer.strategy.root_device)
         self.initial, self.samples = probe.initial or self.initial, probe.samples
         size = probe.size or 0
         if not fits or probe.peak is None:

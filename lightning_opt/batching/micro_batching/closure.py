@@ -31,6 +31,7 @@ TOO_LATE = (
 
 Split = Callable[[Any, int], Sequence[tuple[Any, int]]]
 Weigh = Callable[[Any], Any]
+LOSSES = ("mean_over_samples", "mean_over_tokens", "sum")
 
 
 def split_with(split: Split | None, batch: Any, parts: int) -> Sequence[tuple[Any, int]]:
@@ -61,10 +62,12 @@ class Workshop:
         trainer: The Trainer, when its training starts.
         module: Its module.
         split: The user's function.
-        weigh: What a micro-batch counts in the loss; None for its samples.
+        loss: What the loss is, one of ``LOSSES``.
+        count: Of the tokens that it is a mean over.
         retrying: Whether a batch that runs out of memory is taken back.
         ranks: Who has to agree to that.
         hooks: What keeps callbacks from being told twice.
+        sums: Names of logged values that add up over samples.
     """
 
     def __init__(
@@ -72,19 +75,32 @@ class Workshop:
         trainer: pl.Trainer,
         module: pl.LightningModule,
         split: Split | None,
-        weigh: Weigh | None,
+        loss: str,
+        count: Weigh | None,
         retrying: bool,
         ranks: Alone,
         hooks: HookGuard,
+        sums: set[str],
     ) -> None:
         self.ranks, self.hooks = ranks, hooks
         self.trainer, self.module = trainer, module
-        self.split, self.weigh = split, weigh
+        self.split, self._loss, self._count = split, loss, count
         self.optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self.recorder = LogRecorder(module)
+        self.sums, self.recorder = sums, LogRecorder(module, sums)
         self.device = trainer.strategy.root_device
         self.parameters: list[nn.Parameter] = list(module.parameters())
         self.before = Before(module, self.device) if retrying else None
+
+    def shares(self, pieces: Sequence[tuple[Any, int]]) -> list[Any]:
+        """Return what the loss of each micro-batch is multiplied with."""
+        if len(pieces) == 1 or self._loss == "sum":
+            return [1.0] * len(pieces)
+        weights: list[Any] = [samples for _, samples in pieces]
+        if self._count is not None:
+            weights = [self._count(piece) for piece, _ in pieces]
+            weights = [w.detach() if isinstance(w, Tensor) else w for w in weights]
+        total = sum(weights[1:], weights[0])
+        return [weight / total for weight in weights]
 
 
 class MicroBatchClosure(Closure):
@@ -189,7 +205,7 @@ class MicroBatchClosure(Closure):
             not strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate()
         )
         shop.recorder.forget()
-        shares = self._shares(pieces)
+        shares = shop.shares(pieces)
         samples = [count for _, count in pieces]
         carried: Tensor | None = None
         results: list[Any] = []
@@ -226,16 +242,6 @@ class MicroBatchClosure(Closure):
         if len(pieces) > 1 and any(results):
             results = [merge_outputs(results, samples, shares)]
         return shop.optimization.output_result_cls(carried, extra=results[0])
-
-    def _shares(self, pieces: Sequence[tuple[Any, int]]) -> list[Any]:
-        """Return what each micro-batch counts; all together 1."""
-        if len(pieces) == 1:
-            return [1.0]
-        weigh = self._shop.weigh
-        weights = [count if weigh is None else weigh(piece) for piece, count in pieces]
-        weights = [w.detach() if isinstance(w, Tensor) else w for w in weights]
-        total = sum(weights[1:], weights[0])
-        return [weight / total for weight in weights]
 
     def _forward(self, piece: Any, number: int) -> tuple[Tensor | None, dict[str, Any]]:
         shop = self._shop

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -27,10 +27,11 @@ class LogRecorder:
 
     Args:
         module: Whose ``log`` it is.
+        sums: Names of values that are logged as means and are sums over samples; it may grow.
     """
 
-    def __init__(self, module: pl.LightningModule) -> None:
-        self._module = module
+    def __init__(self, module: pl.LightningModule, sums: Set[str]) -> None:
+        self._module, self._sums = module, sums
         self.forget()
 
     def forget(self) -> None:
@@ -80,7 +81,7 @@ class LogRecorder:
             metric._forward_cache = _mean_of_caches([cache for _, cache in values], weights)
             self._module.log(name, metric, **kwargs)
         else:
-            reduction = kwargs.get("reduce_fx", "mean")
+            reduction = "sum" if name in self._sums else kwargs.get("reduce_fx", "mean")
             self._module.log(name, combine(values, weights, reduction), **kwargs)
 
 

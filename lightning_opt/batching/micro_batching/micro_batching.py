@@ -15,15 +15,14 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     ParallelStrategy,
 )
-from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_opt.batching.micro_batching.agreement import Alone, Replicas, Sharded
 from lightning_opt.batching.micro_batching.closure import (
+    LOSSES,
     MicroBatchClosure,
     Split,
     Weigh,
@@ -34,7 +33,7 @@ from lightning_opt.batching.micro_batching.hooks import HookGuard
 from lightning_opt.batching.micro_batching.planning import Planning
 from lightning_opt.batching.micro_batching.retrying import Retrying
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes
-from lightning_opt.batching.micro_batching.split_check import is_too_far, split_error
+from lightning_opt.batching.micro_batching.split_check import SplitCheck
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
 from lightning_opt.core.importing import function_named
@@ -68,7 +67,8 @@ class MicroBatching(RunCallback):
     and is kept in checkpoints. ``regrow_every`` batches later the size doubles again; where that
     proves wrong, the next attempt comes twice as late.
 
-    Exact for losses that are means over samples, or over what ``loss_weight`` counts. Not for
+    Exact for losses that are means over samples, or over tokens
+    that ``count`` counts, or sums. Not for
     losses that compare samples with each other (contrastive ones), nor for BatchNorm, which sees
     one micro-batch at a time: before the first split there is a trial, and a warning.
 
@@ -90,8 +90,10 @@ class MicroBatching(RunCallback):
         split: For batches that are not made of tensors with one row a sample: a function
             ``split(batch, parts)``, or its import path, that returns a list of ``parts`` pairs
             ``(part, samples)``.
-        loss_weight: What a micro-batch's loss is a mean over: ``"samples"``, or a function of the
-            micro-batch, or its import path, that counts it, such as its tokens.
+        loss: What ``training_step`` returns: ``"mean_over_samples"``, ``"mean_over_tokens"``, which
+            needs ``count``, or ``"sum"``.
+        count: A function of a micro-batch, or its import path, that counts the tokens that its loss
+            is a mean over: a number, or a tensor without dimensions.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under manual
@@ -115,14 +117,22 @@ class MicroBatching(RunCallback):
         size: int | Literal["auto"] = "auto",
         regrow_every: int = 200,
         split: Callable[[Any, int], Any] | str | None = None,
-        loss_weight: Callable[[Any], Any] | str = "samples",
+        loss: Literal["mean_over_samples", "mean_over_tokens", "sum"] = "mean_over_samples",
+        count: Callable[[Any], Any] | str | None = None,
     ) -> None:
         self.size = size if size == "auto" else at_least("size", size, 1)
         self.regrow_every = at_least("regrow_every", regrow_every, 1)
         self.split: Split | None = function_named("split", split)
-        self.loss_weight: Weigh | None = (
-            None if loss_weight == "samples" else function_named("loss_weight", loss_weight)
-        )
+        if loss not in LOSSES:
+            raise ValueError(f"loss must be one of {LOSSES}, got {loss!r}.")
+        if (loss == "mean_over_tokens") != (count is not None):
+            raise ValueError(
+                f"loss='mean_over_tokens' needs count=..., a function of the batch such as "
+                f"`lambda batch: (batch['labels'] != -100).sum()`, and no other loss takes one; "
+                f"got loss={loss!r} and count={count!r}."
+            )
+        self.loss: str = loss
+        self.count: Weigh | None = function_named("count", count)
         self._stack: ExitStack | None = None
         self._whole: Any = None
         self._update: Any = None
@@ -134,7 +144,7 @@ class MicroBatching(RunCallback):
         self._sizes = LearnedSizes(self.regrow_every)
         self._planned: dict[str, int] = {}
         self._retries = 0
-        self._warned = False
+        self._check = SplitCheck()
         self.events: list[dict[str, Any]] = []
 
     def start_anew(self, pl_module: pl.LightningModule) -> None:
@@ -211,7 +221,8 @@ class MicroBatching(RunCallback):
             ranks = Sharded(strategy._timeout)
         stack.callback(ranks.close)
         retrying = auto and not isinstance(ranks, Sharded)
-        shop = Workshop(trainer, pl_module, self.split, self.loss_weight, retrying, ranks, hooks)
+        loss = (self.split, self.loss, self.count)
+        shop = Workshop(trainer, pl_module, *loss, retrying, ranks, hooks, self._check.sums)
         self._shop, self._stack, optimization = shop, stack, shop.optimization
         self._whole, self._update = optimization._make_closure, optimization._optimizer_step
         self._agreed = trainer.world_size == 1 or _same_on_all_ranks(trainer.train_dataloader)
@@ -288,34 +299,7 @@ class MicroBatching(RunCallback):
             )
 
     def _before_split(self, batch: Any, parts: int) -> None:
-        """Warn, once, of what is not as with the whole batch."""
-        if self._warned:
-            return
-        self._warned = True
-        module = self._at_work().module
-        if any(isinstance(layer, _BatchNorm) and layer.training for layer in module.modules()):
-            rank_zero_warn(
-                "MicroBatching splits a batch of a model with BatchNorm, whose statistics are now "
-                "those of micro-batches: gradients and running statistics differ from those of "
-                "whole batches. GroupNorm and LayerNorm do not have this problem."
-            )
-        else:
-            self._check_split(batch, parts)
-
-    def _check_split(self, batch: Any, parts: int) -> None:
-        shop = self._at_work()
-        pieces = split_with(self.split, batch, parts)
-        if pieces[0][1] == 1 and parts > 1:
-            pieces = split_with(self.split, batch, parts // 2)  # a pair of samples may fit as well
-        error = split_error(shop, pieces, lambda piece: split_with(self.split, piece, 2))
-        if error is not None and is_too_far(error, shop.trainer.precision):
-            rank_zero_warn(
-                f"MicroBatching changes the gradient of this model: that of {pieces[0][1]} samples "
-                f"in two parts is off by {error:.1%}. So the loss is not a mean over samples. Is "
-                "it a mean over tokens? Give MicroBatching(loss_weight=...), a function of the "
-                "batch that counts them. A loss that compares samples with each other, such as a "
-                "contrastive one, cannot be split without changing it."
-            )
+        self._check.look(self._at_work(), batch, parts)
 
     def _at_work(self) -> Workshop:
         assert self._shop is not None

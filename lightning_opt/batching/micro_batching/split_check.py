@@ -1,114 +1,181 @@
-"""Whether splitting a batch leaves its gradient as it is: tried once, on a part that fits."""
+"""Whether splitting a batch leaves its gradient as it is: tried on a part that fits."""
 
 from __future__ import annotations
 
 import copy
+import logging
+import math
 from collections.abc import Sequence
-from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from contextlib import ExitStack, nullcontext
+from typing import Any
 
 import torch
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
+from lightning_opt.batching.micro_batching.closure import Workshop, split_with
 from lightning_opt.core.exhaustion import is_out_of_memory, let_go
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.trial import loss_of, without_a_trace
 
-if TYPE_CHECKING:
-    from lightning_opt.batching.micro_batching.closure import Workshop
+log = logging.getLogger(__name__)
 
 TOLERANCE = 1e-3
 """Share of the gradient's norm by which summing in another order does not make it differ."""
 
 TOLERANCE_16_BIT = 5e-2
+"""The same where parameters themselves have 16 bits."""
+
+TRIED = frozenset(2**n for n in range(7))
+"""Which of the batches that are split are tried: the first may be one without padding."""
+
+BATCH_NORM = (
+    "MicroBatching splits a batch of a model with BatchNorm, whose statistics are now those of "
+    "micro-batches: gradients and running statistics differ from those of whole batches. GroupNorm "
+    "and LayerNorm do not have this problem."
+)
 
 
-def split_error(
-    shop: Workshop, pieces: Sequence[tuple[Any, int]], halve: Any, batch_idx: int = 0
-) -> float | None:
-    """Return how far the gradient of a micro-batch is from that of its halves, as a share of it.
+class SplitCheck:
+    """Warns, once a model, if the gradient of a micro-batch is not that of its halves.
 
     Nothing is logged, and random numbers, buffers, metrics, counters, gradients and parameters are
     afterwards as before; communication hooks and callbacks do not see it. Layers of dropout are off
-    meanwhile.
+    meanwhile, and so is autocast, of which the rounding would hide what is looked for.
 
-    Args:
-        shop: Of the run.
-        pieces: The micro-batches, of which the first is tried.
-        halve: Splits one in two.
-        batch_idx: For ``training_step``.
-
-    Returns:
-        The share, or None where that cannot be told: one sample alone, sharded parameters, a loss
-        that is random, or too little memory.
+    Attributes:
+        sums: Names of values that are logged as means and have been found to be sums over samples.
     """
-    piece, samples = pieces[0]
-    module, strategy = shop.module, shop.trainer.strategy
-    normed = any(isinstance(m, _BatchNorm) and m.training for m in module.modules())
-    if samples < 2 or normed or not isinstance(strategy, (SingleDeviceStrategy, DDPStrategy)):
-        return None
-    error: float | None = None
+
+    def __init__(self) -> None:
+        self.sums: set[str] = set()
+        self._splits = 0
+        self._told = self._excused = False
+
+    def look(self, shop: Workshop, batch: Any, parts: int) -> None:
+        """Look, if it is time, at a batch that is about to be split. The same on all ranks."""
+        self._splits += 1
+        if self._told or self._splits not in TRIED:
+            return
+        if any(isinstance(m, _BatchNorm) and m.training for m in shop.module.modules()):
+            self._told = True
+            rank_zero_warn(BATCH_NORM)
+            return
+        pieces = split_with(shop.split, batch, parts)
+        if pieces[0][1] == 1 and parts > 1:
+            pieces = split_with(shop.split, batch, parts // 2)  # a pair of samples may fit as well
+        piece, samples = pieces[self._splits % len(pieces)]
+        try:
+            error = _measure(shop, piece, samples)
+        except _CannotTellError as reason:
+            if not self._excused:
+                self._excused = True
+                log.info("Whether a split changes the gradient could not be checked: %s", reason)
+            return
+        halves = any(p.dtype in (torch.float16, torch.bfloat16) for p in shop.parameters)
+        if error > (TOLERANCE_16_BIT if halves else TOLERANCE):
+            self._told = True
+            rank_zero_warn(
+                f"MicroBatching changes the gradient of this model: that of {samples} samples in "
+                f"two parts is off by {error:.1%}. So the loss is not what MicroBatching(loss=...) "
+                "says. Is it a mean over tokens? Then give loss='mean_over_tokens' and count, a "
+                "function of the batch that counts them. Is it a sum? loss='sum'. A loss that "
+                "compares samples with each other, such as a contrastive one, cannot be split "
+                "without changing it."
+            )
+
+
+class _CannotTellError(Exception):
+    """Why two halves cannot be compared with the whole."""
+
+
+def _measure(shop: Workshop, piece: Any, samples: int) -> float:
+    """Return how far the gradient of a piece is from that of its halves, as a share of it."""
+    if not isinstance(shop.trainer.strategy, (SingleDeviceStrategy, DDPStrategy)):
+        raise _CannotTellError("parameters are sharded.")
+    mixed = shop.trainer.precision.endswith("-mixed")
+    if mixed and samples >= 4:  # in float32 half of it takes as much memory
+        piece, samples = split_with(shop.split, piece, 2)[0]
+    if samples < 2:
+        raise _CannotTellError("one sample is all that fits.")
     failed = False
     try:
         with ExitStack() as stack:
             _keep_parameters(shop.parameters, stack)
-            for layer in module.modules():
+            for layer in shop.module.modules():
                 _switch_dropout_off(layer, stack)
-            error = _measure(shop, piece, halve, batch_idx)
+            if mixed:
+                plugin = shop.trainer.precision_plugin
+                stack.enter_context(replaced(plugin, train_step_context=nullcontext))
+            return _compare(shop, piece)
+    except _CannotTellError:
+        raise
     except Exception as trouble:  # noqa: BLE001 - the run's own step comes next
-        failed = is_out_of_memory(trouble)
+        failed, reason = is_out_of_memory(trouble), f"{type(trouble).__name__}: {trouble}"
     if failed:
         let_go(shop.device)  # outside `except`, where the traceback holds it
+    raise _CannotTellError(reason)
+
+
+def _compare(shop: Workshop, piece: Any) -> float:
+    whole, logged = _gradient(shop, piece)
+    size = _norm(whole)
+    # With other random numbers, and otherwise the same.
+    other, _ = _gradient(shop, piece, draw=True)
+    noise = _norm([a - b for a, b in zip(whole, other, strict=True)])
+    if not size or not math.isfinite(size):
+        raise _CannotTellError(f"the gradient has a norm of {size}.")
+    if noise > 0.1 * TOLERANCE * size:
+        raise _CannotTellError("the loss is random.")
+    halves = split_with(shop.split, piece, 2)
+    sums = dict.fromkeys(logged, 0.0)
+    for (half, _), share in zip(halves, shop.shares(halves), strict=True):
+        gradient, values = _gradient(shop, half)
+        for rest, part in zip(whole, gradient, strict=True):
+            rest -= part * share
+        for name in sums:
+            sums[name] += values.get(name, math.nan)
+    shop.sums.update(
+        name
+        for name, value in logged.items()
+        if value and math.isclose(value, sums[name], rel_tol=TOLERANCE)
+    )
+    error = _norm(whole) / size
+    if not math.isfinite(error):
+        raise _CannotTellError("the gradient of a half is not finite.")
     return error
 
 
-def is_too_far(error: float, precision: str) -> bool:
-    """Return whether rounding does not explain it."""
-    return error > (TOLERANCE_16_BIT if "16" in precision else TOLERANCE)
-
-
-def _measure(shop: Workshop, piece: Any, halve: Any, batch_idx: int) -> float | None:
-    whole = _gradient(shop, piece, batch_idx)
-    size = _norm(whole)
-    # With other random numbers, and otherwise the same.
-    other = _gradient(shop, piece, batch_idx, draw=True)
-    noise = _norm([a - b for a, b in zip(whole, other, strict=True)])
-    if not size or not is_finite(size) or noise > 0.1 * TOLERANCE * size:
-        return None
-    halves = halve(piece)
-    weights = [count if shop.weigh is None else shop.weigh(half) for half, count in halves]
-    total = sum(weights[1:], weights[0])
-    for (half, _), weight in zip(halves, weights, strict=True):
-        for rest, part in zip(whole, _gradient(shop, half, batch_idx), strict=True):
-            rest -= part * (weight / total)
-    error = _norm(whole) / size
-    return error if is_finite(error) else None
-
-
-def _gradient(shop: Workshop, piece: Any, batch_idx: int, draw: bool = False) -> list[Tensor]:
-    """Return the gradient of a copy, without touching ``Parameter.grad`` or calling its hooks."""
+def _gradient(
+    shop: Workshop, piece: Any, draw: bool = False
+) -> tuple[list[Tensor], dict[str, float]]:
+    """Return the gradient of a copy, and what was logged, without touching ``Parameter.grad``."""
     parameters = [p for p in shop.parameters if p.requires_grad]
-    with without_a_trace(shop.trainer, shop.module), torch.enable_grad():
+    logged: dict[str, float] = {}
+
+    def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        if isinstance(value, (int, float, Tensor)):
+            logged[name] = float(value)
+
+    with ExitStack() as stack:
+        stack.enter_context(without_a_trace(shop.trainer, shop.module))
+        stack.enter_context(replaced(shop.module, log=log))
+        stack.enter_context(torch.enable_grad())
         if draw:
             torch.rand((), device=shop.device)
             torch.rand(())
-        loss = loss_of(shop.trainer, shop.module, copy.deepcopy(piece), batch_idx)
+        loss = loss_of(shop.trainer, shop.module, copy.deepcopy(piece), 0)
         if loss is None:
-            raise ValueError("There is no loss.")
+            raise _CannotTellError("training_step returned None.")
         found = torch.autograd.grad(loss, parameters, allow_unused=True)
-    return [g.float() for g in found if g is not None]
+    return [g.float() for g in found if g is not None], logged
 
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.stack([tensor.norm() for tensor in tensors]).norm()) if tensors else 0.0
-
-
-def is_finite(number: float) -> bool:
-    """Return whether it is neither infinite nor NaN."""
-    return number - number == 0
 
 
 def _keep_parameters(parameters: Sequence[nn.Parameter], stack: ExitStack) -> None:

@@ -184,7 +184,7 @@ def test_together_with_micro_batches(size):
     model, steps, _ = train(lo.Accumulation(3), callbacks=[lo.MicroBatching(size)])
     assert close(model, reference(TextNet(), Texts(29), steps)) < 1e-6
     callback = lo.Accumulation(3, normalize="tokens", count=count_tokens)
-    micro = lo.MicroBatching(size, loss_weight=count_tokens)
+    micro = lo.MicroBatching(size, loss="mean_over_tokens", count=count_tokens)
     model, steps, _ = train(callback, "tokens", callbacks=[micro])
     assert close(model, reference(TextNet("tokens"), Texts(29), steps)) < 1e-6
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
+from lightning_opt.batching.micro_batching.split_check import SplitCheck
 from tests.batching.nets import Hooks, Net, Samples, train
 from tests.helpers.models import SmallNet, assert_same_weights, batches_of
 from tests.helpers.trainers import quiet_trainer
@@ -128,28 +129,6 @@ class Tokens(LightningModule):
         return DataLoader(TensorDataset(x, mask), batch_size=10)
 
 
-def count_tokens(batch: Any) -> torch.Tensor:
-    return batch[1].sum()
-
-
-@pytest.mark.parametrize("weigh", [count_tokens, f"{__name__}.count_tokens"])
-def test_weights_by_tokens(weigh):
-    nets, logged = [Tokens() for _ in range(3)], []
-    callbacks = [[], [lo.MicroBatching(3, loss_weight=weigh)], [lo.MicroBatching(3)]]
-    for net, own in zip(nets, callbacks, strict=True):
-        trainer = quiet_trainer(callbacks=own)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.filterwarnings("always", "MicroBatching changes the gradient")
-            trainer.fit(net)
-        # The one-time check of the first split.
-        assert any("loss_weight" in str(w.message) for w in caught) == (net is nets[2])
-        logged.append(trainer.callback_metrics["loss"].item())
-    assert_same_weights(nets[1], nets[0], **CLOSE)
-    assert logged[1] == pytest.approx(logged[0], rel=1e-6)
-    with pytest.raises(AssertionError):  # means over samples are not means over tokens
-        assert_same_weights(nets[2], nets[0], **CLOSE)
-
-
 def halve(batch: Any, parts: int) -> list[Any]:
     rows = torch.arange(len(batch.rows)).tensor_split(parts)
     return [(Graph(batch.rows[own]), len(own)) for own in rows]
@@ -243,14 +222,11 @@ def test_the_check_leaves_no_trace(monkeypatch, random):
                 output["loss"] = output["loss"] * torch.rand(())
             return output
 
-    found: list[Any] = []
     checked = train(lo.MicroBatching(4), net=Drops(dropout=0.5))
-    monkeypatch.setattr(
-        "lightning_opt.batching.micro_batching.micro_batching.split_error",
-        lambda *args: found.append(args),
-    )
+    looked: list[Any] = []
+    monkeypatch.setattr(SplitCheck, "look", lambda *args: looked.append(args))
     assert_same_run(checked, train(lo.MicroBatching(4), net=Drops(dropout=0.5)), rounding=0.0)
-    assert len(found) == 1
+    assert looked
 
 
 def test_warns_of_batchnorm_once():
@@ -479,8 +455,6 @@ def test_report():
         ({"size": "half"}, "size"),
         ({"regrow_every": 0}, "regrow_every"),
         ({"split": "nowhere.to_be.found"}, "split"),
-        ({"loss_weight": "tokens"}, "loss_weight"),
-        ({"loss_weight": "math.pi"}, "loss_weight"),
     ],
 )
 def test_refuses_what_makes_no_sense(settings, error):

@@ -1,0 +1,138 @@
+"""Whether a split that changes the gradient is noticed, whatever the first batch is like."""
+
+import logging
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from tests.helpers.models import assert_same_weights
+from tests.helpers.trainers import MemoryLogger, quiet_trainer
+
+
+class Lengths(LightningModule):
+    """A loss over tokens, of which samples have different numbers from some batch on.
+
+    Args:
+        kind: ``"tokens"`` for a mean over them, ``"sum"``, or ``"samples"`` for a mean of means.
+        padded: The first batch with samples of different lengths.
+    """
+
+    def __init__(self, kind: str = "tokens", padded: int = 0) -> None:
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        torch.set_rng_state(state)
+        self.kind, self.padded = kind, padded
+        self.share = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        x, mask = batch
+        losses = (self.layer(x).squeeze(-1) - 1).square() * mask
+        self.log("samples", float(len(x)), on_step=True, on_epoch=True)
+        self.log("tokens", mask.sum(), on_step=True, on_epoch=True)
+        self.log("share", self.share, on_step=True, on_epoch=True)
+        if self.kind == "samples":
+            loss = (losses.sum(1) / mask.sum(1)).mean()
+        else:
+            loss = losses.sum() / (mask.sum() if self.kind == "tokens" else 1)
+        self.log("loss", loss, on_step=True, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.01)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        batches = []
+        for number in range(8):
+            lengths = torch.full((8, 1), 8)
+            if number >= self.padded:
+                lengths = torch.randint(1, 9, (8, 1), generator=generator)
+            x = torch.randn(8, 8, 4, generator=generator)
+            batches.append((x, (torch.arange(8) < lengths).float()))
+        return DataLoader(batches, batch_size=None)
+
+
+def count_tokens(batch: Any) -> Tensor:
+    return batch[1].sum()
+
+
+def warned(net: LightningModule, micro: lo.MicroBatching, **settings: Any) -> bool:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.filterwarnings("always", "MicroBatching changes the gradient")
+        quiet_trainer(callbacks=[micro], **settings).fit(net)
+    return any("changes the gradient" in str(warning.message) for warning in caught)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+@pytest.mark.parametrize("padded", [0, 1, 3])
+def test_a_mean_over_tokens_is_noticed_whenever_lengths_differ(padded, precision):
+    net = Lengths(padded=padded)
+    assert warned(net, lo.MicroBatching(4), precision=precision)
+
+
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_a_mean_over_samples_is_not_warned_of(precision):
+    assert not warned(Lengths("samples"), lo.MicroBatching(4), precision=precision)
+
+
+def test_each_model_is_warned_of():
+    micro = lo.MicroBatching(4)
+    assert warned(Lengths(), micro)
+    assert warned(Lengths(), micro)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("samples", {}),
+        ("tokens", {"loss": "mean_over_tokens", "count": count_tokens}),
+        ("tokens", {"loss": "mean_over_tokens", "count": f"{__name__}.count_tokens"}),
+        ("sum", {"loss": "sum"}),
+    ],
+)
+@pytest.mark.parametrize("size", [1, 3, 4])
+def test_is_exact_for_each_loss_that_is_named(kind, settings, size):
+    nets, logs = [Lengths(kind), Lengths(kind)], []
+    for net, callbacks in zip(nets, ([], [lo.MicroBatching(size, **settings)]), strict=True):
+        logger = MemoryLogger()
+        quiet_trainer(callbacks=callbacks, logger=logger).fit(net)
+        logs.append(logger)
+    assert_same_weights(nets[1], nets[0], rtol=0.0, atol=1e-6)
+    for key in ("loss_step", "share_step"):
+        assert logs[1].series(key) == pytest.approx(logs[0].series(key), rel=1e-5, abs=1e-7)
+    if size > 1:  # a sample alone cannot be tried in two parts
+        for key in ("samples_step", "samples_epoch", "tokens_step", "tokens_epoch"):
+            assert logs[1].series(key) == pytest.approx(logs[0].series(key), rel=1e-5, abs=1e-7)
+
+
+def test_says_why_it_could_not_look(caplog):
+    class Random(Lengths):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(batch, batch_idx) * torch.rand(())
+
+    with caplog.at_level(logging.INFO):
+        assert not warned(Random(), lo.MicroBatching(4))
+    assert caplog.text.count("could not be checked") == 1
+    assert "random" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        ({"loss": "mean"}, "loss must be one of"),
+        ({"loss": "mean_over_tokens"}, "needs count"),
+        ({"count": count_tokens}, "mean_over_tokens"),
+        ({"loss": "mean_over_tokens", "count": "math.pi"}, "count"),
+    ],
+)
+def test_refuses_what_makes_no_sense(settings, error):
+    with pytest.raises(ValueError, match=error):
+        lo.MicroBatching(4, **settings)
