@@ -47,6 +47,18 @@ class Plan:
     budget: float
     timeout: float | None = None
 
+    def patience(self, startup: float) -> float:
+        """Return how many seconds a trial may take to start, or to answer.
+
+        Args:
+            startup: What the baseline took to start; 0 for the baseline itself.
+        """
+        if self.timeout is not None:
+            return self.timeout
+        if not startup:
+            return max(PATIENT, self.budget)
+        return max(4 * startup, min(PATIENT, max(30.0, self.budget / 4)))
+
     def key(self) -> dict[str, Any]:
         """Return what has to be the same for trials of an earlier search to be worth something."""
         parts = {
@@ -150,20 +162,11 @@ class Tuning:
             self._plan.model,
             self._plan.data,
             self._space.settings(switches, {"callbacks": [watch]}),
-            timeout=self._timeout(),
+            timeout=self._plan.patience(self._baseline.startup),
             label=" + ".join(switches) or "baseline",
             wait=False,
         )
         return fit, file
-
-    def _timeout(self) -> float:
-        """Return how long a trial may take to start, or to answer."""
-        if self._plan.timeout is not None:
-            return self._plan.timeout
-        if not self._baseline.startup:
-            return max(PATIENT, self._plan.budget)
-        usual = min(PATIENT, max(30.0, self._plan.budget / 4))
-        return max(usual, 4 * self._baseline.startup)
 
     def _begin(self) -> None:
         """Run the baseline, and find out what there is to try."""

@@ -202,6 +202,13 @@ def test_a_baseline_that_fails_by_itself_is_an_error(tmp_path: Path, when: int) 
         run(world, [("a",)])
 
 
+def test_a_baseline_that_takes_too_long_names_the_option(tmp_path: Path) -> None:
+    world = world_of(tmp_path, a=Plan())
+    world.plans[()] = Plan(fails=(0, "timeout"))
+    with pytest.raises(BaselineFailed, match=r"timeout \(--timeout\) allows more"):
+        run(world, [("a",)])
+
+
 def test_no_trial_is_begun_after_the_deadline(tmp_path: Path) -> None:
     world = world_of(tmp_path, a=Plan())
     with pytest.raises(TimeIsUp):
