@@ -167,6 +167,11 @@ def _deepspeed(situation: Situation) -> str | None:
 def _no_clipping(situation: Situation) -> str | None:
     if situation.arguments.get("gradient_clip_val"):
         return "the Trainer clips by gradient_clip_val, and both would clip twice"
+    if situation.sends_late:
+        return (
+            f"{situation.strategy_name} keeps what is not sent, which no callback could clip: "
+            "Trainer(gradient_clip_val=...) does"
+        )
     return _deepspeed(situation)
 
 

@@ -169,6 +169,15 @@ class Situation:
         return kind.__name__ if kind is not None else repr(self.arguments.get("strategy"))
 
     @property
+    def sends_late(self) -> bool:
+        """Whether gradients are compressed by keeping a part of them for later steps."""
+        _, settings, strategy = self._strategy
+        if strategy is None:
+            return settings.get("compressor") in ("topk", "threshold")
+        compressor = getattr(strategy, "compressor", None)
+        return bool(getattr(compressor, "late", False)) and not getattr(strategy, "chooses", True)
+
+    @property
     def static_graph(self) -> bool:
         """Whether DDP is told that each step has the same graph."""
         return bool(self._strategy[1].get("static_graph"))

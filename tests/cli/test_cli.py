@@ -347,7 +347,7 @@ WHOLE = {
     "trainer": {
         "accelerator": "cpu",
         "devices": 2,
-        "strategy": "ddp_topk",
+        "strategy": "ddp_int8",
         "max_epochs": 1,
         "logger": False,
         "enable_checkpointing": False,

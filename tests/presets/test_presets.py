@@ -202,6 +202,8 @@ def test_a_compiled_model():
         ({"strategy": "no_such_thing"}, {"CompileModel", "MicroBatching"}),
         ({"accelerator": "mps"}, {"CompileModel", "precision"}),
         ({"gradient_clip_val": 1.0}, {"AdaptiveClipping"}),
+        ({"strategy": "ddp_topk", "devices": 2}, {"AdaptiveClipping"}),
+        ({"strategy": lo.CompressedDDPStrategy("threshold"), "devices": 2}, {"AdaptiveClipping"}),
         ({"callbacks": [lo.ActivationCheckpointing("auto")]}, {"CompileModel"}),
         ({"callbacks": [lo.DynamicBatchSize()]}, {"MicroBatching"}),
     ],
@@ -212,6 +214,11 @@ def test_leaves_out_what_is_refused(trainer, missing):
     assert not missing & set(on(preset, **trainer))
     for name in missing:
         assert reason(preset, name, **trainer)
+
+
+def test_clipping_goes_with_what_sends_all_of_a_gradient():
+    for strategy in ("ddp_int8", "ddp_compressed", lo.CompressedDDPStrategy("int4")):
+        assert "AdaptiveClipping" in on(lo.preset("basic"), strategy=strategy, devices=2)
 
 
 def test_deepspeed_keeps_what_works():
