@@ -25,7 +25,8 @@ class cached(Caching):  # noqa: N801 - called as a function is
         symmetric: ``fn(a, b)`` equals ``fn(b, a)``: compute one of them.
         policy: As of :class:`CachedDataset`.
         storage: As of :class:`CachedDataset`.
-        key: As of :class:`CachedDataset`; the fingerprint is that of the function's code.
+        key: As of :class:`CachedDataset`; the fingerprint is that of the function's code,
+            with what this refers to.
         folder: As of :class:`CachedDataset`.
 
     Raises:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import pickle
 import sys
@@ -15,6 +16,8 @@ from torch import Tensor
 
 from lightning_opt.data.encoding import raw
 
+_LRU_CACHE = type(functools.lru_cache(abs))
+
 PATHS = 100_000
 """Strings that are tried as names of files."""
 
@@ -23,10 +26,10 @@ def fingerprint(dataset: Any, items: Any = None) -> str:
     """Return 16 hexadecimal digits that stand for ``dataset``.
 
     They cover its type, its length, all values of its attributes, the code of its methods and of
-    functions and classes among the attributes (transforms) where these are neither Python's nor
-    installed packages, and name, size and time of modification of every file that an attribute
-    names. They do not cover global variables that the code reads, nor files whose names it makes
-    up.
+    functions and classes among the attributes (transforms), with all that this code refers to:
+    other functions and classes, global variables, modules. Of Python and of installed packages they
+    cover the versions. And name, size and time of modification of every file that an attribute
+    names. They do not cover files whose names the code makes up, nor what it imports as it runs.
 
     Args:
         dataset: A map-style dataset.
@@ -38,7 +41,7 @@ def fingerprint(dataset: Any, items: Any = None) -> str:
     hashed = hashlib.blake2b(digest_size=8)
     length = len(dataset) if hasattr(dataset, "__len__") else None
     try:
-        _Hasher(hashed).dump((dataset, length, items, torch.__version__))
+        _Hasher(hashed).dump((dataset, length, items, sys.version_info[:2]))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"There is no fingerprint of this {type(dataset).__qualname__}, because an attribute "
@@ -56,15 +59,17 @@ def fingerprint(dataset: Any, items: Any = None) -> str:
 class _Hasher(pickle.Pickler):
     """Pickles into a hash instead of a file, and what is code by what it does."""
 
-    def __init__(self, hashed: Any) -> None:
+    def __init__(self, hashed: Any, seen: set[int] | None = None) -> None:
         super().__init__(_Sink(hashed), protocol=5)
-        self._seen: set[int] = set()
+        self._seen: set[int] = set() if seen is None else seen
 
     def reducer_override(self, value: Any) -> Any:
         if value is _stand_in:
             return NotImplemented
         if isinstance(value, types.FunctionType):
             return _stand_in, (self._describe(value),)
+        if isinstance(value, _LRU_CACHE):
+            return _stand_in, (value.__wrapped__,)
         if isinstance(value, type):
             return _stand_in, (self._describe_class(value),)
         if type(value) is Tensor and value.device.type == "cpu" and not value.is_quantized:
@@ -78,15 +83,35 @@ class _Hasher(pickle.Pickler):
 
     def _describe(self, function: types.FunctionType) -> tuple[Any, ...]:
         name = (function.__module__, function.__qualname__)
-        if _is_installed(function.__module__) or id(function) in self._seen:
+        if _is_installed(function.__module__):
+            return (*name, _version(function.__module__))
+        if id(function) in self._seen:
             return name
         self._seen.add(id(function))
-        cells = tuple(_content(cell) for cell in function.__closure__ or ())
-        return (*name, _code(function.__code__), function.__defaults__, cells)
+        cells = [self._show(_content(cell)) for cell in function.__closure__ or ()]
+        used = _used(function.__code__, function.__globals__)
+        found = [(key, self._show(value)) for key, value in used]
+        defaults = function.__defaults__, function.__kwdefaults__
+        return (*name, _code(function.__code__), defaults, cells, found)
+
+    def _show(self, value: Any) -> Any:
+        """Return what stands for a value that code refers to, whether it can be pickled or not."""
+        if isinstance(value, types.ModuleType):
+            return value.__name__, _version(value.__name__)
+        if isinstance(value, (set, frozenset)):
+            return sorted(map(repr, value))  # in an order that is the same in each process
+        hashed = hashlib.blake2b(digest_size=16)
+        try:
+            _Hasher(hashed, self._seen).dump(value)
+        except (pickle.PicklingError, AttributeError, TypeError):  # a lock, an open file
+            return type(value).__qualname__
+        return hashed.digest()
 
     def _describe_class(self, kind: type) -> tuple[Any, ...]:
         name = (kind.__module__, kind.__qualname__)
-        if _is_installed(kind.__module__) or id(kind) in self._seen:
+        if _is_installed(kind.__module__):
+            return (*name, _version(kind.__module__))
+        if id(kind) in self._seen:
             return name
         self._seen.add(id(kind))
         members = [
@@ -119,11 +144,30 @@ def _functions(member: Any) -> list[types.FunctionType]:
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:
-    constants = tuple(
-        _code(constant) if isinstance(constant, types.CodeType) else repr(constant)
-        for constant in code.co_consts
-    )
+    constants = []
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            constants.append(_code(constant))
+        elif isinstance(constant, frozenset):
+            constants.append(tuple(sorted(map(repr, constant))))
+        else:
+            constants.append((repr(constant),))
     return code.co_code, constants, code.co_names, code.co_varnames
+
+
+def _used(code: types.CodeType, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the global variables that code names, and what it may take from modules of the user."""
+    for name in code.co_names:
+        if name not in known:
+            continue
+        value = known[name]
+        yield name, value
+        if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
+            inside = vars(value)
+            yield from ((f"{name}.{key}", inside[key]) for key in code.co_names if key in inside)
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _used(constant, known)
 
 
 def _content(cell: Any) -> Any:
@@ -140,6 +184,11 @@ def _is_installed(module: str | None) -> bool:
         return True
     file = getattr(sys.modules.get(top), "__file__", None)
     return file is not None and "site-packages" in Path(file).parts
+
+
+def _version(module: str | None) -> str:
+    top = sys.modules.get((module or "").partition(".")[0])
+    return str(getattr(top, "__version__", ""))
 
 
 def _paths(dataset: Any) -> Iterator[str]:
