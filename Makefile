@@ -15,10 +15,14 @@ INSTALLED := $(VENV)/.installed
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
 # One thread a process: tests and benchmarks run side by side, and timings must not depend on luck.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
+# Workers of pytest, one more than cores: some test always waits for its processes. What pytest makes
+# of the sources is kept, or each worker would make it anew each time.
+WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+PYTEST := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 BENCHMARKS = $(subst /,.,$(basename $(filter-out benchmarks/gpu.py,$(shell grep -rl --include='*.py' '__main__' benchmarks))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo test lint types imports docs matrix bench gpu format lock clean
+.PHONY: help demo quick test lint types imports docs matrix bench gpu format lock clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,8 +38,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 demo: $(INSTALLED) ## a small GPT plain, with two presets and as the tuner finds best, in five minutes
 	$(BIN)/python examples/demo.py
 
+quick: $(INSTALLED) ## within a minute: what neither trains nor starts a process
+	$(PYTEST) -n logical --maxprocesses 4 --quick
+
 test: $(INSTALLED) ## every test, slow ones too, and the doctests of the package
-	$(ONE_THREAD) $(BIN)/python -m pytest -n logical --maxprocesses 4 --dist worksteal
+	$(PYTEST) -n $(WORKERS) --maxprocesses 9
 
 lint: $(INSTALLED) ## ruff (rules and format), notebooks without outputs
 	$(BIN)/ruff check .

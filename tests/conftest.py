@@ -1,49 +1,100 @@
-"""What holds for every test: one thread, a fixed seed, a quiet Lightning, what is skipped where."""
+"""What holds for every test: one thread, a fixed seed, a quiet Lightning, what is skipped where.
+
+torch and Lightning are imported when tests are about to be collected: the process that hands them
+out to pytest-xdist's workers needs neither, and the workers wait for it.
+"""
 
 import functools
 import gc
 import logging
 import multiprocessing.process
 import subprocess
-from collections.abc import Callable, Iterable
+import types
+from collections.abc import Callable
 from typing import Any
 
-import lightning.pytorch  # sets the level of its logger, which is then set anew
 import pytest
-import torch
-from lightning.fabric.utilities import registry
-
-SKIPS = {
-    "gpu": (torch.cuda.is_available(), "needs a CUDA device"),
-    "distributed": (
-        torch.distributed.is_available() and torch.distributed.is_gloo_available(),
-        "needs torch.distributed with gloo",
-    ),
-}
 
 IMPORTED = 200_000
 """Fewer objects than torch and Lightning make when they are imported, more than a test makes."""
-
-TRAINS = [(lightning.pytorch.Trainer, name) for name in ("fit", "validate", "test", "predict")]
-STARTS = [(subprocess.Popen, "__init__"), (multiprocessing.process.BaseProcess, "start")]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="leave a test as skipped as soon as it trains or starts a process",
+        help="leave out what trains or starts a process, at the latest when it is about to",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("quick"):
+        config.option.markexpr = config.option.markexpr or "not slow and not distributed"
+        config.option.reportchars = "fE"  # that most are left is no news
+
+
+def pytest_collectstart(collector: pytest.Collector) -> None:
+    if not isinstance(collector, pytest.Session):
+        return
+    import lightning.pytorch  # sets the level of its logger, which is then set anew
+    import torch
+    from lightning.fabric.utilities import registry
+
     torch.set_num_threads(1)  # workers of pytest-xdist share the cores
     logging.getLogger(lightning.pytorch.__name__).setLevel(logging.WARNING)
     # Each of our thousands of Trainers would read the metadata of every package that is installed.
     registry.entry_points = functools.cache(registry.entry_points)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    import torch
+
     if config.getoption("quick"):
-        for owner, name in (*TRAINS, *STARTS):
-            setattr(owner, name, _leaves_the_quick_lane(getattr(owner, name)))
+        speaks = {id(item): _speaks_of(getattr(item, "function", None), set()) for item in items}
+        config.hook.pytest_deselected(items=[item for item in items if speaks[id(item)]])
+        items[:] = [item for item in items if not speaks[id(item)]]
+
+    distributed = torch.distributed
+    possible = {
+        "gpu": (torch.cuda.is_available(), "needs a CUDA device"),
+        "distributed": (
+            distributed.is_available() and distributed.is_gloo_available(),
+            "needs torch.distributed with gloo",
+        ),
+    }
+    for item in items:
+        for mark, (here, reason) in possible.items():
+            if not here and item.get_closest_marker(mark):
+                item.add_marker(pytest.mark.skip(reason=reason))
+
+
+def pytest_collection_finish(session: pytest.Session) -> None:
+    from lightning.pytorch import Trainer
+
+    if session.config.getoption("quick"):
+        for owner, names in {
+            Trainer: ("fit", "validate", "test", "predict"),
+            subprocess.Popen: ("__init__",),
+            multiprocessing.process.BaseProcess: ("start",),
+        }.items():
+            for name in names:
+                setattr(owner, name, _leaves_the_quick_lane(getattr(owner, name)))
+
+
+def _speaks_of(function: Any, seen: set[Any]) -> bool:
+    """Return whether a function of the tests, or one that it names, names a Trainer or a launch."""
+    if not isinstance(function, types.FunctionType) or function in seen:
+        return False
+    seen.add(function)
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+    names = {name for code in codes for name in code.co_names}
+    if names & {"Trainer", "quiet_trainer", "launch", "subprocess"}:
+        return True
+    named = [function.__globals__.get(name) for name in names]
+    ours = [other for other in named if getattr(other, "__module__", "").startswith("tests.")]
+    return any(_speaks_of(other, seen) for other in ours)
 
 
 def _leaves_the_quick_lane(method: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,13 +105,6 @@ def _leaves_the_quick_lane(method: Callable[..., Any]) -> Callable[..., Any]:
         pytest.skip(f"not quick: {method.__qualname__}")
 
     return leave
-
-
-def pytest_collection_modifyitems(items: Iterable[pytest.Item]) -> None:
-    for item in items:
-        for mark, (possible, reason) in SKIPS.items():
-            if not possible and item.get_closest_marker(mark):
-                item.add_marker(pytest.mark.skip(reason=reason))
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -80,4 +124,6 @@ def nothing_frozen() -> None:
 
 @pytest.fixture(autouse=True)
 def _seed() -> None:
+    import torch
+
     torch.manual_seed(0)
