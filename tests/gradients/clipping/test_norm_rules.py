@@ -67,6 +67,7 @@ def reference_of(name: str) -> np.ndarray:
     return np.array(TRACES[name][1](lognormal_norms(STEPS)))
 
 
+@pytest.mark.slow
 @both_paths
 @pytest.mark.parametrize("name", TRACES)
 def test_thresholds_equal_the_reference(name: str, path: str) -> None:

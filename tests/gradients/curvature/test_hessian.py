@@ -100,6 +100,7 @@ def test_products_are_those_of_the_hessian(name, kind):
     assert all(p.grad is None for p in case.params)
 
 
+@pytest.mark.slow
 @each_network
 def test_hutchinson_is_within_its_standard_error_over_many_seeds(name):
     """The mean of 100 unbiased estimates lies within 3 standard errors; so does each, mostly."""

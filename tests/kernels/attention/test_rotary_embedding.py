@@ -249,6 +249,7 @@ def test_self_attention_settings_are_checked():
 # --- torch.compile ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_one_graph_for_all_steps(interleaved):
     """No graph break, and no more graphs with the second length and the second offset."""

@@ -177,6 +177,7 @@ def test_messages_have_one_length_and_one_place(compressor, flat):
 # --- selection ----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     codec = TopK(0.01).codec(200_000, CPU)
