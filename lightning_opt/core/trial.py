@@ -10,8 +10,12 @@ from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
 
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.preserve import do_nothing, isolated_random, preserved, replaced
 from lightning_opt.core.sharding import is_dtensor
 
@@ -82,6 +86,7 @@ class TrialStep:
     ) -> None:
         self._trainer, self._module = trainer, pl_module
         self._batch, self._batch_idx = batch, batch_idx
+        self._written: list[nn.Parameter] | None = None
 
     def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
         """Run it once.
@@ -94,7 +99,7 @@ class TrialStep:
             Seconds from the start of the forward to the end of the backward pass.
         """
         module = self._module
-        with without_a_trace(self._trainer, module):
+        with without_a_trace(self._trainer, module), self._parameters_put_back():
             batch = copy.deepcopy(self._batch)  # before anything measures
             self._make_gradients()
             wait_for(module.device)
@@ -110,6 +115,25 @@ class TrialStep:
                 wait_for(module.device)
                 return time.perf_counter() - start
 
+    @contextmanager
+    def _parameters_put_back(self) -> Iterator[None]:
+        """Put back what the step itself writes, such as a teacher that is a moving average.
+
+        The first run shows which parameters that are, each copied right before it is written; later
+        runs, which may be timed, copy these and watch no more.
+        """
+        watch = _WriteWatch(self._module)
+        if self._written is None and not has_compiled_parts(self._module):
+            with watch:
+                yield
+            self._written = list(watch.copies)
+        else:
+            watch.copies = {p: p.detach().clone() for p in self._written or ()}
+            yield
+        with torch.no_grad():
+            for parameter, copy_ in watch.copies.items():
+                parameter.data.copy_(copy_)  # `.data`: autograd need not know
+
     def _make_gradients(self) -> None:
         """Have the gradients there before the measurement, which is of activations."""
         parameters = list(self._module.parameters())
@@ -118,6 +142,29 @@ class TrialStep:
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+class _WriteWatch(TorchDispatchMode):
+    """Copies each parameter of a module right before an operator first writes to it."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        plain = [p for p in module.parameters() if type(p) is nn.Parameter]
+        self._by_memory = {p.untyped_storage().data_ptr(): p for p in plain}
+        self.copies: dict[nn.Parameter, Tensor] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        for position, argument in enumerate(func._schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                for leaf in tree_flatten(value)[0]:
+                    if type(leaf) in (Tensor, nn.Parameter):
+                        parameter = self._by_memory.get(leaf.untyped_storage().data_ptr())
+                        if parameter is not None and parameter not in self.copies:
+                            self.copies[parameter] = parameter.detach().clone()
+        return func(*args, **(kwargs or {}))
 
 
 def _is_fsdp1(model: Any) -> bool:

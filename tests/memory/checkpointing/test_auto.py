@@ -226,13 +226,16 @@ def test_the_measurement_leaves_no_trace() -> None:
             super().build()
             self.norm = nn.BatchNorm1d(64)
             self.accuracy = torchmetrics.MeanMetric()
+            self.teacher = nn.Linear(64, 64).requires_grad_(False)
             self.count, self.outputs, self.seen = 0, [], {}
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             self.count += 1
             self.noise = random.random() + float(torch.rand(()))
             batch += 1  # a batch belongs to the step
-            loss = self.norm(self(batch)).square().mean()
+            loss = self.norm(self(self.teacher(batch))).square().mean()
+            with torch.no_grad():  # a moving average of weights, as of a teacher
+                self.teacher.weight.mul_(0.9).add_(self.layers[0][4].weight[:, :64], alpha=0.1)
             self.accuracy.update(loss.detach())
             self.outputs.append(loss.item())
             self.seen[self.count] = self.noise
