@@ -158,7 +158,9 @@ class _WriteWatch(TorchDispatchMode):
     ) -> Any:
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is not None and argument.alias_info.is_write:
-                value = args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                value = (
+                    args[position] if position < len(args) else (kwargs or {}).get(argument.name)
+                )
                 for leaf in tree_flatten(value)[0]:
                     if type(leaf) in (Tensor, nn.Parameter):
                         parameter = self._by_memory.get(leaf.untyped_storage().data_ptr())

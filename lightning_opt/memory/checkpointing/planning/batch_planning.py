@@ -19,6 +19,7 @@ from lightning_opt.core.trial import TrialStep
 from lightning_opt.memory.checkpointing.methods.policies import Plan, count_recomputed
 from lightning_opt.memory.checkpointing.planning.knapsack import Solution
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
+    bucket_bytes,
     free_bytes,
     present_bytes,
     standing_bytes,
@@ -185,8 +186,9 @@ def plan_for_batch(
         if trainer.world_size > 1:
             return _stretched(known, factor)
     step = TrialStep(trainer, pl_module, batch, batch_idx)
-    standing = standing_bytes(pl_module, trainer.optimizers)
-    pending = standing - present_bytes(pl_module, trainer.optimizers)
+    buckets = bucket_bytes(trainer.strategy.model)
+    standing = standing_bytes(pl_module, trainer.optimizers, buckets)
+    pending = standing - buckets - present_bytes(pl_module, trainer.optimizers)
     agreement = _agreement(trainer)
     room = -agreement.largest(pending - SHARE_OF_FREE * free_bytes(pl_module.device))
     # A recomputed segment of sharded blocks gathers parameters again, and in an order of its own.

@@ -3,62 +3,81 @@
 from __future__ import annotations
 
 import copy
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
+from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_opt.core.sharding import local_part
 from lightning_opt.memory.meters import state_tensors, storage_bytes
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
     """Return the bytes of the optimizer's state: of the one it has, or of the one it will have.
 
-    The state of optimizers comes with their first step. What that makes is found out on a matrix of
-    64 elements; parameters are not touched.
+    The state of optimizers comes with their first step. What that makes is found out on parameters
+    of the same shapes that have no memory.
     """
     present = state_tensors([optimizer])
+    if isinstance(optimizer, torch.optim.LBFGS):  # grows with the steps: directions and differences
+        (group,) = optimizer.param_groups
+        return int(2 * group["history_size"] + 4) * storage_bytes(group["params"])
     if present:
         return storage_bytes(present)
-    return sum(
-        round(_state_per_byte(optimizer, index) * storage_bytes(p for p in group["params"]))
+    shapes = Counter(
+        (index, local_part(parameter).shape, parameter.dtype)
         for index, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    )
+    return sum(
+        count * _state_bytes(optimizer, optimizer.param_groups[index], shape, dtype)
+        for (index, shape, dtype), count in shapes.items()
     )
 
 
-def _state_per_byte(optimizer: Optimizer, index: int) -> float:
-    group = optimizer.param_groups[index]
-    if not group["params"]:
-        return 0.0
-    like = group["params"][0]
-    sample = nn.Parameter(torch.zeros(8, 8, dtype=like.dtype, device=like.device))
-    sample.grad = torch.zeros_like(sample)
+def _state_bytes(
+    optimizer: Optimizer, group: dict[str, Any], shape: torch.Size, dtype: torch.dtype
+) -> int:
+    sample = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"))
+    sample.grad = torch.empty_like(sample)
     trial = copy.copy(optimizer)
     trial.param_groups = [{**group, "params": [sample]}]
     trial.state = defaultdict(dict)
-    try:
+    # Many make their state and then ask for a value, which a parameter without memory has not.
+    with suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError):
         type(trial).step(trial)  # an instance's own `step`, as schedulers make it, is another's
-    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError):
-        return 0.0  # one that cannot be tried so; its state is then not foreseen
     # Counters are there once a parameter and do not grow with it.
-    grown = [value for value in state_tensors([trial]) if value.numel() > 1]
-    return storage_bytes(grown) / sample.untyped_storage().nbytes()
+    return sum(value.nbytes for value in state_tensors([trial]) if value.numel() > 1)
 
 
-def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return the bytes of parameters, buffers, gradients and optimizer states in a full step."""
+def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer], buckets: int = 0) -> int:
+    """Return the bytes of parameters, buffers, gradients and optimizer states in a full step.
+
+    Args:
+        module: Whose parameters and buffers.
+        optimizers: Its optimizers.
+        buckets: What DDP holds beside the gradients, in bytes.
+    """
     parameters = list(module.parameters())
-    return (
-        storage_bytes([*parameters, *module.buffers()])
-        + storage_bytes(parameter for parameter in parameters if parameter.requires_grad)
-        + sum(optimizer_state_bytes(optimizer) for optimizer in optimizers)
-    )
+    gradients = storage_bytes(p for p in parameters if p.requires_grad)
+    states = sum(optimizer_state_bytes(optimizer) for optimizer in optimizers)
+    return storage_bytes([*parameters, *module.buffers()]) + gradients + states + buckets
+
+
+def bucket_bytes(model: Any) -> int:
+    """Return the bytes of DDP's buckets where they are no gradients themselves; else 0."""
+    if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
+        return 0
+    return storage_bytes(p for p in model.parameters() if p.requires_grad)
 
 
 def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return that part of :func:`standing_bytes` that is there now."""
+    """Return that part of :func:`standing_bytes` that is there now, but for buckets."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     there = [*module.parameters(), *module.buffers(), *gradients]
     return storage_bytes([*there, *state_tensors(optimizers)])
