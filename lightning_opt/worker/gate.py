@@ -192,7 +192,8 @@ def prepare(
 
     Raises:
         TypeError: If the model is no LightningModule.
-        ValueError: If the strategy starts its processes in a way that cannot be told to step.
+        ValueError: If the strategy starts its processes in a way that cannot be told to step, or on
+            several nodes.
     """
     _seed(seed)
     arguments = {**QUIET, **make_settings(settings)}
@@ -203,6 +204,11 @@ def prepare(
         raise ValueError(
             f"The strategy {arguments.get('strategy')!r} spawns or forks its processes, which "
             "cannot be measured step by step. Take strategy='ddp'."
+        )
+    if trainer.num_nodes > 1:
+        raise ValueError(
+            f"num_nodes={trainer.num_nodes} cannot be measured step by step from one process: "
+            "measure on one node, with num_nodes=1."
         )
     on_device(trainer.strategy.root_device)
     _seed(seed)

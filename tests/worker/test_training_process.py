@@ -304,6 +304,7 @@ def broken() -> Net:
         (lambda: "a model", rows, CPU, "must make a LightningModule"),
         (Net, lambda: rows(0 + 1, 2, drop_last=True), CPU, "data are empty"),
         (Net, rows, {**CPU, "devices": 2, "strategy": "ddp_spawn"}, "strategy='ddp'"),
+        (Net, rows, {**CPU, "num_nodes": 2, "strategy": "ddp"}, "num_nodes=1"),
     ],
 )
 def test_what_cannot_begin_says_why(model, data, settings, message):

@@ -11,6 +11,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_opt.core.compiling import has_compiled_parts
+from lightning_opt.core.machine import why_no_bf16
 from lightning_opt.core.sharding import local_part
 from lightning_opt.core.verdicts import Verdict
 
@@ -69,21 +70,11 @@ def precision(trainer: pl.Trainer) -> Verdict | None:
     precision, device = str(trainer.precision), trainer.strategy.root_device
     if not precision.startswith(("32", "64")):
         return Verdict("precision", "ok", f"It computes in {precision}.")
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
-        what = f"It computes in {precision} on a GPU that has bfloat16"
-    else:
-        fast = device.type == "cpu" and _has_amx()
-        what = f"It computes in {precision} on a CPU with matrix units for bfloat16 (AMX)"
-    if not fast:
+    if why_no_bf16(device.type) is not None:
         return Verdict("precision", "ok", f"It computes in {precision} on {device}.")
     advice = "Try Trainer(precision='bf16-mixed'); compare() measures what it brings, and the loss."
-    return Verdict("precision", "look", f"{what}.", advice)
-
-
-def _has_amx() -> bool:
-    question: Callable[[], bool] | None = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return question is not None and bool(question())
+    finding = f"It computes in {precision}, and {device} is made for bfloat16 too."
+    return Verdict("precision", "look", finding, advice)
 
 
 def optimizer(trainer: pl.Trainer) -> Verdict | None:

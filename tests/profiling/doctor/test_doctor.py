@@ -14,6 +14,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.core import machine
 from lightning_opt.core.verdicts import TOPICS, Diagnosing, Verdict
 from lightning_opt.profiling.doctor import checks
 from lightning_opt.profiling.doctor.doctor import MEASURES
@@ -257,14 +258,23 @@ def test_checkpoints_are_judged_by_what_was_saved(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("precision", "bf16", "state"),
-    [("32-true", True, "look"), ("32-true", False, "ok"), ("bf16-mixed", True, "ok")],
+    ("precision", "capability", "state"),
+    [("32-true", (9, 0), "look"), ("32-true", (7, 5), "ok"), ("bf16-mixed", (9, 0), "ok")],
 )
-def test_precision_on_a_gpu(monkeypatch, precision, bf16, state):
-    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation: bf16)
+def test_precision_on_a_gpu(monkeypatch, precision, capability, state):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
     device = torch.device("cuda", 0)
     trainer = SimpleNamespace(precision=precision, strategy=SimpleNamespace(root_device=device))
     assert checks.precision(trainer).state == state
+
+
+@pytest.mark.parametrize("flags", [{"avx512_bf16"}, {"amx_bf16"}, {"avx512f"}])
+def test_precision_on_a_cpu_is_judged_as_the_tuner_judges_it(monkeypatch, flags):
+    monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset(flags))
+    verdict = checks.precision(quiet_trainer())
+    assert (verdict.state == "look") == (machine.why_no_bf16("cpu") is None)
 
 
 @pytest.mark.parametrize(("used", "memory", "batch"), [(97, "look", "ok"), (20, "ok", "look")])
