@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from lightning_opt.core.arguments import at_least
 from lightning_opt.core.splitting import tensors_of
 
 
@@ -18,6 +19,15 @@ def samples_in(batch: Any) -> int:
     if isinstance(first, Tensor) and first.ndim:
         return len(first)
     return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
+
+
+def check_tokens(tokens: int | str | None) -> int | str | None:
+    """Return what :func:`tokens_in` takes, or None.
+
+    Raises:
+        ValueError: For a number below 1.
+    """
+    return tokens if tokens is None or isinstance(tokens, str) else at_least("tokens", tokens, 1)
 
 
 def tokens_in(batch: Any, tokens: int | str, who: str) -> int:

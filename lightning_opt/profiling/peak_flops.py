@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 TF32 = "tf32"
@@ -84,24 +86,12 @@ def _name_of(device: torch.device | str) -> str | None:
 
 
 def _fits(known: str, name: str) -> bool:
-    """Return whether a name has the words of a known one, in order, as beginnings of words."""
-    words = name.replace("TESLA ", "").replace("_", " ").split()
-    start = 0
-    for part in known.split():
-        place = next(
-            (i for i in range(start, len(words)) if _is_word(part, words[i])),
-            None,
-        )
-        if place is None:
-            return False
-        start = place + 1
-    return True
+    """Return whether a name has the words of a known one, in order.
 
-
-def _is_word(part: str, word: str) -> bool:
-    # "A100-SXM4-80GB" is an A100, "V100-SXM2" a V100-SXM; "A1000" is no A100, "L4" no "L40".
-    rest = word[len(part) :]
-    return word.startswith(part) and (not rest or not rest[0].isalnum() or "-" in part)
+    "A100-SXM4-80GB" is an A100, "V100-SXM2" a V100-SXM; "A1000" is no A100, "L4" no "L40".
+    """
+    words = (word if "-" in word else rf"{word}(?![A-Z0-9])" for word in known.split())
+    return re.search(r".*\b".join((r"\b", *words)), name.replace("_", " ")) is not None
 
 
 def multiplied_type(precision: str) -> torch.dtype | str:

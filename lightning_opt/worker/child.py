@@ -122,10 +122,8 @@ def _summarise(trainer: pl.Trainer) -> dict[str, Any]:
         "devices": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
         "precision": str(trainer.precision),
-        "accumulate_grad_batches": trainer.accumulate_grad_batches,
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
-        "peak_of": "rank 0" if trainer.world_size > 1 else "the process",
     }
 
 

@@ -236,7 +236,7 @@ def test_two_ranks_wait_and_step_together():
         steps = fit.advance(3)
         fit.advance(2)
         assert {step.samples for step in steps} == {8}
-        assert (fit.summary["devices"], fit.summary["peak_of"]) == (2, "rank 0")
+        assert fit.summary["devices"] == 2
         pids = [fit.summary["pid"], *children_of(fit)]
         assert len(pids) >= 2
     assert all(gone(pid) for pid in pids)

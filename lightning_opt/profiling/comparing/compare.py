@@ -144,12 +144,12 @@ def _train_in_turns(
                     Fit(**recipe, settings=settings[name], timeout=timeout, label=name)
                 )
                 runs[name].begin(fits[name].summary)
-                runs[name].add_warmup(fits[name].advance(warmup), warmup)
+                runs[name].add(fits[name].advance(warmup), warmup)
         turns = _turns(steps, rounds, [runs[name].pace() for name in fits])
         for number, length in enumerate(turns):
             for name in _turned([name for name in settings if name in fits], number + start):
                 with _recorded(runs[name], fits):
-                    runs[name].add(number, fits[name].advance(1 + length), length)
+                    runs[name].add(fits[name].advance(1 + length), 1 + length, number)
                     runs[name].peak = max(runs[name].peak or 0, fits[name].peak_bytes)
             if number >= 1 and end is not None and time.monotonic() >= end:
                 break

@@ -28,14 +28,12 @@ class Training:
     """The steps of one training, from its start.
 
     Attributes:
-        warm: Steps before anything was timed.
-        later: All steps after those.
+        steps: All of them.
         turns: By the number of the turn, the steps of it that count for time.
     """
 
     def __init__(self) -> None:
-        self.warm: list[Step] = []
-        self.later: list[Step] = []
+        self.steps: list[Step] = []
         self.turns: dict[int, list[Step]] = {}
 
 
@@ -67,38 +65,26 @@ class Run:
         self.summary = dict(summary)
         self.trainings.append(Training())
 
-    def add_warmup(self, steps: Sequence[Step], wanted: int) -> None:
-        """Take the steps that are not timed.
-
-        Raises:
-            FitFailed: If they are fewer than was asked for.
-        """
-        self.trainings[-1].warm += steps
-        self._check(len(steps) == wanted)
-
-    def add(self, number: int, steps: Sequence[Step], length: int) -> None:
-        """Take the steps of a turn, of which the first does not count for time.
+    def add(self, steps: Sequence[Step], wanted: int, turn: int | None = None) -> None:
+        """Take steps; of those of a turn all but the first count for time.
 
         Raises:
             FitFailed: If they are fewer than was asked for.
         """
         training = self.trainings[-1]
-        training.later += steps
-        self._check(len(steps) == 1 + length)
-        training.turns[number] = list(steps[1:])
-
-    def _check(self, complete: bool) -> None:
-        if not complete:
-            training = self.trainings[-1]
+        training.steps += steps
+        if len(steps) < wanted:
             raise FitFailed(
                 "error",
-                f"The training ended after {len(training.warm) + len(training.later)} steps, "
-                "by its own limits (max_steps, max_epochs, early stopping) or the end of its data.",
+                f"The training ended after {len(training.steps)} steps, by its own limits "
+                "(max_steps, max_epochs, early stopping) or the end of its data.",
             )
+        if turn is not None:
+            training.turns[turn] = list(steps[1:])
 
     def pace(self) -> float:
         """Return the seconds of a step, as far as warming up tells."""
-        return min(step.seconds for step in self.trainings[-1].warm)
+        return min(step.seconds for step in self.trainings[-1].steps)
 
 
 class Comparison(Measured):
@@ -203,7 +189,7 @@ class Comparison(Measured):
             name: [
                 {
                     "seconds": [[s.seconds for s in turn] for turn in t.turns.values()],
-                    "losses": [_finite(s.loss) for s in (*t.warm, *t.later)],
+                    "losses": [_finite(s.loss) for s in t.steps],
                 }
                 for t in run.trainings
             ]
@@ -229,15 +215,8 @@ def _mean_loss(steps: Sequence[Step]) -> float:
 def _losses_after_steps(runs: Mapping[str, Run]) -> dict[str, float | None]:
     """Return the loss when each has taken as many steps as the one that took the fewest."""
     found: dict[str, list[float]] = {name: [] for name in runs}
-    for trainings in _side_by_side(runs):
-        every = {name: [*t.warm, *t.later] for name, t in trainings.items()}
-        count = min(map(len, every.values()))
-        for name, steps in every.items():
-            found[name].append(_mean_loss(steps[:count]))
+    for trainings in zip(*(run.trainings for run in runs.values()), strict=False):
+        count = min(len(training.steps) for training in trainings)
+        for name, training in zip(runs, trainings, strict=True):
+            found[name].append(_mean_loss(training.steps[:count]))
     return {name: _finite(statistics.fmean(values)) for name, values in found.items() if values}
-
-
-def _side_by_side(runs: Mapping[str, Run]) -> list[dict[str, Training]]:
-    """Return the trainings that were begun together, of each start that all had."""
-    count = min((len(run.trainings) for run in runs.values()), default=0)
-    return [{name: run.trainings[i] for name, run in runs.items()} for i in range(count)]

@@ -8,9 +8,9 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from torch import Tensor
 
-from lightning_opt.core.arguments import at_least, between, positive
+from lightning_opt.core.arguments import between, positive
 from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.counting import samples_in, tokens_in
+from lightning_opt.core.counting import check_tokens, samples_in, tokens_in
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
@@ -105,9 +105,7 @@ class PerformanceMonitor(RunCallback):
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.sample_seconds = between("sample_seconds", sample_seconds, 0.01, 3600)
-        if not isinstance(tokens, str) and tokens is not None:
-            at_least("tokens", tokens, 1)
-        self.tokens = tokens
+        self.tokens = check_tokens(tokens)
         if isinstance(flops_per_step, str) and flops_per_step != "count":
             raise ValueError(
                 f"flops_per_step must be a number, 'count' or None, got {flops_per_step!r}."

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
-import time
 from collections import deque
 from typing import TYPE_CHECKING, NamedTuple
 
-from lightning_opt.core.memory import resident_memory
 from lightning_opt.profiling.monitor.gpu import GpuReader, GpuReading
 
 if TYPE_CHECKING:
@@ -48,31 +47,22 @@ class Processes:
     """This process and all below it: their CPU time and their memory."""
 
     def __init__(self) -> None:
-        self._known: dict[int, tuple[psutil.Process, float]] = {}
-        self._cpu = self._time = 0.0
+        self._known: dict[int, psutil.Process] = {}
         self.look()
 
     def look(self) -> tuple[float, int, int]:
         """Return CPU percent since the last look, resident bytes, and the number of children."""
         import psutil
 
-        now, cpu = time.perf_counter(), time.process_time()
-        spent, self._cpu = cpu - self._cpu, cpu
-        passed, self._time = now - self._time, now
-        resident = resident_memory()
         known, self._known = self._known, {}
-        for pid in children_of(os.getpid()):
-            try:
-                process, before = known.get(pid) or (psutil.Process(pid), 0.0)
-                with process.oneshot():
-                    times, memory = process.cpu_times(), process.memory_info().rss
-            except psutil.Error:  # it has ended in between
-                continue
-            used = times.user + times.system
-            spent += used - before
-            resident += memory
-            self._known[pid] = process, used
-        return 100 * spent / passed, resident, len(self._known)
+        percent, resident = 0.0, 0
+        for pid in (os.getpid(), *children_of(os.getpid())):
+            with contextlib.suppress(psutil.Error):  # it has ended in between
+                process = known.get(pid) or psutil.Process(pid)
+                percent += process.cpu_percent()
+                resident += process.memory_info().rss
+                self._known[pid] = process
+        return percent, resident, len(self._known) - 1
 
 
 def children_of(pid: int) -> list[int]:

@@ -8,15 +8,18 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
+from lightning_opt.core.trend import mann_kendall
+
 POINTS = 96
 """Points of a history at most; even."""
 
 BEFORE, FEWEST = 10, 5
 """Points before a fall and after it, at least."""
 
-SURE, CLEAR = 4.0, 5.0
-"""Deviations from chance, of the rank sum, and standard errors, of the difference. Many looks are
-taken, and the noise is estimated from what a fitted step or ramp leaves, so both are strict."""
+SURE, CLEAR = 0.01, 5.0
+"""Probability of so steady a decline by chance, and standard errors of the difference. Many looks
+are taken, and the noise is estimated from what a fitted step or ramp leaves, so the latter is
+strict."""
 
 
 class Fall(NamedTuple):
@@ -41,26 +44,23 @@ class Fall(NamedTuple):
 def find_fall(steps: Sequence[int], rates: Sequence[float], least: float) -> Fall | None:
     """Return the fall of a series, or None.
 
-    A fall has to pass three tests. At some split of the series the later values are lower, by the
-    rank sum of Mann and Whitney, in which outliers count no more than other values. The newest
-    values are lower by ``least`` than those before the best step or ramp, most of them, so that
-    what has recovered is no fall. And that difference is clear of the noise, whose memory counts.
+    A fall has to pass three tests. The series declines, by the ranks of all pairs, in which
+    outliers count no more than other values. The newest values are lower by ``least`` than those
+    before the best step or ramp, most of them, so that what has recovered is no fall. And that
+    difference is clear of the noise, whose memory counts.
 
     Args:
         steps: One for each value, rising.
         rates: Throughputs, above 0.
         least: Share of the throughput that has to be lost.
-
-    References:
-        Mann and Whitney (1947), *On a Test of Whether One of Two Random Variables is Stochastically
-        Larger than the Other*. Pettitt (1979), *A Non-Parametric Approach to the Change-Point
-        Problem*.
     """
     if len(rates) < BEFORE + FEWEST:
         return None
     # What is cheap goes first: at most reports of most runs there is nothing to see.
     top = sorted(rates)[int(0.95 * (len(rates) - 1))]
-    if statistics.median(rates[-FEWEST:]) > (1 - least) * top or _rank_sum(rates) < SURE:
+    if statistics.median(rates[-FEWEST:]) > (1 - least) * top:
+        return None
+    if mann_kendall([-rate for rate in rates])[1] > SURE:
         return None
     begin, residuals = _begin(rates)
     before = statistics.median(rates[:begin])
@@ -70,33 +70,6 @@ def find_fall(steps: Sequence[int], rates: Sequence[float], least: float) -> Fal
     if fall.drop < least or low < 0.8 * len(newest):
         return None
     return fall if before - fall.after >= CLEAR * _error(residuals, begin, len(newest)) else None
-
-
-def _rank_sum(values: Sequence[float]) -> float:
-    """Return by how many deviations values are lower after the best split than before it."""
-    n = len(values)
-    largest, ranks = 0.0, 0.0
-    for k, rank in enumerate(_ranks(values)[: n - FEWEST], start=1):
-        ranks += rank
-        if k >= BEFORE:
-            deviation = math.sqrt(k * (n - k) * (n + 1) / 12)
-            largest = max(largest, (ranks - k * (n + 1) / 2) / deviation)
-    return largest
-
-
-def _ranks(values: Sequence[float]) -> list[float]:
-    """Return the place of each value in order of size, from 1; equal ones share the mean."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    ranks = [0.0] * len(values)
-    start = 0
-    while start < len(order):
-        end = start
-        while end + 1 < len(order) and values[order[end + 1]] == values[order[start]]:
-            end += 1
-        for index in order[start : end + 1]:
-            ranks[index] = (start + end) / 2 + 1
-        start = end + 1
-    return ranks
 
 
 def _begin(values: Sequence[float]) -> tuple[int, list[float]]:

@@ -13,6 +13,7 @@ import torch
 from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.counting import check_tokens
 from lightning_opt.core.report import Report
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
@@ -93,7 +94,7 @@ class StepProfiler(Profiler):
         self._stage: str | None = None
         self._output_file = None
         self.log_every_n_steps = at_least("log_every_n_steps", log_every_n_steps, 0)
-        self.tokens = _check_tokens(tokens)
+        self.tokens = check_tokens(tokens)
         self.flops = flops
         self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
         self.trace = _check_trace(trace)
@@ -254,12 +255,6 @@ class StepProfiler(Profiler):
     def summary(self) -> str:
         """Return the table as text; empty before any run."""
         return "" if self._last is None else str(self._last.report())
-
-
-def _check_tokens(tokens: Any) -> int | str | None:
-    if tokens is None or isinstance(tokens, str):
-        return tokens
-    return at_least("tokens", tokens, 1)
 
 
 def _check_trace(trace: Any) -> tuple[int, int] | None:

@@ -82,7 +82,7 @@ def test_losses_after_equal_steps_are_those_of_one_training(comparison):
         losses = [step.loss for step in fit.advance(1 + 4 * (1 + 2))]
     for name in ("plain", "slower"):
         for training in comparison.runs[name].trainings:
-            assert [step.loss for step in (*training.warm, *training.later)] == losses
+            assert [step.loss for step in training.steps] == losses
         expected = sum(losses[-3:]) / 3  # a quarter of 13 steps
         assert row_of(comparison, name)["loss, equal steps"] == pytest.approx(expected)
 
@@ -127,9 +127,9 @@ def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 
     run = Run(name)
     run.begin({})
     steps = [Step(s, loss, samples) for s, loss in zip(seconds, losses, strict=True)]
-    run.add_warmup(steps[:1], 1)
+    run.add(steps[:1], 1)
     for number in range(1, len(steps) - 2, 3):
-        run.add(number, steps[number : number + 3], 2)
+        run.add(steps[number : number + 3], 3, number)
     return run
 
 
