@@ -28,7 +28,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from benchmarks.kernels import compute_models
+from benchmarks.kernels import kernels_models
 from benchmarks.kernels.kernels_models import Batches, Learner, Parts
 from lightning_opt.tuner.progress import Progress
 from lightning_opt.tuner.search.objective import Objective
@@ -98,7 +98,7 @@ class Recipe:
         self.name, self.device, self.data = name, device, data
 
     def __call__(self) -> Any:
-        compute_models.SIZES.update(OWN_SIZES)  # of another module, so anew in each process
+        kernels_models.SIZES.update(OWN_SIZES)  # of another module, so anew in each process
         size = "tuner_cuda" if self.device == "cuda" else "tuner"
         tiny = self.name == "tiny MLP"
         model = TinyMLP() if tiny else Learner(self.name, size, Parts())

@@ -9,7 +9,14 @@ from typing import Literal
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import OK, UsageError
-from lightning_opt.cli.parsing import add_targets, folder_of, make_parser, names_of, parse_job
+from lightning_opt.cli.parsing import (
+    add_preset,
+    add_targets,
+    folder_of,
+    make_parser,
+    names_of,
+    parse_job,
+)
 from lightning_opt.cli.settings import settings_of
 
 DESCRIPTION = """\
@@ -47,10 +54,7 @@ def parser() -> LightningArgumentParser:
         metavar="NAMES",
         help="What to try, with commas, instead of all that may pay.",
     )
-    made.add_argument(
-        "--preset", type=str | None, metavar="NAME", help="Preset that every trial has, too."
-    )
-    made.add_argument("--without", type=str | None, metavar="NAMES", help="Parts of it left out.")
+    add_preset(made, None)
     made.add_argument(
         "--max_slowdown", type=float, default=1.5, help="With --objective memory: of a step."
     )

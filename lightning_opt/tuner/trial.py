@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import Any
+from dataclasses import dataclass, field, replace
 
 from lightning_opt.core.ratios import compare_pairs
 from lightning_opt.profiling.comparing.result import OFFSET
@@ -60,6 +58,10 @@ class Trial:
     cost: float = 0.0
     details: str = ""
 
+    def __post_init__(self) -> None:
+        """Take what a journal gave, which has lists for tuples."""
+        self.switches = tuple(self.switches)
+
     @property
     def name(self) -> str:
         """The switches in words."""
@@ -90,10 +92,3 @@ class Trial:
         found.set_times()
         found.why = f"measured {len(found.rounds)} times"
         return found
-
-    @classmethod
-    def from_dict(cls, values: Mapping[str, Any]) -> Trial:
-        """Return the trial that ``dataclasses.asdict`` wrote; unknown names are ignored."""
-        known = {name.name for name in fields(cls)}
-        read = {name: value for name, value in values.items() if name in known}
-        return cls(**{**read, "switches": tuple(values["switches"])})

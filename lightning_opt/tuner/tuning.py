@@ -140,7 +140,7 @@ class Tuning:
             if record["kind"] == "baseline":
                 self._baseline.restore(record)
             else:
-                trial = Trial.from_dict(record)
+                trial = Trial(**record["trial"])
                 self._known[trial.switches].append(trial)
 
     def _interrupted(self) -> str:
@@ -198,7 +198,7 @@ class Tuning:
             known = bool(self._known[names])
             trial = self._known[names].pop(0) if known else next(running)
             if not known:
-                self._journal.add({"kind": "trial", **dataclasses.asdict(trial)})
+                self._journal.add({"kind": "trial", "trial": dataclasses.asdict(trial)})
             self._progress.end(trial, known)
             yield trial
 

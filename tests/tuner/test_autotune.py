@@ -127,7 +127,7 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
     result = tune(journal)
     done = lines_of(journal)
     assert done[: len(killed)] == killed, "what was there stays as it was"
-    tried = [tuple(line["switches"]) for line in done if line["kind"] == "trial"]
+    tried = [tuple(line["trial"]["switches"]) for line in done if line["kind"] == "trial"]
     assert tried == [("share 9",), ("share 8",), ("share 3",)], "each once"
     assert result.switches == ("share 3",)
 

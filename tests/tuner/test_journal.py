@@ -81,6 +81,6 @@ def test_without_a_path_records_are_kept_in_memory() -> None:
 @pytest.mark.parametrize("loss", [1.5, float("nan"), float("-inf")])
 def test_a_trial_comes_back_as_it_was(loss: float) -> None:
     trial = Trial(("a", "b"), "rejected", "nan", [[(1.0, 0.5)]], 0.5, losses=[1.0, loss])
-    back = Trial.from_dict(json.loads(json.dumps(asdict(trial))) | {"new": 1})
+    back = Trial(**json.loads(json.dumps(asdict(trial))))
     back.rounds = [[tuple(pair) for pair in start] for start in back.rounds]
     assert repr(back) == repr(trial)  # a NaN equals nothing, but is written alike

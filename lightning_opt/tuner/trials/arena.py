@@ -156,8 +156,7 @@ class Arena:
             if steady <= self.objective.slowest * usual:
                 return False
         trial.verdict, trial.why = "too slow", f"stopped after {len(trial.losses)} steps"
-        trial.ratio = trial.low = trial.high = steady / usual
-        trial.seconds = steady
+        trial.ratio, trial.seconds = steady / usual, steady
         return True
 
     def _rounds(self, racer: Racer) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -187,9 +187,7 @@ class Baseline:
         for name in ("startup", "block", "losses", "seconds"):
             setattr(self, name, record[name])
         self.peaks = dict(record["peaks"])
-        known = {one.name for one in fields(Facts)}
-        facts = {name: value for name, value in record["facts"].items() if name in known}
-        self.observed = Observed(Facts(**facts))
+        self.observed = Observed(Facts(**record["facts"]))
 
 
 class BaselineFailed(FitFailed):

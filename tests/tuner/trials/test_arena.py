@@ -127,6 +127,7 @@ def test_times_memory_and_gradients_are_those_of_the_trainings(tmp_path: Path) -
     assert awful.verdict == "too slow"
     assert len(awful.losses) == 5
     assert awful.ratio == pytest.approx(20, rel=0.05)
+    assert (awful.low, awful.high) == (None, None), "some first steps are no interval"
     assert not any(reseed for _, reseed in world.started), "no other random numbers were needed"
 
 
