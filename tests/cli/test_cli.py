@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_opt as lo
 from lightning_opt.cli import main
 from lightning_opt.cli.targets import Recipe, Targets
+from lightning_opt.tuner.search.space import check_candidates
 from tests.cli.small_project import Small, SmallData
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
@@ -105,6 +107,14 @@ def test_help_teaches(command, capsys):
     if command != "fit":  # where the Trainer's many arguments would bury the command's own
         assert "--trainer.max_epochs" not in text
         assert len(text.splitlines()) < 80
+
+
+def test_the_helps_own_examples_name_candidates_that_there_are(capsys):
+    assert main(["tune", "--help"]) == 0
+    examples = re.findall(r"--candidates ([a-z]\S+)", capsys.readouterr().out)
+    assert examples
+    for example in examples:
+        check_candidates(example.split(","))
 
 
 @pytest.mark.parametrize(
