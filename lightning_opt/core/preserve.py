@@ -270,18 +270,33 @@ def _refill(container: Any, content: Any) -> None:
         container.update(content)
 
 
+_REPLACED: dict[tuple[int, str], list[list[Any]]] = {}
+"""What each attribute was set to, in this order; each as a list of one, empty for "not set"."""
+
+
 @contextmanager
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
-    """Set attributes of one object, and put back what was there, also if that was its class's."""
-    own = vars(owner)
-    before = {name: own[name] for name in attributes if name in own}
+    """Set attributes of one object, and put back what was there, also if that was its class's.
+
+    Several that replace the same attribute may end in any order: callbacks are torn down in that of
+    the Trainer's list.
+    """
+    own, mine = vars(owner), []
+    for name, value in attributes.items():
+        layers = _REPLACED.setdefault((id(owner), name), [[own[name]] if name in own else []])
+        layers.append(layer := [value])
+        mine.append((name, layers, layer))
+    own.update(attributes)
     try:
-        own.update(attributes)
         yield
     finally:
-        for name in attributes:
-            own.pop(name, None)
-        own.update(before)
+        for name, layers, layer in mine:
+            if layers[-1] is layer:
+                own.pop(name, None)
+                own.update((name, value) for value in layers[-2])
+            layers[:] = [other for other in layers if other is not layer]
+            if len(layers) == 1:
+                del _REPLACED[id(owner), name]
 
 
 def do_nothing(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:

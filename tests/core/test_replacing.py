@@ -6,6 +6,7 @@ import pickle
 import pytest
 from torch import nn
 
+from lightning_opt.core.preserve import replaced
 from lightning_opt.core.replacing import Replacement, take_off
 
 
@@ -41,3 +42,26 @@ def test_they_come_off_in_any_order(order):
         take_off(both[place])
         take_off(both[place])
     assert "forward" not in vars(net)
+
+
+class Owner:
+    kind = "the class's"
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 0, 2), (1, 2, 0)])
+def test_replaced_attributes_come_off_in_any_order(order, own):
+    """As those of several callbacks do, whose teardown comes in the order of the list."""
+    owner = Owner()
+    if own:
+        owner.kind = "the user's"
+    before = dict(vars(owner))
+    contexts = [replaced(owner, kind=number) for number in range(3)]
+    for context in contexts:
+        context.__enter__()
+    left = [0, 1, 2]
+    for number in order:
+        contexts[number].__exit__(None, None, None)
+        left.remove(number)
+        assert owner.kind == (left[-1] if left else before.get("kind", "the class's"))
+    assert vars(owner) == before

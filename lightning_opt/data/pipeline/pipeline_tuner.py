@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.cpus import available_cpus
-from lightning_opt.core.preserve import isolated_random
+from lightning_opt.core.preserve import isolated_random, replaced
 from lightning_opt.core.report import Report
 from lightning_opt.core.trial import loss_of, wait_for, without_a_trace
 from lightning_opt.data.pipeline.loaders import (
@@ -148,12 +148,8 @@ class DataPipelineTuner(RunCallback):
                 self._meet(trainer, pl_module, dataloader)
             return dataloader
 
-        for owner, name, function in (
-            (source, "dataloader", requested),
-            (strategy, "process_dataloader", processed),
-        ):
-            vars(owner)[name] = function
-            self._undo.callback(vars(owner).pop, name, None)
+        self._undo.enter_context(replaced(source, dataloader=requested))
+        self._undo.enter_context(replaced(strategy, process_dataloader=processed))
 
     def _meet(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any) -> None:
         """Tune ``loader``, or set what was chosen for an earlier one."""

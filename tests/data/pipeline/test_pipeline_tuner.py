@@ -203,6 +203,27 @@ def test_loaders_of_a_data_module_are_tuned_at_each_reload(monkeypatch):
     assert record.workers == {1}
 
 
+@pytest.mark.parametrize("order", [1, -1])
+def test_what_others_have_replaced_is_theirs(order, monkeypatch):
+    """Beside another callback that replaces the same method, and a method of the user's own."""
+    monkeypatch.setattr(Search, "run", lambda *_: LoaderSettings(1, 2))
+    callbacks = [lo.DataPipelineTuner(verbose=False), lo.DynamicBatchSize()][::order]
+    trainer = quiet_trainer(callbacks=callbacks, reload_dataloaders_every_n_epochs=1)
+    seen = []
+
+    def process(loader):
+        seen.append(loader)
+        return loader
+
+    trainer.strategy.process_dataloader = process
+    for _ in range(2):
+        trainer.fit(Recorded(), DataLoader(Rows(8), batch_size=4))
+        assert vars(trainer.strategy)["process_dataloader"] is process
+        assert "dataloader" not in vars(trainer.fit_loop._data_source)
+        trainer.fit_loop.epoch_progress.reset()
+    assert seen
+
+
 class TwoLoaders(Recorded):
     def step(self, batch):
         return super().step(batch[0])
