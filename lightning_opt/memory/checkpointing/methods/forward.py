@@ -38,20 +38,22 @@ class Choice(Protocol):
         ...
 
 
-class Probe(Protocol):
+class Probe:
     """Is told when a module runs; used only while measuring."""
 
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Return the context of a first run."""
-        ...
+        return nullcontext()
 
     def returned(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Take notice of what a first run has returned."""
-        ...
 
     def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Return the context of a recomputation."""
-        ...
+        return nullcontext()
+
+
+NOBODY = Probe()
 
 
 class CheckpointedForward(replacing.Replacement):
@@ -79,7 +81,7 @@ class CheckpointedForward(replacing.Replacement):
             for value in vars(part).values()
             if isinstance(value, GENERATORS)
         ]
-        self.probe: Probe | None = None
+        self.probe = NOBODY
         # Someone else's replacement of `forward` stays in use, below this one.
         self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
 
@@ -155,10 +157,9 @@ class _Run:
         owner, self.given = self.owner, None
         inputs, objects = _tensors((args, kwargs)), objects_in((args, kwargs))
         versions, contents = [tensor._version for tensor in inputs], contents_of(objects)
-        with owner.probe.forward(owner.module, inputs) if owner.probe else nullcontext():
+        with owner.probe.forward(owner.module, inputs):
             output = owner.original(*args, **kwargs)
-        if owner.probe:
-            owner.probe.returned(owner.module, _tensors(output))
+        owner.probe.returned(owner.module, _tensors(output))
         self.start = owner.buffers.after(self._before)
         self._before, self.done = [], True
         if not owner.keep_all:
@@ -175,10 +176,7 @@ class _Run:
 
     def _repeat(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.owner
-        with (
-            self._random.restored(),
-            owner.probe.recompute(owner.module) if owner.probe else nullcontext(),
-        ):
+        with self._random.restored(), owner.probe.recompute(owner.module):
             return owner.original(*args, **kwargs)
 
 
@@ -257,4 +255,4 @@ def probed(forwards: list[CheckpointedForward], probe: Probe) -> Iterator[None]:
         yield
     finally:
         for forward in forwards:
-            forward.probe = None
+            forward.probe = NOBODY

@@ -86,10 +86,6 @@ class OperatorProfile:
         computing = [i for i, operator in enumerate(self.operators) if operator.computes]
         return bool(computing) and (self.recomputed or 0) > computing[-1]
 
-    def recomputed_flops(self, kept: frozenset[Place] = frozenset()) -> int:
-        """Return the operations that a recomputation takes if ``kept`` is kept."""
-        return sum(operator.flops for operator in self.again() if operator.place not in kept)
-
 
 class _Counter(TorchDispatchMode):
     def __init__(self, profile: OperatorProfile) -> None:

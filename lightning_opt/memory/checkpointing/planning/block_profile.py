@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.blocks import Block
 from lightning_opt.core.trial import wait_for
+from lightning_opt.memory.checkpointing.methods.forward import Probe
 from lightning_opt.memory.checkpointing.methods.selective import OperatorProfile
 from lightning_opt.memory.meters import Meter
 
@@ -48,16 +49,6 @@ class Unit:
     follows: bool = False
     profiles: tuple[OperatorProfile, ...] = ()
 
-    @property
-    def flops(self) -> int:
-        """Operations of running it once, as a segment does with all but its last."""
-        return sum(op.flops for profile in self.profiles for op in profile.operators)
-
-    @property
-    def recomputed_flops(self) -> int:
-        """Operations of recomputing it by itself."""
-        return sum(profile.recomputed_flops() for profile in self.profiles)
-
 
 @dataclass
 class StepProfile:
@@ -78,7 +69,7 @@ class StepProfile:
         return max([self.head_peak, *peaks])
 
 
-class Timeline:
+class Timeline(Probe):
     """Watches units run and be recomputed, and reads the meter at each turn.
 
     Args:
@@ -154,7 +145,7 @@ class Timeline:
         return StepProfile(self._order, self._head_peak)
 
 
-class Stopwatch:
+class Stopwatch(Probe):
     """Takes the time of first runs and of recomputations, by block.
 
     Attributes:
@@ -174,9 +165,6 @@ class Stopwatch:
         with self._timed(module, self.forwards):
             yield
 
-    def returned(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Take no notice."""
-
     @contextmanager
     def recompute(self, module: nn.Module) -> Iterator[None]:
         """Time a recomputation."""
@@ -194,7 +182,7 @@ class Stopwatch:
             seconds[self._block_of[module]] += perf_counter() - start
 
 
-class OperatorWatch:
+class OperatorWatch(Probe):
     """Records the operators of each module in its latest run."""
 
     def __init__(self, profiles: Mapping[nn.Module, OperatorProfile]) -> None:
@@ -206,9 +194,6 @@ class OperatorWatch:
         """Record a first run."""
         self._runs[module] += 1
         return self._profiles[module].forward()
-
-    def returned(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Take no notice."""
 
     def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Count what a recomputation runs."""

@@ -1,9 +1,10 @@
-"""The figure of a plan: what each block would hold, what it holds, and what that costs."""
+"""The figure of a plan: what each block would hold, what is done with it, and what that costs."""
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.memory import MB
 from lightning_opt.core.report import Report
@@ -30,50 +31,32 @@ def draw_plan(report: Report, planning: Planning | None) -> Figure:
     Raises:
         ImportError: Without matplotlib; the message names the extra.
     """
-    figure = new_figure(
-        "ActivationCheckpointing",
-        figsize=(12, 6.4 if planning else 3.6),
-        dpi=110,
-        layout="constrained",
-    )
+    size = (12, 6.4 if planning else 3.6)
+    figure = new_figure("ActivationCheckpointing", figsize=size, dpi=110, layout="constrained")
     figure.suptitle(report.title, x=0.01, ha="left", fontsize=12, weight="bold")
-    names = [str(row["block"]) for row in report.rows]
-    treatments = [_treatment(str(row["policy"])) for row in report.rows]
     if planning is None:
-        axes = figure.add_subplot()
-        sizes = [row["parameters"] for row in report.rows]
-        _draw_bars(axes, names, sizes, treatments, "parameters")
+        _draw_blocks(figure.add_subplot(), report.rows, "parameters", "parameters")
         return figure
     grid = figure.add_gridspec(2, 2, width_ratios=[4, 1])
-    ran = [row for row in report.rows if "order" in row]
-    ran.sort(key=lambda row: row["order"])
-    names = [str(row["block"]) for row in ran]
-    treatments = [_treatment(str(row["policy"])) for row in ran]
-    keeping = [row["keeping MB"] for row in ran]
-    above = figure.add_subplot(grid[0, 0])
-    _draw_bars(above, names, keeping, treatments, "MB that keeping it holds")
-    seconds = [row["recomputing ms"] for row in ran]
-    below = figure.add_subplot(grid[1, 0])
-    _draw_bars(below, names, seconds, treatments, "ms to recompute it")
+    ran = sorted((row for row in report.rows if "order" in row), key=lambda row: row["order"])
+    _draw_blocks(figure.add_subplot(grid[0, 0]), ran, "keeping MB", "MB that keeping it holds")
+    _draw_blocks(figure.add_subplot(grid[1, 0]), ran, "recomputing ms", "ms to recompute it")
     _draw_peaks(figure.add_subplot(grid[:, 1]), planning)
     return figure
 
 
-def _treatment(policy: str) -> str:
-    return "recomputed" if policy.startswith("recomputed with") else policy
-
-
-def _draw_bars(
-    axes: Axes, names: list[str], heights: list[float], treatments: list[str], label: str
-) -> None:
+def _draw_blocks(axes: Axes, rows: Sequence[dict[str, Any]], key: str, label: str) -> None:
     for treatment, colour in COLOURS.items():
-        places = [place for place, found in enumerate(treatments) if found == treatment]
-        axes.bar(places, [heights[place] for place in places], color=colour,
-                 label=f"{treatment} ({len(places)})")  # fmt: skip
-    every = max(1, math.ceil(len(names) / NAMED))
-    ticks = list(range(0, len(names), every))
-    axes.set_xticks(ticks, [names[tick][-22:] for tick in ticks], rotation=55, ha="right",
-                    rotation_mode="anchor", fontsize=7.5)  # fmt: skip
+        # One that is joined with others into a segment names them.
+        bars = {
+            place: row[key]
+            for place, row in enumerate(rows)
+            if str(row["policy"]).partition(" with ")[0] == treatment
+        }
+        axes.bar(list(bars), list(bars.values()), color=colour, label=f"{treatment} ({len(bars)})")
+    ticks = range(0, len(rows), max(1, math.ceil(len(rows) / NAMED)))
+    names = [str(rows[tick]["block"])[-22:] for tick in ticks]
+    axes.set_xticks(ticks, names, rotation=55, ha="right", rotation_mode="anchor", fontsize=7.5)
     axes.set_ylabel(label)
     axes.grid(axis="y", alpha=0.25)
     axes.legend(fontsize=8)
@@ -86,8 +69,7 @@ def _draw_peaks(axes: Axes, planning: Planning) -> None:
         "predicted": planning.outcome.solution.peak / MB,
         "measured": planning.outcome.peak / MB,
     }
-    colours = [GREY, COLOURS["recomputed"], COLOURS["kept"]]
-    axes.bar(range(3), list(peaks.values()), color=colours)
+    axes.bar(range(3), list(peaks.values()), color=[GREY, COLOURS["recomputed"], COLOURS["kept"]])
     if math.isfinite(planning.budget):
         axes.axhline(planning.budget / MB, color=RED, ls="--", lw=1, label="budget")
         axes.legend(fontsize=8)

@@ -329,20 +329,6 @@ class StepPlanner:
         """Return what recomputing the unit with this place in the order costs."""
         return self.items[order].options[0].seconds
 
-    def recomputed_flops(self, solution: Solution) -> int:
-        """Return the operations that a backward pass takes more under these decisions."""
-        total = 0
-        for decision in solution.decisions:
-            if decision.option.name == "keep":
-                continue
-            kept: frozenset[Place] = frozenset()
-            if decision.option.name != "recompute":
-                kept = self._levels[decision.start][int(decision.option.name)]
-            *joined, last = self.profile.units[decision.start : decision.stop]
-            total += sum(unit.flops for unit in joined)
-            total += last.calls * sum(profile.recomputed_flops(kept) for profile in last.profiles)
-        return total
-
     def rescaled(self, factor: float, budget: float) -> Solution:
         """Return the plan for a batch that takes ``factor`` times the memory, unmeasured."""
         items = [_scaled(item, factor) for item in self.items]
