@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -17,7 +17,6 @@ from lightning_opt.core.blocks import Block
 from lightning_opt.core.memory import MB
 from lightning_opt.core.trial import TrialStep
 from lightning_opt.memory.checkpointing.methods.policies import Plan, count_recomputed
-from lightning_opt.memory.checkpointing.planning.knapsack import Solution
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
     bucket_bytes,
     free_bytes,
@@ -161,9 +160,9 @@ def plan_for_batch(
 ) -> Planning:
     """Return a plan for this batch: the known one if that will do, else a new one.
 
-    With several processes only the first batch is measured, when all of them do it. A larger batch,
-    which may be one rank's alone, is planned for from that measurement; with sharded parameters the
-    plan stays, with a warning.
+    With several processes only the first batch is measured, when all of them do it. For a larger
+    batch that may miss the budget, and may be one rank's alone, that rank recomputes as much as
+    there is; with sharded parameters the plan stays, with a warning.
 
     Raises:
         BudgetError: If none meets the budget and that is strict.
@@ -184,7 +183,7 @@ def plan_for_batch(
             )
             return known
         if trainer.world_size > 1:
-            return _stretched(known, factor)
+            return _smallest(known)
     step = TrialStep(trainer, pl_module, batch, batch_idx)
     buckets = bucket_bytes(trainer.strategy.model)
     standing = standing_bytes(pl_module, trainer.optimizers, buckets)
@@ -222,12 +221,10 @@ def _agreement(trainer: pl.Trainer) -> Agreement:
     return Agreement(trainer.strategy.broadcast, largest)
 
 
-def _stretched(known: Planning, factor: float) -> Planning:
-    solution: Solution = known.planner.rescaled(factor, known.budget)
-    outcome = Outcome(
-        known.planner.make_plan(solution), solution, known.outcome.peak, known.outcome.fits
-    )
-    return Planning(known.planner, outcome, known.budget, known.shapes, known.seconds)
+def _smallest(known: Planning) -> Planning:
+    solution = known.planner.smallest()
+    outcome = replace(known.outcome, plan=known.planner.make_plan(solution), solution=solution)
+    return replace(known, outcome=outcome)
 
 
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]

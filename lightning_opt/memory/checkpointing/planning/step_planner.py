@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
@@ -316,12 +316,11 @@ class StepPlanner:
             if outcome.fits:
                 return outcome
             target -= 1.1 * excess
-        smallest = smallest_peak(self.items, self.profile.head_peak, self._longest)
         by_itself = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(self.items)]
         measured = Solution(tuple(by_itself), self.profile.peak, 0.0)
         outcomes = [
             self._verify(self._agreement.first(solution), budget)
-            for solution in (smallest, measured)
+            for solution in (self.smallest(), measured)
         ]
         return min(outcomes, key=lambda found: found[1])[0]
 
@@ -329,14 +328,9 @@ class StepPlanner:
         """Return what recomputing the unit with this place in the order costs."""
         return self.items[order].options[0].seconds
 
-    def rescaled(self, factor: float, budget: float) -> Solution:
-        """Return the plan for a batch that takes ``factor`` times the memory, unmeasured."""
-        items = [_scaled(item, factor) for item in self.items]
-        head = round(factor * self.profile.head_peak)
-        budget -= factor * self.unseen
-        return solve(items, head, budget, self._longest) or smallest_peak(
-            items, head, self._longest
-        )
+    def smallest(self) -> Solution:
+        """Return the plan with the smallest predicted peak."""
+        return smallest_peak(self.items, self.profile.head_peak, self._longest)
 
     def _verify(self, solution: Solution, budget: float) -> tuple[Outcome, float]:
         plan = self.make_plan(solution)
@@ -372,19 +366,3 @@ def _peak_of_keeping(profile: StepProfile, scale: float) -> float:
 
 def _smaller(known: dict[Block, float], new: dict[Block, float]) -> dict[Block, float]:
     return {block: min(value, known.get(block, value)) for block, value in new.items()}
-
-
-def _scaled(item: Item, factor: float) -> Item:
-    def grow(option: Option) -> Option:
-        return replace(option, nbytes=round(factor * option.nbytes))
-
-    options = tuple(grow(option) for option in item.options)
-    return replace(
-        item,
-        options=options,
-        recompute=options[0] if item.recompute is not None else None,
-        inputs=round(factor * item.inputs),
-        internals=round(factor * item.internals),
-        forward_peak=round(factor * item.forward_peak),
-        backward_peak=round(factor * item.backward_peak),
-    )
