@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -93,6 +93,11 @@ def data_ranks(trainer: pl.Trainer) -> int:
     """Return how many ranks have data of their own."""
     kwargs = trainer.distributed_sampler_kwargs
     return int(kwargs["num_replicas"]) if kwargs else 1
+
+
+def has_several_loaders(trainer: pl.Trainer) -> bool:
+    """Return whether a batch has an entry for each of several loaders, with its own samples."""
+    return isinstance(trainer.train_dataloader, (list, tuple, Mapping))
 
 
 class LoaderSizes:

@@ -22,7 +22,12 @@ from lightning_opt.batching.accumulation.counting import (
     sum_over_ranks,
     windows_by_step,
 )
-from lightning_opt.batching.loader_sizes import LoaderSizes, batch_size_of, data_ranks
+from lightning_opt.batching.loader_sizes import (
+    LoaderSizes,
+    batch_size_of,
+    data_ranks,
+    has_several_loaders,
+)
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.importing import function_named
 from lightning_opt.core.loggers import log_scalars
@@ -232,7 +237,8 @@ class Accumulation(RunCallback):
         if self._count is not None:
             self._now = count_with(self._count, batch)
         else:
-            self._now = 1.0 if self.normalize == "batches" else count_samples(batch)
+            several = has_several_loaders(trainer)
+            self._now = 1.0 if self.normalize == "batches" else count_samples(batch, several)
         if self._unit == 0.0:  # a mean over ranks, so that all have the same; read once a run
             world = trainer.world_size if self.normalize != "batches" else 1
             total = self._now if world == 1 else sum_over_ranks(self._now, self._device)

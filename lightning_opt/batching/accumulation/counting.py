@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -28,13 +28,20 @@ def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
     }
 
 
-def count_samples(batch: Any) -> float:
+def count_samples(batch: Any, several: bool = False) -> float:
     """Return how many samples a batch has.
+
+    Args:
+        batch: Of a loader.
+        several: Whether it has an entry for each of several loaders; then those of all.
 
     Raises:
         UnsplittableBatchError: If that cannot be told.
     """
     try:
+        if several:
+            entries = batch.values() if isinstance(batch, Mapping) else batch
+            return float(sum(batch_length(entry) for entry in entries))
         return float(batch_length(batch))
     except UnsplittableBatchError as error:
         raise UnsplittableBatchError(

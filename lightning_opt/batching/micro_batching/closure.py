@@ -9,16 +9,23 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from lightning_opt.batching.loader_sizes import has_several_loaders
 from lightning_opt.batching.micro_batching.agreement import Alone, OtherRankFailedError
 from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.batching.micro_batching.hooks import HookGuard
 from lightning_opt.batching.micro_batching.logs_and_outputs import LogRecorder, merge_outputs
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.preserve import Before, CannotUndoError, replaced
-from lightning_opt.core.splitting import split_into, tensors_of, with_own_containers
+from lightning_opt.core.splitting import (
+    UnsplittableBatchError,
+    split_into,
+    tensors_of,
+    with_own_containers,
+)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -86,10 +93,27 @@ class Workshop:
         self.trainer, self.module = trainer, module
         self.split, self._loss, self._count = split, loss, count
         self.optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._warned = False
         self.sums, self.recorder = sums, LogRecorder(module, sums)
         self.device = trainer.strategy.root_device
         self.parameters: list[nn.Parameter] = list(module.parameters())
         self.before = Before(module, self.device) if retrying else None
+
+    def samples(self, batch: Any) -> int:
+        """Return how many samples a batch has; 1 for one that is not to be split.
+
+        Where there are several loaders, their batches are of different sizes at the end of one.
+        """
+        try:
+            [(_, samples)] = split_with(self.split, batch, 1)
+        except UnsplittableBatchError as error:
+            if not has_several_loaders(self.trainer):
+                raise
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(f"MicroBatching runs a batch of several loaders whole. {error}")
+            return 1
+        return samples
 
     def shares(self, pieces: Sequence[tuple[Any, int]]) -> list[Any]:
         """Return what the loss of each micro-batch is multiplied with."""

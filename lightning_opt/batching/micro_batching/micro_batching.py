@@ -27,7 +27,6 @@ from lightning_opt.batching.micro_batching.closure import (
     Split,
     Weigh,
     Workshop,
-    split_with,
 )
 from lightning_opt.batching.micro_batching.hooks import HookGuard
 from lightning_opt.batching.micro_batching.planning import Planning
@@ -250,7 +249,7 @@ class MicroBatching(RunCallback):
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> Any:
         shop = self._at_work()
-        [(_, samples)] = split_with(self.split, kwargs["batch"], 1)
+        samples = shop.samples(kwargs["batch"])
         assert self.size != "auto"
         parts = -(-samples // self.size)
         if not self._agreed:

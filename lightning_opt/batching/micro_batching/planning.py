@@ -10,7 +10,7 @@ from typing import Any
 from torch.optim import Optimizer
 
 from lightning_opt.batching.micro_batching.agreement import Sharded
-from lightning_opt.batching.micro_batching.closure import MicroBatchClosure, Workshop, split_with
+from lightning_opt.batching.micro_batching.closure import MicroBatchClosure, Workshop
 from lightning_opt.batching.micro_batching.sizes import MOST_SHAPES, kind_of
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.splitting import shape_of
@@ -98,7 +98,7 @@ class Planning:
         """Return what runs a batch in place of Lightning's closure."""
         batch, shop = kwargs["batch"], self._shop
         shape, elements = shape_of(batch)
-        [(_, samples)] = split_with(shop.split, batch, 1)
+        samples = shop.samples(batch)
         parts = self._ranks.agree(-(-samples // self._size_of(shape, elements)), samples)
         size = -(-samples // parts)
         if parts > 1:

@@ -51,7 +51,7 @@ class Retrying:
         parts, proof = 1, None
         if self._sizes.shapes:  # on all ranks or on none
             size = self._sizes.of(*shape_of(batch))
-            parts = 1 if size is None else -(-self._samples(batch) // size)
+            parts = 1 if size is None else -(-self._shop.samples(batch) // size)
             parts = self._agree_on(batch, parts)
         if ranks.several:
             proof = self._proof_of(batch, parts)
@@ -71,22 +71,18 @@ class Retrying:
             self._shop, kwargs, optimizer, batch_idx, parts, self._again, succeeded
         )
 
-    def _samples(self, batch: Any) -> int:
-        [(_, samples)] = split_with(self._shop.split, batch, 1)
-        return samples
-
     def _proof_of(self, batch: Any, parts: int) -> tuple[str, int, int] | None:
         """Return kind, elements of a sample, and samples of a micro-batch; None if unknown."""
         shape, elements = shape_of(batch)
         try:
-            return kind_of(shape), elements, -(-self._samples(batch) // parts)
+            return kind_of(shape), elements, -(-self._shop.samples(batch) // parts)
         except UnsplittableBatchError:
             return None
 
     def _agree_on(self, batch: Any, parts: int) -> int:
         """Return the most parts that any rank needs, as far as there are samples for them."""
         most = self._shop.ranks.most(parts)
-        return parts if most == parts else min(most, max(parts, self._samples(batch)))
+        return parts if most == parts else min(most, max(parts, self._shop.samples(batch)))
 
     def _again(self, batch: Any, failed: int, parts: int, problem: str) -> int:
         """Return the number of parts of the next attempt after one that ran out of memory.
@@ -108,7 +104,7 @@ class Retrying:
         if problem:
             shape, elements = shape_of(batch)
             try:
-                samples = self._samples(batch)
+                [(_, samples)] = split_with(self._shop.split, batch, 1)
             except UnsplittableBatchError as unsplittable:
                 error = unsplittable
             failed = failed or samples

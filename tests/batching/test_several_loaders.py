@@ -1,0 +1,83 @@
+"""Batches of several loaders, of which one has fewer samples at its end."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.utilities import CombinedLoader
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, TensorDataset
+
+import lightning_opt as lo
+from tests.helpers.models import assert_same_weights
+from tests.helpers.trainers import quiet_trainer
+
+CLOSE = {"rtol": 0.0, "atol": 1e-6}
+
+
+class Two(LightningModule):
+    """Learns from two loaders at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        state = torch.get_rng_state()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 1)
+        torch.set_rng_state(state)
+        self.shapes: list[tuple[int, int]] = []
+        self.fits = 10**9
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        batches = list(batch.values()) if isinstance(batch, dict) else batch
+        self.shapes.append(tuple(len(x) for (x,) in batches))
+        if sum(self.shapes[-1]) > self.fits:
+            raise torch.OutOfMemoryError("planted")
+        return sum(self.layer(x).square().mean() for (x,) in batches)
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def loaders(kind: type) -> CombinedLoader:
+    """Return batches of 8 and 8 samples, then 8 and 3."""
+    generator = torch.Generator().manual_seed(1)
+    both = [
+        DataLoader(TensorDataset(torch.randn(count, 4, generator=generator)), batch_size=8)
+        for count in (24, 11)
+    ]
+    iterables = dict(zip("ab", both, strict=True)) if kind is dict else both
+    return CombinedLoader(iterables, "max_size_cycle")
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+@pytest.mark.parametrize("size", [4, "auto"])
+@pytest.mark.filterwarnings("ignore:MicroBatching runs a batch of several loaders whole")
+def test_micro_batches_of_a_batch_with_unequal_parts(kind, size):
+    nets = [Two(), Two()]
+    quiet_trainer().fit(nets[0], loaders(kind))
+    if size == "auto":
+        nets[1].fits = 12
+    quiet_trainer(callbacks=[lo.MicroBatching(size)]).fit(nets[1], loaders(kind))
+    assert_same_weights(nets[1], nets[0], **CLOSE)
+    assert (4, 4) in nets[1].shapes
+    assert nets[0].shapes == [(8, 8), (8, 3), (8, 8)]
+
+
+@pytest.mark.parametrize("kind", [list, dict])
+def test_accumulation_counts_what_all_loaders_give(kind):
+    net, expected = Two(), Two().double()
+    quiet_trainer(callbacks=[lo.Accumulation(3)]).fit(net, loaders(kind))
+    batches = [batch for batch, _, _ in loaders(list)]
+    counts = [sum(len(x) for (x,) in batch) for batch in batches]
+    loss = sum(
+        count * sum(expected.layer(x.double()).square().mean() for (x,) in batch)
+        for count, batch in zip(counts, batches, strict=True)
+    )
+    (loss / sum(counts)).backward()
+    with torch.no_grad():
+        for parameter in expected.parameters():
+            parameter -= 0.1 * parameter.grad
+    assert net.shapes == [(8, 8), (8, 3), (8, 8)]
+    for parameter, other in zip(net.parameters(), expected.parameters(), strict=True):
+        torch.testing.assert_close(parameter.double(), other, **CLOSE)
