@@ -42,6 +42,10 @@ class OtherRankFailedError(Exception):
     """Another rank has run out of memory, so this one takes its batch back as well."""
 
 
+class NoHostNetworkError(RuntimeError):
+    """The hosts cannot talk to each other beside the devices."""
+
+
 class Alone:
     """One process, or ranks that do nothing about out-of-memory: there is nobody to ask.
 
@@ -110,7 +114,7 @@ class Replicas(Alone):
 
     def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
         self._model = model
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = _group_of_hosts(timeout)
         self._flags = torch.zeros(2, dtype=torch.int64)
         self._risky = False
 
@@ -213,7 +217,7 @@ class Sharded(Alone):
     """
 
     def __init__(self, timeout: timedelta | None) -> None:
-        self._group: Any = dist.new_group(backend="gloo", timeout=timeout)
+        self._group = _group_of_hosts(timeout)
 
     def agree(self, parts: int, samples: int) -> int:
         """Return the most parts that any rank wants, but no more than the fewest samples."""
@@ -226,6 +230,26 @@ class Sharded(Alone):
     def close(self) -> None:
         """Let go of the process group."""
         _close(self._group)
+
+
+def _group_of_hosts(timeout: timedelta | None) -> Any:
+    """Return a process group over gloo, in which nobody waits for a device.
+
+    Raises:
+        NoHostNetworkError: On all ranks, if one has none.
+    """
+    group, problem = None, ""
+    try:
+        group = dist.new_group(backend="gloo", timeout=timeout)
+    except (RuntimeError, ValueError) as error:
+        problem = str(error)
+    problems: list[str] = [""] * dist.get_world_size()
+    dist.all_gather_object(problems, problem)
+    if any(problems):
+        if group is not None:
+            _close(group)
+        raise NoHostNetworkError(next(filter(None, problems)))
+    return group
 
 
 @contextmanager

@@ -15,12 +15,19 @@ from lightning.pytorch.strategies import (
     ModelParallelStrategy,
     ParallelStrategy,
 )
+from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
-from lightning_opt.batching.micro_batching.agreement import Alone, Replicas, Sharded
+from lightning_opt.batching.micro_batching.agreement import (
+    Alone,
+    NoHostNetworkError,
+    Replicas,
+    Sharded,
+)
 from lightning_opt.batching.micro_batching.closure import (
     LOSSES,
     MicroBatchClosure,
@@ -208,16 +215,20 @@ class MicroBatching(RunCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's closures."""
         self.release(trainer)
+        auto = self.size == "auto"
+        ranks = Alone()
+        if auto and trainer.world_size > 1:
+            try:
+                ranks = _ranks_of(trainer)
+            except NoHostNetworkError as error:
+                rank_zero_warn(
+                    "MicroBatching('auto') is off in this run, since ranks cannot agree: no "
+                    f"process group of the hosts could be made. ({error})"
+                )
+                return
         stack = ExitStack()
         hooks = HookGuard(trainer, pl_module)
         stack.callback(hooks.close)
-        strategy, auto = trainer.strategy, self.size == "auto"
-        ranks = Alone()
-        if auto and isinstance(strategy, DDPStrategy):
-            assert isinstance(strategy.model, DistributedDataParallel)
-            ranks = Replicas(strategy.model, strategy._timeout)
-        elif auto and isinstance(strategy, ModelParallelStrategy):
-            ranks = Sharded(strategy._timeout)
         stack.callback(ranks.close)
         retrying = auto and not isinstance(ranks, Sharded)
         loss = (self.split, self.loss, self.count)
@@ -337,6 +348,22 @@ class MicroBatching(RunCallback):
         self._planned = dict(state_dict["planned"])
         self._retries = state_dict["retries"]
         self.events = [dict(event) for event in state_dict["events"]]
+
+
+def _ranks_of(trainer: pl.Trainer) -> Alone:
+    """Return who has to agree where out-of-memory is survived."""
+    strategy, model = trainer.strategy, trainer.strategy.model
+    assert isinstance(strategy, (DDPStrategy, ModelParallelStrategy))
+    if isinstance(strategy, ModelParallelStrategy):
+        return Sharded(strategy._timeout)
+    assert isinstance(model, DistributedDataParallel)
+    if any(isinstance(m, SyncBatchNorm) and m.training for m in model.modules()):
+        raise ValueError(
+            "MicroBatching(size='auto') does not work with SyncBatchNorm, in which a rank that "
+            "runs out of memory would leave the others waiting. Give a number, such as "
+            "MicroBatching(size=8)."
+        )
+    return Replicas(model, strategy._timeout)
 
 
 def _same_on_all_ranks(loader: Any) -> bool:

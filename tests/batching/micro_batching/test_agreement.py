@@ -1,10 +1,12 @@
 """One rank of two runs out of memory: real processes over gloo, started as Lightning's are."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
@@ -171,18 +173,52 @@ def test_no_rank_waits_for_one_that_has_failed():
     assert "RuntimeError" in reducing
 
 
+class Synchronised(Callback):
+    """Puts a layer into the model that DDP itself refuses on a CPU."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.norm = nn.SyncBatchNorm(4)
+
+
 def refuse_all() -> list[str]:
     found = []
-    for strategy in (DDPStrategy(static_graph=True), FSDPOnCPU()):
+    for strategy, before in (
+        (DDPStrategy(static_graph=True), []),
+        (FSDPOnCPU(), []),
+        ("ddp", [Synchronised()]),
+    ):
+        callbacks = [*before, lo.MicroBatching()]
+        trainer = quiet_trainer(callbacks=callbacks, devices=2, strategy=strategy)
         with pytest.raises(ValueError, match="MicroBatching") as error:
-            quiet_trainer(callbacks=[lo.MicroBatching()], devices=2, strategy=strategy).fit(
-                SmallNet()
-            )
+            trainer.fit(SmallNet())
         found.append(str(error.value))
     return found
 
 
+def train_without_gloo() -> tuple[bool, list[str]]:
+    """Train where no second process group can be made."""
+
+    def new_group(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted: no interface")
+
+    dist.new_group = new_group
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = train("auto", FREE)
+    said = [str(w.message) for w in caught if "MicroBatching" in str(w.message)]
+    return len(run["losses"]) == 6, said
+
+
 def test_refuses_what_cannot_be_taken_back():
-    for static, fsdp in launch(refuse_all):
+    for static, fsdp, synchronised in launch(refuse_all):
         assert "static_graph" in static
         assert "MicroBatching(size=8)" in fsdp
+        assert "SyncBatchNorm" in synchronised
+
+
+def test_is_off_where_no_process_group_of_the_hosts_can_be_made():
+    (complete, said), (other, _) = launch(train_without_gloo)
+    assert complete
+    assert other
+    assert len(said) == 1
+    assert "planted: no interface" in said[0]
