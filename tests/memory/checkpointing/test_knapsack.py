@@ -86,6 +86,31 @@ def test_the_smallest_peak(seed: int) -> None:
     assert solve(items, head, joined.peak * 0.99, longest=3) is None
 
 
+def test_what_can_be_met_is_met_however_many_bytes_there_are() -> None:
+    """Of sums of bytes that are near each other the fastest is followed, and the least too."""
+    generator, items = random.Random(0), []
+    for _ in range(96):
+        internals = generator.randint(9_000_000, 11_000_000)
+        recompute = Option("recompute", 0, generator.uniform(4, 5))
+        little = Option("0", internals // 9, 0.8 * recompute.seconds)
+        items.append(
+            Item(
+                options=(recompute, Option("keep", internals, 0.0), little),
+                recompute=recompute,
+                follows=False,
+                inputs=1_000_000,
+                internals=internals,
+                forward_peak=internals,
+                backward_peak=20_000_000,
+            )
+        )
+    assert smallest_peak(items, 5_000_000).peak == 20_000_000
+    for budget in (20_000_000, 20_500_000, 100_000_000):
+        solution = solve(items, 5_000_000, budget)
+        assert solution is not None
+        assert solution.peak <= budget
+
+
 def test_a_segment_pays_for_the_rest_of_all_but_its_last() -> None:
     recompute = Option("recompute", 0, 1.0)
     items = [

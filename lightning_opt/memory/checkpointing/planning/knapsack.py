@@ -12,9 +12,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 STATES = 400
-"""At most so many different sums of bytes are followed: what is lost is their spacing."""
+"""About so many different sums of bytes are followed, so that a plan may be slower than the best by
+what their spacing hides. Whether there is a plan at all is exact."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,13 @@ class Solution:
     seconds: float
 
 
+Step: TypeAlias = tuple[Decision, int, float, int]
+"""What can be decided: with the bytes that it holds, its seconds, and the peak that it needs."""
+
+LEAST = 1 << 62
+"""The place of the state that holds least, which no number of bytes is."""
+
+
 @dataclass
 class _State:
     held: int = 0
@@ -89,11 +98,6 @@ class _State:
     peak: int = 0
     last: Decision | None = None
     before: _State | None = field(default=None, repr=False)
-
-    def then(self, decision: Decision, nbytes: int, seconds: float, peak: int) -> _State:
-        return _State(
-            self.held + nbytes, self.seconds + seconds, max(self.peak, peak), decision, self
-        )
 
     def decisions(self) -> tuple[Decision, ...]:
         found = []
@@ -120,14 +124,11 @@ def solve(
     reached: list[dict[int, _State]] = [{} for _ in range(len(items) + 1)]
     reached[0][0] = _State()
     for start in range(len(items)):
+        steps = list(_steps(items, start, longest))
         for state in _undominated(reached[start].values()):
-            for decision, nbytes, seconds, peak in _steps(items, start, longest):
-                if state.held + peak <= budget:
-                    _offer(
-                        reached[decision.stop],
-                        state.then(decision, nbytes, seconds, state.held + peak),
-                        grain,
-                    )
+            for step in steps:
+                if state.held + step[-1] <= budget:
+                    _offer(reached[step[0].stop], state, step, grain)
     ends = [state for state in reached[-1].values() if state.held + head_peak <= budget]
     if not ends:
         return None
@@ -152,9 +153,7 @@ def smallest_peak(items: Sequence[Item], head_peak: int, longest: int = 1) -> So
     return best
 
 
-def _steps(
-    items: Sequence[Item], start: int, longest: int
-) -> Iterator[tuple[Decision, int, float, int]]:
+def _steps(items: Sequence[Item], start: int, longest: int) -> Iterator[Step]:
     """Yield what can be decided at ``start``: with bytes held, seconds, and the peak it needs."""
     item = items[start]
     peak = max(item.forward_peak, item.backward_peak)
@@ -175,12 +174,20 @@ def _steps(
             yield Decision(start, stop, last.recompute), held, seconds, peak
 
 
-def _offer(states: dict[int, _State], state: _State, grain: int) -> None:
-    """Keep the fastest of the states that hold about the same."""
-    key = state.held // grain
-    known = states.get(key)
-    if known is None or (state.seconds, state.held) < (known.seconds, known.held):
-        states[key] = state
+def _offer(states: dict[int, _State], state: _State, step: Step, grain: int) -> None:
+    """Keep the fastest of the states that hold about the same, and the one that holds least.
+
+    With the latter, whatever can be met is met: only the time may be short of the best.
+    """
+    decision, nbytes, seconds, peak = step
+    held, seconds = state.held + nbytes, state.seconds + seconds
+    known, least = states.get(held // grain), states.get(LEAST)
+    fastest = known is None or (seconds, held) < (known.seconds, known.held)
+    smallest = least is None or (held, seconds) < (least.held, least.seconds)
+    if fastest or smallest:
+        new = _State(held, seconds, max(state.peak, state.held + peak), decision, state)
+        states.update({held // grain: new} if fastest else {})
+        states.update({LEAST: new} if smallest else {})
 
 
 def _undominated(states: Iterable[_State]) -> list[_State]:
