@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least, positive, share
-from lightning_opt.core.loggers import log_scalars, save_figure
+from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.gradients.curvature.curved_step import (
@@ -27,13 +25,12 @@ from lightning_opt.gradients.curvature.hessian import (
 )
 from lightning_opt.gradients.curvature.lanczos import largest_eigenvalue
 from lightning_opt.gradients.curvature.plot import draw_curvature
+from lightning_opt.gradients.figures import save_at_end
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from matplotlib.figure import Figure
-
-log = logging.getLogger(__name__)
 
 NAME = "CurvatureMonitor"
 FIGURE = "curvature.png"
@@ -70,7 +67,7 @@ class CurvatureMonitor(RunCallback):
         tolerance: Stop when the eigenvalue is known to this share of itself.
         seed: Of the random vectors.
         figure: Where to save the figure at the end of training: True for ``curvature.png`` in the
-            log folder, a path, or None.
+            logger's directory if there is a logger, a path, or None.
 
     Raises:
         ValueError: In ``__init__`` for settings out of range; in ``setup`` as
@@ -183,13 +180,7 @@ class CurvatureMonitor(RunCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Save the figure."""
-        folder = trainer.log_dir or trainer.default_root_dir  # on all ranks: this asks rank zero
-        if self._figure and self.history and trainer.is_global_zero:
-            path = Path(folder) / FIGURE if self._figure is True else Path(str(self._figure))
-            try:
-                save_figure(self.figure(), path, trainer, "curvature")
-            except ImportError as error:
-                log.warning("No figure was saved. %s", error)
+        save_at_end(self.figure, bool(self.history) and self._figure, trainer, FIGURE)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Let go of the generator."""

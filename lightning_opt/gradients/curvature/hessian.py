@@ -15,7 +15,6 @@ References:
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -26,11 +25,9 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.arguments import at_least
-from lightning_opt.core.preserve import isolated_random
 from lightning_opt.gradients.curvature.lanczos import Eigenvalue, largest_eigenvalue
 
 Tensors: TypeAlias = Sequence[Tensor]
-Loss: TypeAlias = Tensor | Callable[[Tensors], Tensor]
 Product: TypeAlias = Callable[[Tensors], list[Tensor]]
 """Multiplies the Hessian with vectors that have the shapes of the parameters."""
 
@@ -52,15 +49,11 @@ class Estimate(Generic[Value]):
     n_samples: int
 
 
-def hessian_vector_product(loss: Loss, params: Tensors, vectors: Tensors) -> tuple[Tensor, ...]:
+def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> tuple[Tensor, ...]:
     """Return the product of the loss's Hessian with ``vectors``.
 
     Args:
-        loss: A scalar with its graph, computed from ``params``: differentiated twice backward, and
-            its graph is kept. Or a function from tensors in the place of ``params`` to the scalar:
-            forward over reverse (:mod:`torch.func`), which keeps no second graph; where an
-            operator does not support that, double backward. Random numbers within it are the same
-            in each evaluation, and afterwards as before.
+        loss: A scalar with its graph, computed from ``params``; the graph is kept.
         params: Tensors that the loss depends on; for one that it does not depend on the product is
             zero.
         vectors: One for each of ``params``, in its shape.
@@ -79,19 +72,11 @@ def hessian_vector_product(loss: Loss, params: Tensors, vectors: Tensors) -> tup
         (tensor([ 6., 12.]),)
     """
     _check_like(params, vectors, "vectors")
-    if isinstance(loss, Tensor):
-        return tuple(hessian_product(loss, params)(vectors))
-    with isolated_random(params[0].device):
-        try:
-            return _forward_over_reverse(loss, params, vectors)
-        except (NotImplementedError, RuntimeError):
-            pass  # no forward derivative of some operator, or a write in place
-    loss, params = _evaluated(loss, params)
     return tuple(hessian_product(loss, params)(vectors))
 
 
 def hessian_diagonal(
-    loss: Loss,
+    loss: Tensor,
     params: Tensors,
     n_samples: int = 1,
     generator: torch.Generator | None = None,
@@ -102,7 +87,7 @@ def hessian_diagonal(
     the squared entries beside the diagonal (Bekas et al. 2007).
 
     Args:
-        loss: See :func:`hessian_vector_product`. A function is evaluated once.
+        loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
         n_samples: Random vectors, at least 1.
         generator: Of the random signs, on the device of ``params``.
@@ -121,7 +106,6 @@ def hessian_diagonal(
         (tensor([ 6., 12.]),)
     """
     at_least("n_samples", n_samples, 1)
-    loss, params = _evaluated(loss, params)
     product = hessian_product(loss, params)
     moments = [_Moments() for _ in params]
     for _ in range(n_samples):
@@ -137,7 +121,7 @@ def hessian_diagonal(
 
 
 def hessian_trace(
-    loss: Loss,
+    loss: Tensor,
     params: Tensors,
     n_samples: int = 10,
     generator: torch.Generator | None = None,
@@ -147,7 +131,7 @@ def hessian_trace(
     Hutchinson's estimator is the mean of :math:`z^\top H z` over random signs :math:`z`.
 
     Args:
-        loss: See :func:`hessian_vector_product`. A function is evaluated once.
+        loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
         n_samples: Random vectors, at least 1.
         generator: Of the random signs, on the device of ``params``.
@@ -159,12 +143,11 @@ def hessian_trace(
         ValueError: For ``n_samples`` below 1, or a loss that is no scalar.
     """
     at_least("n_samples", n_samples, 1)
-    loss, params = _evaluated(loss, params)
     return estimate_trace(hessian_product(loss, params), params, n_samples, generator)
 
 
 def top_eigenvalue(
-    loss: Loss,
+    loss: Tensor,
     params: Tensors,
     max_iterations: int = 30,
     tolerance: float = 1e-3,
@@ -177,7 +160,7 @@ def top_eigenvalue(
     the device once.
 
     Args:
-        loss: See :func:`hessian_vector_product`. A function is evaluated once.
+        loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
         max_iterations: Products with the Hessian at most.
         tolerance: Stop when the eigenvalue is within this share of itself of a true one.
@@ -194,7 +177,6 @@ def top_eigenvalue(
         >>> round(lo.top_eigenvalue((x**3).sum(), [x]).value, 4)
         12.0
     """
-    loss, params = _evaluated(loss, params)
     product = hessian_product(loss, params)
     return largest_eigenvalue(product, params, max_iterations, tolerance, generator)
 
@@ -309,30 +291,8 @@ def _told_of_attention() -> Iterator[None]:
             raise
         raise RuntimeError(
             "The attention kernel that computed this loss has no second derivative. Compute the "
-            "loss within torch.nn.attention.sdpa_kernel(SDPBackend.MATH), or give a function, "
-            "which is evaluated so."
+            "loss within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
         ) from error
-
-
-def _evaluated(loss: Loss, params: Tensors) -> tuple[Tensor, Tensors]:
-    """Return a scalar with its graph, and what it was computed from."""
-    if isinstance(loss, Tensor):
-        return loss, params
-    with isolated_random(params[0].device), torch.enable_grad(), twice_differentiable():
-        params = [parameter.detach().requires_grad_() for parameter in params]
-        return loss(params), params
-
-
-def _forward_over_reverse(
-    loss: Callable[[Tensors], Tensor], params: Tensors, vectors: Tensors
-) -> tuple[Tensor, ...]:
-    gradient = torch.func.grad(lambda *parts: loss(parts), argnums=tuple(range(len(params))))
-    with twice_differentiable(), warnings.catch_warnings():
-        # torch scripts its own decompositions at the first use.
-        warnings.filterwarnings("ignore", "`torch.jit.script`", DeprecationWarning)
-        parameters = tuple(parameter.detach() for parameter in params)
-        outputs = torch.func.jvp(gradient, parameters, tuple(v.detach() for v in vectors))
-    return tuple(outputs[1])
 
 
 def _total(parts: Tensors) -> Tensor:

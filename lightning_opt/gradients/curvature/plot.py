@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from lightning_opt.gradients.figures import new_figure
+
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
@@ -21,13 +23,7 @@ def draw_curvature(history: Sequence[Mapping[str, float]]) -> Figure:
     Raises:
         ImportError: Without matplotlib; the message names the extra.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ImportError(
-            "The figure of CurvatureMonitor needs matplotlib: pip install 'lightning-opt[plots]'."
-        ) from error
-    figure = Figure(figsize=(10, 6), dpi=110, layout="constrained")
+    figure = new_figure("CurvatureMonitor", figsize=(10, 6), dpi=110, layout="constrained")
     above, below = figure.subplots(2, 1, sharex=True)
     steps = [entry["step"] for entry in history]
     above.plot(steps, [e["sharpness"] for e in history], color=LINE, marker="o", ms=3)

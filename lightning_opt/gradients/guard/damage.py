@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,14 +25,18 @@ class DamageWatch:
         self._seen: set[str] = set()
         self._meant: set[str] = set()
 
-    def find(self, weights: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> list[str]:
+    def find(self, tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> list[str]:
         """Return the names of what is damaged on any rank. A collective, and waits for the device.
 
         Call it once before the first step, so that it knows how buffers are made.
+
+        Args:
+            tensors: Weights and buffers by name.
+            buffers: Which of them are buffers.
         """
-        bad = nonfinite_names({**weights, **buffers})
-        self._meant |= set(bad) & (buffers.keys() - self._seen)
-        self._seen |= buffers.keys()
+        bad = nonfinite_names(tensors)
+        self._meant |= set(bad) & (set(buffers) - self._seen)
+        self._seen.update(buffers)
         of_ranks = gather([name for name in bad if name not in self._meant])
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 

@@ -20,10 +20,14 @@ from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.guard.buffers import BufferKeeper
 from lightning_opt.gradients.guard.damage import DamageWatch
 from lightning_opt.gradients.guard.detector import Symptoms
-from lightning_opt.gradients.guard.event_log import EventLog
-from lightning_opt.gradients.guard.incident import KINDS, Event, Incident, describe
-from lightning_opt.gradients.guard.judge import Judge
-from lightning_opt.gradients.guard.ladder import ACTIONS, Ladder, Policy
+from lightning_opt.gradients.guard.incidents import (
+    KINDS,
+    Event,
+    EventLog,
+    Incident,
+    describe,
+)
+from lightning_opt.gradients.guard.ladder import ACTIONS, Judge, Ladder, Policy
 from lightning_opt.gradients.guard.losses import LossLedger, mean_loss
 from lightning_opt.gradients.guard.snapshot import Snapshot
 from lightning_opt.gradients.guard.update_control import UpdateControl, skips_on_device
@@ -176,7 +180,6 @@ class NonFiniteGuard(GradientCallback):
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learn the parameters, and take hold of the optimizers' updates."""
         super().on_fit_start(trainer, pl_module)
-        self._release_controls()
         self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -184,7 +187,7 @@ class NonFiniteGuard(GradientCallback):
         self._start_run(BufferKeeper(pl_module), trainer.optimizers)
         damaged = self._damaged(pl_module)
         if self.ladder.policy == "rollback":
-            self._take_snapshot(trainer, pl_module, damaged)
+            self._respond(trainer, pl_module, damaged)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -270,13 +273,10 @@ class NonFiniteGuard(GradientCallback):
             self._respond(trainer, pl_module, self._damaged(pl_module))
             return
         self._good_batches += 1
-        if self.ladder.policy == "rollback" and (self._good_batches >= self.snapshot_every_n_steps):
+        if self.ladder.policy == "rollback" and self._good_batches >= self.snapshot_every_n_steps:
             self._hear(self._delayed.flush())
-            if self._faults:
-                self._good_batches -= len(self._faults)  # they were not, as it turns out
-                self._respond(trainer, pl_module, self._damaged(pl_module))
-            else:
-                self._take_snapshot(trainer, pl_module, self._damaged(pl_module))
+            self._good_batches -= len(self._faults)  # they were not, as it turns out
+            self._respond(trainer, pl_module, self._damaged(pl_module))
         if log_due:
             log_scalars(trainer, self._judge.scalars())
 
@@ -303,8 +303,15 @@ class NonFiniteGuard(GradientCallback):
     def _respond(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, damaged: list[str]
     ) -> None:
-        """Do what the gravest of the faults demands. All ranks come here at the same step."""
+        """Do what the gravest of the faults demands, or take a snapshot if there is none.
+
+        All ranks come here at the same step.
+        """
         faults, self._faults = self._faults, []
+        if not faults and not damaged:
+            self._snapshot.take(trainer, self._tensors(pl_module))
+            self._restores = self._good_batches = 0
+            return
         if damaged:
             # No skip cures that. It may have come from a fault of the model or from anywhere else.
             faults = faults or [Incident(trainer.global_step, trainer.current_epoch)]
@@ -315,7 +322,12 @@ class NonFiniteGuard(GradientCallback):
         ):
             gravest.action = "raise"
         if gravest.action == "rollback":
-            self._roll_back(trainer, pl_module)
+            self._snapshot.restore(trainer, self._tensors(pl_module))
+            self._judge.back_off()
+            self._restores += 1
+            self._good_batches = 0
+            self._delayed.clear()  # what was under way concerned weights that are gone
+            self._buffers = BufferKeeper(pl_module)
         log_scalars(trainer, self._judge.scalars())
         events = self._log.record(trainer, faults, self.names, damaged)
         if gravest.action == "raise":
@@ -331,30 +343,14 @@ class NonFiniteGuard(GradientCallback):
             f"{self._steps}; rollbacks: {self._judge.rollbacks}. {KINDS[event['kind']][1]}"
         )
 
-    def _roll_back(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        self._snapshot.restore(trainer, {**self._weights(), **dict(pl_module.named_buffers())})
-        self._judge.back_off()
-        self._restores += 1
-        self._good_batches = 0
-        self._delayed.clear()  # what was under way concerned weights that are gone
-        self._buffers = BufferKeeper(pl_module)
-
-    def _take_snapshot(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, damaged: list[str]
-    ) -> None:
-        """Copy everything, if the run is in good health."""
-        if damaged:
-            self._respond(trainer, pl_module, damaged)
-            return
-        self._snapshot.take(trainer, {**self._weights(), **dict(pl_module.named_buffers())})
-        self._restores = self._good_batches = 0
-
-    def _weights(self) -> dict[str, Tensor]:
-        """Return all parameters, as the optimizers hold them, by name."""
-        return {name: parameter for parameter, name in self.names.items()}
+    def _tensors(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
+        """Return all parameters, as the optimizers hold them, and all buffers, by name."""
+        weights = {name: parameter for parameter, name in self.names.items()}
+        return {**weights, **dict(pl_module.named_buffers())}
 
     def _damaged(self, pl_module: pl.LightningModule) -> list[str]:
-        return self._damage.find(self._weights(), dict(pl_module.named_buffers()))
+        buffers = [name for name, _ in pl_module.named_buffers()]
+        return self._damage.find(self._tensors(pl_module), buffers)
 
     def diagnose(self) -> list[Verdict]:
         """Return whether steps were left out."""
@@ -381,13 +377,10 @@ class NonFiniteGuard(GradientCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Undo everything."""
         super().release(trainer)
-        self._release_controls()
-        self._start_run(None, [])
-
-    def _release_controls(self) -> None:
         for control in self._controls:
             control.release()
         self._controls = []
+        self._start_run(None, [])
 
     def state_dict(self) -> dict[str, Any]:
         """Return counts, back-off, history of losses and norms, and events, as plain types."""

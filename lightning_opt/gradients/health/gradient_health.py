@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
@@ -13,11 +12,12 @@ from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.loggers import log_scalars, save_figure
+from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.norms import GradientStep, parameters_of
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
+from lightning_opt.gradients.figures import save_at_end
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.health.activations import ActivationWatch
@@ -339,14 +339,7 @@ class GradientHealth(GradientCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the steps since the last report, and save the figure."""
         self._finish(trainer, pl_module)
-        folder = trainer.log_dir  # on all ranks: this asks rank zero
-        path = f"{folder}/{FIGURE}" if self._figure is True else self._figure
-        asked = path and (self._figure is not True or (trainer.loggers and folder))
-        if asked and self._reported and trainer.is_global_zero:
-            try:
-                save_figure(self.figure(), Path(str(path)), trainer, "health")
-            except ImportError as error:
-                log.warning("No figure was saved. %s", error)
+        save_at_end(self.figure, self._reported and self._figure, trainer, FIGURE)
 
     def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaled = loss_scale(trainer) is not None

@@ -378,7 +378,7 @@ class TestRecords:
         assert "skipped 2" in text
 
     def test_memory_of_events_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lightning_opt.gradients.guard.event_log.KEPT_EVENTS", 3)
+        monkeypatch.setattr("lightning_opt.gradients.guard.incidents.KEPT_EVENTS", 3)
         guard = lo.NonFiniteGuard(max_consecutive=100)
         fit(FaultyNet(dict.fromkeys(range(2, 9), "nan")), guard)
         assert [event["step"] for event in guard.events] == [6, 7, 8]

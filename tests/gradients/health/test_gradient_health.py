@@ -263,7 +263,7 @@ def test_figure_is_saved_and_sent_to_tensorboard(tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(tmp_path / "run" / "version_0")).Reload()
-    assert events.Tags()["images"] == ["health"]
+    assert events.Tags()["images"] == ["gradient_health"]
     assert "health/norm" in events.Tags()["scalars"]
 
 

@@ -1,0 +1,52 @@
+"""Figures of what callbacks have seen: made with matplotlib, which is optional."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from lightning_opt.core.loggers import save_figure
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+    from matplotlib.figure import Figure
+
+log = logging.getLogger(__name__)
+
+
+def new_figure(owner: str, **settings: Any) -> Figure:
+    """Return an empty figure.
+
+    Raises:
+        ImportError: Without matplotlib; the message names the extra.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ImportError(
+            f"The figure of {owner} needs matplotlib: pip install 'lightning-opt[plots]'."
+        ) from error
+    return Figure(**settings)
+
+
+def save_at_end(
+    draw: Callable[[], Figure], where: bool | str | None, trainer: pl.Trainer, name: str
+) -> None:
+    """Save a figure where the user wants it; without matplotlib, say so. Call it on every rank.
+
+    Args:
+        draw: Makes the figure.
+        where: A path, or True for ``name`` in the loggers' folder, if there is one.
+        trainer: Whose loggers.
+        name: Of the file; without its ending, of the figure in TensorBoard.
+    """
+    folder = trainer.log_dir if trainer.loggers else None  # a collective
+    path = where if isinstance(where, str) else f"{folder}/{name}" if where and folder else None
+    if path is None or not trainer.is_global_zero:
+        return
+    try:
+        save_figure(draw(), Path(path), trainer, Path(name).stem)
+    except ImportError as error:
+        log.warning("No figure was saved. %s", error)
