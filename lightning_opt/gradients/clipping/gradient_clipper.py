@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torch import Tensor, nn
 
+from lightning_opt.core.arguments import one_of
 from lightning_opt.core.norms import GradientStep, collect_gradients, measure_norms
 from lightning_opt.core.scalars import Scalar, isfinite, read_scalars, to_plain, where
 from lightning_opt.gradients.clipping.norm_rules import (
@@ -48,11 +48,7 @@ def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
         raise TypeError(
             f"rule must be one of {sorted(RULES)} or a ClippingRule object, got {rule!r}."
         )
-    if rule not in RULES:
-        near = difflib.get_close_matches(rule, RULES, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
-        raise ValueError(f"There is no clipping rule {rule!r}; there are {sorted(RULES)}.{hint}")
-    return RULES[rule]()
+    return RULES[one_of("rule", rule, sorted(RULES))]()
 
 
 class ClipTally:

@@ -28,57 +28,49 @@ Kind: TypeAlias = Literal[
     "nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_spike", "nonfinite_weight"
 ]
 
+VERDICTS: tuple[Kind | None, ...] = (
+    None, None, "gradient_spike", "loss_spike", "nonfinite_gradient", "nonfinite_loss",
+)  # fmt: skip
+"""From good to grave. At place 1 stands an overflow that is put down to the loss scale, not to the
+model or its data."""
+
+OVERFLOW = 1
+
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
 """About 1.8e19. A gradient beyond it is finite, but its square is not, and an optimizer that keeps
 second moments (Adam and its kin) would never move that parameter again."""
 
 
 class Symptoms(NamedTuple):
-    """What one step of one optimizer showed: two values, and flags that are 0 or not.
+    """What one step of one optimizer showed.
 
     Attributes:
         loss: Loss of the step, the mean over its micro-batches and over ranks.
         norm: Total norm of the gradient.
-        bad_loss: Whether the loss of any rank is NaN or infinite.
-        bad_norm: Whether the norm is NaN, infinite or above :data:`LARGEST_NORM`.
-        high_loss: Whether the loss is a spike.
-        high_norm: Whether the norm is a spike.
-        overflow: Whether ``bad_norm`` is put down to the loss scale, not to the model or its data.
+        verdict: A place in :data:`VERDICTS`.
     """
 
     loss: Scalar
     norm: Scalar
-    bad_loss: Scalar
-    bad_norm: Scalar
-    high_loss: Scalar
-    high_norm: Scalar
-    overflow: Scalar
+    verdict: Scalar
 
     @property
     def skip(self) -> Condition:
         """Whether the update must not happen, for a fault or an overflow."""
-        return self.bad_loss + self.bad_norm + self.high_loss + self.high_norm > 0
+        return self.verdict > 0
 
     @property
     def fault(self) -> Condition:
         """Whether the step is to leave no trace at all; the data of an overflow is sound."""
-        return logical_and(self.skip, self.overflow == 0)
+        return self.verdict > OVERFLOW
 
     @property
     def kind(self) -> Kind | None:
-        """The gravest fault; None for a good step. Only for symptoms that were read to the host."""
-        if self.bad_loss:
-            return "nonfinite_loss"
-        if self.bad_norm:
-            return None if self.overflow else "nonfinite_gradient"
-        if self.high_loss:
-            return "loss_spike"
-        return "gradient_spike" if self.high_norm else None
+        """The fault; None for a good step. Only for symptoms that were read to the host."""
+        return VERDICTS[int(self.verdict)]
 
     def read(self) -> Symptoms:
         """Return the same as floats; waits for the device, once."""
-        if not any(isinstance(value, Tensor) for value in self):
-            return self
         return Symptoms(*read_scalars(self))
 
 
@@ -126,14 +118,12 @@ class Detector:
         if reduce_on is not None:
             # A NaN or an infinity of one rank is in the sum, so that the loss needs no flag.
             loss, bad_norm, high_norm = _of_all_ranks([loss, bad_norm, high_norm], reduce_on)
-        bad_loss = where(isfinite(loss), 0.0, 1.0)
-        high_loss = self._is_spike(loss, state, "loss")
-        overflow: Scalar = 0.0
+        spike = where(self._is_spike(loss, state, "loss") > 0, 3.0, where(high_norm > 0, 2.0, 0.0))
+        bad_gradient: Scalar = 4.0
         if loss_scale is not None:
-            overflow = where(
-                logical_and(logical_and(bad_norm > 0, bad_loss == 0), loss_scale >= 1.0), 1.0, 0.0
-            )
-        return Symptoms(loss, norm, bad_loss, bad_norm, high_loss, high_norm, overflow)
+            bad_gradient = where(loss_scale >= 1.0, float(OVERFLOW), 4.0)
+        finite = where(bad_norm > 0, bad_gradient, spike)
+        return Symptoms(loss, norm, where(isfinite(loss), finite, 5.0))
 
     def _is_spike(self, value: Scalar, state: dict[str, Any], name: str) -> Scalar:
         if self._usual is None:

@@ -115,7 +115,7 @@ class Judge:
         if kind is not None:
             spike = kind in ("loss_spike", "gradient_spike")
             return kind, self.ladder.step_up(standing["ladder"], spike=spike)
-        if symptoms.overflow:
+        if symptoms.skip:
             standing["overflows"] += 1
         else:
             self.ladder.step_down(standing["ladder"])

@@ -1,10 +1,9 @@
-"""Which module made the first NaN, and which activations are saturated."""
+"""Which module made the first NaN."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import replace
 from typing import Any
 from weakref import ref
 
@@ -17,51 +16,9 @@ from lightning_opt.core.scalars import wide_dtype
 from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Finding
 from lightning_opt.gradients.health.measures import largest_magnitude, read_together
 
-SATURATED_SHARE = 0.95
-"""Share of an activation's outputs at its bounds from which it is called saturated."""
-
-BOUNDS: dict[type[nn.Module], tuple[float, float]] = {
-    nn.Sigmoid: (0.01, 0.99),
-    nn.Tanh: (-0.99, 0.99),
-    nn.Hardtanh: (-0.99, 0.99),
-    nn.Hardsigmoid: (0.0, 1.0),
-    nn.ReLU: (0.0, math.inf),
-    nn.ReLU6: (0.0, 6.0),
-}
-"""Outputs at or beyond these have next to no gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class BadOutput:
-    """The first output of a batch that was not finite.
-
-    Attributes:
-        module: The name of the module it came out of.
-        kind: ``"nan"`` or ``"inf"``.
-        made: Whether its inputs were finite, so that the module made it.
-        epoch, batch: When: the batch counts within the epoch, from 0.
-    """
-
-    module: str
-    kind: str
-    made: bool
-    epoch: int
-    batch: int
-
-    def finding(self, severity: str) -> Finding:
-        """Return this as a finding of a report."""
-        when = f"epoch {self.epoch}, batch {self.batch}"
-        what = f"the first {self.kind.upper()} came out of this module at {when}"
-        if not self.made:
-            what = (
-                f"the first {self.kind.upper()} reached this module as its input at {when}: it was "
-                "made before it, in code between modules or in the batch itself"
-            )
-        return Finding(self.kind, severity, self.module, what)
-
 
 class ActivationWatch:
-    """Looks at the outputs of all leaf modules during training batches.
+    """Finds the first output of a leaf module that is not finite.
 
     Each tensor that leaves a module or enters the first costs one reduction; nothing is read until
     :meth:`take`. Modules under ``torch.compile`` are not watched, and functional calls cannot be.
@@ -69,13 +26,12 @@ class ActivationWatch:
 
     def __init__(self) -> None:
         self._handles: list[RemovableHandle] = []
-        self._active = self._saturation = False
+        self._active = False
         self._known: dict[int, ref[Tensor]] = {}  # looked at in this batch
         self._calls: list[tuple[str, Tensor, Tensor]] = []
         self._record: Tensor | None = None
         self._batches: list[tuple[int, int, tuple[str, ...]]] = []
-        self._shares: dict[str, Tensor] = {}
-        self._cause: BadOutput | None = None  # of an unbroken row of bad windows
+        self._cause: Finding | None = None  # of an unbroken row of bad windows
         self._when = (0, 0)
 
     def watch(self, model: nn.Module) -> bool:
@@ -94,9 +50,9 @@ class ActivationWatch:
             handle.remove()
         self.__init__()  # type: ignore[misc]
 
-    def start_batch(self, epoch: int, batch: int, *, saturation: bool) -> None:
-        """Look from here on; at saturation too where a report is due."""
-        self._active, self._saturation, self._when = True, saturation, (epoch, batch)
+    def start_batch(self, epoch: int, batch: int) -> None:
+        """Look from here on."""
+        self._active, self._when = True, (epoch, batch)
 
     def _look(self, name: str) -> Any:
         @torch.no_grad()
@@ -108,10 +64,6 @@ class ActivationWatch:
                 largest = self._reduce(tensor)
                 came = torch.stack(given).sum() if given else torch.zeros_like(largest)
                 self._calls.append((name, came, largest))
-                if self._saturation and type(module) in BOUNDS:
-                    low, high = BOUNDS[type(module)]
-                    outside = (tensor <= low) | (tensor >= high)
-                    self._shares[name] = outside.mean(dtype=torch.float32)
 
         return look
 
@@ -148,27 +100,38 @@ class ActivationWatch:
         Args:
             scaled: Whether a loss scaler skips bad steps, which makes them less than critical.
         """
-        record = [] if self._record is None else [self._record]
-        read = read_together([*record, *(share[None] for share in self._shares.values())])
         first = None
-        if record:
-            found, place, batch, nan, made = map(int, read.pop(0).tolist())
+        if self._record is not None:
+            (read,) = read_together([self._record])
+            found, place, batch, nan, made = map(int, read.tolist())
             if found:
                 epoch, index, names = self._batches[batch]
                 kind = "nan" if nan else "inf"
-                first = BadOutput(names[place], kind, bool(made), epoch, index)
-        shares = {name: share.item() for name, share in zip(self._shares, read, strict=True)}
+                first = bad_output(kind, names[place], f"epoch {epoch}, batch {index}", bool(made))
         # Once weights are NaN every output is: what matters is the first of an unbroken row.
         self._cause = (self._cause or first) if first else None
-        self._record, self._batches, self._shares = None, [], {}
-        findings = [
-            Finding("saturated", WARNING, name, f"{share:.1%} of its outputs have no slope", share)
-            for name, share in shares.items()
-            if share >= SATURATED_SHARE
-        ]
-        if self._cause is not None:
-            findings.append(self._cause.finding(WARNING if scaled else CRITICAL))
-        return tuple(findings)
+        self._record, self._batches = None, []
+        if self._cause is None:
+            return ()
+        return (replace(self._cause, severity=WARNING if scaled else CRITICAL),)
+
+
+def bad_output(kind: str, module: str, when: str, made: bool) -> Finding:
+    """Return what is said of the first output of a batch that was not finite.
+
+    Args:
+        kind: ``"nan"`` or ``"inf"``.
+        module: The name of the module it came out of.
+        when: Epoch and batch.
+        made: Whether its inputs were finite, so that the module made it.
+    """
+    what = f"the first {kind.upper()} came out of this module at {when}"
+    if not made:
+        what = (
+            f"the first {kind.upper()} reached this module as its input at {when}: it was made "
+            "before it, in code between modules or in the batch itself"
+        )
+    return Finding(kind, CRITICAL, module, what)
 
 
 def _floats(values: Any) -> Iterator[Tensor]:

@@ -3,17 +3,13 @@
 from __future__ import annotations
 
 import logging
-import math
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.norms import GradientStep, parameters_of
+from lightning_opt.core.norms import parameters_of
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
@@ -75,7 +71,6 @@ class GradientHealth(GradientCallback):
     ``stale``          a parameter to be trained has no gradient
     ``fp16_underflow`` a quarter of a layer's gradient is zero under a loss scale at which the
                        rest is too small for float16
-    ``saturated``      with ``activations``: 95% of an activation's outputs at its bounds
     ================== ========================================================================
 
     Logged with every report (``health/<index>/...`` with several optimizers):
@@ -103,8 +98,8 @@ class GradientHealth(GradientCallback):
         imbalance: Factor between a layer and the median of all, above 1.
         dead_after: Reports with zero gradients only after which a layer is dead, at least 1.
         activations: Also look at module outputs: names the module that made the first NaN, with
-            its batch, and saturated activations. Costs about as much as one more pass over all
-            activations at each batch, and a second read a report.
+            its batch. Costs about as much as one more pass over all activations at each batch, and
+            a second read a report.
         figure: Where the figure goes at the end of ``fit``: True for ``gradient_health.png`` in the
             logger's directory if there is a logger, a path, or None or False for nowhere.
             TensorBoard gets it too.
@@ -153,7 +148,6 @@ class GradientHealth(GradientCallback):
         self._figure = figure
         self._order = ForwardOrder()
         self._activations = ActivationWatch() if activations else None
-        self._handles: list[RemovableHandle] = []
         self._records: dict[int, OptimizerHealth] = {}
         self._outside: list[LayerVitals] = []
         self._reported = False  # in this fit: a run without a report gets no figure
@@ -167,50 +161,27 @@ class GradientHealth(GradientCallback):
         self._remove_hooks()
         self._reported = False
         self._order.watch(pl_module)
-        for index, optimizer in enumerate(trainer.optimizers):
-            if isinstance(optimizer, Optimizer):
-                self._handles.append(
-                    optimizer.register_step_post_hook(partial(self._after_update, index))
-                )
         if self._activations is not None and not self._activations.watch(pl_module):
             log.warning("GradientHealth(activations=True) cannot look into a compiled model.")
-
-    def _after_update(self, index: int, *_: Any) -> None:
-        if index in self._records:
-            self._records[index].updated()
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin to look at activations."""
         if self._activations is not None:
-            steps = [record.steps for record in self._records.values()] or [0]
-            due = any(self._schedule.is_due(step + 1) for step in steps)
-            self._activations.start_batch(trainer.current_epoch, batch_idx, saturation=due)
+            self._activations.start_batch(trainer.current_epoch, batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Take in one step's norms, and measure more if a report is due."""
         index, step = self.measure(trainer, optimizer)
-        record = self._records.setdefault(index, OptimizerHealth(self.limits))
+        if index not in self._records:
+            self._records[index] = OptimizerHealth(self.limits)
+        record = self._records[index]
         record.observe(step)
-        due = self._schedule.is_due(record.steps) or record.is_full
-        if due or self._is_news(trainer, record, step):
+        if self._schedule.is_due(record.steps) or record.is_full:
             record.measure(step, loss_scale(trainer))
-
-    def _is_news(self, trainer: pl.Trainer, record: OptimizerHealth, step: GradientStep) -> bool:
-        """Return whether this step is the first that is not finite, where seeing it is free.
-
-        Shards are left to the schedule: their report has all ranks measure together, and must not
-        hang on what one rank sees.
-        """
-        total = step.norms.total
-        if isinstance(total, Tensor) or math.isfinite(total) or step.gradients.groups:
-            return False
-        return loss_scale(trainer) is None and not any(
-            issue.type in ("nan", "inf") for issue in record.issues
-        )
 
     def on_train_batch_end(
         self,
@@ -344,6 +315,7 @@ class GradientHealth(GradientCallback):
     def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         scaled = loss_scale(trainer) is not None
         for index, record in self._records.items():
+            record.release()  # a report that was not completed would need all ranks
             if record.pending_nonfinite() or (record.steps and not record.reported_step):
                 self._complete(trainer, pl_module, index, scaled)
 
@@ -367,9 +339,6 @@ class GradientHealth(GradientCallback):
             record.release()
 
     def _remove_hooks(self) -> None:
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
         self._order.stop()
         if self._activations is not None:
             self._activations.stop()

@@ -32,13 +32,11 @@ ADVICE = {
     "only in some batches? If meant so, set requires_grad=False or leave it out of the optimizer.",
     "fp16_underflow": "Raise the loss scale (GradScaler(init_scale=...)), scale the loss up, or "
     "train in bf16-mixed, which has the exponents of float32.",
-    "saturated": "The inputs of this activation are too large: initialise smaller, normalise "
-    "before it, or use an activation that does not saturate.",
 }
 
 REPORTS_NEEDED = {
     "nan": 1, "inf": 1, "exploding": 1, "vanishing": 2, "bottleneck": 2, "imbalance": 3,
-    "stale": 2, "fp16_underflow": 2, "saturated": 2,
+    "stale": 2, "fp16_underflow": 2,
 }  # fmt: skip
 """Reports in a row until a finding is an issue (``dead`` has a setting of its own)."""
 
@@ -70,7 +68,7 @@ class Issue:
 
     Attributes:
         type: ``nan``, ``inf``, ``exploding``, ``vanishing``, ``dead``, ``bottleneck``,
-            ``imbalance``, ``stale``, ``fp16_underflow`` or ``saturated``.
+            ``imbalance``, ``stale`` or ``fp16_underflow``.
         severity: ``"critical"``: training fails or stands still. ``"warning"``: worth a look.
         place: The layer concerned, the worst one if there are several.
         detail: What was measured there.

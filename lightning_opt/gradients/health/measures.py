@@ -132,6 +132,8 @@ class UpdateProbe:
         All ranks call it together.
         """
         before, self._before = self._before, []
+        if not before:
+            return torch.zeros(2, 0)
         after = [_sample(parameter) for parameter in self._parameters]
         update = torch._foreach_sub(after, before)
         norms = [_norms_of(list(parts)) for parts in (update, before)]

@@ -54,22 +54,20 @@ class Measured:
         table: See :func:`~lightning_opt.gradients.health.measures.measure_gradients`.
         scale: The loss scale, shape ``(1,)``; 0 where there is none.
         probe: Waits for the update.
-        changes: What it then measured.
     """
 
     step: int
     names: list[str]
     table: Tensor
     scale: Tensor
-    probe: UpdateProbe | None
-    changes: Tensor
+    probe: UpdateProbe
 
 
 class OptimizerHealth:
     """What is known of one optimizer's gradients, and what was wrong in them.
 
     Each step goes through :meth:`observe`. On a step that is due, :meth:`measure` comes before the
-    update, :meth:`updated` after it, and :meth:`complete` reads and diagnoses.
+    update, and :meth:`complete`, after it, reads and diagnoses.
 
     Attributes:
         steps: Optimizer steps seen.
@@ -121,13 +119,7 @@ class OptimizerHealth:
         scale = table.new_full((1,), half) if loss_scale is None else loss_scale.clone().reshape(1)
         probe = UpdateProbe(gradients.parameters, gradients.groups)
         names = [step.names[parameter] for parameter in gradients.parameters]
-        self._measured = Measured(self.steps, names, table, scale, probe, table.new_zeros(2, 0))
-
-    def updated(self) -> None:
-        """Measure what the update changed. All ranks call it together."""
-        measured = self._measured
-        if measured is not None and measured.probe is not None and measured.names:
-            measured.changes, measured.probe = measured.probe.compare(), None
+        self._measured = Measured(self.steps, names, table, scale, probe)
 
     def complete(
         self,
@@ -139,6 +131,8 @@ class OptimizerHealth:
     ) -> None:
         """Read what was measured since the last report, and diagnose it.
 
+        All ranks call it together if a report was measured.
+
         Args:
             parameters: The optimizer's parameters by name.
             order: The place of each module in the forward pass.
@@ -147,7 +141,9 @@ class OptimizerHealth:
         """
         blocks, measured = self._window.blocks(), self._measured
         names = [block_names for block_names, _ in blocks]
-        rest = [] if measured is None else [measured.table, measured.changes, measured.scale]
+        rest = (
+            [] if measured is None else [measured.table, measured.probe.compare(), measured.scale]
+        )
         read = read_together([*rest, *(rows for _, rows in blocks)])
         known = list(zip(names, read[len(rest) :], strict=True))
         vitals, norms = window_vitals(parameters, known, self._first)

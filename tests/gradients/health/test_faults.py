@@ -350,10 +350,3 @@ def test_a_nan_that_no_loss_scale_ends_is_a_fault():
         net[2].weight[0, 0] = math.nan
     health = train(Classifier(net), steps=40, plugins=scaled(2.0**16))
     assert issue_of(health, "nan").severity == "critical"
-
-
-def test_saturated_activations():
-    net = mlp(3, nn.Tanh)
-    with torch.no_grad():
-        net[2].weight.mul_(1000)
-    assert issue_of(train(Classifier(net), activations=True), "saturated").place == "net.3"
