@@ -11,6 +11,7 @@ import functools
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -84,11 +85,11 @@ def malloc_trim() -> bool | None:
 
 
 @functools.cache
-def _libc_function(name: str) -> ctypes._NamedFuncPointer | None:
+def _libc_function(name: str) -> Any | None:
     if not sys.platform.startswith("linux"):
         return None
     try:
-        function: ctypes._NamedFuncPointer = getattr(ctypes.CDLL(None), name)
+        function = getattr(ctypes.CDLL(None), name)
     except (AttributeError, OSError):
         return None
     return function

@@ -22,7 +22,7 @@ EXAMPLES = ROOT / "examples"
 
 SHORTER = {
     "01_stabilise_training.ipynb": ("SourceData(steps=300)", "SourceData(steps=60)"),
-    "04_slow_networks.ipynb": ("STEPS = 60", "STEPS = 20"),
+    "04_slow_networks.ipynb": ("STEPS = 60", "STEPS = 40"),
 }
 """What a reader trains for the picture's sake, and what shows that the notebook works."""
 
@@ -61,6 +61,8 @@ def test_a_notebook_runs_from_top_to_bottom(
 ) -> None:
     for name, value in environment.items():
         monkeypatch.setenv(name, value)
+    # What torchmetrics imports, where it is installed, wants a progress bar of another package.
+    monkeypatch.setenv("PYTHONWARNINGS", "ignore:IProgress not found")
     notebook = nbformat.read(path, as_version=4)
     assert not any(cell.get("outputs") for cell in notebook.cells), "commit it without outputs"
     reader_has, enough = SHORTER.get(path.name, ("", ""))
@@ -75,7 +77,7 @@ def test_a_notebook_runs_from_top_to_bottom(
 
     outputs = [output for cell in notebook.cells for output in cell.get("outputs", [])]
     assert any("image/png" in output.get("data", {}) for output in outputs), "no picture is shown"
-    assert not any(output.get("name") == "stderr" for output in outputs), "a cell warns"
+    assert [output["text"] for output in outputs if output.get("name") == "stderr"] == []
 
 
 @pytest.mark.slow
