@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -24,6 +24,7 @@ from lightning_opt.strategies.compression.choosing.auto import LOOK, AutoChoice
 from lightning_opt.strategies.compression.choosing.ramp import Ramp, default_steps
 from lightning_opt.strategies.compression.codecs.compressors import (
     Compressor,
+    PowerSGD,
     Quantize,
     Threshold,
     TopK,
@@ -34,7 +35,7 @@ from lightning_opt.strategies.compression.hook import CompressedReduction, reduc
 CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
 """Where a checkpoint keeps what the ranks had not yet sent."""
 
-COMPRESSORS = ("auto", "topk", "threshold", "int8", "int4")
+COMPRESSORS = ("auto", "topk", "threshold", "int8", "int4", "powersgd")
 
 TOO_SPARSE_FOR_ADAM = 0.002
 
@@ -78,8 +79,8 @@ class CompressedDDPStrategy(DDPStrategy):
     it is taken up again at any number of ranks.
 
     Args:
-        compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, an object such as
-            ``Quantize(bits=8, block=256)``, or ``"auto"``.
+        compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, ``"powersgd"``, an object
+            such as ``Quantize(bits=8, block=256)``, or ``"auto"``.
         ratio: Share of the elements that Top-K sends; not used by the others.
         error_feedback: Keep what is not sent for the next step. Without it accuracy suffers; that
             is what this switch is there to show.
@@ -97,8 +98,8 @@ class CompressedDDPStrategy(DDPStrategy):
     Raises:
         ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps or a
             communication hook besides this one; in ``setup`` for LBFGS, sharded parameters, a
-            backend that does not fit, or a callback that clips reduced gradients beside Top-K or
-            Threshold.
+            backend that does not fit, a callback that clips reduced gradients beside Top-K or
+            Threshold, or PowerSGD with a ``bucket_cap_mb`` on CPUs.
 
     Example:
         >>> import lightning as L
@@ -172,6 +173,22 @@ class CompressedDDPStrategy(DDPStrategy):
                 "Leave process_group_backend out, with a torch that was built with gloo."
             )
         super().setup_environment()
+
+    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
+        if not isinstance(self.compressor, PowerSGD) or self.root_device.type != "cpu":
+            return super()._setup_model(model)
+        if "bucket_cap_mb" in self._ddp_kwargs:
+            raise ValueError(
+                "PowerSGD on CPUs needs one bucket for the whole model, so bucket_cap_mb cannot be "
+                "given: torch's hook launches collectives from within collectives, which deadlocks "
+                "on gloo with two buckets."
+            )
+        size = sum(p.numel() * p.element_size() for p in model.parameters())
+        self._ddp_kwargs["bucket_cap_mb"] = size // 2**20 + 1
+        try:
+            return super()._setup_model(model)
+        finally:
+            del self._ddp_kwargs["bucket_cap_mb"]
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; gloo takes them as well.
@@ -333,6 +350,8 @@ def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor
         return Threshold()
     if compressor in ("int8", "int4"):
         return Quantize(bits=8 if compressor == "int8" else 4)
+    if compressor == "powersgd":
+        return PowerSGD()
     raise ValueError(
         f"compressor must be one of {', '.join(map(repr, COMPRESSORS))} or a Compressor such as "
         f"TopK(ratio=0.01), got {compressor!r}."

@@ -6,7 +6,7 @@
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +22,7 @@ from lightning_opt.strategies.compression.choosing.auto import AutoChoice
 from lightning_opt.strategies.compression.choosing.measurements import Scheme
 from lightning_opt.strategies.compression.codecs.compressors import (
     Compressor,
+    PowerSGD,
     Quantize,
     Threshold,
     TopK,
@@ -32,6 +33,7 @@ from lightning_opt.strategies.compression.exchange.channels import (
     all_reduce_mean,
     dense_bytes,
 )
+from lightning_opt.strategies.compression.exchange.low_rank import LowRankChannel
 from lightning_opt.strategies.compression.exchange.residuals import Residual, Residuals
 from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel, is_staged
 
@@ -220,7 +222,8 @@ class CompressedReduction:
             state.fold()
             state.compressor, state.channel = compressor, None
             if compressor is not None:
-                state.channel = self._make_channel(compressor, state.residual)
+                shapes = [parameter.shape for parameter in bucket.parameters()]
+                state.channel = self._make_channel(compressor, state.residual, shapes)
         state.residual.add(bucket.buffer(), self._scale)
         if self._may_skip:
             # DDP gives a parameter that no rank used no gradient, so what would be sent for it was
@@ -286,7 +289,11 @@ class CompressedReduction:
             self._buckets[key] = state
         return state
 
-    def _make_channel(self, compressor: Compressor, residual: Residual) -> Channel:
+    def _make_channel(
+        self, compressor: Compressor, residual: Residual, shapes: Sequence[torch.Size]
+    ) -> Channel:
+        if isinstance(compressor, PowerSGD):
+            return LowRankChannel(compressor.rank, residual, shapes)
         numel = residual.kept.numel()
         large = isinstance(compressor, Quantize) or numel >= STAGED_FROM * self._world
         if not (large and is_staged(compressor, self._may_skip)):

@@ -19,7 +19,7 @@ STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
     "ddp_compressed": (CompressedDDPStrategy, {"compressor": "auto"}),
     "ddp_fp16": (HookedDDPStrategy, {"hook": "fp16"}),
     "ddp_bf16": (HookedDDPStrategy, {"hook": "bf16"}),
-    "ddp_powersgd": (HookedDDPStrategy, {"hook": "powersgd"}),
+    "ddp_powersgd": (CompressedDDPStrategy, {"compressor": "powersgd"}),
 }
 
 

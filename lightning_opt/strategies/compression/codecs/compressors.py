@@ -169,6 +169,28 @@ class Quantize(Compressor):
         return QuantizedCodec(QuantizedLayout(numel, self.bits, self.block), device)
 
 
+class PowerSGD(Compressor):
+    """Sends low-rank factors of each matrix. Its exchange is torch's, so that it has no codec.
+
+    Args:
+        rank: Of the factors.
+
+    Raises:
+        ValueError: For a rank below 1.
+
+    References:
+        Vogels, Karimireddy and Jaggi (2019), *PowerSGD: Practical Low-Rank Gradient Compression for
+        Distributed Optimization*.
+    """
+
+    def __init__(self, rank: int = 1) -> None:
+        self.rank = at_least("rank", rank, 1)
+
+    def codec(self, numel: int, device: torch.device) -> Codec:
+        """Raise an error: there is none."""
+        raise NotImplementedError("PowerSGD works on matrices, and exchanges them by itself.")
+
+
 class SparseCodec(Codec):
     """The codec of :class:`TopK`."""
 
