@@ -66,6 +66,7 @@ from .profiling.flops import count_flops as count_flops
 from .profiling.monitor.performance_monitor import PerformanceMonitor as PerformanceMonitor
 from .profiling.steps.step_profiler import StepProfiler as StepProfiler
 from .strategies.compression.codecs.compressors import Compressor as Compressor
+from .strategies.compression.codecs.compressors import PowerSGD as PowerSGD
 from .strategies.compression.codecs.compressors import Quantize as Quantize
 from .strategies.compression.codecs.compressors import Threshold as Threshold
 from .strategies.compression.codecs.compressors import TopK as TopK

@@ -28,7 +28,6 @@ INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
 
 AT_ONCE: dict[str, Settings] = {
     "CompressedDDPStrategy": {"warmup_steps": 2, "ramp_steps": 0},
-    "HookedDDPStrategy": {"warmup_steps": 2},
 }
 """What makes strategies compress within the few steps of a cell, on a network that needs it not."""
 
@@ -52,8 +51,7 @@ CHANGES = {
 
 _MEAN = "a checkpoint holds the mean of what the ranks have not sent yet"
 RESUMES_OTHERWISE = {
-    **dict.fromkeys(("ddp_int4", "ddp_int8", "ddp_threshold", "ddp_topk"), _MEAN),
-    "ddp_powersgd": "torch keeps what it has not sent, and its factors, out of checkpoints",
+    **dict.fromkeys(("ddp_int4", "ddp_int8", "ddp_powersgd", "ddp_threshold", "ddp_topk"), _MEAN),
 }
 """Those whose resumed run is not that in one piece."""
 

@@ -67,11 +67,20 @@ class Ledger(LightningModule):
             factor = gradient(step, rank, weight.numel()).to(weight.dtype)
             if self.bad == (step, rank, index):
                 factor[0] = torch.inf
-            loss = loss + self.window * (weight * factor).sum()
+            loss = loss + self.window * (weight.flatten() * factor).sum()
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         return torch.optim.SGD(self.parameters(), lr=1.0)
+
+
+class Matrices(Ledger):
+    """The same, with parameters that have rows and columns."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        shapes = [(20, 2), (25, 28), (3,), (30, 50), (26, 10)]
+        self.weights = nn.ParameterList([torch.zeros(shape) for shape in shapes])
 
 
 class LedgerByHand(Ledger):
@@ -185,7 +194,9 @@ def assert_nothing_is_lost(model: Ledger, strategy: KeptResiduals, accounts: Any
     owed = 0.0
     for index, (weight, account) in enumerate(zip(model.weights, accounts, strict=True)):
         rest = strategy.kept[f"weights.{index}"]
-        torch.testing.assert_close(weight.detach().double() - rest, account, rtol=0, atol=2e-4)
+        torch.testing.assert_close(
+            weight.detach().double().flatten() - rest, account, rtol=0, atol=2e-4
+        )
         owed = max(owed, rest.abs().max().item())
     assert owed > 1e-3  # or there was nothing to lose
     assert same_on_all_ranks(model)

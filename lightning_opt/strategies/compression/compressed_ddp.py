@@ -35,8 +35,6 @@ from lightning_opt.strategies.compression.hook import CompressedReduction, reduc
 CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
 """Where a checkpoint keeps what the ranks had not yet sent."""
 
-COMPRESSORS = ("auto", "topk", "threshold", "int8", "int4", "powersgd")
-
 TOO_SPARSE_FOR_ADAM = 0.002
 
 
@@ -341,18 +339,20 @@ def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor
     Raises:
         ValueError: For an unknown name or a ratio outside (0, 1].
     """
-    named = TopK(ratio)  # checks the ratio, whoever uses it
+    sparse = TopK(ratio)  # checks the ratio, whoever uses it
+    named: dict[object, Compressor] = {
+        "auto": sparse,
+        "topk": sparse,
+        "threshold": Threshold(),
+        "int8": Quantize(bits=8),
+        "int4": Quantize(bits=4),
+        "powersgd": PowerSGD(),
+    }
     if isinstance(compressor, Compressor):
         return compressor
-    if compressor in ("topk", "auto"):
-        return named
-    if compressor == "threshold":
-        return Threshold()
-    if compressor in ("int8", "int4"):
-        return Quantize(bits=8 if compressor == "int8" else 4)
-    if compressor == "powersgd":
-        return PowerSGD()
-    raise ValueError(
-        f"compressor must be one of {', '.join(map(repr, COMPRESSORS))} or a Compressor such as "
-        f"TopK(ratio=0.01), got {compressor!r}."
-    )
+    if compressor not in named:
+        raise ValueError(
+            f"compressor must be one of {', '.join(map(repr, named))} or a Compressor such as "
+            f"TopK(ratio=0.01), got {compressor!r}."
+        )
+    return named[compressor]

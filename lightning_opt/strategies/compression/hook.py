@@ -59,14 +59,12 @@ class Traffic:
         dense_bytes: What an all-reduce of the same gradients would have sent.
         seconds: Time during which at least one bucket was on its way.
         steps: Reduced backward passes.
-        landed: When the latest bucket arrived, by ``perf_counter``.
     """
 
     sent_bytes: int = 0
     dense_bytes: int = 0
     seconds: float = 0.0
     steps: int = 0
-    landed: float = 0.0
     _open: int = field(default=0, repr=False)
     _since: float = field(default=0.0, repr=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
@@ -84,9 +82,8 @@ class Traffic:
         """Count a bucket that has arrived."""
         with self._lock:
             self._open -= 1
-            self.landed = time.perf_counter()
             if self._open == 0:
-                self.seconds += self.landed - self._since
+                self.seconds += time.perf_counter() - self._since
 
     def reset(self) -> None:
         """Start counting anew."""
@@ -244,7 +241,7 @@ class CompressedReduction:
         if self._auto is None:
             self._scheme = self._scheme_at(self.step)
         else:
-            self._scheme = self._auto.begin_step(self.traffic.landed)
+            self._scheme = self._auto.begin_step()
         self._scale = self._loss_scale()
         if not isinstance(self._scheme, Compressor) and not self.residuals.owes:
             self.forget()  # and with it buffers of the gradients' size

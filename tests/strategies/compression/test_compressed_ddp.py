@@ -26,6 +26,7 @@ from tests.strategies.runs import (
     KeptResiduals,
     Ledger,
     LedgerByHand,
+    Matrices,
     SaveAtEnd,
     assert_nothing_is_lost,
     dist_world,
@@ -338,17 +339,21 @@ def test_a_lost_rank_ends_the_others(compressor, processes):
         launch(_lose_a_rank, compressor, timeout=60, processes=processes)
 
 
-# --- baselines ----------------------------------------------------------------------------------
+# --- torch's own --------------------------------------------------------------------------------
 
 
 def _baselines() -> dict[str, float]:
     losses = {}
-    for hook in ("dense", "fp16", "bf16", "powersgd"):
+    for name, strategy in {
+        "dense": "ddp",
+        "fp16": HookedDDPStrategy("fp16"),
+        "bf16": HookedDDPStrategy("bf16"),
+        "powersgd": CompressedDDPStrategy("powersgd", warmup_steps=5),
+    }.items():
         model = Student()
-        strategy = "ddp" if hook == "dense" else HookedDDPStrategy(hook, warmup_steps=5)
         fit(model, strategy, max_epochs=-1, max_steps=60)
-        assert same_on_all_ranks(model), hook
-        losses[hook] = model.final_loss()
+        assert same_on_all_ranks(model), name
+        losses[name] = model.final_loss()
     return losses
 
 
@@ -358,3 +363,20 @@ def test_torchs_own_hooks_work_on_gloo():
     assert losses["bf16"] == pytest.approx(losses["dense"], rel=0.05)
     assert losses["fp16"] != losses["dense"] != losses["bf16"]
     assert losses["powersgd"] < 0.5 * Student().final_loss()
+
+
+def _low_rank(path: str) -> None:
+    """A NaN on one rank, a loss scale that grows, and a resume: all of it is owed or applied."""
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+    first, model = KeptResiduals("powersgd", warmup_steps=3), Matrices(bad=(12, 1, 3))
+    fit(model, first, range(20), scaler=scaler, callbacks=[SaveAtEnd(path)])
+    assert scaler.get_scale() == 1024.0 * 2**2 / 2
+    steps = [step for step in range(20) if step != 12]
+    assert_nothing_is_lost(model, first, expected(steps, 2, model))
+    second, model = KeptResiduals("powersgd", warmup_steps=3), Matrices()
+    fit(model, second, range(20, 40), ckpt_path=path, max_epochs=2)
+    assert_nothing_is_lost(model, second, expected([*steps, *range(20, 40)], 2, model))
+
+
+def test_powersgd_keeps_no_nan_and_no_loss_scale_and_resumes(tmp_path):
+    launch(_low_rank, str(tmp_path / "half.ckpt"))

@@ -17,6 +17,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_opt.strategies.compression.choosing.ramp import default_steps
 from lightning_opt.strategies.compression.codecs.compressors import (
     Compressor,
+    PowerSGD,
     Quantize,
     Threshold,
     TopK,
@@ -39,6 +40,7 @@ NAMES = {
     "ddp_int8": Quantize,
     "ddp_int4": Quantize,
     "ddp_compressed": TopK,
+    "ddp_powersgd": PowerSGD,
 }
 
 
@@ -184,7 +186,7 @@ def _refusals() -> None:
     with pytest.raises(ValueError, match="k=9999"):
         fit(Ledger(), CompressedDDPStrategy(TopK(k=9999)), range(20))
     with pytest.raises(ValueError, match="one bucket"):
-        fit(Ledger(), HookedDDPStrategy("powersgd", bucket_cap_mb=1), range(3))
+        fit(Ledger(), CompressedDDPStrategy("powersgd", bucket_cap_mb=1), range(3))
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         fit(SmallNet(optimizer="Adam"), CompressedDDPStrategy(ratio=0.001), max_steps=2)

@@ -80,18 +80,12 @@ class AutoChoice:
         """What was chosen; None during the warm-up."""
         return None if self.choice is None else name_of(self.schemes[self.choice])
 
-    def begin_step(self, landed: float) -> Scheme:
-        """Take note of a step's first bucket, and return how to send all of them.
-
-        Args:
-            landed: When the last bucket of the step before had arrived, by ``perf_counter``.
-        """
+    def begin_step(self) -> Scheme:
+        """Take note of a step's first bucket, and return how to send all of them."""
         if self._due is not None:
             now = time.perf_counter()
             if self._pass >= self._due - max(LOOK, TRIAL * self._on_trial):
                 self._steps.append(now - self._began)
-                if self.choice is None:
-                    self._warm_up.end_step(landed - self._began)
             self._pass += 1
             if self._pass == self._due:
                 self._look()

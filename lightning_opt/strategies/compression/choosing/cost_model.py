@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 MARGIN = 0.1
 """A harsher way to send must save this share of a step, or the gentler one is kept."""
 
@@ -34,22 +36,16 @@ def fit_line(samples: Sequence[tuple[float, float]]) -> Line:
     Args:
         samples: Pairs of amount and seconds, at least one; of several, not all of one amount.
     """
-    weights = [1.0 / max(seconds, 1e-9) for _, seconds in samples]
-    total = sum(weights)
-    x = sum(w * amount for w, (amount, _) in zip(weights, samples, strict=True)) / total
-    y = sum(w * seconds for w, (_, seconds) in zip(weights, samples, strict=True)) / total
-    spread = covariance = square = product = 0.0
-    for w, (amount, seconds) in zip(weights, samples, strict=True):
-        spread += w * (amount - x) ** 2
-        covariance += w * (amount - x) * (seconds - y)
-        square += w * amount**2
-        product += w * amount * seconds
-    slope = covariance / spread if spread > 0 else 0.0
+    amounts, seconds = np.array(samples, dtype=float).T
+    weights = 1.0 / np.maximum(seconds, 1e-9)
+    x, y = np.average(amounts, weights=weights), np.average(seconds, weights=weights)
+    spread = (weights * (amounts - x) ** 2).sum()
+    slope = (weights * (amounts - x) * (seconds - y)).sum() / spread if spread > 0 else 0.0
     if slope <= 0:
-        return Line(y, 0.0)
+        return Line(float(y), 0.0)
     if y < slope * x:
-        return Line(0.0, product / square)
-    return Line(y - slope * x, slope)
+        return Line(0.0, float((weights * amounts * seconds).sum() / (weights * amounts**2).sum()))
+    return Line(float(y - slope * x), float(slope))
 
 
 @dataclass(frozen=True)
@@ -93,32 +89,6 @@ def exchange_seconds(ready: Sequence[float], option: Option, link: Line) -> floa
         landed = max(landed, wire) + after
         work += before + after
     return max(landed, ready[-1] + work) - ready[-1]
-
-
-def slowed(link: Line, factor: float) -> Line:
-    """Return a network that takes ``factor`` times as long."""
-    return Line(link.fixed * factor, link.slope * factor)
-
-
-def calibrate(ready: Sequence[float], dense: Option, link: Line, seen: float) -> Line:
-    """Return a network as fast as it has turned out to be, but no slower than it was measured.
-
-    Args:
-        ready: See :func:`exchange_seconds`.
-        dense: What was in use.
-        link: What was measured of the network by itself.
-        seen: By how much the exchange then made a step longer.
-    """
-    low, high = 0.0, 1.0
-    if exchange_seconds(ready, dense, link) <= seen:
-        return link
-    for _ in range(30):
-        middle = (low + high) / 2
-        if exchange_seconds(ready, dense, slowed(link, middle)) <= seen:
-            low = middle
-        else:
-            high = middle
-    return slowed(link, high)
 
 
 def gentlest_that_pays(seconds: Sequence[float], margins: Sequence[float]) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from statistics import median
 
 import torch
@@ -16,13 +16,12 @@ from lightning_opt.strategies.compression.choosing.cost_model import (
     MARGIN,
     Line,
     Option,
-    calibrate,
     exchange_seconds,
     fit_line,
 )
 from lightning_opt.strategies.compression.choosing.network_probe import (
     agree,
-    measure_network,
+    probe,
     time_of,
 )
 from lightning_opt.strategies.compression.codecs.compressors import Compressor, Quantize, TopK
@@ -39,28 +38,9 @@ REPEATS = 3
 """How often; the best counts."""
 
 
-@dataclass(frozen=True)
-class Costs:
-    """Seconds of processor time by the elements of a bucket.
-
-    Attributes:
-        compress: Adding the gradient to the residual, and writing the message.
-        clear: Making room for the sum of the messages.
-        decode: Adding one message up.
-    """
-
-    compress: Line
-    clear: Line
-    decode: Line
-
-    def numbers(self) -> list[float]:
-        """Return everything as one list, for :func:`agree`."""
-        return [number for line in astuple(self) for number in line]
-
-    @classmethod
-    def of(cls, numbers: Sequence[float]) -> Costs:
-        """Return what :meth:`numbers` took apart."""
-        return cls(*(Line(*numbers[start : start + 2]) for start in (0, 2, 4)))
+Costs = Sequence[Line]
+"""Seconds of processor time by the elements of a bucket, three lines: adding the gradient to the
+residual and writing the message; making room for the sum of the messages; adding one message up."""
 
 
 def measure_costs(scheme: Scheme, sample: Tensor) -> Costs:
@@ -73,7 +53,7 @@ def measure_costs(scheme: Scheme, sample: Tensor) -> Costs:
             call()  # allocates, compiles, and finds the first threshold
             best = min(time_of(call, sample.device) for _ in range(REPEATS))
             times.append((numel, best))
-    return Costs(*map(fit_line, timed))
+    return [fit_line(samples) for samples in timed]
 
 
 def _calls(
@@ -120,21 +100,22 @@ def option_of(
         device: Where gradients lie.
     """
     world = dist.get_world_size()
+    compress, clear, decode = costs
     name = name_of(scheme)
     numels = [numel for numel, _ in sizes]
-    before = [costs.compress(n) for n in numels]
+    before = [compress(n) for n in numels]
     if not isinstance(scheme, Compressor):
         sent = [dense_bytes(n, scheme.itemsize if scheme else size, world) for n, size in sizes]
-        return Option(name, sent, before, [costs.decode(n) for n in numels])
+        return Option(name, sent, before, [decode(n) for n in numels])
     length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
     margin = LATE_MARGIN if scheme.late else MARGIN
     if not is_staged(scheme, may_skip=False):
-        after = [costs.clear(n) + world * costs.decode(n) for n in numels]
+        after = [clear(n) + world * decode(n) for n in numels]
         sent = [(world - 1) * length[n] for n in numels]
         return Option(name, sent, before, after, margin=margin)
     shard = [n / world for n in numels]
     after = [
-        costs.clear(n) + world * costs.decode(part) + costs.compress(part) + costs.decode(n)
+        clear(n) + world * decode(part) + compress(part) + decode(n)
         for n, part in zip(numels, shard, strict=True)
     ]
     sent = [2 * (world - 1) * length[n] // world for n in numels]
@@ -170,7 +151,6 @@ class WarmUp:
     def __init__(self) -> None:
         self._ready: dict[int, list[float]] = {}
         self._sizes: dict[int, tuple[int, int]] = {}
-        self._exchanges: list[float] = []
         self._sample = torch.empty(0)
 
     def note(self, index: int, gradient: Tensor, began: float, *, sample: bool) -> None:
@@ -200,11 +180,6 @@ class WarmUp:
         """Whether there was no bucket: sparse gradients are none."""
         return not self._sizes
 
-    def end_step(self, landed: float) -> None:
-        """Take down when the last bucket had arrived, in seconds since the first was ready."""
-        if self._ready:
-            self._exchanges.append(max(landed - self._ready[max(self._ready)][-1], 0.0))
-
     def measure(self, schemes: Sequence[Scheme], steps: Iterable[float]) -> Measured:
         """Measure the rest, and agree with the other ranks. All of them must call it.
 
@@ -214,18 +189,17 @@ class WarmUp:
         """
         indices, device = sorted(self._sizes), self._sample.device
         sizes = [self._sizes[index] for index in indices]
-        link = measure_network(device, largest=max(numel * size for numel, size in sizes))
-        # The slowest rank's numbers; of the exchange the least, since the others wait for that one.
-        # On CUDA the host does not know when a bucket has arrived.
-        seen = float("inf") if device.type == "cuda" else median(self._exchanges)
-        numbers = [median(steps), -seen]
+        link = fit_line(probe(device, largest=max(numel * size for numel, size in sizes)))
+        numbers = [median(steps)]
         numbers += [median(self._ready[index]) for index in indices]
         for scheme in schemes:
-            numbers += measure_costs(scheme, self._sample).numbers()
-        step, waited, *numbers = agree(numbers, device)
+            for line in measure_costs(scheme, self._sample):
+                numbers += [line.fixed, line.slope]
+        step, *numbers = agree(numbers, device)  # the slowest rank's
         ready, numbers = sorted(numbers[: len(indices)]), numbers[len(indices) :]
+        lines = [Line(*pair) for pair in zip(numbers[::2], numbers[1::2], strict=True)]
         options = [
-            option_of(scheme, Costs.of(numbers[6 * place :][:6]), sizes, device)
+            option_of(scheme, lines[3 * place :][:3], sizes, device)
             for place, scheme in enumerate(schemes)
         ]
-        return Measured(ready, options, calibrate(ready, options[0], link, -waited), step)
+        return Measured(ready, options, link, step)

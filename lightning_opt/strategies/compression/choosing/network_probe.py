@@ -9,7 +9,6 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
-from lightning_opt.strategies.compression.choosing.cost_model import Line, fit_line
 from lightning_opt.strategies.compression.exchange.channels import dense_bytes
 
 SMALLEST, LARGEST, FACTOR = 4096, 2**24, 8
@@ -64,8 +63,3 @@ def probe(device: torch.device, largest: int) -> list[tuple[float, float]]:
         samples.append((dense_bytes(nbytes // 4, 4, world), seconds))
         nbytes *= FACTOR
     return samples
-
-
-def measure_network(device: torch.device, largest: int) -> Line:
-    """Return the seconds of a collective by the bytes that a rank sends; see :func:`probe`."""
-    return fit_line(probe(device, largest))

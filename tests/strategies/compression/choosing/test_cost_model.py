@@ -1,7 +1,6 @@
 """Choosing by measured numbers, against a simulation and what must hold for any numbers."""
 
 import itertools
-import math
 import random
 from dataclasses import replace
 
@@ -14,7 +13,6 @@ from lightning_opt.strategies.compression.choosing.cost_model import (
     MARGIN,
     Line,
     Option,
-    calibrate,
     exchange_seconds,
     fit_line,
     gentlest_that_pays,
@@ -209,21 +207,3 @@ def test_what_comes_late_must_save_more():
     for margin, best in ((MARGIN, 1), (LATE_MARGIN, 0)):
         late = replace(option("topk", 0.16, sizes=sizes), margin=margin)
         assert choose([0.0], [gentle, late], Line(0.0, 1e-8), 0.0)[1] == best
-
-
-# --- calibration ----------------------------------------------------------------------------------
-
-
-@relaxed
-@given(situations(), st.sampled_from(RATES), st.floats(0.05, 3.0))
-def test_a_network_is_taken_to_be_as_fast_as_it_was_seen(situation, rate, share):
-    ready, options, _, latency = situation
-    link = Line(latency + 1e-6, rate)
-    predicted = exchange_seconds(ready, options[0], link)
-    seen = calibrate(ready, options[0], link, share * predicted)
-    if share >= 1:
-        assert seen == link  # waiting for other ranks is not the network's fault
-    else:
-        assert 0 < seen.fixed <= link.fixed
-        found = exchange_seconds(ready, options[0], seen)
-        assert math.isclose(found, share * predicted, rel_tol=1e-3, abs_tol=1e-8)
