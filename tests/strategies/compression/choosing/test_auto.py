@@ -2,10 +2,8 @@
 
 import logging
 import os
-import time
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,7 +14,7 @@ from lightning_utilities.core import rank_zero
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from lightning_opt.strategies.compression.choosing import auto
+from lightning_opt.strategies.compression.choosing import auto, network_probe
 from lightning_opt.strategies.compression.choosing import measurements as measuring
 from lightning_opt.strategies.compression.choosing.network_probe import agree, probe
 from lightning_opt.strategies.compression.compressed_ddp import CHECKPOINT_KEY
@@ -39,80 +37,54 @@ from tests.strategies.runs import (
 pytestmark = pytest.mark.distributed
 
 CPU = torch.device("cpu")
-SECONDS_A_BYTE = 5e-6
-"""Of the slow link: 200 KB a second, so that the 10 KB of gradients take 50 ms."""
-
-
-class Later:
-    """A collective under way."""
-
-    def __init__(self) -> None:
-        self.future: torch.futures.Future[Any] = torch.futures.Future()
-
-    def get_future(self) -> Any:
-        return self.future
+SECONDS_A_BYTE = 3e-5
+"""Of the slow link: 33 KB a second, so that the 10 KB of gradients take 0.3 s."""
 
 
 class SlowLink:
     """Lets every collective of gradients take as long as its bytes would over a slow network.
 
-    The time is real, and goes by beside the backward pass, one collective after the other.
+    The time is pretended. It stands still during the backward pass, beside which messages travel
+    one after the other, and goes on to the arrival of the last one before the next step begins.
 
     Args:
         patch: Undoes it.
         seconds_a_byte: How slow.
-        beside: False to hold the backward pass up instead, for DDP settings with collectives of
-            their own, which would overtake.
     """
 
-    def __init__(
-        self,
-        patch: pytest.MonkeyPatch,
-        seconds_a_byte: float = SECONDS_A_BYTE,
-        *,
-        beside: bool = True,
-    ) -> None:
-        self.seconds_a_byte = seconds_a_byte
-        self._beside = beside
-        self._wire = ThreadPoolExecutor(1)
+    def __init__(self, patch: pytest.MonkeyPatch, seconds_a_byte: float = SECONDS_A_BYTE) -> None:
+        self.now = self.arrival = 0.0
+        self._seconds_a_byte = seconds_a_byte
         self._all_reduce, self._all_gather = dist.all_reduce, transport.all_gather
+        clock = SimpleNamespace(perf_counter=lambda: self.now)
+        for module in (measuring, network_probe):
+            patch.setattr(module, "time", clock)
+        patch.setattr(auto, "time", SimpleNamespace(perf_counter=self._arrive))
         patch.setattr(dist, "all_reduce", self.all_reduce)
         patch.setattr(transport, "all_gather", self.all_gather)
 
-    def _send(self, nbytes: int, result: Tensor, collective: Any, async_op: bool) -> Any:
-        def travel() -> Any:
-            time.sleep(self.seconds_a_byte * nbytes)
-            return collective(async_op=async_op and not self._beside)
+    def _arrive(self) -> float:
+        self.now = max(self.now, self.arrival)
+        return self.now
 
-        if not async_op or not self._beside:
-            return travel()
-        later = Later()
+    def _send(self, tensor: Tensor, async_op: bool) -> None:
+        seconds = self._seconds_a_byte * tensor.numel() * tensor.element_size()
+        self.arrival = max(self.now, self.arrival) + seconds
+        if not async_op:
+            self._arrive()
 
-        def run() -> None:
-            try:
-                travel()
-                later.future.set_result([result])
-            except Exception as error:  # noqa: BLE001
-                later.future.set_exception(error)
+    def all_reduce(self, tensor: Tensor, *arguments: Any, **rest: Any) -> Any:
+        if tensor.dtype is not torch.float64:  # what the ranks agree on is no gradient
+            self._send(tensor, rest.get("async_op", False))
+        return self._all_reduce(tensor, *arguments, **rest)
 
-        self._wire.submit(run)
-        return later
-
-    def all_reduce(
-        self, tensor: Tensor, *arguments: Any, async_op: bool = False, **rest: Any
-    ) -> Any:
-        # What the ranks agree on is no gradient.
-        nbytes = 0 if tensor.dtype is torch.float64 else tensor.nbytes
-        call = partial(self._all_reduce, tensor, *arguments, **rest)
-        return self._send(nbytes, tensor, call, async_op)
-
-    def all_gather(self, gathered: Tensor, own: Tensor, async_op: bool = False, **rest: Any) -> Any:
-        call = partial(self._all_gather, gathered, own, **rest)
-        return self._send(own.nbytes, gathered, call, async_op)
+    def all_gather(self, gathered: Tensor, own: Tensor, **rest: Any) -> Any:
+        self._send(own, rest.get("async_op", False))
+        return self._all_gather(gathered, own, **rest)
 
 
 def make_compression_dear(patch: pytest.MonkeyPatch, seconds: float = 0.02) -> None:
-    """Let compressing a bucket seem to take so long that a busy machine's noise decides nothing."""
+    """Let compressing a bucket seem to take that long."""
     measure = measuring.measure_costs
 
     def dear(scheme: Any, *arguments: Any) -> measuring.Costs:
@@ -162,6 +134,7 @@ WARM, TOPK = [0.0] * 7, 3.0
 
 def _fast() -> None:
     with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch, 0.0)
         make_compression_dear(patch)
         model, strategy = Ledger(), chooser()
         assert run(model, strategy, range(30)) == [0.0] * 30
@@ -198,6 +171,7 @@ class Sparse(LightningModule):
 
 def _same_as_ddp() -> None:
     with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch, 0.0)
         make_compression_dear(patch)
         for kind in (Ledger, Sparse):
             weights = []
@@ -227,7 +201,7 @@ def _slow() -> list[str]:
     rank_zero.log.addHandler(handler)
     with pytest.MonkeyPatch.context() as patch:
         # So slow that int4 does not come near Top-K.
-        SlowLink(patch, 6 * SECONDS_A_BYTE)
+        SlowLink(patch)
         model, strategy = Ledger(), chooser()
         assert run(model, strategy, range(30)) == WARM + [TOPK] * 23
         books_balance(model, strategy, 30, owed=True)
@@ -250,7 +224,7 @@ def test_a_slow_link_is_found_and_used_sparingly():
 
 def _ramped() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        SlowLink(patch, 6 * SECONDS_A_BYTE)
+        SlowLink(patch)
         # A run of 72 steps: half of them are the ramp, in two stages.
         logger, model, strategy = MemoryLogger(), Ledger(), chooser(ratio=0.05, ramp_steps=None)
         fit(model, strategy, range(72), logger=logger, log_every_n_steps=1)
@@ -270,11 +244,11 @@ def test_the_trial_is_of_the_last_ratio_and_the_ramp_comes_after_it():
 def _disappointing() -> None:
     """Compressing takes longer than it took on trial."""
     with pytest.MonkeyPatch.context() as patch:
-        SlowLink(patch, 6 * SECONDS_A_BYTE)
+        link = SlowLink(patch)
         compress = transport.GatherChannel.start
 
         def slow_start(self: Any, *arguments: Any) -> Any:
-            time.sleep(0.4)  # what no measurement has told
+            link.now += 0.4  # what no measurement has told
             return compress(self, *arguments)
 
         patch.setattr(transport.GatherChannel, "start", slow_start)
@@ -291,7 +265,7 @@ def test_a_choice_that_does_not_pay_is_taken_back():
 
 def _by_hand() -> None:
     with pytest.MonkeyPatch.context() as patch:
-        SlowLink(patch, 6 * SECONDS_A_BYTE, beside=False)
+        SlowLink(patch)
         strategy, model = chooser(find_unused_parameters=True), LedgerByHand()
         fit(model, strategy, range(30))
         books_balance(model, strategy, 30, owed=True)
@@ -307,13 +281,14 @@ def test_two_optimizers_by_hand_choose_too():
 
 def _first_half(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        SlowLink(patch, 6 * SECONDS_A_BYTE)
+        SlowLink(patch)
         fit(Ledger(), chooser(), range(12), callbacks=[SaveAtEnd(path)])
 
 
 def _second_half(path: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         # On a network that is fast now, where a new choice would be another one.
+        SlowLink(patch, 0.0)
         make_compression_dear(patch)
         strategy, model = chooser(), Ledger()
         modes = run(model, strategy, range(12, 24), ckpt_path=path, max_epochs=2)
