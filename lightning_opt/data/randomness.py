@@ -38,9 +38,9 @@ def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
             first = None
             for draw in range(DRAWS):
                 _seed(draw)
-                before = _states()
+                before = random_states()
                 item = dataset[index]
-                for name, state in _states().items():
+                for name, state in random_states().items():
                     if state != before[name]:
                         return f"fetching item {index!r} draws random numbers from {name}"
                 if draw == 0:
@@ -118,7 +118,8 @@ def _seed(draw: int) -> None:
         np.random.seed(draw)  # noqa: NPY002 - the generator that datasets draw from
 
 
-def _states() -> dict[str, Any]:
+def random_states() -> dict[str, Any]:
+    """Return the states of the global generators by their names, to be compared."""
     states: dict[str, Any] = {
         "`random`": random.getstate(),
         "`torch`": bytes(torch.get_rng_state().numpy().tobytes()),

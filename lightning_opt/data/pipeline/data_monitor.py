@@ -7,11 +7,8 @@ import time
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-from torch.utils.data import DataLoader
-
 from lightning_opt.core.arguments import at_least, fraction
 from lightning_opt.core.counting import samples_in
-from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
@@ -23,6 +20,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
+
+ADVICE = (
+    "Add DataPipelineTuner(), which measures how many workers the loader should have. "
+    "CachedDataset keeps what is expensive to make."
+)
 
 
 class DataMonitor(RunCallback):
@@ -140,7 +142,7 @@ class DataMonitor(RunCallback):
             self._warned = True
             log.warning(
                 "Training waits for data %.0f%% of the time (step %d). %s",
-                100 * share, trainer.global_step, advice(trainer.train_dataloader, trainer),
+                100 * share, trainer.global_step, ADVICE,
             )  # fmt: skip
 
     def diagnose(self) -> list[Verdict]:
@@ -152,8 +154,7 @@ class DataMonitor(RunCallback):
         finding = f"It waits for data {share:.0%} of the time."
         if share <= self.threshold:
             return [Verdict("data", "ok", finding)]
-        advice = "Add DataPipelineTuner(), which measures how many workers the loader should have."
-        return [Verdict("data", "look", finding, advice)]
+        return [Verdict("data", "look", finding, ADVICE)]
 
     def report(self) -> Report:
         """Return the shares of the last run."""
@@ -173,19 +174,3 @@ class DataMonitor(RunCallback):
         if self._undo is not None:
             self._undo.close()
             self._undo = None
-
-
-def advice(loader: Any, trainer: pl.Trainer) -> str:
-    """Return what would help a run whose loader is ``loader``."""
-    if not isinstance(loader, DataLoader):
-        return "Look at what makes the batches."
-    workers, most = loader.num_workers, max(1, available_cpus() // max(1, trainer.num_devices))
-    if workers < most:
-        return (
-            f"It has num_workers={workers} where {most} fit this process's share of the CPUs. "
-            "DataPipelineTuner measures which number is best."
-        )
-    return (
-        f"Its {workers} workers already use the CPUs there are. CachedDataset keeps what is "
-        "expensive to make; more workers help only if they wait for a disk or a network."
-    )

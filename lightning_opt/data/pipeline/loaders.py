@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import random
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -12,6 +11,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 
 from lightning_opt.core.preserve import isolated_random
+from lightning_opt.data.randomness import random_states
 
 LOOK = 4
 """Batches of indices that are drawn to see when a sampler draws random numbers."""
@@ -96,14 +96,14 @@ def _refused_sampler(loader: DataLoader[Any]) -> str | None:
     except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
         return f"its sampler, {type(sampler).__qualname__}, cannot be copied to be tried: {error}"
     with isolated_random(torch.device("cpu")):
-        before = _random_states(), _plain(twin)
+        before = random_states(), _plain(twin)
         iterator = iter(twin)
-        if (_random_states(), _plain(twin)) != before:
+        if (random_states(), _plain(twin)) != before:
             return (
                 f"{type(sampler).__qualname__}.__iter__ draws or counts when it is called, and a "
                 "loader with workers calls it twice at the start; make it a generator (`yield`)"
             )
-        states = [_random_states() for _ in zip(range(LOOK), iterator, strict=False)]
+        states = [random_states() for _ in zip(range(LOOK), iterator, strict=False)]
     if any(state != states[0] for state in states):
         return (
             f"{type(sampler).__qualname__} draws random numbers batch by batch from the global "
@@ -173,14 +173,6 @@ class _Feed:
 
     def __iter__(self) -> Iterator[Any]:
         return self._indices
-
-
-def _random_states() -> tuple[Any, ...]:
-    import numpy as np
-
-    _, keys, *rest = np.random.get_state()  # noqa: NPY002 - the one that samplers draw from
-    torch_state = torch.get_rng_state().numpy().tobytes()
-    return random.getstate(), torch_state, bytes(keys), rest  # type: ignore[arg-type]
 
 
 def _plain(sampler: Any) -> list[dict[str, Any]]:

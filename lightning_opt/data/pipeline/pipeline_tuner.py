@@ -74,6 +74,9 @@ class DataPipelineTuner(RunCallback):
         random_items: ``"allow"``, or ``"refuse"`` to leave a loader alone whose items are random.
         verbose: Print the table.
 
+    Attributes:
+        chosen: The settings that were chosen, or None where the loader was left alone.
+
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` if there are two.
 
@@ -113,17 +116,12 @@ class DataPipelineTuner(RunCallback):
     process_only = ("_changed",)
 
     def _reset(self) -> None:
-        self._chosen: LoaderSettings | None = None
+        self.chosen: LoaderSettings | None = None
         self._tried: list[Measured] = []
         self._notes: list[str] = []
         self._undo = ExitStack()
         self._changed: tuple[DataLoader[Any], dict[str, Any]] | None = None
         self._several = False
-
-    @property
-    def chosen(self) -> LoaderSettings | None:
-        """The settings that were chosen, or None where the loader was left alone."""
-        return self._chosen
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Begin anew with each fit."""
@@ -160,14 +158,14 @@ class DataPipelineTuner(RunCallback):
         if _agree(trainer, [float(reason is not None)])[0]:
             self._leave(reason or "on another rank it has to stay")
             return
-        if self._chosen is None and not self._notes:
+        if self.chosen is None and not self._notes:
             try:
                 with isolated_random(trainer.strategy.root_device):
-                    self._chosen = self._tune(trainer, pl_module, loader)
+                    self.chosen = self._tune(trainer, pl_module, loader)
             except ProbeError as error:
                 self._leave(str(error))
-        if self._chosen is not None:
-            self._changed = (loader, apply(loader, self._chosen))
+        if self.chosen is not None:
+            self._changed = (loader, apply(loader, self.chosen))
 
     def _refusal(self, trainer: pl.Trainer, loader: Any) -> str | None:
         if self._several:
@@ -225,7 +223,7 @@ class DataPipelineTuner(RunCallback):
                 "workers differs."
             )
         if self.verbose and trainer.is_global_zero:
-            self._chosen = chosen
+            self.chosen = chosen
             self.report().print()
         return chosen
 
@@ -336,22 +334,22 @@ class DataPipelineTuner(RunCallback):
                 "pinned": one.settings.pin,
                 "ms a batch": 1e3 * one.seconds,
                 "waiting": one.wait,
-                "taken": "yes" if one.settings == self._chosen else "",
+                "taken": "yes" if one.settings == self.chosen else "",
             }
             for one in self._tried
         ]
         notes = self._notes or ["Nothing was measured yet."]
-        if self._chosen is not None and not rows:
-            notes = [f"{self._chosen} was taken from the checkpoint."]
+        if self.chosen is not None and not rows:
+            notes = [f"{self.chosen} was taken from the checkpoint."]
         return Report("DataPipelineTuner: a batch with its training step", rows, notes)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the settings, so that a resumed run has the same."""
-        return {} if self._chosen is None else {"settings": self._chosen.to_dict()}
+        return {} if self.chosen is None else {"settings": self.chosen.to_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Take the settings of a checkpoint."""
-        self._chosen = LoaderSettings(**state_dict["settings"])
+        self.chosen = LoaderSettings(**state_dict["settings"])
 
     def release(self, trainer: pl.Trainer) -> None:
         """Give loader, Trainer and strategy back as they were."""

@@ -98,29 +98,13 @@ class AttentionBackend(RunCallback):
         self._calls, self._left, self._compiled = {}, self.watch_batches, False
 
     def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Look at the first batches."""
         self._begin(trainer, pl_module)
 
-    def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-    ) -> None:
-        """Say what was seen."""
-        self._end()
-
     def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Look at the first batches, if this is no part of training."""
         if trainer.state.fn != "fit":
@@ -128,19 +112,11 @@ class AttentionBackend(RunCallback):
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
-    ) -> None:
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Say what was seen."""
         self._end()
 
-    on_test_batch_end = on_predict_batch_end = on_validation_batch_end
+    on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def report(self) -> Report:
         """Return one row for each kind of call in the batches that were looked at."""

@@ -48,7 +48,7 @@ class ChannelsLast(RunCallback):
     algorithms are asked for, because a measurement is not repeatable.
 
     Everything is put back when the run ends or fails. Checkpoints hold optimizer state in the
-    order in which it was found. The measured decision is saved, and a resumed run keeps it.
+    order in which it was found.
 
     Nothing is logged; :meth:`report` says what was decided and why.
 
@@ -75,8 +75,8 @@ class ChannelsLast(RunCallback):
         self._hooks: list[RemovableHandle] = []
         self._pending = False
         self._decision: dict[str, Any] = {}
-        self._measured: dict[str, Any] = {}
 
+    only_one = True
     process_only = ("_layout",)
 
     # --- deciding ---------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ class ChannelsLast(RunCallback):
             )
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
-        self._decision, self._measured = {}, {}
+        self._decision = {}
         if sharded:
             self._decide(False, f"{type(trainer.strategy).__name__} lays out the weights itself")
         elif not is_overridden("configure_model", pl_module):
@@ -140,12 +140,6 @@ class ChannelsLast(RunCallback):
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
 
-    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Keep to what a resumed run has measured on such a device."""
-        if self._pending and self._measured.get("device") == pl_module.device.type:
-            self._decide(self._measured["channels_last"], "the measurement of the resumed run")
-            self._settle(trainer)
-
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
@@ -181,10 +175,8 @@ class ChannelsLast(RunCallback):
             self._decide(layout.dominate, "the layers, since memory ran out while measuring")
             return
         contiguous, last = (statistics.median(times) for times in seconds.values())
-        faster = last < GAIN * contiguous
-        self._measured = {"channels_last": faster, "device": pl_module.device.type}
         self._decide(
-            faster,
+            last < GAIN * contiguous,
             "a measurement on the first batch",
             **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
         )
@@ -197,14 +189,6 @@ class ChannelsLast(RunCallback):
                 layout.align_state(optimizer)
 
     # --- saving, reporting, undoing ---------------------------------------------------------------
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return what was measured, on which kind of device."""
-        return dict(self._measured)
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take over what was measured."""
-        self._measured = dict(state_dict)
 
     def report(self) -> Report:
         """Return what was decided, and why; milliseconds are of forward and backward pass."""

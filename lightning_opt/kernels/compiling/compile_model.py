@@ -23,7 +23,7 @@ from lightning_opt.kernels.compiling.process_settings import (
     refuse_neighbours,
     unmarked,
 )
-from lightning_opt.kernels.compiling.regions import EAGER, Region, Shared, give_up
+from lightning_opt.kernels.compiling.regions import EAGER, Region, Shared
 from lightning_opt.kernels.compiling.scope import find_regions
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -234,7 +234,6 @@ class CompileModel(RunCallback):
 
     def _tell(self, region: Region, failed: str, error: BaseException) -> None:
         """Warn once for each reason, on the rank that has failed: the others know nothing of it."""
-        give_up(self.regions, error)
         if region.reason in self._said:
             return
         self._said.add(region.reason)

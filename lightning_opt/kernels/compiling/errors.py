@@ -2,13 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.")
 """Where the exception classes of compilers live."""
-
-TOOLS = ("InvalidCxxCompiler", "TritonMissing", "GPUTooOldForTriton")
-"""Errors about the machine: no mode and no other part of the model will fare better."""
 
 CODE = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
 """Where compilers and what runs compiled code live."""
@@ -22,20 +17,10 @@ def is_compilers(error: BaseException) -> bool:
     return any(_module(kind).startswith(COMPILERS) for kind in type(error).__mro__)
 
 
-def lacks_tools(error: BaseException) -> bool:
-    """Return whether the machine has nothing to compile with."""
-    return any(type(cause).__name__ in TOOLS for cause in _causes(error)) or (
-        is_compilers(error)
-        and any(isinstance(cause, FileNotFoundError) for cause in _causes(error))
-    )
-
-
 def fails_in_every_mode(error: BaseException) -> bool:
     """Return whether the model could not even be traced: the modes differ in what comes after."""
     names = {kind.__name__ for kind in type(error).__mro__}
-    return lacks_tools(error) or (
-        "TorchDynamoException" in names and "BackendCompilerFailed" not in names
-    )
+    return "TorchDynamoException" in names and "BackendCompilerFailed" not in names
 
 
 def reason(error: BaseException) -> str:
@@ -67,17 +52,3 @@ def passed_compiled_backward(error: BaseException) -> bool:
 
 def _module(kind: type) -> str:
     return f"{kind.__module__}."
-
-
-def _causes(error: BaseException) -> Iterator[BaseException]:
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        cause = todo.pop()
-        if cause is None or id(cause) in seen:
-            continue
-        seen.add(id(cause))
-        yield cause
-        inner = getattr(cause, "inner_exception", None)
-        todo += [cause.__cause__, cause.__context__]
-        todo.append(inner if isinstance(inner, BaseException) else None)

@@ -25,7 +25,6 @@ from lightning_opt.core.replacing import Replacement, take_off
 from lightning_opt.kernels.compiling.errors import (
     fails_in_every_mode,
     is_compilers,
-    lacks_tools,
     reason,
 )
 
@@ -286,15 +285,6 @@ def _forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     """Run what the class of ``module`` has as ``forward``."""
     kind: Any = type(module)
     return kind.forward(module, *args, **kwargs)
-
-
-def give_up(regions: Sequence[Region], error: BaseException) -> None:
-    """Leave all regions uncompiled if ``error`` says that the machine cannot compile at all."""
-    if lacks_tools(error):
-        for region in regions:
-            if region.mode != EAGER:
-                region.reason = reason(error)
-                region.go_to(len(region.modes))
 
 
 def _shapes(value: Any) -> Any:

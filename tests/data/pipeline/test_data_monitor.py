@@ -10,7 +10,6 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import data_monitor as monitor_module
-from lightning_opt.data.pipeline.data_monitor import advice
 from lightning_opt.data.pipeline.device_prefetcher import copy_beside, is_transparent
 from tests.data.runs import Recorded, Rows
 from tests.helpers.models import assert_same_weights
@@ -74,16 +73,6 @@ def test_a_run_that_waits_for_long_is_advised_once(monkeypatch, caplog):
     (record,) = [r for r in caplog.records if "waits for data" in r.getMessage()]
     assert "50% of the time (step 4)" in record.getMessage()
     assert "DataPipelineTuner" in record.getMessage()
-
-
-def test_advice_depends_on_the_workers(monkeypatch):
-    monkeypatch.setattr(monitor_module, "available_cpus", lambda: 4)
-    trainer = quiet_trainer()
-    for workers, expected in ((0, "=0 where 4"), (2, "=2 where 4"), (4, "CachedData")):
-        loader = DataLoader(Rows())
-        loader.num_workers = workers  # more than this machine may have CPUs
-        assert expected in advice(loader, trainer)
-    assert "makes the batches" in advice([1], trainer)
 
 
 def test_the_profiler_still_hears_of_each_fetch():

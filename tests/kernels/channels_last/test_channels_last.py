@@ -290,9 +290,7 @@ def test_sharded_weights(strategy):
 def test_refuses_what_makes_no_sense():
     with pytest.raises(ValueError, match="policy must be one of"):
         lo.ChannelsLast("on")
-    with pytest.raises(
-        RuntimeError, match="more than one stateful callback of type `ChannelsLast`"
-    ):
+    with pytest.raises(ValueError, match="more than one ChannelsLast"):
         fit(ConvNet(), lo.ChannelsLast(), lo.ChannelsLast())
 
 
@@ -348,18 +346,3 @@ class Draws(Callback):
 
     def on_train_start(self, trainer, pl_module):
         torch.manual_seed(3)
-
-
-@pytest.mark.parametrize("channels_last", [False, True])
-def test_a_resumed_run_keeps_what_was_measured(channels_last, tmp_path, monkeypatch):
-    file = tmp_path / "saved.ckpt"
-    force(monkeypatch, channels_last)
-    fit(ConvNet(), lo.ChannelsLast(), Save(file), max_epochs=2)
-    ran = force(monkeypatch, not channels_last)
-    model, callback = ConvNet(), lo.ChannelsLast()
-    quiet_trainer(callbacks=[callback], max_epochs=2, limit_val_batches=0).fit(
-        model, ckpt_path=file, weights_only=True
-    )
-    assert not ran
-    assert model.seen == [("train", channels_last, channels_last)] * STEPS
-    assert "resumed" in callback.report().rows[0]["because"]
