@@ -10,7 +10,7 @@ import logging
 import multiprocessing.process
 import subprocess
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -123,7 +123,13 @@ def nothing_frozen() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _seed() -> None:
+def _alone() -> Iterator[None]:
+    """Begin as if no other test had run: ``Trainer(deterministic=True)`` puts nothing back."""
     import torch
 
     torch.manual_seed(0)
+    yield
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float32)
+    torch.use_deterministic_algorithms(False)
+    torch.backends.cudnn.benchmark = torch.backends.cudnn.deterministic = False
