@@ -112,7 +112,7 @@ def main() -> None:
     arguments = parse_arguments(__doc__)
     device = arguments.device
     rounds, seconds = (3, 2.5) if arguments.quick else (20, 10.5)
-    monitor = lo.PerformanceMonitor(every_n_steps=STEPS, flops_per_step=1e9, peak_flops=1e12)
+    monitor = lo.PerformanceMonitor(every_n_steps=STEPS)
     steps, spent = {}, {}
     for label, callback in (("bare", None), ("bare again", None), ("with it", monitor)):
         torch.manual_seed(0)

@@ -96,7 +96,7 @@ class Turns(L.Callback):
                 run._watch.detach()
                 run._watch = None
             elif run._watch is None and with_us:
-                run._watch = Watch(run.clock, trainer)
+                run._watch = Watch(run.clock, trainer, None)
             trainer.profiler = ours if with_us else nothing
             wait(self.device)
             start = time.perf_counter()

@@ -13,6 +13,11 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+def logged_step(trainer: pl.Trainer) -> int:
+    """Return the step under which Lightning itself logs now."""
+    return trainer.fit_loop.epoch_loop._batches_that_stepped
+
+
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
     """Send ``scalars`` to every logger at this step, and make them available for monitoring.
 
@@ -22,7 +27,7 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
     Lightning's ``LearningRateMonitor`` does. ``trainer.callback_metrics`` gets the same keys, so
     that ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them; call it on every rank.
     """
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    step = logged_step(trainer)
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), step=step)
     trainer.callback_metrics.update({key: torch.tensor(value) for key, value in scalars.items()})
@@ -39,7 +44,7 @@ def save_figure(figure: Figure, path: Path, trainer: pl.Trainer, name: str) -> N
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
-    step = trainer.fit_loop.epoch_loop._batches_that_stepped
+    step = logged_step(trainer)
     for logger in trainer.loggers:
         add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
         if add_figure is not None:

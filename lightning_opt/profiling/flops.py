@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -12,9 +12,6 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_opt.core.preserve import isolated_random, preserved
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 
 class Flops(NamedTuple):
@@ -80,36 +77,6 @@ class FlopCount(TorchDispatchMode):
     def flops(self) -> Flops:
         """What was counted."""
         return Flops(*self._counts)
-
-
-def count_next_batch(trainer: pl.Trainer, tell: Callable[[FlopCount], None]) -> Callable[[], None]:
-    """Count the batch that the Trainer is about to run: forward, backward and update.
-
-    Args:
-        trainer: In ``on_train_batch_start``.
-        tell: Gets the count when the batch is done.
-
-    Returns:
-        What calls it off.
-    """
-    loop = trainer.fit_loop.epoch_loop
-    automatic = trainer.lightning_module.automatic_optimization
-    part: Any = loop.automatic_optimization if automatic else loop.manual_optimization
-    run = part.run
-
-    def call_off() -> None:
-        vars(part).pop("run", None)
-
-    def counted(*args: Any, **kwargs: Any) -> Any:
-        call_off()
-        # Around the call, so that modes which others enter and leave in hooks stay nested.
-        with FlopCount() as count:
-            result = run(*args, **kwargs)
-        tell(count)
-        return result
-
-    vars(part)["run"] = counted
-    return call_off
 
 
 def count_flops(

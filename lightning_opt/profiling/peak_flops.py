@@ -9,7 +9,6 @@ import torch
 TF32 = "tf32"
 """32-bit tensors multiplied with TF32 inputs."""
 
-_TERA = 1e12
 _PEAKS: dict[str, dict[torch.dtype | str, float]] = {
     # Dense (without sparsity) tensor-core peaks in TFLOP/s; sums in 32 bits where that is slower.
     # NVIDIA Blackwell Architecture Technical Brief, 2024.
@@ -72,7 +71,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | 
             kind = _KINDS.get(dtype, str(dtype))
             peaks = _PEAKS[known]
             found = peaks.get(kind, peaks.get("bf16") if kind == "fp16" else None)
-            return None if found is None else found * _TERA
+            return None if found is None else found * 1e12
     return None
 
 

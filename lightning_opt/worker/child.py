@@ -25,7 +25,7 @@ import torch
 
 from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.memory import PeakMeter, process_memory
-from lightning_opt.worker.gate import Step, StepGate, fit, prepare
+from lightning_opt.worker.gate import Step, StepGate, run
 from lightning_opt.worker.starting import Place, kill_tree
 
 PAYLOAD, LOG = "payload.pkl", "log"
@@ -56,9 +56,8 @@ class Worker:
             self._limit = payload["memory_limit"]
             recipe = pickle.loads(payload["recipe"])
             gate = StepGate(self._ready, self._commands.get, self._deliver)
-            made = prepare(**recipe, gate=gate, seed=payload["seed"], on_device=self._watch_memory)
-            fit(made)
-            gate.flush(made.trainer)
+            seed = payload["seed"]
+            gate.flush(run(**recipe, gate=gate, seed=seed, on_device=self._watch_memory))
             self._send("ended", self._peak())
         except BaseException as error:  # noqa: BLE001 - whatever it is, the parent has to hear of it
             self._send("failed", *self._describe(error))
@@ -121,7 +120,6 @@ def _summarise(trainer: pl.Trainer) -> dict[str, Any]:
         "device": str(trainer.strategy.root_device),
         "devices": trainer.world_size,
         "strategy": type(trainer.strategy).__name__,
-        "precision": str(trainer.precision),
         "threads": torch.get_num_threads(),
         "pid": os.getpid(),
     }

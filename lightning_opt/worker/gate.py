@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import lightning.pytorch as pl
@@ -164,23 +165,17 @@ def _loss_of(outputs: Any, accumulated: int) -> Any:
     return math.nan
 
 
-class Preparation(NamedTuple):
-    """What a training is made of."""
-
-    model: pl.LightningModule
-    data: Any
-    trainer: pl.Trainer
-
-
-def prepare(
+def run(
     model: Factory,
     data: Factory,
     settings: Settings,
     gate: StepGate,
     seed: int,
-    on_device: Callable[[torch.device], None] = lambda device: None,
-) -> Preparation:
-    """Make Trainer, model and data, each from the same seed.
+    on_device: Callable[[torch.device], None],
+) -> pl.Trainer:
+    """Train until the gate says stop, or until the data or the user's own limits end it.
+
+    Trainer, model, data and training begin from the same seed each.
 
     Args:
         model: Makes the LightningModule.
@@ -195,7 +190,8 @@ def prepare(
         ValueError: If the strategy starts its processes in a way that cannot be told to step, or on
             several nodes.
     """
-    _seed(seed)
+    begin_alike = partial(pl.seed_everything, seed, workers=True, verbose=False)
+    begin_alike()
     arguments = {**QUIET, **make_settings(settings)}
     callbacks = arguments.pop("callbacks", None) or []
     callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
@@ -211,28 +207,16 @@ def prepare(
             "measure on one node, with num_nodes=1."
         )
     on_device(trainer.strategy.root_device)
-    _seed(seed)
+    begin_alike()
     made = make("model", model)
     if not isinstance(made, pl.LightningModule):
         raise TypeError(
             f"model must make a LightningModule (of lightning.pytorch), got {type(made).__name__}."
         )
-    _seed(seed)
+    begin_alike()
     loader = make("data", data)
-    _seed(seed)
-    return Preparation(made, loader, trainer)
-
-
-def _seed(seed: int) -> None:
-    pl.seed_everything(seed, workers=True, verbose=False)
-
-
-def fit(made: Preparation) -> None:
-    """Train until the gate says stop, or until the data or the user's own limits end it."""
-    try:
-        if isinstance(made.data, pl.LightningDataModule):
-            made.trainer.fit(made.model, datamodule=made.data)
-        else:
-            made.trainer.fit(made.model, made.data)
-    except Stopped:
-        return
+    begin_alike()
+    datamodule = loader if isinstance(loader, pl.LightningDataModule) else None
+    with contextlib.suppress(Stopped):
+        trainer.fit(made, None if datamodule else loader, datamodule=datamodule)
+    return trainer

@@ -136,7 +136,7 @@ class Fit:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What is trained and where: model, parameters, device, strategy, precision, process."""
+        """What is trained and where: model, parameters, device, strategy, process."""
         self._wait_until_ready()
         assert self._summary is not None
         return self._summary
@@ -281,12 +281,7 @@ def describe_exit(status: int) -> tuple[str, str]:
         return "out of memory", (
             "The process was killed (SIGKILL), as the system does when memory runs out."
         )
-    meaning = {
-        "SIGSEGV": ", a segmentation fault",
-        "SIGABRT": ", an abort",
-        "SIGBUS": ", a bus error",
-    }
-    return "died", f"The process died of {name}{meaning.get(name, '')}."
+    return "died", f"The process died of {name}."
 
 
 def _pickled(recipe: dict[str, Any]) -> bytes:

@@ -250,7 +250,7 @@ def test_two_ranks_wait_and_step_together():
     [
         ("raises", "error", "ArithmeticError: planted"),
         ("takes_memory", "out of memory", "allocate"),
-        ("segfaults", "died", "SIGSEGV, a segmentation fault"),
+        ("segfaults", "died", "SIGSEGV"),
         ("leaves", "died", "exit status 7"),
         ("is_killed", "out of memory", "SIGKILL"),
     ],

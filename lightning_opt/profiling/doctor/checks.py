@@ -152,7 +152,7 @@ def checkpoints(trainer: pl.Trainer) -> Verdict | None:
     if not callbacks:
         advice = "Add ModelCheckpoint(every_n_train_steps=..., save_last=True)."
         return Verdict("checkpoints", "look", "Nothing saves checkpoints.", advice)
-    names = ("last_model_path", "best_model_path", "_last_checkpoint_saved")
+    names = ("last_model_path", "best_model_path")
     saved = [path for c in callbacks for path in (getattr(c, name, "") for name in names) if path]
     if not saved:
         advice = "Save more often: ModelCheckpoint(every_n_train_steps=..., save_last=True)."

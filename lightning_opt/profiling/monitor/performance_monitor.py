@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor
 
-from lightning_opt.core.arguments import between, positive
-from lightning_opt.core.compiling import has_compiled_parts
+from lightning_opt.core.arguments import between
 from lightning_opt.core.counting import check_tokens, samples_in, tokens_in
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
@@ -17,14 +16,12 @@ from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.profiling.flops import FlopCount, count_next_batch
 from lightning_opt.profiling.monitor.gpu import find_gpu
 from lightning_opt.profiling.monitor.record import Record, means
-from lightning_opt.profiling.monitor.report import Facts, build_report, judge
+from lightning_opt.profiling.monitor.report import Facts, build_report, describe, judge
 from lightning_opt.profiling.monitor.sampling import Sampler
 from lightning_opt.profiling.monitor.slowdown import Fall, Throughput
 from lightning_opt.profiling.monitor.step_times import StepTime, StepTimer
-from lightning_opt.profiling.peak_flops import multiplied_type
 from lightning_opt.profiling.work import Work
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARMUP = 2
-"""Steps at the start that are not timed: all is new, and in the second one FLOPs are counted."""
+"""Steps at the start that are not timed: all is new, and some compile in the second one."""
 
 
 class PerformanceMonitor(RunCallback):
@@ -57,8 +54,6 @@ class PerformanceMonitor(RunCallback):
     ``perf/step_p95_seconds``      what 95% of them stayed below
     ``perf/samples_per_second``    of all ranks, if they have as many each
     ``perf/tokens_per_second``     the same, with ``tokens``
-    ``perf/tflops``                10^12 operations a second of this device, by torch's formulas
-    ``perf/mfu``                   their share of what the device can do in this precision
     ``perf/gpu_percent``           share of the time in which the GPU ran anything
     ``perf/gpu_memory_mb``         taken on the GPU, by all processes
     ``perf/gpu_watts``             power
@@ -73,10 +68,6 @@ class PerformanceMonitor(RunCallback):
         sample_seconds: From one sample of the machine to the next, at least 0.01.
         tokens: Counts tokens: a number is that of each sample; a name is a key of the batch, the
             elements of whose tensor are counted, padding included.
-        flops_per_step: Operations that this process does for one batch. ``"count"`` counts them in
-            the second batch, without recomputed ones; not for a compiled model. None for neither.
-        peak_flops: Operations a second that the device can do, for ``perf/mfu`` on one that is not
-            known.
         slowdown: Share of the throughput whose loss is told, from 0.01 to 0.99; None for never.
 
     Raises:
@@ -88,36 +79,23 @@ class PerformanceMonitor(RunCallback):
         >>> monitor = lo.PerformanceMonitor(every_n_steps=100)
         >>> trainer = L.Trainer(callbacks=[monitor], logger=False)
 
-    References:
-        Chowdhery and others (2022), *PaLM: Scaling Language Modeling with Pathways* (MFU).
     """
 
-    process_only = ("_sampler", "_timer", "_undo")
+    process_only = ("_sampler", "_timer")
 
     def __init__(
         self,
         every_n_steps: int = 50,
         sample_seconds: float = 1.0,
         tokens: int | str | None = None,
-        flops_per_step: float | Literal["count"] | None = "count",
-        peak_flops: float | None = None,
         slowdown: float | None = 0.1,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.sample_seconds = between("sample_seconds", sample_seconds, 0.01, 3600)
         self.tokens = check_tokens(tokens)
-        if isinstance(flops_per_step, str) and flops_per_step != "count":
-            raise ValueError(
-                f"flops_per_step must be a number, 'count' or None, got {flops_per_step!r}."
-            )
-        if not isinstance(flops_per_step, str) and flops_per_step is not None:
-            positive("flops_per_step", flops_per_step)
-        self.flops_per_step = flops_per_step
-        self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
         self.slowdown = None if slowdown is None else between("slowdown", slowdown, 0.01, 0.99)
         self._timer: StepTimer | None = None
         self._sampler: Sampler | None = None
-        self._undo: Callable[[], None] | None = None
         self._forget()
         self._begin_run()
 
@@ -156,7 +134,7 @@ class PerformanceMonitor(RunCallback):
         whole = self._throughput.whole
         if whole and whole[-1][0] > trainer.global_step:
             self._throughput = Throughput()  # the same model from its first step again
-        self._facts = Facts.of(trainer, self.peak_flops, multiplied_type(str(trainer.precision)))
+        self._facts = Facts.of(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Leave the start of the workers out."""
@@ -176,27 +154,7 @@ class PerformanceMonitor(RunCallback):
             return
         if self._sampler is None:
             self._start_sampling(trainer, batch)
-        if self._seen == WARMUP - 1 and self.flops_per_step == "count":
-            self._count_flops(trainer, pl_module, samples_in(batch))
         self._timer.begin()
-
-    def _count_flops(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, samples: int
-    ) -> None:
-        if has_compiled_parts(pl_module):
-            self._facts.flops_note = (
-                "FLOPs of a compiled model are not counted: give flops_per_step."
-            )
-            return
-
-        def tell(count: FlopCount) -> None:
-            self._undo = None
-            if count.failures:
-                self._facts.flops_note = f"FLOPs could not be counted ({count.failures})."
-            else:
-                self._facts.flops_a_sample = count.flops.model / samples
-
-        self._undo = count_next_batch(trainer, tell)
 
     def _start_sampling(self, trainer: pl.Trainer, batch: Any) -> None:
         # Not before the first batch, so that its workers are forked from a process without it.
@@ -261,23 +219,11 @@ class PerformanceMonitor(RunCallback):
         work = Work()
         for time in times:
             work.add(*time)
-        rates = work.rates(self._flops(work), self._facts.peak_flops)
         found = {
             "step_seconds": work.steps.quantile(0.5),
             "step_p95_seconds": work.steps.quantile(0.95),
-            "samples_per_second": rates["samples_per_second"] * ranks,
         }
-        if "tokens_per_second" in rates:
-            found["tokens_per_second"] = rates["tokens_per_second"] * ranks
-        if "flops_per_second" in rates:
-            found["tflops"] = rates["flops_per_second"] / 1e12
-        return found | {key: value for key, value in rates.items() if key == "mfu"}
-
-    def _flops(self, work: Work) -> float | None:
-        if isinstance(self.flops_per_step, (int, float)):
-            return self.flops_per_step * work.steps.count
-        a_sample = self._facts.flops_a_sample
-        return None if a_sample is None or self.flops_per_step is None else a_sample * work.samples
+        return found | {key: value * ranks for key, value in work.rates().items()}
 
     def _watch(self, trainer: pl.Trainer, began: int, times: Sequence[StepTime]) -> None:
         """Add to the history of the throughput, and warn if it has fallen."""
@@ -291,12 +237,8 @@ class PerformanceMonitor(RunCallback):
         if fall is not None:
             self._warned = True
             if trainer.is_global_zero:
-                log.warning(
-                    "PerformanceMonitor, step %d: throughput has fallen by %.0f%% since about step "
-                    "%d, from %.4g to %.4g %s a second. %s",
-                    trainer.global_step, 100 * fall.drop, fall.step, fall.before, fall.after,
-                    "samples" if self.tokens is None else "tokens", WHY,
-                )  # fmt: skip
+                said = f"{describe(fall)} {WHY}"
+                log.warning("PerformanceMonitor, step %d: %s", trainer.global_step, said)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the last steps."""
@@ -308,7 +250,7 @@ class PerformanceMonitor(RunCallback):
 
     def report(self) -> Report:
         """Return what was measured of the last run, for this process."""
-        return build_report(self.record, self._facts, self._flops(self.record.work), self.fall)
+        return build_report(self.record, self._facts, self.fall)
 
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on monitoring, throughput and the use of the device."""
@@ -319,9 +261,6 @@ class PerformanceMonitor(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """End the thread."""
-        if self._undo is not None:
-            self._undo()
-            self._undo = None
         if self._sampler is not None:
             self._sampler.stop()
             self.record.add([], self._sampler.take())

@@ -14,7 +14,6 @@ from lightning_opt.core.trend import mann_kendall
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.profiling.monitor.record import Record
 from lightning_opt.profiling.monitor.slowdown import Fall
-from lightning_opt.profiling.peak_flops import peak_flops
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -29,14 +28,6 @@ UNITS = {
     "child_processes": ("child processes", ""),
 }
 
-RATES = {
-    "samples_per_second": ("samples a second", "", 1.0, True),
-    "tokens_per_second": ("tokens a second", "", 1.0, True),
-    "flops_per_second": ("operations", "TFLOP/s", 1e-12, False),
-    "mfu": ("MFU", "%", 100.0, False),
-}
-"""Name, unit and scale of each rate, and whether it is that of all ranks."""
-
 IDLE = 70.0
 """Percent of the time that a GPU should run something, at least."""
 
@@ -50,9 +41,6 @@ class Facts:
 
     Attributes:
         device: Its name.
-        peak_flops: Operations a second that it can do in this precision.
-        flops_a_sample: Operations counted for a sample.
-        flops_note: Why there are none.
         gpu: Its UUID; empty without NVML.
         gpu_note: Why nothing is known of it.
         ranks: How many processes.
@@ -60,22 +48,18 @@ class Facts:
     """
 
     device: str = ""
-    peak_flops: float | None = None
-    flops_a_sample: float | None = None
-    flops_note: str = ""
     gpu: str = ""
     gpu_note: str = ""
     ranks: int = 1
     sampling_note: str = ""
 
     @classmethod
-    def of(cls, trainer: pl.Trainer, given_peak: float | None, dtype: torch.dtype | str) -> Facts:
+    def of(cls, trainer: pl.Trainer) -> Facts:
         """Return what is known when a run begins."""
         device = trainer.strategy.root_device
         cuda = device.type == "cuda"
         return cls(
             device=torch.cuda.get_device_name(device) if cuda else str(device),
-            peak_flops=peak_flops(device, dtype) if given_peak is None else given_peak,
             ranks=trainer.world_size,
         )
 
@@ -83,18 +67,15 @@ class Facts:
 def build_report(
     record: Record,
     facts: Facts,
-    flops: float | None,
     fall: Fall | None,
 ) -> Report:
     """Return the table of a run."""
     times, rows = record.work.steps, []
     if times.count:
-        rates = record.work.rates(flops, facts.peak_flops)
         rows.append(_row("step", "ms", 1e3 * times.quantile(0.5), 1e3 * times.quantile(0.95)))
         rows += [
-            _row(quantity, unit, scale * rates[key] * (facts.ranks if of_all else 1))
-            for key, (quantity, unit, scale, of_all) in RATES.items()
-            if key in rates
+            _row(key.removesuffix("_per_second") + " a second", "", rate * facts.ranks)
+            for key, rate in record.work.rates().items()
         ]
     rows += [
         _row(words, unit, record.mean(name), record.largest(name))
@@ -125,7 +106,8 @@ def _notes(facts: Facts, fall: Fall | None, rows: list[Any]) -> list[str]:
         notes.append(describe(fall))
     if facts.gpu:
         notes.append(f"NVML was asked for {facts.gpu}.")
-    notes += [note for note in (facts.gpu_note, facts.flops_note) if note]
+    if facts.gpu_note:
+        notes.append(facts.gpu_note)
     if facts.sampling_note:
         notes.append(f"Sampling stopped: {facts.sampling_note}.")
     return notes

@@ -105,13 +105,16 @@ class StepClock:
         self._seconds[self.phase] += now - self._since
         self._since = now
 
-    def end_step(self, trained: bool, samples: int = 0, tokens: int = 0) -> None:
+    def end_step(self, trained: bool, samples: int = 0, tokens: int = 0) -> int:
         """End a step, which counts for training unless the profiler itself took part in it.
 
         Args:
             trained: Whether a batch was trained on since the last end.
             samples: Of that batch.
             tokens: Likewise.
+
+        Returns:
+            How many steps were counted since the last :meth:`end_window`.
         """
         self._charge()
         counted = trained and not self._seconds[PROFILER]
@@ -137,10 +140,6 @@ class StepClock:
             self.busy += total - waits
         if self.device is not None:
             self.device.end_step()
-
-    @property
-    def steps_in_window(self) -> int:
-        """How many steps were counted since the last :meth:`end_window`."""
         return self._window_work.steps.count
 
     def end_window(self) -> tuple[dict[int, float], Work]:

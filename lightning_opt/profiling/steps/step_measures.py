@@ -44,7 +44,6 @@ class Measures:
         flops: Of one batch, None where not counted.
         flops_samples: Samples, or tokens where they are counted, of that batch.
         peak: FLOP a second that the device can do, None where unknown.
-        peak_name: What the peak is of.
         bytes: That regions have moved, by their names.
         ranks: None with a single one.
         notes: What the reader has to know.
@@ -58,7 +57,6 @@ class Measures:
     flops: Flops | None = None
     flops_samples: int = 0
     peak: float | None = None
-    peak_name: str = ""
     world_size: int = 1
     bytes: dict[str, float] = field(default_factory=dict)
     ranks: Ranks | None = None
@@ -167,8 +165,8 @@ class Measures:
                 f"FLOPs of a batch: {self.flops.forward:.4g} forward, {self.flops.backward:.4g} "
                 f"backward, {self.flops.recomputed:.4g} recomputed."
             )
-        if "mfu" in rates:
-            parts.append(f"MFU {100 * rates['mfu']:.1f}% of {self.peak_name}")
+        if self.peak and "mfu" in rates:
+            parts.append(f"MFU {100 * rates['mfu']:.1f}% of {self.peak / 1e12:.4g} TFLOP/s")
         return [*([f"While training{each}: {', '.join(parts)}."] if parts else []), *notes]
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import logging
+import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.core.arguments import at_least, positive
@@ -24,8 +23,6 @@ from lightning_opt.profiling.steps.trace import Trace
 
 if TYPE_CHECKING:
     pass
-
-log = logging.getLogger(__name__)
 
 _find_peak = peak_flops
 
@@ -51,7 +48,8 @@ class StepProfiler(Profiler):
     ``time/step_ms``               their sum: a batch, without validation and checkpoints
     ``time/samples_per_second``    of this rank
     ``time/tokens_per_second``     of this rank, with ``tokens``
-    ``time/mfu``                   FLOPs of the model, as a share of the device's peak
+    ``time/flops_per_second``      FLOPs of the model
+    ``time/mfu``                   the same, as a share of the device's peak
     ============================== =============================================================
 
     Args:
@@ -130,7 +128,6 @@ class StepProfiler(Profiler):
         measures.world_size = trainer.world_size
         root, kind = trainer.strategy.root_device, multiplied_type(str(trainer.precision))
         measures.peak = self.peak_flops or _find_peak(root, kind)
-        measures.peak_name = "peak_flops" if self.peak_flops else _name_of(root, kind)
 
     def start(self, action_name: str) -> None:
         """Begin one of the Trainer's actions."""
@@ -260,16 +257,13 @@ class StepProfiler(Profiler):
 def _check_trace(trace: Any) -> tuple[int, int] | None:
     if trace is None:
         return None
-    whole = isinstance(trace, Sequence) and not isinstance(trace, str) and len(trace) == 2
-    if not whole or any(isinstance(n, bool) or not isinstance(n, int) for n in trace):
-        raise ValueError(f"trace must be two batch numbers such as [10, 12], got {trace!r}.")
-    first, last = trace
+    try:
+        first, last = map(operator.index, trace)
+    except (TypeError, ValueError):
+        first, last = 0, -1
     if not 0 <= first <= last:
-        raise ValueError(f"trace must go from a batch of at least 0 to a later one, got {trace!r}.")
+        raise ValueError(
+            "trace must be the numbers of two batches such as [10, 12], the later one last, got "
+            f"{trace!r}."
+        )
     return first, last
-
-
-def _name_of(device: torch.device, kind: torch.dtype | str) -> str:
-    if device.type != "cuda":
-        return ""
-    return f"{torch.cuda.get_device_name(device)}, {str(kind).removeprefix('torch.')}"

@@ -38,9 +38,6 @@ from lightning_opt.profiling.steps.step_phases import (
 )
 from lightning_opt.profiling.steps.trace import Trace
 
-LOGGED = ("samples_per_second", "tokens_per_second", "mfu")
-"""Rates that are logged."""
-
 MOST_ACTIONS = 2000
 """So many names of actions are known; a name that is new each time would fill the memory."""
 
@@ -188,8 +185,7 @@ class StepRun:
         if self._trace is not None and measures.batches - 1 == self._trace.last:
             self._work(self._trace.stop)
         samples, tokens = (0, 0) if watch is None else (watch.samples, watch.tokens)
-        clock.end_step(True, samples, tokens)
-        if self._every and clock.steps_in_window >= self._every:
+        if clock.end_step(True, samples, tokens) >= self._every > 0:
             self._log()
 
     def _work(self, function: Any) -> None:
@@ -241,7 +237,7 @@ class StepRun:
         scalars = phase_means(seconds, work.steps.count, self.clock.phases.names)
         scalars["time/step_ms"] = 1e3 * work.steps.mean
         rates = self.measures.rates_of(work)
-        scalars |= {f"time/{key}": value for key, value in rates.items() if key in LOGGED}
+        scalars |= {f"time/{key}": value for key, value in rates.items()}
         self.clock.enter(LOGGING, self)
         try:
             log_scalars(self.trainer, scalars)

@@ -6,7 +6,6 @@ import math
 import pytest
 import torch
 from lightning.pytorch import Callback
-from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
@@ -137,9 +136,6 @@ def test_a_batch_without_that_key_is_refused_at_once(net, what):
         {"every_n_steps": 0},
         {"sample_seconds": 0.0},
         {"tokens": 0},
-        {"flops_per_step": "guess"},
-        {"flops_per_step": -1.0},
-        {"peak_flops": 0.0},
         {"slowdown": 1.5},
     ],
 )
@@ -155,66 +151,7 @@ def test_a_series_is_thinned_evenly():
     assert list(thinned) == [0, 16, 32, 48, 64, 80, 96]
 
 
-# --- operations ---------------------------------------------------------------------------------
-
-
-class Wide(SmallNet):
-    """Two products of known size, one of them computed again in the backward pass."""
-
-    def __init__(self, checkpoint=False):
-        super().__init__()
-        self.checkpoint = checkpoint
-        self.layer = nn.Linear(6, 64, bias=False)
-        self.second = nn.Linear(64, 1, bias=False)
-
-    def forward(self, x):
-        if self.checkpoint:
-            x = torch.utils.checkpoint.checkpoint(
-                lambda x: self.layer(x).tanh(), x.requires_grad_(), use_reentrant=False
-            )
-        else:
-            x = self.layer(x).tanh()
-        return self.second(x)
-
-
-@pytest.mark.parametrize("checkpoint", [False, True])
-def test_flops_are_those_of_the_formula_without_recomputation(checkpoint, monkeypatch):
-    forward = 2 * 4 * 6 * 64 + 2 * 4 * 64
-    # Gradients of both weights, and of what lies between; of the input too if it is checkpointed.
-    backward = forward + 2 * 4 * 64 + (2 * 4 * 6 * 64 if checkpoint else 0)
-    monitor = lo.PerformanceMonitor(every_n_steps=6, peak_flops=1e9)
-    logger = MemoryLogger()
-    quiet_trainer(callbacks=[monitor], logger=logger).fit(Wide(checkpoint))
-    (_, tflops) = logger.series("perf/tflops")
-    rate = logger.series("perf/samples_per_second")[-1]
-    assert tflops == pytest.approx(rate / 4 * (forward + backward) / 1e12)
-    assert logger.series("perf/mfu")[-1] == pytest.approx(tflops * 1e12 / 1e9)
-
-
-def test_a_formula_that_fails_stops_nothing(monkeypatch):
-    def broken(*args, **kwargs):
-        raise ZeroDivisionError("planted")
-
-    monkeypatch.setitem(torch.utils.flop_counter.flop_registry, torch.ops.aten.addmm, broken)
-    monitor = lo.PerformanceMonitor()
-    quiet_trainer(callbacks=[monitor]).fit(SmallNet())
-    assert any("ZeroDivisionError: planted" in note for note in monitor.report().notes)
-
-
-def test_given_flops_are_taken_and_none_are_left_out(monkeypatch):
-    monitor = lo.PerformanceMonitor(every_n_steps=6, flops_per_step=7e12)
-    logger = timed(monkeypatch, monitor)
-    assert logger.series("perf/tflops")[-1] == pytest.approx(2.0, rel=0.1)
-    assert (
-        timed(monkeypatch, lo.PerformanceMonitor(flops_per_step=None)).series("perf/tflops") == []
-    )
-
-
-def test_a_model_of_compile_model_is_not_counted():
-    monitor = lo.PerformanceMonitor()
-    quiet_trainer(callbacks=[monitor, lo.CompileModel(backend="eager")]).fit(SmallNet())
-    assert "operations" not in report_of(monitor)
-    assert any("give flops_per_step" in note for note in monitor.report().notes)
+# --- falling throughput -------------------------------------------------------------------------
 
 
 def test_a_run_that_gets_slower_is_told_once_and_reported(monkeypatch, caplog):

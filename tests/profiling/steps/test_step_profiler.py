@@ -655,11 +655,11 @@ def test_trace_of_some_batches(tmp_path):
         ({"log_every_n_steps": 1.5}, "log_every_n_steps must be a whole number"),
         ({"tokens": 0}, "tokens must be a whole number of at least 1"),
         ({"peak_flops": 0.0}, "peak_flops must be a finite number above 0"),
-        ({"trace": 3}, "two batch numbers"),
-        ({"trace": [1, 2, 3]}, "two batch numbers"),
-        ({"trace": [1.0, 2.0]}, "two batch numbers"),
-        ({"trace": [5, 3]}, "to a later one"),
-        ({"trace": [-1, 3]}, "at least 0"),
+        ({"trace": 3}, "two batches"),
+        ({"trace": [1, 2, 3]}, "two batches"),
+        ({"trace": [1.0, 2.0]}, "two batches"),
+        ({"trace": [5, 3]}, "two batches"),
+        ({"trace": [-1, 3]}, "two batches"),
     ],
 )
 def test_refuses_what_makes_no_sense(settings, message):
