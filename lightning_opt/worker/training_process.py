@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import pickle
@@ -11,9 +10,9 @@ import signal
 import sys
 import tempfile
 import time
-import weakref
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -126,11 +125,9 @@ class Fit:
         self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))
         (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
         self._process, self._connection = start(train, str(self._folder))
-        self._finalizer = weakref.finalize(
-            self, _end, self._process, self._connection, self._folder
-        )
-        # Before multiprocessing, which waits at the exit for all processes.
-        atexit.register(self._finalizer)
+        # With a priority, because at the exit multiprocessing waits for all processes after that.
+        ended = (self._process, self._connection, self._folder)
+        self._finalizer = Finalize(self, _end, args=ended, exitpriority=1)
         if wait:
             self._wait_until_ready()
 
@@ -154,7 +151,7 @@ class Fit:
     @property
     def closed(self) -> bool:
         """Whether the process is gone for good."""
-        return not self._finalizer.alive
+        return not self._finalizer.still_active()
 
     def advance(self, steps: int, *, timeout: float | None = None) -> list[Step]:
         """Take steps and return them; fewer only if the training has come to its end.
@@ -191,7 +188,6 @@ class Fit:
         if not self.closed:
             self._process.join(GRACE if self._failure is None else 0)
             self._finalizer()
-            atexit.unregister(self._finalizer)
 
     def ask_to_end(self) -> None:
         """Tell the training to end without waiting for that, as before closing one of several."""

@@ -2,6 +2,7 @@
 
 import contextlib
 import math
+import multiprocessing
 import os
 import pickle
 import signal
@@ -22,6 +23,7 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.worker.recipes import find, instantiate
 from lightning_opt.worker.training_process import Fit, FitFailed, Step
+from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.profiling import fitting
 from tests.profiling.fitting import CPU, Net, Rows, Waits, mishap, rows, rows_with_workers
@@ -200,32 +202,23 @@ def test_workers_make_nothing_ready_while_training_is_held(tmp_path):
         assert file.stat().st_size > made
 
 
-SCRIPT = """
-import os
-from lightning_opt.worker.training_process import Fit
-from tests.profiling.fitting import CPU, Net, rows
-print("run", os.environ.get("LOCAL_RANK"))
-os.environ |= {"LOCAL_RANK": "1", "SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes"}
-fit = Fit(Net, rows, CPU)
-fit.advance(2)
-print(fit.summary["devices"], os.environ["LOCAL_RANK"])
-"""
+def leave_one_open() -> tuple[int, int, str]:
+    """In a process that is one of several, as a cluster starts them."""
+    multiprocessing.current_process().daemon = False  # which may not have children
+    os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes"}
+    fit = Fit(Net, rows, CPU)
+    fit.advance(2)
+    LEFT_OPEN.append(fit)
+    return fit.summary["pid"], fit.summary["devices"], os.environ["LOCAL_RANK"]
 
 
-@pytest.mark.slow
-def test_a_script_without_a_guard_is_run_once_and_ends_what_it_has_not_closed(tmp_path):
-    """Also under variables by which the script's own process is one of several."""
-    script = tmp_path / "script.py"
-    script.write_text(SCRIPT)
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", str(script)],
-        env={**os.environ, "PYTHONPATH": str(Path(fitting.__file__).parents[2])},
-        capture_output=True,
-        timeout=120,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == ["run", "None", "1", "1"]
+LEFT_OPEN: list[Fit] = []
+
+
+def test_a_process_ends_that_has_left_one_open_and_its_rank_does_not_matter():
+    ((pid, devices, rank),) = launch(leave_one_open, processes=1, timeout=60)
+    assert (devices, rank) == (1, "0")
+    assert gone(pid)
 
 
 @pytest.mark.slow
@@ -365,16 +358,15 @@ def test_a_forgotten_one_is_ended():
 
 
 PARENT = """
-import sys, time
 from lightning_opt.worker.training_process import Fit
 from tests.profiling.fitting import CPU, Net, rows_with_workers, mishap
 import psutil
-if __name__ == "__main__":
-    fits = [Fit(Net, rows_with_workers, CPU), Fit(Net, rows_with_workers, lambda: mishap("hangs"))]
-    fits[0].advance(2)
-    children = psutil.Process().children(recursive=True)
-    print(*[child.pid for child in children], flush=True)
-    fits[1].advance(5)  # hangs
+print("run")
+fits = [Fit(Net, rows_with_workers, CPU), Fit(Net, rows_with_workers, lambda: mishap("hangs"))]
+fits[0].advance(2)
+children = psutil.Process().children(recursive=True)
+print(*[child.pid for child in children], flush=True)
+fits[1].advance(5)  # hangs
 """
 
 
@@ -393,18 +385,20 @@ def test_ctrl_c_ends_a_training_that_hangs():
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_parent_that_is_killed():
-    """One training waits, another hangs in a step; each has a worker."""
-    root = Path(fitting.__file__).parents[2]
+def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
+    """One training waits, another hangs in a step; each has a worker. The script has no guard."""
+    script = tmp_path / "script.py"
+    script.write_text(PARENT)
     parent = subprocess.Popen(
-        [sys.executable, "-W", "ignore", "-c", PARENT],
+        [sys.executable, "-W", "ignore", str(script)],
+        env={**os.environ, "PYTHONPATH": str(Path(fitting.__file__).parents[2])},
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
-        cwd=root,
         text=True,
     )
     try:
         assert parent.stdout is not None
+        assert parent.stdout.readline() == "run\n"
         pids = [int(pid) for pid in parent.stdout.readline().split()]
         assert len(pids) >= 5  # the server, two trainings, two workers
         time.sleep(0.5)
