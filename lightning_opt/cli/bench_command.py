@@ -67,7 +67,6 @@ def parser() -> LightningArgumentParser:
     made.add_argument(
         "--out", type=str | None, metavar="FOLDER", help="Where to write JSON, table and figure."
     )
-    made.add_argument("--json", action="store_true", help="Write the result as JSON.")
     add_targets(made)
     return made
 
@@ -88,10 +87,7 @@ def run(words: Sequence[str]) -> int:
         seed=job.seed,
         seconds=options.seconds,
     )
-    if options.json:
-        sys.stdout.write(result.to_json() + "\n")
-    else:
-        result.report.print()
+    result.report.print()
     if folder is not None:
         _save(result, folder)
         sys.stdout.write(f"Written to {folder}.\n")

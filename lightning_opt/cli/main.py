@@ -127,7 +127,7 @@ def _say(error: Exception, debug: bool) -> int:
     text = str(error).strip() or "it gave no reason"
     kind = type(error).__name__
     # Errors of this package are sentences; of others the kind says as much as the text.
-    sentence = text if kind in ("ValueError", "FitFailed") else f"{kind}: {text}"
+    sentence = text if kind in ("ValueError", "FitFailed", "BaselineFailed") else f"{kind}: {text}"
     sys.stderr.write(f"error: {sentence}\n")
     if not debug:
         sys.stderr.write("The same command with --debug shows where it came from.\n")

@@ -45,7 +45,6 @@ def parser() -> LightningArgumentParser:
     made.add_argument(
         "--out", type=str | None, metavar="FOLDER", help="Where to write table and trace."
     )
-    made.add_argument("--json", action="store_true", help="Write the table as JSON.")
     add_targets(made)
     return made
 
@@ -65,11 +64,7 @@ def run(words: Sequence[str]) -> int:
     )
     trainer = fit_shortly(job, job.options.steps, profiler=profiler)
     if trainer.is_global_zero:
-        report = profiler.report()
-        if job.options.json:
-            sys.stdout.write(report.to_json() + "\n")
-        else:
-            report.print()
+        profiler.report().print()
         if folder is not None:
             sys.stdout.write(f"Written to {folder}.\n")
     return OK

@@ -1,19 +1,17 @@
-"""Presets by name: those of the package, those that are registered, those of other packages."""
+"""Presets by name: those of the package, and those that are registered."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Callable
-from importlib.metadata import EntryPoint, entry_points
 from typing import Any
 
 from lightning_opt.presets.builtin import advanced, basic, ultra
 from lightning_opt.presets.preset import Preset
 
-GROUP = "lightning_opt.presets"
-BUILT_IN = ("basic", "advanced", "ultra")
+BUILT_IN: dict[str, Callable[[], Preset]] = {"basic": basic, "advanced": advanced, "ultra": ultra}
 
-_builders: dict[str, Callable[[], Preset]] = {"basic": basic, "advanced": advanced, "ultra": ultra}
+_builders = dict(BUILT_IN)
 
 
 def preset(name: str, /, **overrides: Any) -> Preset:
@@ -42,8 +40,14 @@ def preset(name: str, /, **overrides: Any) -> Preset:
         >>> preset = lo.preset("basic", NonFiniteGuard={"spike": 6.0}, MemoryCleanup=None)
         >>> trainer = L.Trainer(**preset.trainer_kwargs(max_epochs=3, logger=False))
     """
-    build = _builders.get(name)
-    made = _build_installed(name) if build is None else build()
+    if name not in _builders:
+        near = difflib.get_close_matches(str(name), _builders, n=1)
+        raise ValueError(
+            f"There is no preset {name!r}"
+            + (f"; did you mean {near[0]!r}?" if near else ".")
+            + f" There are {', '.join(_builders)}."
+        )
+    made = _builders[name]()
     if not isinstance(made, Preset):
         raise TypeError(
             f"The builder of preset {name!r} must return a Preset, such as "
@@ -54,9 +58,6 @@ def preset(name: str, /, **overrides: Any) -> Preset:
 
 def register_preset(name: str, builder: Callable[[], Preset]) -> None:
     """Make a preset of one's own known by name.
-
-    A package does so for all who install it by an entry point of the group
-    ``lightning_opt.presets`` whose object is the builder.
 
     Args:
         name: How it is called for; registering a name again replaces what it stood for.
@@ -87,29 +88,5 @@ def register_preset(name: str, builder: Callable[[], Preset]) -> None:
 
 
 def preset_names() -> list[str]:
-    """Return the names of all presets: this package's, registered ones, other packages'."""
-    return list(dict.fromkeys([*_builders, *_installed()]))
-
-
-def _installed() -> dict[str, EntryPoint]:
-    return {point.name: point for point in entry_points(group=GROUP)}
-
-
-def _build_installed(name: str) -> Preset:
-    point = _installed().get(name) if isinstance(name, str) else None
-    if point is None:
-        names = preset_names()
-        near = difflib.get_close_matches(str(name), names, n=1)
-        raise ValueError(
-            f"There is no preset {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
-            + f" There are {', '.join(names)}."
-        )
-    try:
-        builder: Callable[[], Preset] = point.load()
-    except Exception as error:
-        raise ValueError(
-            f"Preset {name!r} comes from {point.value!r} of an installed package, which cannot be "
-            f"loaded: {type(error).__name__}: {error}"
-        ) from error
-    return builder()
+    """Return the names of all presets: this package's and registered ones."""
+    return list(_builders)

@@ -18,12 +18,12 @@ import torch
 import lightning_opt
 from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.machine import cpu_flags
+from lightning_opt.data.cache.fingerprint import fingerprint
 from lightning_opt.tuner.journal import Journal
 from lightning_opt.tuner.progress import Progress
 from lightning_opt.tuner.report.result import TuneResult
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import Outcome, Search, TimeIsUp
-from lightning_opt.tuner.search.settings import fingerprint
 from lightning_opt.tuner.search.space import Candidates, Facts, Space
 from lightning_opt.tuner.trial import Switches, Trial
 from lightning_opt.tuner.trials.arena import Arena

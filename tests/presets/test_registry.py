@@ -1,9 +1,7 @@
 """Presets of one's own: added to, registered, and brought by other packages."""
 
 import itertools
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -102,36 +100,6 @@ def test_mistakes_of_builders():
         lo.preset("wrong")
     with pytest.raises(ValueError, match=r"no argument 'max_epoch'"):
         lo.preset("basic").plus_argument("max_epoch", 3)
-
-
-def install(folder: Path, name: str, module: str) -> None:
-    """Make what pip leaves behind for a package that brings a preset."""
-    metadata = folder / "someones_presets-1.0.dist-info"
-    metadata.mkdir()
-    (metadata / "METADATA").write_text("Metadata-Version: 2.1\nName: someones-presets\n")
-    (metadata / "entry_points.txt").write_text(f"[lightning_opt.presets]\nshared = {name}:build\n")
-    (folder / f"{name}.py").write_text(module)
-
-
-def test_presets_of_installed_packages(tmp_path, monkeypatch):
-    build = "import lightning_opt as lo\ndef build():\n    return lo.preset('basic')\n"
-    install(tmp_path, "someones_presets", build)
-    monkeypatch.syspath_prepend(tmp_path)
-    assert registry.preset_names()[-1] == "shared"
-    assert "someones_presets" not in sys.modules  # not before it is asked for
-    preset = lo.preset("shared", MemoryCleanup=None)
-    assert preset.name == "shared"
-    assert "GradientHealth" in names_of(preset)
-    del sys.modules["someones_presets"]
-
-
-def test_packages_that_are_broken(tmp_path, monkeypatch):
-    install(tmp_path, "broken_presets", "import no_such_module\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    with pytest.raises(ValueError, match=r"'shared' comes from .*No module named 'no_such_module'"):
-        lo.preset("shared")
-    with pytest.raises(ValueError, match=r"There is no preset 'share'; did you mean 'shared'\?"):
-        lo.preset("share")
 
 
 def test_yaml_has_what_python_has():

@@ -1,7 +1,11 @@
-"""How long a trial may take."""
+"""How long a trial may take, and which earlier ones serve."""
+
+from functools import partial
+from typing import Any
 
 import pytest
 
+import lightning_opt as lo
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.tuning import Plan
 
@@ -20,3 +24,35 @@ def test_the_limit_follows_from_the_baselines_own_start(budget: float) -> None:
 
 def test_what_is_asked_for_holds() -> None:
     assert plan(60.0, timeout=7.0).patience(0.0) == plan(60.0, timeout=7.0).patience(60.0) == 7.0
+
+
+def factory(depth: int = 3) -> int:
+    return depth
+
+
+def key(**parts: Any) -> str:
+    usual = {"model": "a:model", "data": factory, "base": {}, "candidates": None}
+    made = Plan(**{**usual, "objective": Objective(), "budget": 60.0, **parts})
+    return repr(made.key())
+
+
+def test_a_journal_serves_the_very_same_search() -> None:
+    """Functions count by what they do, objects by what they hold; the budget does not count."""
+    found = {
+        key(**parts)
+        for parts in (
+            {},
+            {"model": "b:model"},
+            {"data": partial(factory, depth=4)},
+            {"data": partial(factory, depth=5)},
+            {"data": lambda: 4},
+            {"base": {"callbacks": [lo.CompileModel()]}},
+            {"base": {"callbacks": [lo.CompileModel(scope="regions")]}},
+            {"candidates": ["fused"]},
+            {"objective": Objective("memory")},
+        )
+    }
+    assert len(found) == 9
+    assert key() == key(budget=90.0)
+    compiled = {"base": {"callbacks": [lo.CompileModel()]}}
+    assert key(**compiled) == key(base={"callbacks": [lo.CompileModel()]})

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import hashlib
-import inspect
-import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from lightning_opt.worker.recipes import Settings, make
@@ -15,19 +11,9 @@ LISTS = ("callbacks", "plugins")
 """Arguments that add up; of any other the last one counts."""
 
 
-class Joined:
-    """A function without arguments that returns parts of Trainer arguments, joined.
-
-    Args:
-        parts: What is joined, in this order. Functions are called each time.
-    """
-
-    def __init__(self, parts: Iterable[Settings]) -> None:
-        self.parts = list(parts)
-
-    def __call__(self) -> dict[str, Any]:
-        """Return the arguments, each time anew."""
-        return join(map(plain, self.parts))
+def join_made(parts: Sequence[Settings]) -> dict[str, Any]:
+    """Return Trainer arguments joined from parts, of which functions are called anew."""
+    return join(map(plain, parts))
 
 
 def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
@@ -86,32 +72,3 @@ def is_written(value: Any) -> bool:
     if isinstance(value, (list, tuple)):
         return all(map(is_written, value))
     return value is None or isinstance(value, (bool, int, float, str))
-
-
-def fingerprint(value: Any) -> str:
-    """Return a short name of a value that stays the same from process to process.
-
-    Functions and classes count by name and source; objects by their class and attributes, as far
-    as these are plain.
-    """
-    text = json.dumps(_described(value), sort_keys=True, default=repr)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
-
-
-def _described(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _described(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return [_described(item) for item in value]
-    if is_written(value):
-        return value
-    if isinstance(value, functools.partial):
-        return [_described(value.func), _described(value.args), _described(value.keywords)]
-    named = value if hasattr(value, "__qualname__") else type(value)
-    try:
-        source = inspect.getsource(named)
-    except (OSError, TypeError):
-        source = ""
-    state = {} if named is value else getattr(value, "__dict__", {})
-    attributes = {key: item for key, item in state.items() if is_written(item)}
-    return [f"{named.__module__}.{named.__qualname__}", source, attributes]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,11 +11,11 @@ from typing import Any
 
 from lightning_opt.tuner.search.settings import (
     LISTS,
-    Joined,
     clash,
     classes,
     is_written,
     join,
+    join_made,
     plain,
 )
 from lightning_opt.tuner.trial import Switches
@@ -226,7 +227,7 @@ class Space:
         """
         parts = [self.base, *(self.switches[name].settings for name in self.ordered(names)), *more]
         fixed = [part for part in parts if isinstance(part, Mapping)]
-        return join(fixed) if len(fixed) == len(parts) else Joined(parts)
+        return join(fixed) if len(fixed) == len(parts) else functools.partial(join_made, parts)
 
     def is_written(self, names: Iterable[str]) -> bool:
         """Return whether the arguments can be written into a configuration file."""

@@ -1,13 +1,12 @@
 """What can be switched on, what excludes what, and how settings are joined."""
 
-from functools import partial
 from typing import Any
 
 import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor, Timer
 
 import lightning_opt as lo
-from lightning_opt.tuner.search.settings import fingerprint, is_written, join, plain
+from lightning_opt.tuner.search.settings import is_written, join, plain
 from lightning_opt.tuner.search.space import Facts, Space, built_in
 
 NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, wait=0.2)
@@ -156,26 +155,3 @@ def test_a_function_makes_settings_anew_each_time() -> None:
 def test_values_replace_and_lists_add_up() -> None:
     joined = join([{"precision": 32, "callbacks": None}, {"precision": 16, "callbacks": [1]}])
     assert joined == {"precision": 16, "callbacks": [1]}
-
-
-def factory(depth: int = 3) -> int:
-    return depth
-
-
-def test_a_fingerprint_stays_the_same_and_tells_settings_apart() -> None:
-    found = {
-        fingerprint(value)
-        for value in (
-            factory,
-            partial(factory, depth=4),
-            partial(factory, depth=5),
-            {"a": lo.CompileModel()},
-            {"a": lo.CompileModel(scope="regions")},
-            {"a": {"class_path": "lightning_opt.CompileModel"}},
-            "module:factory",
-            None,
-        )
-    }
-    assert len(found) == 8
-    assert fingerprint({"a": 1, "b": factory}) == fingerprint({"b": factory, "a": 1})
-    assert fingerprint({"a": lo.CompileModel()}) == fingerprint({"a": lo.CompileModel()})
