@@ -113,15 +113,15 @@ def compare_paths(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
         reference: The same of the baseline.
     """
     common = own.keys() & reference.keys()
-    if not common or not any(own[max(common)].values()):
-        return ""  # nothing moved yet, as when a loss scale is still being found
-    steps = max(common)
-    mine, theirs = own[steps], reference[steps]
+    steps = max(common, default=0)
+    mine, theirs = own.get(steps, {}), reference.get(steps, {})
+    if not any(mine.values()) or not any(theirs.values()):
+        return ""  # nothing moved yet, as when a loss scale is being found or the rate is still 0
     lost = [name for name in theirs if theirs[name] and not mine.get(name)]
     if lost:
         named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         return f"after {steps} steps it has not changed {named}, which the baseline trains"
-    ratio = math.hypot(*mine.values()) / (math.hypot(*theirs.values()) or math.inf)
+    ratio = math.hypot(*mine.values()) / math.hypot(*theirs.values())
     if not 1 / FARTHER <= ratio <= FARTHER:
         return f"after {steps} steps its weights have moved {ratio:.2g} times as far"
     return ""

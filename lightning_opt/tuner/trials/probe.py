@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -22,6 +23,7 @@ from lightning_opt.core.machine import why_no_bf16
 from lightning_opt.core.sharding import local_part
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
 from lightning_opt.gradients.loss_scale import grad_scale
+from lightning_opt.gradients.names import plain_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -57,7 +59,7 @@ class TrialWatch(Callback):
         """Look at the model before the first step."""
         self._start = {
             name: _sample(parameter)
-            for name, parameter in pl_module.named_parameters()
+            for name, parameter in _named(pl_module)
             if parameter.requires_grad and parameter.numel()
         }
         self._facts = describe(trainer, pl_module)
@@ -88,7 +90,7 @@ class TrialWatch(Callback):
             self._gradients.append({})
         scale = float(grad_scale(trainer, optimizer))
         held = {parameter for group in optimizer.param_groups for parameter in group["params"]}
-        for name, parameter in pl_module.named_parameters():
+        for name, parameter in _named(pl_module):
             if parameter in held and parameter.grad is not None and parameter.grad.numel():
                 self._gradients[update][name] = _sample(parameter.grad).float() / scale
 
@@ -109,7 +111,7 @@ class TrialWatch(Callback):
             self._facts["wait"] = wait / (wait + busy)
             self._moved[self._batches] = {
                 name: float((_sample(parameter) - self._start[name]).float().norm())
-                for name, parameter in pl_module.named_parameters()
+                for name, parameter in _named(pl_module)
                 if name in self._start
             }
             self._write()
@@ -121,6 +123,11 @@ class TrialWatch(Callback):
         partial = self._file.with_suffix(".partial")
         torch.save(content, partial)
         partial.replace(self._file)  # whoever reads sees the old or the new one, whole
+
+
+def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield parameters by the names that they have in a module which nothing wraps."""
+    return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
 
 
 def _sample(values: Tensor) -> Tensor:

@@ -113,6 +113,7 @@ def test_a_parameter_that_no_longer_moves_is_named() -> None:
     )
     assert compare_paths({2: dict.fromkeys(near, 0.0)}, reference) == "", "a loss scale is sought"
     assert compare_paths({}, reference) == ""
+    assert compare_paths({4: near}, {4: dict.fromkeys(near, 0.0)}) == "", "its rate is still 0"
     assert "b, c, d and 2 more" in compare_paths({4: {"a": 1.0}}, reference)
 
 

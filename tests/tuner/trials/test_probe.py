@@ -162,3 +162,18 @@ def test_what_it_tells(tmp_path: Path) -> None:
     assert sorted(observed.moved) == [2, 4, 8]
     assert len(observed.gradients) == 4
     assert all(distance > 0 for distance in observed.moved[8].values())
+
+
+def test_wrappers_leave_the_names_as_they_are(tmp_path: Path) -> None:
+    """What compiles or wraps a part of the model puts a name of its own between."""
+
+    def wrapped() -> nn.Module:
+        net = Images(0.0)
+        net[0] = torch.compile(net[0], backend="eager")
+        return net
+
+    own, _ = observe(tmp_path, wrapped, torch.optim.SGD, False)
+    reference, _ = usual(partial(Images, 0.0), torch.optim.SGD, False, seed=0)
+    assert own.gradients[0].keys() == reference.gradients[0].keys()
+    assert own.moved[8].keys() == reference.moved[8].keys()
+    assert compare_gradients(own.gradients, reference.gradients)[1] == ""
