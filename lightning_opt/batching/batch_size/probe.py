@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,12 +26,23 @@ from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-STEPS = 4
-"""Of a trial at least. The first one makes the optimizer's state and is not timed."""
 
-MOST_STEPS = 30
-TIMED = 0.3
-"""Seconds that are timed at least, within ``MOST_STEPS``, where no other rank must stop too."""
+class Length(NamedTuple):
+    """How long a trial is; the first step makes the optimizer's state and is not timed.
+
+    Attributes:
+        steps: At least.
+        seconds: That are timed at least, where no other rank must stop too.
+        most: Steps at most.
+    """
+
+    steps: int
+    seconds: float
+    most: int
+
+
+TRY = Length(4, 0.3, 30)
+TIME = Length(11, 1.0, 2000)
 
 
 class RanOutError(BaseException):
@@ -42,9 +53,9 @@ class Probe(Callback):
     """Gives loaders the size, takes time and memory, and has ranks agree when one runs out."""
 
     def __init__(
-        self, size: int | None, target: float, budget_mb: float | None, initial: int | None
+        self, size: int | None, budget_mb: float | None, initial: int | None, length: Length
     ) -> None:
-        self.size, self.target, self.budget_mb = size, target, budget_mb
+        self.size, self.budget_mb, self.length = size, budget_mb, length
         self.initial, self.samples = initial, 0
         self.seconds: list[float] = []
         self.rows: list[int] = []
@@ -124,14 +135,8 @@ class Probe(Callback):
             raise RanOutError
         return result
 
-    def on_train_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        """Count the samples, and take the time."""
-        try:
-            self.rows.append(batch_length(batch))
-        except UnsplittableBatchError:
-            self.rows.append(self.size or 1)
+    def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Begin to take the time: of loading and copying too."""
         self._wait()
         self.began = time.perf_counter()
 
@@ -152,10 +157,16 @@ class Probe(Callback):
     ) -> None:
         """Take the time, and stop after enough of it."""
         self._wait()
-        self.seconds.append(time.perf_counter() - self.began)
+        now = time.perf_counter()
+        self.seconds.append(now - self.began)
+        self.began = now
+        try:
+            self.rows.append(batch_length(batch))
+        except UnsplittableBatchError:
+            self.rows.append(self.size or 1)
         # Ranks would not stop at the same step.
-        if self.ranks > 1 or sum(self.seconds[1:]) >= TIMED:
-            trainer.should_stop = len(self.seconds) >= STEPS
+        if self.ranks > 1 or sum(self.seconds[1:]) >= self.length.seconds:
+            trainer.should_stop = len(self.seconds) >= self.length.steps
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the peak."""

@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import math
+import random
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_opt.batching.batch_size.memory_fit import MemoryFit
 from lightning_opt.core.report import Report
 
 TRIALS = 12
-"""What a search may take."""
+"""What a search for the largest size may take."""
+
+ROUNDS = 4
+"""In which sizes are timed, each with half of those that the one before has left."""
 
 TOLERANCE = 0.03
 """A largest size this close to one that does not fit is good enough."""
 
-SAME = 0.02
+SAME = 0.03
 """Sizes whose throughput differs by no more are alike, and the smaller one is better."""
 
 
@@ -46,7 +51,7 @@ class FoundSizes:
     Attributes:
         initial: The batch size that the loader had.
         largest: The largest size that fits; 0 if none does.
-        fastest: Of the sizes that were tried and fit, that with most samples a second.
+        fastest: Of the sizes that were timed, that with most samples a second; 0 if none was.
         trials: All of them, in order.
     """
 
@@ -79,20 +84,14 @@ class FoundSizes:
             }
             for trial in sorted(self.trials, key=lambda trial: trial.size)
         ]
-        notes = [f"Largest that fits: {self.largest}. Most samples a second: {self.fastest}."]
+        notes = [f"Largest that fits: {self.largest}."]
+        if self.fastest:
+            notes = [f"{notes[0]} Most samples a second: {self.fastest}."]
         return Report("Batch sizes", rows, notes)
 
 
-def search(
-    run: Callable[[int], Trial],
-    initial: int,
-    most: int,
-    *,
-    target: float,
-    speed: bool,
-    trials: int = TRIALS,
-) -> FoundSizes:
-    """Search the largest size that fits, and if asked to, the one with most samples a second.
+def search(run: Callable[[int], Trial], initial: int, most: int, *, target: float) -> FoundSizes:
+    """Search the largest size that fits.
 
     Two sizes show what a sample takes; then the line through all peaks foretells the largest, and
     the next trials close in on it from both sides. Where it foretells nothing (memory of no known
@@ -103,16 +102,12 @@ def search(
         initial: The first size to try.
         most: The largest size to try.
         target: Share of the limit that a size may take.
-        speed: Whether to look for the fastest size too, with the trials that are left.
-        trials: How many there may be.
     """
     done: dict[int, Trial] = {}
     fit = MemoryFit()
     good, bad = 0, most + 1
     size = max(1, min(initial, most))
-    # The fastest is often among small sizes, so some trials are left for them.
-    for_largest = trials - (4 if speed else 0)
-    while len(done) < for_largest:
+    while len(done) < TRIALS:
         trial = done[size] = run(size)
         if trial.peak is not None:
             fit.add(size, trial.peak, trial.rest)
@@ -123,15 +118,39 @@ def search(
         if bad - good <= 1 or good >= (1 - TOLERANCE) * bad:
             break
         size = _next(good, bad, most, fit, target)
-    while speed and len(done) < trials:
-        another = _faster(done)
-        if another is None:
-            break
-        done[another] = run(another)
-    fitting = [trial for trial in done.values() if trial.fits]
-    best = max((trial.speed for trial in fitting), default=0.0)
-    fastest = min((t.size for t in fitting if t.speed >= (1 - SAME) * best), default=0)
-    return FoundSizes(initial, good, fastest, list(done.values()))
+    return FoundSizes(initial, good, 0, list(done.values()))
+
+
+def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
+    """Return the size with most samples a second, of ``largest``, its half, its quarter and so on.
+
+    They are timed in rounds, in another order each time, so that what slows the machine down for a
+    while does so to all. Each round leaves the better half. Of those at the end that are as fast as
+    the best, but for noise, the smallest is the one.
+
+    Args:
+        run: Times a size.
+        largest: The largest that fits, at least 1.
+
+    Returns:
+        The size, and one trial a size, with the median of its speeds.
+    """
+    order = random.Random(0)  # the same on all ranks
+    # Not one sample alone, of which BatchNorm makes no statistics.
+    racing = [largest >> halvings for halvings in range(max(1, largest.bit_length() - 1))]
+    trials: dict[int, list[Trial]] = {size: [] for size in racing}
+
+    def speed(size: int) -> float:
+        return statistics.median(trial.speed for trial in trials[size])
+
+    for _ in range(ROUNDS):
+        order.shuffle(racing)
+        for size in racing:
+            trials[size].append(run(size))
+        racing = sorted(racing, key=speed, reverse=True)[: max(2, (len(racing) + 1) // 2)]
+    best = max(map(speed, racing))
+    found = min(size for size in racing if speed(size) >= (1 - SAME) * best)
+    return found, [replace(runs[-1], speed=speed(size)) for size, runs in trials.items()]
 
 
 def _next(good: int, bad: int, most: int, fit: MemoryFit, target: float) -> int:
@@ -150,22 +169,3 @@ def _next(good: int, bad: int, most: int, fit: MemoryFit, target: float) -> int:
         return near if good < near < bad else (good + bad) // 2
     # From few points a line must not be followed too far.
     return min(guess, most, 16 * max(fit.points))
-
-
-def _faster(done: dict[int, Trial]) -> int | None:
-    """Return a size to try beside the fastest so far; None where that is no use."""
-    fitting = sorted(size for size, trial in done.items() if trial.fits)
-    if not fitting:
-        return None
-    place = max(range(len(fitting)), key=lambda n: done[fitting[n]].speed)
-    best = fitting[place]
-    below = fitting[place - 1] if place else max(1, best // 4)
-    above = fitting[place + 1] if place + 1 < len(fitting) else best
-    gaps = [(best / below, below, best), (above / best, best, above)]
-    for ratio, low, high in sorted(gaps, reverse=True):
-        middle = math.isqrt(low * high)
-        if place == 0 and low == below:
-            middle = max(1, best // 2)
-        if ratio > 1.3 and middle not in done:
-            return middle
-    return None

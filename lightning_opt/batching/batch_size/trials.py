@@ -28,8 +28,8 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_opt.batching.batch_size.probe import MOST_STEPS, Probe, RanOutError
-from lightning_opt.batching.batch_size.search import TRIALS, FoundSizes, Trial, search
+from lightning_opt.batching.batch_size.probe import TIME, TRY, Length, Probe, RanOutError
+from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
 from lightning_opt.core.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
 from lightning_opt.core.preserve import do_nothing, replaced
 
@@ -102,7 +102,7 @@ class Trials:
                 "from epoch to epoch without running out."
             )
 
-    def run(self, size: int | None) -> Trial:
+    def run(self, size: int | None, length: Length = TRY) -> Trial:
         """Try a size; None for that of the loader."""
         trainer = self._trainer
         free_unused(trainer.strategy.root_device)
@@ -110,7 +110,7 @@ class Trials:
             stack.enter_context(isolate_rng())
             stack.callback(SAYS.setLevel, SAYS.level)
             SAYS.setLevel(logging.WARNING)  # that training has stopped, after each trial
-            probe = self._swap(stack, size)
+            probe = self._swap(stack, size, length)
             fits = True
             try:
                 trainer._run(probe.model)
@@ -135,7 +135,7 @@ class Trials:
         self.samples = -int(values[3])
         return Trial(size, values[0] <= self._target, values[0], values[1], -values[2])
 
-    def _swap(self, stack: ExitStack, size: int | None) -> Probe:
+    def _swap(self, stack: ExitStack, size: int | None, length: Length) -> Probe:
         """Replace what a run changes, until ``stack`` is closed."""
         trainer, module = self._trainer, self._module
         datamodule = getattr(trainer, "datamodule", None)
@@ -144,11 +144,11 @@ class Trials:
             kept[id(datamodule)] = datamodule
         model, callbacks = copy.deepcopy((module, self._callbacks), dict(kept))
         model.trainer = trainer  # a LightningModule is copied without it
-        probe = Probe(size, self._target, self._budget, self.initial or None)
+        probe = Probe(size, self._budget, self.initial or None, length)
         stack.callback(probe.stack.close)
 
-        loop = _FitLoop(trainer, max_epochs=MOST_STEPS)
-        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=MOST_STEPS)
+        loop = _FitLoop(trainer, max_epochs=length.most)
+        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=length.most)
         loop._data_source = copy.copy(trainer.fit_loop._data_source)
         if loop._data_source.instance is module:
             loop._data_source.instance = model
@@ -213,7 +213,6 @@ def find_within(
     max_size: int | None,
     budget_mb: float | None,
     leave_out: Callback,
-    trials: int = TRIALS,
 ) -> FoundSizes:
     """Search batch sizes from within ``Callback.setup``; see :func:`find_batch_size`."""
     tries = Trials(trainer, module, target, budget_mb, leave_out)
@@ -226,10 +225,12 @@ def find_within(
         return trial
 
     most = min(max_size or tries.samples, tries.samples)
-    found = search(
-        run, first.size, max(1, most), target=target, speed=mode == "fastest", trials=trials
-    )
+    found = search(run, first.size, max(1, most), target=target)
     found.initial = tries.initial
+    if mode == "fastest" and found.largest:
+        found.fastest, timed = race(lambda size: tries.run(size, TIME), found.largest)
+        known = {trial.size: trial for trial in (*found.trials, *timed)}
+        found.trials = list(known.values())
     return found
 
 
@@ -254,7 +255,6 @@ def find_batch_size(
     target: float = 0.9,
     max_size: int | None = None,
     budget_mb: float | None = None,
-    trials: int = TRIALS,
 ) -> FoundSizes:
     """Find the largest batch size that fits into memory, or the one with most samples a second.
 
@@ -269,11 +269,10 @@ def find_batch_size(
         train_dataloaders: As for ``fit``.
         datamodule: As for ``fit``.
         mode: ``"largest"``, or ``"fastest"`` for the size with most samples a second, which is
-            often smaller.
+            often smaller: the largest, its half, its quarter and so on are timed, loading included.
         target: Share of the nearest limit of memory that a size may take; 1 for all of it.
         max_size: The largest size to try; None for as many samples as there are.
         budget_mb: A limit of one's own.
-        trials: How many sizes may be tried.
 
     Returns:
         Both sizes and all trials; ``report()`` prints them.
@@ -297,9 +296,7 @@ def find_batch_size(
     """
     if mode not in ("largest", "fastest"):
         raise ValueError(f"mode must be 'largest' or 'fastest', got {mode!r}.")
-    finding = _Finding(
-        mode=mode, target=target, max_size=max_size, budget_mb=budget_mb, trials=trials
-    )
+    finding = _Finding(mode=mode, target=target, max_size=max_size, budget_mb=budget_mb)
     with replaced(trainer, callbacks=[finding, *trainer.callbacks]):  # type: ignore[attr-defined]
         trainer.fit(model, train_dataloaders, datamodule=datamodule)
     if finding.found is None:

@@ -183,7 +183,6 @@ def find_with_a_small_rank() -> dict[str, Any]:
             loader_of(400),
             budget_mb=10**6,
             mode="fastest" if where == "backward" else "largest",
-            trials=6,
         )
         results[where] = (found.largest, found.fastest)
     callback = lo.DynamicBatchSize(budget_mb=10**6, find=True, max_size=60)
@@ -206,7 +205,7 @@ def test_ranks_find_the_same_size_and_none_waits_for_one_that_has_run_out():
     assert first == second
     for where in ("forward", "backward", "update"):
         assert 8 <= first[where][0] <= 50
-        assert 1 <= first[where][1] <= 50
+        assert (1 <= first[where][1] <= 50) == (where == "backward")
     assert first["then"] == (60, 4)
 
 
