@@ -9,7 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import LBFGS, SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
@@ -36,6 +36,9 @@ CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
 """Where a checkpoint keeps what the ranks had not yet sent."""
 
 TOO_SPARSE_FOR_ADAM = 0.002
+
+ONE_BUCKET = 2**20
+"""Megabytes of a bucket that holds any model."""
 
 
 class CompressedDDPStrategy(DDPStrategy):
@@ -94,10 +97,10 @@ class CompressedDDPStrategy(DDPStrategy):
             :class:`~torch.nn.parallel.DistributedDataParallel` take.
 
     Raises:
-        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps or a
-            communication hook besides this one; in ``setup`` for LBFGS, sharded parameters, a
-            backend that does not fit, a callback that clips reduced gradients beside Top-K or
-            Threshold, or PowerSGD with a ``bucket_cap_mb`` on CPUs.
+        ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps,
+            PowerSGD with a ``bucket_cap_mb`` or a communication hook besides this one; in ``setup``
+            for LBFGS, sharded parameters, a backend that does not fit, or a callback that clips
+            reduced gradients beside Top-K or Threshold.
 
     Example:
         >>> import lightning as L
@@ -123,8 +126,16 @@ class CompressedDDPStrategy(DDPStrategy):
                     f"CompressedDDPStrategy brings its own communication hook, so {name} cannot be "
                     "given. Use lightning.pytorch.strategies.DDPStrategy for a hook of your own."
                 )
-        super().__init__(process_group_backend=process_group_backend, **kwargs)
         self.compressor = resolve_compressor(compressor, ratio)
+        if isinstance(self.compressor, PowerSGD):
+            if "bucket_cap_mb" in kwargs:
+                raise ValueError(
+                    "PowerSGD needs one bucket for the whole model, so bucket_cap_mb cannot be "
+                    "given: torch's hook launches collectives from within collectives, which "
+                    "deadlocks on gloo with two buckets."
+                )
+            kwargs["bucket_cap_mb"] = ONE_BUCKET
+        super().__init__(process_group_backend=process_group_backend, **kwargs)
         self.chooses = compressor == "auto"
         self.error_feedback = error_feedback
         layout_steps = 3 if kwargs.get("static_graph") else 2
@@ -171,22 +182,6 @@ class CompressedDDPStrategy(DDPStrategy):
                 "Leave process_group_backend out, with a torch that was built with gloo."
             )
         super().setup_environment()
-
-    def _setup_model(self, model: nn.Module) -> DistributedDataParallel:
-        if not isinstance(self.compressor, PowerSGD) or self.root_device.type != "cpu":
-            return super()._setup_model(model)
-        if "bucket_cap_mb" in self._ddp_kwargs:
-            raise ValueError(
-                "PowerSGD on CPUs needs one bucket for the whole model, so bucket_cap_mb cannot be "
-                "given: torch's hook launches collectives from within collectives, which deadlocks "
-                "on gloo with two buckets."
-            )
-        size = sum(p.numel() * p.element_size() for p in model.parameters())
-        self._ddp_kwargs["bucket_cap_mb"] = size // 2**20 + 1
-        try:
-            return super()._setup_model(model)
-        finally:
-            del self._ddp_kwargs["bucket_cap_mb"]
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; gloo takes them as well.

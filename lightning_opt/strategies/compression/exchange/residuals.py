@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 
 class Owed:
@@ -143,9 +144,7 @@ class Residuals:
     def norm(self) -> float:
         """Return the L2 norm of everything kept. Reads one number from the device."""
         parts = [*self._loose.values(), *(residual.kept for residual in self._bound)]
-        if not parts:
-            return 0.0
-        return float(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(parts))))
+        return float(get_total_norm(parts))
 
     def averaged(self, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
         """Return the mean over ranks, on the CPU. All ranks must call it.
