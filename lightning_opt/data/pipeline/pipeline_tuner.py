@@ -199,10 +199,10 @@ class DataPipelineTuner(RunCallback):
         if is_random and self.random_items == "refuse":
             raise ProbeError(f"its items are random: {found or 'on another rank'}")
         step, takes = self._step(trainer, pl_module, probe.batch)
-        persistent = present.persistent or self._may_persist(trainer, loader)
+        persistent = present.persistent or (self.persistent and can_persist(trainer, loader))
         search = Search(
             self._measurement(trainer, loader, indices, step, start),
-            max_workers=self._most_workers(trainer),
+            max_workers=most_workers(trainer) if self.max_workers is None else self.max_workers,
             # Kept workers draw a seed less in each epoch, and any run a sampler to its end.
             min_workers=int(present.persistent or present.workers > 0),
             prefetch=self.prefetch,
@@ -288,19 +288,6 @@ class DataPipelineTuner(RunCallback):
             return lambda batch: time.sleep(takes), takes
         return step, takes
 
-    def _most_workers(self, trainer: pl.Trainer) -> int:
-        if self.max_workers is not None:
-            return self.max_workers
-        share = available_cpus() // max(1, trainer.num_devices)
-        return max(1, int(-_agree(trainer, [-float(share)])[0]))
-
-    def _may_persist(self, trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
-        return (
-            self.persistent
-            and not hasattr(loader.dataset, "set_epoch")
-            and not trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-        )
-
     def _pins(self, trainer: pl.Trainer, present: LoaderSettings) -> tuple[bool, ...]:
         if isinstance(self.pin, bool):
             return (self.pin,)
@@ -357,6 +344,18 @@ class DataPipelineTuner(RunCallback):
         if self._changed is not None:
             put_back(*self._changed)
             self._changed = None
+
+
+def most_workers(trainer: pl.Trainer) -> int:
+    """Return the smallest of the ranks' shares of the CPUs, at least 1."""
+    share = available_cpus() // max(1, trainer.num_devices)
+    return max(1, int(-_agree(trainer, [-float(share)])[0]))
+
+
+def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
+    """Return whether workers that are kept see the same dataset in each epoch."""
+    reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+    return not hasattr(loader.dataset, "set_epoch") and not reloads
 
 
 def _agree(trainer: pl.Trainer, values: list[float]) -> list[float]:

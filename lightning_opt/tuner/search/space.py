@@ -111,7 +111,7 @@ def built_in(facts: Facts) -> list[Switch]:
         Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates",
                unfit=_unless(not facts.fused, "the optimizers are fused already")),
         Switch("channels_last", added("ChannelsLast"), "layout",
-               "convolutions and images in channels_last", "throughput",
+               "convolutions in channels_last", "throughput",
                _unless(facts.convolutions, "the model has no convolutions")),
         Switch("tf32", added("Runtime"), "runtime",
                "matrix products in TF32; results change by rounding", "throughput", no_cuda),

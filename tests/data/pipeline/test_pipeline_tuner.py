@@ -316,19 +316,19 @@ def test_kept_workers_need_a_dataset_that_is_not_told_the_epoch():
         def set_epoch(self, epoch):
             """Reach the copy of the main process alone."""
 
-    tuner = lo.DataPipelineTuner(max_workers=1, verbose=False)
     trainer = quiet_trainer()
-    assert tuner._may_persist(trainer, DataLoader(Rows()))
-    assert not tuner._may_persist(trainer, DataLoader(Told()))
+    assert tuning.can_persist(trainer, DataLoader(Rows()))
+    assert not tuning.can_persist(trainer, DataLoader(Told()))
+    trainer = quiet_trainer(reload_dataloaders_every_n_epochs=1)
+    assert not tuning.can_persist(trainer, DataLoader(Rows()))
 
 
 def test_the_share_of_each_process(monkeypatch):
     monkeypatch.setattr(tuning, "available_cpus", lambda: 6)
     trainer = quiet_trainer()
-    assert lo.DataPipelineTuner()._most_workers(trainer) == 6
+    assert tuning.most_workers(trainer) == 6
     monkeypatch.setattr(type(trainer), "num_devices", 4)
-    assert lo.DataPipelineTuner()._most_workers(trainer) == 1
-    assert lo.DataPipelineTuner(max_workers=9)._most_workers(trainer) == 9
+    assert tuning.most_workers(trainer) == 1
 
 
 @pytest.mark.parametrize(
