@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from lightning_opt.core.compiling import has_compiled_parts
+from lightning_opt.core.operators import written_by
 from lightning_opt.core.preserve import do_nothing, isolated_random, preserved, replaced
 from lightning_opt.core.sharding import is_dtensor
 
@@ -42,7 +42,8 @@ def without_a_trace(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator
                 manual_backward=lambda loss, *args, **kwargs: loss.backward(*args, **kwargs),
             )
         )
-        for optimizer in trainer.strategy._lightning_optimizers:
+        optimizers = module.optimizers()
+        for optimizer in optimizers if isinstance(optimizers, list) else [optimizers]:
             stack.enter_context(replaced(optimizer, step=do_nothing))
         for config in trainer.lr_scheduler_configs:
             stack.enter_context(replaced(config.scheduler, step=do_nothing))
@@ -156,16 +157,11 @@ class _WriteWatch(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                value = (
-                    args[position] if position < len(args) else (kwargs or {}).get(argument.name)
-                )
-                for leaf in tree_flatten(value)[0]:
-                    if type(leaf) in (Tensor, nn.Parameter):
-                        parameter = self._by_memory.get(leaf.untyped_storage().data_ptr())
-                        if parameter is not None and parameter not in self.copies:
-                            self.copies[parameter] = parameter.detach().clone()
+        for tensor in written_by(func, args, kwargs or {}):
+            if type(tensor) in (Tensor, nn.Parameter):
+                parameter = self._by_memory.get(tensor.untyped_storage().data_ptr())
+                if parameter is not None and parameter not in self.copies:
+                    self.copies[parameter] = parameter.detach().clone()
         return func(*args, **(kwargs or {}))
 
 

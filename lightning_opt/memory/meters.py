@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from lightning_opt.core.memory import PeakMeter
+from lightning_opt.core.operators import returns_views
 from lightning_opt.core.sharding import local_part
 
 
@@ -46,8 +47,7 @@ class StorageMeter(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         output = func(*args, **(kwargs or {}))
-        aliases = any(result.alias_info is not None for result in func._schema.returns)
-        if not aliases:
+        if not returns_views(func):
             inputs = {id(leaf.untyped_storage()) for leaf in _tensors((args, kwargs))}
             for leaf in _tensors(output):
                 self._count(leaf, inputs)

@@ -99,9 +99,8 @@ class WrittenBuffers:
 
     def _all(self) -> Iterator[tuple[BufferKey, Tensor]]:
         for owner in self._owners:
-            for name, buffer in owner._buffers.items():
-                if buffer is not None:
-                    yield (owner, name), buffer
+            for name, buffer in owner.named_buffers(recurse=False):
+                yield (owner, name), buffer
 
     def before(self) -> list[tuple[BufferKey, Tensor, int, Tensor]]:
         """Return what may be written: where it is, the buffer, its version, and a copy."""
@@ -112,7 +111,7 @@ class WrittenBuffers:
         values = {
             (owner, name): copy
             for (owner, name), buffer, version, copy in before
-            if owner._buffers.get(name) is not buffer or buffer._version != version
+            if getattr(owner, name, None) is not buffer or buffer._version != version
         }
         if self.read_only is None:  # kernels of norms write without a new version
             same = all(torch.equal(buffer, copy) for _, buffer, _, copy in before)
@@ -125,8 +124,8 @@ class WrittenBuffers:
         originals = dict(self._all())
         try:
             for (owner, name), original in originals.items():
-                owner._buffers[name] = values.get((owner, name), original).clone()
+                setattr(owner, name, values.get((owner, name), original).clone())
             yield
         finally:
             for (owner, name), original in originals.items():
-                owner._buffers[name] = original
+                setattr(owner, name, original)

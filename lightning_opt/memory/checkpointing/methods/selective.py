@@ -20,6 +20,7 @@ from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
+from lightning_opt.core.operators import returns_views, written_by
 from lightning_opt.memory.checkpointing.methods.forward import ContextPair
 
 Place: TypeAlias = tuple[str, int]
@@ -130,13 +131,12 @@ class _Recorder(TorchDispatchMode):
         output = func(*args, **kwargs)
         seconds = _now(device) - start
         drew = before is not None and not torch.equal(before, _generator_state(device))
-        writes = False
-        for position, argument in enumerate(func._schema.arguments):
-            if argument.alias_info is not None and argument.alias_info.is_write:
-                writes = True
-                value = args[position] if position < len(args) else kwargs.get(argument.name)
-                self._forget(value)
-        aliases = any(result.alias_info is not None for result in func._schema.returns)
+        written = list(written_by(func, args, kwargs))
+        for tensor in written:
+            maker = self._makers.get(tensor.untyped_storage().data_ptr())
+            if maker is not None:
+                maker.keepable = False
+        aliases = returns_views(func)
         outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
         # `_unsafe_view` and its like say that their output is new memory, which it is not.
         fresh = [leaf for leaf in outputs if leaf.untyped_storage().data_ptr() not in self._makers]
@@ -148,7 +148,7 @@ class _Recorder(TorchDispatchMode):
             nbytes=0 if aliases else sum(leaf.untyped_storage().nbytes() for leaf in fresh),
             seconds=seconds,
             keepable=bool(fresh) and not aliases and not drew,
-            computes=writes or not aliases,
+            computes=bool(written) or not aliases,
         )
         self.operators.append(operator)
         if operator.keepable:
@@ -156,13 +156,6 @@ class _Recorder(TorchDispatchMode):
                 self._makers[leaf.untyped_storage().data_ptr()] = operator
                 self._alive.append(leaf.detach())
         return output
-
-    def _forget(self, written: Any) -> None:
-        for leaf in tree_flatten(written)[0]:
-            if isinstance(leaf, Tensor):
-                maker = self._makers.get(leaf.untyped_storage().data_ptr())
-                if maker is not None:
-                    maker.keepable = False
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
