@@ -7,6 +7,7 @@ import math
 import multiprocessing
 import time
 from collections.abc import Callable, Iterator, Mapping
+from datetime import timedelta
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -31,6 +32,10 @@ QUIET: dict[str, Any] = {
     "max_steps": -1,
 }
 """Settings of the Trainer where the user's say nothing: only the training itself, without end."""
+
+
+LONGEST = timedelta(days=1)
+"""For which ranks wait to be told how many steps to take."""
 
 
 class Step(NamedTuple):
@@ -86,6 +91,8 @@ class StepGate(pl.Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say that all is set up."""
+        if trainer.world_size > 1:  # NCCL would have the GPU busy with waiting
+            self._ranks = dist.new_group(backend="gloo", timeout=LONGEST)
         self._ready(trainer)
         self._open(trainer)
 
@@ -132,8 +139,6 @@ class StepGate(pl.Callback):
         self._ends = [time.perf_counter()]
 
     def _broadcast(self, granted: int) -> int:
-        if self._ranks is None:  # NCCL would have the GPU busy with waiting
-            self._ranks = dist.new_group(backend="gloo")
         told = torch.tensor(granted)
         dist.broadcast(told, 0, self._ranks)
         return int(told)

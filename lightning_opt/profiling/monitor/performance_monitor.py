@@ -70,6 +70,9 @@ class PerformanceMonitor(RunCallback):
             elements of whose tensor are counted, padding included.
         slowdown: Share of the throughput whose loss is told, from 0.01 to 0.99; None for never.
 
+    Attributes:
+        record: What was measured of the last run.
+
     Raises:
         ValueError: For arguments out of range; at the first batch if it has no ``tokens``.
 
