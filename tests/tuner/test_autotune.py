@@ -87,7 +87,7 @@ def lines_of(journal: Path) -> list[dict[str, Any]]:
 
 
 def wait_for(journal: Path, count: int) -> None:
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     while len(lines_of(journal)) < count and time.monotonic() < deadline:
         time.sleep(0.02)
 

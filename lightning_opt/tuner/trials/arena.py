@@ -22,9 +22,6 @@ ROUNDS = (4, 10)
 PRECISE = 0.02
 """Half-width of an interval, as a share, at which more rounds are of no use."""
 
-STEPS_ALONE = 60
-"""Steps of the baseline whose losses are known when a candidate is tried without it."""
-
 
 class Racer:
     """A candidate's process, and the trial that comes of it."""
@@ -118,7 +115,8 @@ class Arena:
 
     def _alone(self, switches: Switches) -> Trial:
         """Try one with the device to itself, against the baseline's blocks from before."""
-        self.baseline.catch_up(STEPS_ALONE)
+        # Its losses up to where the candidate will come to are compared with the candidate's.
+        self.baseline.catch_up(LOOKED_AT + 1 + (ROUNDS[0] + 1) * self.baseline.block)
         self.baseline.close()
         trial = self._run(switches, self._lonely_rounds, alone=True)
         self.crowded |= not trial.failed  # it runs, but not beside the baseline
