@@ -110,7 +110,7 @@ def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path}, which --against names.")
         config = parser.parse_path(path)
-        found[path] = {**job.trainer, **given_arguments(parser, config.trainer)}
+        found[path] = {**job.trainer, **given_arguments(config.trainer)}
     return found
 
 

@@ -13,7 +13,13 @@ from lightning.pytorch.cli import (
 )
 
 from lightning_opt.cli.errors import OK, UsageError
-from lightning_opt.cli.parsing import HelpFormatter, list_of_presets, plain, preset_of
+from lightning_opt.cli.parsing import (
+    HelpFormatter,
+    given_arguments,
+    list_of_presets,
+    plain,
+    preset_of,
+)
 from lightning_opt.cli.targets import Targets
 from lightning_opt.presets.preset import rank_of
 
@@ -75,12 +81,8 @@ class Fit(LightningCLI):
         if name is None:
             return super().instantiate_trainer(**kwargs)
         preset = preset_of(name, without).for_model(self.model)
-        defaults = self._parser("fit").get_defaults().trainer
-        given = {
-            name: self.config_init.fit.trainer[name]
-            for name, value in vars(config.trainer).items()
-            if value != vars(defaults).get(name)
-        }
+        made = self.config_init.fit.trainer
+        given = {name: made[name] for name in given_arguments(config.trainer)}
         theirs = plain(config.trainer.callbacks) or []
         ours = []
         for choice in preset.choose(**given):

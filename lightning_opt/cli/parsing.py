@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,6 +29,9 @@ model and data:
   DataLoader. Arguments of a class follow its name: --model.width 64. Without --data the model's own
   loaders serve. --config takes a configuration of LightningCLI with all of this.
 """
+
+
+DEFAULTS = inspect.signature(Trainer).parameters
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
@@ -136,18 +140,17 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
             f"of LightningCLI. {parser.prog} --help has examples."
         )
     data = targets.recipe("data", plain(config.pop("data", None)))
-    trainer = given_arguments(parser, config.pop("trainer"))
+    trainer = given_arguments(config.pop("trainer"))
     seed = config.pop("seed_everything")
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 
 
-def given_arguments(parser: LightningArgumentParser, trainer: Namespace) -> dict[str, Any]:
+def given_arguments(trainer: Namespace) -> dict[str, Any]:
     """Return the arguments of the Trainer that are not the defaults, as plain values."""
-    defaults = parser.get_defaults().trainer
     return {
         name: plain(value)
         for name, value in vars(trainer).items()
-        if value != vars(defaults).get(name)
+        if value != DEFAULTS[name].default
     }
 
 

@@ -60,7 +60,7 @@ def run(words: Sequence[str]) -> int:
     config = parser.parse_args(words)
     if config.preset and config.yaml:
         raise UsageError("Give one preset, to describe it or to write it as YAML.")
-    trainer = given_arguments(parser, config.trainer)
+    trainer = given_arguments(config.trainer)
     if config.yaml:
         chosen = preset_of(config.yaml, config.without)
         sys.stdout.write(chosen.to_yaml(**trainer))
