@@ -232,7 +232,7 @@ class CompressedDDPStrategy(DDPStrategy):
         ]
         if self._auto is not None and (adaptive or clipping):
             self._auto.schemes.pop()  # late gradients suit neither
-        if not self.chooses and self.compressor.late and clipping:
+        if self._reduction is not None and not self.chooses and self.compressor.late and clipping:
             raise ValueError(
                 f"{clipping[0]} clips what has been sent, but {self.compressor} keeps the rest of "
                 "an outlier and sends it later, past the clipping. Use "
