@@ -364,8 +364,8 @@ def refuse_compiled(model: nn.Module, who: str) -> None:
         if is_compiled(module):
             raise ValueError(
                 f"{who} looks at single operators, and {name or type(model).__name__} is "
-                "compiled. Use policy 'every_layer' or 'custom' with torch.compile, and no "
-                "offload."
+                "compiled. Use policy 'every_layer' or 'custom' with torch.compile, no offload, or "
+                "the compiler's own budget: torch._functorch.config.activation_memory_budget."
             )
 
 
