@@ -18,19 +18,11 @@ from lightning_opt.gradients.health.vitals import STALE, UNUSED, LayerVitals
 OVERFLOW_STREAK = 20
 """Overflows in a row that a loss scaler explains; by then its usual first scale is below 1."""
 
+FACTOR = 100.0
+"""Between neighbouring layers, or a layer and the median of all, from which they are at odds."""
+
 HALF_NORMAL = 2.0**-14
 """The smallest float16 that has its full precision; below 2^-24 there is only zero."""
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """The thresholds that a user sets; see :class:`lightning_opt.GradientHealth`."""
-
-    exploding: float = 100.0
-    vanishing: float = 1e-7
-    bottleneck: float = 100.0
-    imbalance: float = 100.0
-    dead_after: int = 3
 
 
 @dataclass
@@ -70,15 +62,15 @@ class Evidence:
         return [total for _, total in self.totals if math.isfinite(total)]
 
 
-def diagnose(evidence: Evidence, limits: Limits) -> list[Finding]:
-    """Return everything that one report sees."""
+def diagnose(evidence: Evidence, exploding: float, vanishing: float) -> list[Finding]:
+    """Return everything that one report sees, given the limits of :class:`GradientHealth`."""
     return [
         *find_nonfinite(evidence),
-        *find_exploding(evidence, limits.exploding),
-        *find_vanishing(evidence, limits.vanishing),
-        *find_dead(evidence, limits.vanishing),
-        *find_bottleneck(evidence, limits.bottleneck),
-        *find_imbalance(evidence, limits.imbalance),
+        *find_exploding(evidence, exploding),
+        *find_vanishing(evidence, vanishing),
+        *find_dead(evidence, vanishing),
+        *find_bottleneck(evidence),
+        *find_imbalance(evidence),
         *find_stale(evidence),
         *find_underflow(evidence),
     ]
@@ -210,7 +202,7 @@ def _dead_layers(evidence: Evidence) -> list[tuple[LayerVitals, LayerVitals | No
     return dead[::-1]
 
 
-def find_bottleneck(evidence: Evidence, factor: float) -> list[Finding]:
+def find_bottleneck(evidence: Evidence) -> list[Finding]:
     """Find where the gradient, on its way to the inputs, drops from one layer to the next.
 
     The three layers on either side have to differ too, or one odd layer would be called one.
@@ -221,13 +213,13 @@ def find_bottleneck(evidence: Evidence, factor: float) -> list[Finding]:
         drop = flows[i][1] / flows[i - 1][1]
         before = statistics.median(flow for _, flow in flows[max(i - 3, 0) : i])
         after = statistics.median(flow for _, flow in flows[i : i + 3])
-        if drop > factor and after / before > factor:
+        if drop > FACTOR and after / before > FACTOR:
             detail = f"gradients are {drop:.3g} times smaller here than in {flows[i][0]} after it"
             found.append(Finding("bottleneck", WARNING, flows[i - 1][0], detail, drop))
     return found
 
 
-def find_imbalance(evidence: Evidence, factor: float) -> list[Finding]:
+def find_imbalance(evidence: Evidence) -> list[Finding]:
     """Find layers that learn, or weigh in the total norm, out of proportion to all others."""
     layers = [layer for layer in evidence.layers if layer.name in evidence.flows]
     if len(layers) < 3:
@@ -238,10 +230,10 @@ def find_imbalance(evidence: Evidence, factor: float) -> list[Finding]:
     update = statistics.median(layer.update or 0.0 for layer in layers)
     for layer in layers:
         share = layer.norm**2 / total
-        if layer.update is not None and 0 < factor * update < layer.update and layer.update > 0.01:
+        if layer.update is not None and 0 < FACTOR * update < layer.update and layer.update > 0.01:
             detail = f"one step changes it by {layer.update:.1%}, other layers by {update:.2g}"
             found.append(Finding("imbalance", WARNING, layer.name, detail, layer.update / update))
-        elif share > 0.99 and layer.flow > factor * flow:
+        elif share > 0.99 and layer.flow > FACTOR * flow:
             detail = f"it holds {share:.2%} of the squared norm, {layer.flow / flow:.3g} times the "
             detail += "median RMS of all layers"
             found.append(Finding("imbalance", WARNING, layer.name, detail, layer.flow / flow))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import positive
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.norms import parameters_of
 from lightning_opt.core.report import Report
@@ -17,7 +17,6 @@ from lightning_opt.gradients.figures import save_at_end
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.health.activations import ActivationWatch
-from lightning_opt.gradients.health.diagnosis import Limits
 from lightning_opt.gradients.health.issues import CRITICAL, Finding, Issue
 from lightning_opt.gradients.health.optimizer_health import OptimizerHealth
 from lightning_opt.gradients.health.plot import draw_health
@@ -64,10 +63,10 @@ class GradientHealth(GradientCallback):
                        ``exploding``, or grows 100-fold from the loss to the inputs. A single
                        spike is a warning
     ``vanishing``      RMS of a layer below ``vanishing`` and a thousandth of the largest layer's
-    ``dead``           all gradients of a layer exactly zero for ``dead_after`` reports
-    ``bottleneck``     RMS drops by more than ``bottleneck`` from one layer to the next
-    ``imbalance``      an update-to-weight ratio above 0.01 and ``imbalance`` times the median; or
-                       99% of the squared norm in one layer, at ``imbalance`` times the RMS
+    ``dead``           all gradients of a layer exactly zero for three reports
+    ``bottleneck``     RMS drops more than 100-fold from one layer to the next
+    ``imbalance``      an update-to-weight ratio above 0.01 and 100 times the median; or 99% of the
+                       squared norm in one layer, at 100 times the median RMS
     ``stale``          a parameter to be trained has no gradient
     ``fp16_underflow`` a quarter of a layer's gradient is zero under a loss scale at which the
                        rest is too small for float16
@@ -94,9 +93,6 @@ class GradientHealth(GradientCallback):
             every 1,024 steps at least.
         exploding: Total norm from which gradients explode, above 0.
         vanishing: RMS below which they may vanish, above 0.
-        bottleneck: Factor between neighbouring layers, above 1.
-        imbalance: Factor between a layer and the median of all, above 1.
-        dead_after: Reports with zero gradients only after which a layer is dead, at least 1.
         activations: Also look at module outputs: names the module that made the first NaN, with
             its batch. Costs about as much as one more pass over all activations at each batch, and
             a second read a report.
@@ -127,23 +123,12 @@ class GradientHealth(GradientCallback):
         every_n_steps: int = 50,
         exploding: float = 100.0,
         vanishing: float = 1e-7,
-        bottleneck: float = 100.0,
-        imbalance: float = 100.0,
-        dead_after: int = 3,
         activations: bool = False,
         figure: bool | str | None = True,
     ) -> None:
         super().__init__()
-        for name, factor in (("bottleneck", bottleneck), ("imbalance", imbalance)):
-            if positive(name, factor) <= 1:
-                raise ValueError(f"{name} is a factor and must be above 1, got {factor!r}.")
-        self.limits = Limits(
-            exploding=positive("exploding", exploding),
-            vanishing=positive("vanishing", vanishing),
-            bottleneck=bottleneck,
-            imbalance=imbalance,
-            dead_after=at_least("dead_after", dead_after, 1),
-        )
+        self.exploding = positive("exploding", exploding)
+        self.vanishing = positive("vanishing", vanishing)
         self._schedule = Schedule(every_n_steps)
         self._figure = figure
         self._order = ForwardOrder()
@@ -177,7 +162,7 @@ class GradientHealth(GradientCallback):
         """Take in one step's norms, and measure more if a report is due."""
         index, step = self.measure(trainer, optimizer)
         if index not in self._records:
-            self._records[index] = OptimizerHealth(self.limits)
+            self._records[index] = OptimizerHealth(self.exploding, self.vanishing)
         record = self._records[index]
         record.observe(step)
         if self._schedule.is_due(record.steps) or record.is_full:
@@ -305,7 +290,8 @@ class GradientHealth(GradientCallback):
             ImportError: Without matplotlib, which the extra ``plots`` brings.
         """
         timelines = {index: record.timeline for index, record in self._records.items()}
-        return draw_health(self.summary(), self.issues, self.layers, timelines, self.limits)
+        limits = (self.exploding, self.vanishing)
+        return draw_health(self.summary(), self.issues, self.layers, timelines, *limits)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the steps since the last report, and save the figure."""
@@ -351,5 +337,5 @@ class GradientHealth(GradientCallback):
         """Restore what :meth:`state_dict` returned."""
         self._records = {}
         for index, state in state_dict.items():
-            record = self._records[int(index)] = OptimizerHealth(self.limits)
+            record = self._records[int(index)] = OptimizerHealth(self.exploding, self.vanishing)
             record.load_state_dict(state)

@@ -35,10 +35,10 @@ ADVICE = {
 }
 
 REPORTS_NEEDED = {
-    "nan": 1, "inf": 1, "exploding": 1, "vanishing": 2, "bottleneck": 2, "imbalance": 3,
+    "nan": 1, "inf": 1, "exploding": 1, "vanishing": 2, "dead": 3, "bottleneck": 2, "imbalance": 3,
     "stale": 2, "fp16_underflow": 2,
 }  # fmt: skip
-"""Reports in a row until a finding is an issue (``dead`` has a setting of its own)."""
+"""Reports in a row until a finding is an issue."""
 
 REPORTS_TO_CLEAR = 2
 
@@ -98,14 +98,9 @@ class Issue:
 
 
 class Persistence:
-    """Turns findings into issues: seen often enough in a row, and not gone for two reports.
+    """Turns findings into issues: seen often enough in a row, and not gone for two reports."""
 
-    Args:
-        dead_after: Reports in a row for ``dead``.
-    """
-
-    def __init__(self, dead_after: int = 3) -> None:
-        self._needed = {**REPORTS_NEEDED, "dead": dead_after}
+    def __init__(self) -> None:
         self._tracks: dict[str, dict[str, Any]] = {}
 
     def update(self, findings: Sequence[Finding], step: int) -> None:
@@ -121,14 +116,14 @@ class Persistence:
         for key in [key for key in self._tracks if key not in seen]:
             track = self._tracks[key]
             track["missed"] += 1
-            if track["missed"] >= REPORTS_TO_CLEAR or track["seen"] < self._needed[track["type"]]:
+            if track["missed"] >= REPORTS_TO_CLEAR or track["seen"] < REPORTS_NEEDED[track["type"]]:
                 del self._tracks[key]
 
     def _key(self, finding: Finding) -> str:
         if finding.type in ("nan", "inf"):
             return "nonfinite"
         # What is an issue at once needs no place to be recognised by, and may move.
-        at_once = self._needed[finding.type] == 1
+        at_once = REPORTS_NEEDED[finding.type] == 1
         return finding.type if at_once else f"{finding.type}|{finding.place}"
 
     def issues(self, order: Mapping[str, int]) -> list[Issue]:
@@ -139,7 +134,7 @@ class Persistence:
         """
         by_type: dict[str, list[dict[str, Any]]] = {}
         for track in self._tracks.values():
-            if track["seen"] >= self._needed[track["type"]]:
+            if track["seen"] >= REPORTS_NEEDED[track["type"]]:
                 by_type.setdefault(track["type"], []).append(track)
         issues = []
         for kind in sorted(by_type, key=list(ADVICE).index):

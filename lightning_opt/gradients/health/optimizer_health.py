@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_opt.core.norms import GradientStep
-from lightning_opt.gradients.health.diagnosis import OVERFLOW_STREAK, Evidence, Limits, diagnose
+from lightning_opt.gradients.health.diagnosis import OVERFLOW_STREAK, Evidence, diagnose
 from lightning_opt.gradients.health.issues import CRITICAL, Finding, Issue, Persistence
 from lightning_opt.gradients.health.measures import (
     NormWindow,
@@ -69,6 +69,10 @@ class OptimizerHealth:
     Each step goes through :meth:`observe`. On a step that is due, :meth:`measure` comes before the
     update, and :meth:`complete`, after it, reads and diagnoses.
 
+    Args:
+        exploding: See :class:`lightning_opt.GradientHealth`.
+        vanishing: The same.
+
     Attributes:
         steps: Optimizer steps seen.
         reported_step: That of the last report.
@@ -80,12 +84,12 @@ class OptimizerHealth:
         timeline: One entry a report: step, low, median and high of the total norm, RMS by layer.
     """
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    def __init__(self, exploding: float, vanishing: float) -> None:
+        self._exploding, self._vanishing = exploding, vanishing
         self._window = NormWindow()
         self._first = 1  # step of the window
         self._measured: Measured | None = None
-        self._persistence = Persistence(limits.dead_after)
+        self._persistence = Persistence()
         self._early: list[float] = []
         self._seen: set[str] = set()
         self._streak = 0
@@ -169,7 +173,8 @@ class OptimizerHealth:
             before=self.timeline[-1]["flow"] if self.timeline else {},
             loss_scale=scale,
         )
-        self._persistence.update([*diagnose(evidence, self._limits), *extra], self.steps)
+        findings = [*diagnose(evidence, self._exploding, self._vanishing), *extra]
+        self._persistence.update(findings, self.steps)
         self.issues = self._persistence.issues(order)
         self._note(evidence.finite())
         self.reported_step = self.steps

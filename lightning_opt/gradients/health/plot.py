@@ -8,7 +8,6 @@ from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.gradients.figures import new_figure
-from lightning_opt.gradients.health.diagnosis import Limits
 from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.report import HealthSummary
 from lightning_opt.gradients.health.vitals import LayerVitals
@@ -31,7 +30,8 @@ def draw_health(
     issues: Sequence[Issue],
     layers: Sequence[LayerVitals],
     timelines: Timelines,
-    limits: Limits,
+    exploding: float,
+    vanishing: float,
 ) -> Figure:
     """Draw verdict, gradient flow by layer, total norm over time and update ratios.
 
@@ -40,7 +40,8 @@ def draw_health(
         issues: What is wrong, the worst first.
         layers: In forward order.
         timelines: For each optimizer, one entry a report.
-        limits: The thresholds to draw.
+        exploding: A threshold to draw.
+        vanishing: Another one.
 
     Raises:
         ImportError: Without matplotlib; the message names the extra.
@@ -51,8 +52,8 @@ def draw_health(
     lines += wrap(f"What to do: {issues[0].advice}", WIDTH) if issues else [summary.sentence]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11, color=COLOURS[summary.status])
     trained = [layer for layer in layers if layer.trained]
-    _draw_flow(axes["f"], trained, issues, timelines, limits)
-    _draw_norm(axes["n"], timelines, limits)
+    _draw_flow(axes["f"], trained, issues, timelines, vanishing)
+    _draw_norm(axes["n"], timelines, exploding)
     _draw_updates(axes["u"], trained)
     for panel in axes.values():
         panel.grid(alpha=0.25)
@@ -66,7 +67,7 @@ def _draw_flow(
     layers: Sequence[LayerVitals],
     issues: Sequence[Issue],
     timelines: Timelines,
-    limits: Limits,
+    vanishing: float,
 ) -> None:
     """Draw the RMS of each layer, with the range it had over the run, and what is wrong in red."""
     entries = [entry["flow"] for timeline in timelines.values() for entry in timeline]
@@ -79,9 +80,9 @@ def _draw_flow(
     known = [value for value in (*low, *flows) if value > 0]  # NaN is not
     if known:
         axes.set_yscale("log")
-        if min(known) < 100 * limits.vanishing:
-            label = f"vanishing below {limits.vanishing:.0e}"
-            axes.axhline(limits.vanishing, color=COLOURS[CRITICAL], ls="--", lw=1, label=label)
+        if min(known) < 100 * vanishing:
+            label = f"vanishing below {vanishing:.0e}"
+            axes.axhline(vanishing, color=COLOURS[CRITICAL], ls="--", lw=1, label=label)
     floor = axes.get_ylim()[0]
     for severity in (WARNING, CRITICAL):
         hit = {p for i in issues if i.severity == severity for p in (i.place, *i.others)}
@@ -98,7 +99,7 @@ def _draw_flow(
     axes.set_xticks(ticks, names, rotation=55, ha="right", rotation_mode="anchor", fontsize=7.5)
 
 
-def _draw_norm(axes: Axes, timelines: Timelines, limits: Limits) -> None:
+def _draw_norm(axes: Axes, timelines: Timelines, exploding: float) -> None:
     """Draw median and range of the total norm over time."""
     highest = 0.0
     for index, entries in timelines.items():
@@ -111,9 +112,9 @@ def _draw_norm(axes: Axes, timelines: Timelines, limits: Limits) -> None:
         highest = max([highest, *high])
     if highest > 0:
         axes.set_yscale("log")
-    if highest > limits.exploding / 10:
-        label = f"exploding above {limits.exploding:g}"
-        axes.axhline(limits.exploding, color=COLOURS[CRITICAL], ls="--", lw=1, label=label)
+    if highest > exploding / 10:
+        label = f"exploding above {exploding:g}"
+        axes.axhline(exploding, color=COLOURS[CRITICAL], ls="--", lw=1, label=label)
     axes.set_title("Total norm over time", loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
 

@@ -336,9 +336,6 @@ def test_training_goes_on_without_matplotlib(tmp_path, monkeypatch, caplog):
         ({"exploding": 0.0}, ValueError),
         ({"exploding": math.nan}, ValueError),
         ({"vanishing": -1e-7}, ValueError),
-        ({"bottleneck": 1.0}, ValueError),
-        ({"imbalance": math.inf}, ValueError),
-        ({"dead_after": 0}, ValueError),
     ],
 )
 def test_bad_arguments_are_refused_by_name(settings, error):

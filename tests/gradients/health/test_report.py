@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from lightning_opt.core.report import Report
-from lightning_opt.gradients.health.diagnosis import Evidence, Limits, diagnose
+from lightning_opt.gradients.health.diagnosis import Evidence, diagnose
 from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Finding, Persistence
 from lightning_opt.gradients.health.plot import draw_health
 from lightning_opt.gradients.health.report import issue_lines, layer_rows, summarise
@@ -33,14 +33,19 @@ def evidence(found: list[LayerVitals], total: float = 1.0, **more: Any) -> Evide
     return Evidence(found, [(step, total) for step in range(11, 21)], **more)
 
 
-def types(found: Evidence, **limits: Any) -> set[tuple[str, str]]:
-    return {(finding.type, finding.severity) for finding in diagnose(found, Limits(**limits))}
+def found_in(seen: Evidence, *left_out: str) -> list[Finding]:
+    """What the default limits find, without some types."""
+    findings = diagnose(seen, exploding=100.0, vanishing=1e-7)
+    return [finding for finding in findings if finding.type not in left_out]
 
 
-def find(found: Evidence, **limits: Any) -> Any:
-    findings = diagnose(found, Limits(**limits))
-    assert len(findings) == 1, findings
-    return findings[0]
+def types(seen: Evidence, *left_out: str) -> set[tuple[str, str]]:
+    return {(finding.type, finding.severity) for finding in found_in(seen, *left_out)}
+
+
+def find(seen: Evidence, *left_out: str) -> Finding:
+    (finding,) = found_in(seen, *left_out)
+    return finding
 
 
 # --- thresholds: each from both sides -----------------------------------------------------------
@@ -77,7 +82,7 @@ def test_exploding(total, early, typical, expected):
     ],
 )
 def test_vanishing(flows, before, expected):
-    found = types(evidence(layers(*flows), before=before), bottleneck=1e9)
+    found = types(evidence(layers(*flows), before=before), "bottleneck")
     assert found == ({("vanishing", expected)} if expected else set())
 
 
@@ -85,7 +90,7 @@ def test_a_model_without_any_gradient_from_the_start():
     faint = evidence(layers(1e-9, 1e-9, 1e-9), 1e-8, early=1e-8, typical=1e-8)
     assert find(faint).place == "all layers"
     converged = evidence(layers(1e-9, 1e-9, 1e-9), 1e-8, early=1.0, typical=1e-8)
-    assert not diagnose(converged, Limits())
+    assert not found_in(converged)
 
 
 @pytest.mark.parametrize(
@@ -98,7 +103,7 @@ def test_a_model_without_any_gradient_from_the_start():
     ],
 )
 def test_bottleneck(flows, place):
-    found = diagnose(evidence(layers(*flows)), Limits())
+    found = found_in(evidence(layers(*flows)))
     assert [finding.place for finding in found] == ([place] if place else [])
 
 
@@ -108,19 +113,19 @@ def test_imbalance_needs_a_ratio_to_the_others_and_a_size_of_its_own():
         return evidence(found)
 
     assert find(updates(1e-4, 0.02, 1e-4)).place == "l1"
-    assert not diagnose(updates(1e-3, 0.02, 1e-3), Limits())
-    assert not diagnose(updates(1e-6, 5e-3, 1e-6), Limits())
+    assert not found_in(updates(1e-3, 0.02, 1e-3))
+    assert not found_in(updates(1e-6, 5e-3, 1e-6))
     loud = evidence([layer("a"), layer("b", 0.11), layer("c")])
-    assert find(loud, bottleneck=1e9).place == "b"
+    assert find(loud, "bottleneck").place == "b"
 
 
 def test_dead_behind_a_vanishing_layer_has_underflowed():
     found = layers(0.0, 0.0, 1e-9, 1e-3, 1e-3)
-    findings = diagnose(evidence(found), Limits(bottleneck=1e9))
+    findings = found_in(evidence(found), "bottleneck")
     assert {(f.type, f.place) for f in findings} == {
         ("vanishing", "layer0"), ("vanishing", "layer1"), ("vanishing", "layer2"),
     }  # fmt: skip
-    dead = diagnose(evidence(layers(0.0, 0.0, 1e-3)), Limits())
+    dead = found_in(evidence(layers(0.0, 0.0, 1e-3)))
     assert {f.type for f in dead} == {"dead"}
     assert max(dead, key=lambda f: f.badness).place == "layer1"
 
@@ -138,14 +143,14 @@ def test_underflow_needs_zeros_and_small_numbers():
 def test_normalisation_layers_are_not_compared_with_weights():
     gain = LayerVitals("norm", [ParameterVitals("norm.weight", 9, False, count=1, mean=1e-9)])
     found = [layer("a"), gain, layer("b"), layer("c")]
-    assert not diagnose(evidence(found), Limits())
+    assert not found_in(evidence(found))
 
 
 # --- persistence --------------------------------------------------------------------------------
 
 
 def run(reports: list[str]) -> list[set[str]]:
-    persistence, seen = Persistence(dead_after=3), []
+    persistence, seen = Persistence(), []
     for number, kinds in enumerate(reports):
         found = [Finding(kind, WARNING, "a", "seen") for kind in kinds.split()]
         persistence.update(found, number)
@@ -187,7 +192,7 @@ def test_the_report_says_what_where_and_what_to_do():
     found = layers(1e-9, 1e-8, 1e-4, 1e-3, 1e-3)
     persistence = Persistence()
     for step in (10, 20):
-        persistence.update(diagnose(evidence(found), Limits(bottleneck=1e9)), step)
+        persistence.update(found_in(evidence(found), "bottleneck"), step)
     issues = persistence.issues({f"layer{i}": i for i in range(5)})
     rows = layer_rows(found, issues)
     text = str(Report(f"{summarise(issues, 20, 2)}", rows, issue_lines(issues)))
@@ -210,7 +215,7 @@ def test_the_figure_of_any_number_of_layers(count):
     found = [layer(f"blocks.{i}.attention.projection", 1e-3) for i in range(count)]
     entry = {"low": 0.5, "median": 1.0, "high": 200.0}
     timeline = [{"step": s, **entry, "flow": {x.name: x.flow for x in found}} for s in (10, 20)]
-    figure = draw_health(summarise([], 20, 2), [], found, {0: timeline}, Limits())
+    figure = draw_health(summarise([], 20, 2), [], found, {0: timeline}, 100.0, 1e-7)
     figure.savefig(io.BytesIO())
     assert len(figure.axes[0].get_xticks()) <= 40
 
@@ -220,11 +225,11 @@ def test_the_figure_of_a_run_that_was_never_finite():
     issues_of = Persistence()
     issues_of.update([Finding("nan", CRITICAL, "a", "NAN gradients")], 1)
     issues = issues_of.issues({})
-    draw_health(summarise(issues, 3, 1), issues, found, {0: []}, Limits()).savefig(io.BytesIO())
+    draw_health(summarise(issues, 3, 1), issues, found, {0: []}, 100.0, 1e-7).savefig(io.BytesIO())
 
 
 def test_the_figure_before_any_step():
-    draw_health(summarise([], 0, 0), [], [], {}, Limits()).savefig(io.BytesIO())
+    draw_health(summarise([], 0, 0), [], [], {}, 100.0, 1e-7).savefig(io.BytesIO())
 
 
 def test_names():
