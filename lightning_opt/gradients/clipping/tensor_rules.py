@@ -9,7 +9,6 @@ from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.conv import _ConvTransposeNd
 
 from lightning_opt.core.arguments import at_least, fraction, positive
 from lightning_opt.core.norms import GradientStep, as_real
@@ -19,6 +18,8 @@ from lightning_opt.core.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.names import plain_name
+
+TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 class FixedValue(ClippingRule):
@@ -50,8 +51,8 @@ class FixedValue(ClippingRule):
             over = [t for t, m in zip(tensors, maxima, strict=True) if m.item() > bound]  # on a CPU
             if not over or not finite:
                 return Clip(0.0)
-            torch._foreach_clamp_min_(over, -bound)
-            torch._foreach_clamp_max_(over, bound)
+            for tensor in over:
+                tensor.clamp_(-bound, bound)
             return Clip(len(over) / len(tensors))
         limit = torch.as_tensor(where(finite, bound, math.inf))
         for tensor in tensors:
@@ -137,7 +138,8 @@ class PerParameter(ClippingRule):
                 tensor.mul_(factor.to(device=tensor.device, dtype=tensor.dtype))
             return Clip(share, coefficient=smallest)
         if over.any():
-            torch._foreach_mul_(tensors, coefficient.tolist())  # on a CPU
+            for tensor, factor in zip(tensors, coefficient.tolist(), strict=True):  # on a CPU
+                tensor.mul_(factor)
         return Clip(share.item(), coefficient=smallest.item())  # on a CPU
 
     @staticmethod
@@ -206,7 +208,7 @@ class UnitWise(ClippingRule):
         """
         self.detach()
         for child in module.modules():
-            if isinstance(child, _ConvTransposeNd):
+            if isinstance(child, TRANSPOSED):
                 self._transposed.add(child.weight)
         if isinstance(self.exclude, list):
             names = [plain_name(name) for name, _ in module.named_parameters()]

@@ -215,8 +215,7 @@ def sample_diagonal(
 ) -> list[Tensor]:
     """Return one random estimate of the Hessian's diagonal."""
     signs = [random_signs(parameter, generator) for parameter in params]
-    torch._foreach_mul_(signs, product(signs))
-    return signs
+    return [own * part for own, part in zip(signs, product(signs), strict=True)]
 
 
 def estimate_trace(

@@ -51,34 +51,38 @@ def largest_eigenvalue(
     at_least("max_iterations", max_iterations, 1)
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
-    current = [
+    sizes = [part.numel() for part in like]
+
+    def multiply(vector: Tensor) -> Tensor:
+        parts = [own.view_as(part) for own, part in zip(vector.split(sizes), like, strict=True)]
+        return torch.cat([part.flatten() for part in product(parts)])
+
+    start = [
         torch.randn(part.shape, generator=generator, device=part.device, dtype=part.dtype)
         for part in like
     ]
-    torch._foreach_div_(current, _norm(current))
-    before = [torch.zeros_like(part) for part in current]
+    current = torch.cat([part.flatten() for part in start])
+    current /= _norm(current)
+    before = torch.zeros_like(current)
     diagonal: list[float] = []
     beside: list[float] = [0.0]
-    dimension = sum(part.numel() for part in current)
     best = Eigenvalue(math.nan, math.inf, 0)
     for iteration in range(1, max_iterations + 1):
-        following = [part.clone() for part in product(current)]
-        torch._foreach_add_(following, before, alpha=-beside[-1])
-        diagonal.append(_dot(following, current))
-        torch._foreach_add_(following, current, alpha=-diagonal[-1])
+        following = multiply(current).sub_(before, alpha=beside[-1])
+        diagonal.append(float((following * current).sum(dtype=torch.float64)))
+        following.sub_(current, alpha=diagonal[-1])
         length = _norm(following)
         if not math.isfinite(diagonal[-1]) or not math.isfinite(length):
             return Eigenvalue(math.nan, math.inf, iteration)
         value, last = _top_of_tridiagonal(diagonal, beside[1:])
         best = Eigenvalue(value, abs(length * last), iteration)
         scale = max(map(abs, (*diagonal, *beside)))
-        if length <= TINY * scale or iteration == dimension or length == 0.0:
+        if length <= TINY * scale or iteration == len(current) or length == 0.0:
             # The start lies in a space that the matrix does not leave: values are exact there.
             return best
         if best.residual <= tolerance * abs(value):
             return best
-        torch._foreach_div_(following, length)
-        before, current = current, following
+        before, current = current, following / length
         beside.append(length)
     return best
 
@@ -93,11 +97,5 @@ def _top_of_tridiagonal(diagonal: list[float], beside: list[float]) -> tuple[flo
     return float(values[-1]), float(vectors[-1, -1])
 
 
-def _dot(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
-    products = torch._foreach_mul(list(a), list(b))
-    return float(torch.stack([part.sum(dtype=torch.float64) for part in products]).sum())
-
-
-def _norm(parts: Sequence[Tensor]) -> float:
-    norms = torch._foreach_norm(list(parts), 2, torch.float64)
-    return float(torch.linalg.vector_norm(torch.stack(list(norms))))
+def _norm(vector: Tensor) -> float:
+    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))

@@ -64,16 +64,13 @@ class DiagonalPreconditioner:
             gradients: Multiplied with ``scale``.
             scale: What a loss scaler has multiplied them with; the result is again.
         """
-        factors = [self._factor(name, like) for name, like in zip(names, gradients, strict=True)]
-        tensors = list(gradients)
-        largest = torch._foreach_norm(tensors, torch.inf) if self.clip is not None else []
-        torch._foreach_mul_(tensors, factors)
-        if self.clip is None:
-            return
-        for gradient, size in zip(tensors, largest, strict=True):
-            # The bound would make infinity look sound; 0 x infinity is NaN, and so are its bounds.
-            bound = self.clip * scale + 0.0 * size
-            gradient.clamp_(-bound, bound)
+        for name, gradient in zip(names, gradients, strict=True):
+            largest = torch.linalg.vector_norm(gradient, torch.inf)
+            gradient.mul_(self._factor(name, gradient))
+            if self.clip is not None:
+                # A bound makes infinity look sound; 0 x infinity is NaN, and so is then the bound.
+                bound = self.clip * scale + 0.0 * largest
+                gradient.clamp_(-bound, bound)
 
     def average(self) -> dict[str, Tensor]:
         """Return the average by name, in float32, corrected for its start at zero."""

@@ -135,18 +135,12 @@ class UpdateProbe:
         if not before:
             return torch.zeros(2, 0)
         after = [_sample(parameter) for parameter in self._parameters]
-        update = torch._foreach_sub(after, before)
-        norms = [_norms_of(list(parts)) for parts in (update, before)]
-        squares = torch.stack(norms).to(wide_dtype(norms[0].device)).square()
+        update = [new - old for new, old in zip(after, before, strict=True)]
+        norms = [torch.linalg.vector_norm(part) for part in (*update, *before)]
+        home = norms[0].device
+        squares = torch.stack([norm.to(home, wide_dtype(home)) for norm in norms]).square()
+        squares = squares.view(2, len(before))
         return combine_shards(squares, self._groups) if self._groups else squares
-
-
-def _norms_of(tensors: list[Tensor]) -> Tensor:
-    """Return the norm of each tensor as one tensor on the first one's device, shape ``(n,)``."""
-    dtypes = {tensor.dtype for tensor in tensors}
-    dtype = torch.float64 if torch.float64 in dtypes else torch.float32
-    device = tensors[0].device
-    return torch.stack([n.to(device) for n in torch._foreach_norm(tensors, 2, dtype)])
 
 
 def _sample(parameter: Tensor) -> Tensor:
@@ -154,7 +148,7 @@ def _sample(parameter: Tensor) -> Tensor:
     stride = max(flat.numel() // SAMPLE, 1)
     while math.gcd(stride, flat.numel()) > 1:  # else it would stay within some of the columns
         stride += 1
-    return flat[::stride]
+    return flat[::stride].to(torch.promote_types(flat.dtype, torch.float32))
 
 
 def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
