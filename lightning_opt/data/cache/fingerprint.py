@@ -103,7 +103,8 @@ class _Hasher(pickle.Pickler):
         hashed = hashlib.blake2b(digest_size=16)
         try:
             _Hasher(hashed, self._seen).dump(value)
-        except (pickle.PicklingError, AttributeError, TypeError):  # a lock, an open file
+        except (pickle.PicklingError, AttributeError, TypeError, RecursionError):
+            # A lock, an open file, or a very long chain of calls.
             return type(value).__qualname__
         return hashed.digest()
 

@@ -1,0 +1,107 @@
+"""What CachedDataset costs: a hit and a miss by the number of items, and memory with workers.
+
+Supports: a miss of a full cache costs the same however many items there are, and the memory of four
+workers that read one cache is that of the cache, once, and of the workers themselves.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import warnings
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset
+
+import lightning_opt as lo
+from benchmarks.harness import parse_arguments, publish
+
+BYTES = 8192
+"""Of an item."""
+
+
+class Vectors(Dataset[Tensor]):
+    """Items of one size, ready in memory."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> Tensor:
+        return torch.full((BYTES // 4,), float(index))
+
+
+def time_items(items: int, policy: Any, folder: str) -> dict[str, Any]:
+    """Fill a cache with ``items``, and return µs of a hit and of a miss that finds no room."""
+    dataset = Vectors(2 * items + 200)
+    cache = lo.CachedDataset(dataset, items * 2 * BYTES, policy, "disk", str(items), folder)
+    for index in range(2 * items):
+        cache[index]
+
+    def median(indices: range) -> float:
+        times = []
+        for index in indices:
+            start = time.perf_counter()
+            cache[index]
+            times.append(1e6 * (time.perf_counter() - start))
+        return statistics.median(times)
+
+    kept = range(items // 2) if policy == "keep" else range(2 * items - items // 2, 2 * items)
+    hit, miss = median(kept), median(range(2 * items, 2 * items + 200))
+    return {"policy": policy, "items": cache.statistics()["items"], "µs hit": hit, "µs miss": miss}
+
+
+def memory_of_all() -> int:
+    """Return bytes of this process and its children, and of what lies in /dev/shm."""
+    process = psutil.Process()
+    own = sum(each.memory_full_info().uss for each in (process, *process.children()))
+    return own + sum(file.stat().st_size for file in Path("/dev/shm").glob("lightning_opt*/*"))
+
+
+def memory(megabytes: int, workers: int) -> float:
+    """Return the MB that a full cache takes with workers that read all of it."""
+    before = memory_of_all()
+    length = (megabytes << 20) // BYTES
+    cache = lo.CachedDataset(Vectors(length), megabytes << 20)
+    for index in range(length):
+        cache[index]
+    most = memory_of_all()
+    for place, _ in enumerate(DataLoader(cache, batch_size=16, num_workers=workers)):
+        if place % 50 == 40:
+            most = max(most, memory_of_all())
+    return (most - before) / 2**20
+
+
+def main() -> None:
+    """Time items and weigh memory."""
+    arguments = parse_arguments(__doc__)
+    warnings.filterwarnings("ignore")  # more workers than CPUs are meant
+    numbers = (50, 500) if arguments.quick else (100, 1000, 5000)
+    rows = []
+    for policy in ("keep", "lru"):
+        for number in numbers:
+            with TemporaryDirectory() as folder:
+                rows.append(time_items(number, policy, folder))
+    small, large = (4, 16) if arguments.quick else (10, 100)
+    taken = {
+        workers: memory(large, workers) - memory(small, workers)
+        for workers in ((0, 2) if arguments.quick else (0, 2, 4))
+    }
+    notes = [
+        f"Items of {BYTES} bytes, on a disk; medians.",
+        f"A cache of {large} MB in memory takes, more than one of {small} MB, with all processes: "
+        + ", ".join(f"{value:.0f} MB with {workers} workers" for workers, value in taken.items())
+        + ".",
+    ]
+    publish("cache", lo.Report("What CachedDataset costs", rows, notes), arguments, memory=taken)
+
+
+if __name__ == "__main__":
+    main()
