@@ -25,7 +25,7 @@ def main() -> int:
         bad = [f"{label}: {cell}" for label, cell in rows[name].items() if cell.startswith("fails")]
         failed += len(bad)
         print(f"{name}: {len(bad)} of {len(rows[name])} fail", *bad, sep="\n    ", flush=True)
-    cells.write({name: rows[name] for name in cells.known_models() if name in rows})
+        cells.write({name: rows[name] for name in cells.known_models() if name in rows})
     page.FILE.write_text(page.render(cells.content()))
     return 1 if failed else 0
 
