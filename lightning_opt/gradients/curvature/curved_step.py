@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
+from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 
 from lightning_opt.core.preserve import replaced
@@ -81,26 +82,24 @@ def twice_differentiable_loss(
     none.
 
     Args:
-        owner: Who asks, for the error.
+        owner: Who asks, for the warning.
         trainer: The Trainer.
         module: Its module.
         batch: On the module's device.
         batch_idx: Its index.
-        fraction: Share of the samples to take, the first ones; at least one is taken.
-
-    Raises:
-        UnsplittableBatchError: If the batch cannot be cut, and ``fraction`` is below 1.
+        fraction: Share of the samples to take, the first ones; at least one is taken. Of a batch
+            that cannot be cut, such as a graph, the whole is taken, with a warning.
     """
     if fraction < 1:
         try:
             samples = batch_length(batch)
             parts = min(samples, max(1, round(1 / fraction)))
             batch, _ = split_into(batch, parts)[0]
-        except UnsplittableBatchError as error:
-            raise UnsplittableBatchError(
-                f"{owner} takes a part of each batch, and cannot cut this one. Give fraction=1.0, "
-                f"which takes the whole. {error}"
-            ) from error
+        except UnsplittableBatchError:
+            rank_zero_warn(
+                f"{owner} takes whole batches: those of type {type(batch).__name__} cannot be cut "
+                "into samples. Give fraction=1.0 to say that you know."
+            )
     precision = trainer.precision_plugin
     with ExitStack() as stack:
         stack.enter_context(without_a_trace(trainer, module))

@@ -351,9 +351,12 @@ def test_a_batch_that_cannot_be_cut():
         return {"rows": (x, y), "odd": torch.zeros(3)}
 
     loader = DataLoader(loader_of(4).dataset, batch_size=4, collate_fn=collate)
-    with pytest.raises(lo.UnsplittableBatchError, match=r"Give fraction=1\.0"):
-        quiet_trainer(callbacks=[preconditioner(fraction=0.5)]).fit(Odd(), loader)
-    quiet_trainer(callbacks=[preconditioner()]).fit(Odd(), loader)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("default")
+        quiet_trainer(callbacks=[preconditioner(fraction=0.5)]).fit(half := Odd(), loader)
+    assert sum("takes whole batches" in str(warning.message) for warning in caught) == 1
+    quiet_trainer(callbacks=[preconditioner()]).fit(whole := Odd(), loader)
+    assert_same_weights(half, whole)
 
 
 @pytest.mark.parametrize("fused", [False, True])
