@@ -24,7 +24,7 @@ import lightning.pytorch as pl
 import torch
 
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.memory import PeakMeter, process_memory
+from lightning_opt.core.memory import PeakMeter
 from lightning_opt.worker.gate import Step, StepGate, run
 from lightning_opt.worker.starting import Place, kill_tree
 
@@ -44,7 +44,6 @@ class Worker:
         self._commands: queue.Queue[int] = queue.Queue()
         self._meter: PeakMeter | None = None
         self._resident = 0
-        self._limit: int | None = None
         self._began = False
 
     def run(self, payload: dict[str, Any]) -> None:
@@ -53,7 +52,6 @@ class Worker:
             threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
         try:
             torch.set_num_threads(payload["threads"])
-            self._limit = payload["memory_limit"]
             recipe = pickle.loads(payload["recipe"])
             gate = StepGate(self._ready, self._commands.get, self._deliver)
             seed = payload["seed"]
@@ -73,8 +71,6 @@ class Worker:
         torch.ones(1 << 20).add_(1)  # starts the threads of the pool: with too little memory they
         self._meter = PeakMeter(device)  # could not, and that ends a process
         self._resident = 0 if device.type == "cuda" else self._meter.read()
-        if self._limit is not None:
-            _limit_memory(device, self._limit)
 
     def _ready(self, trainer: pl.Trainer) -> None:
         self._began = True
@@ -96,20 +92,6 @@ class Worker:
             kind = "out of memory"
         last = "".join(traceback.format_exception_only(error)).strip()
         return kind, last, "".join(traceback.format_exception(error))
-
-
-def _limit_memory(device: torch.device, limit: int) -> None:
-    """Have allocations fail that go ``limit`` bytes beyond what is taken now."""
-    if device.type == "cuda":
-        total = torch.cuda.get_device_properties(device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
-    else:
-        import resource
-
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        wanted = process_memory().virtual + limit
-        wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-        resource.setrlimit(resource.RLIMIT_AS, (wanted, hard))
 
 
 def _summarise(trainer: pl.Trainer) -> dict[str, Any]:

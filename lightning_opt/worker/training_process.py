@@ -74,9 +74,6 @@ class Fit:
             training are begun, so that two trainings begin alike whatever their settings draw.
         timeout: Seconds that the start, or one call of :meth:`advance`, may take.
         label: A name for messages.
-        memory_limit: Bytes that the training may take; an allocation beyond fails as it would where
-            memory ends. On CUDA of device memory; on a CPU of address space, which is more than
-            what is resident.
         wait: Wait until the training is ready. False returns at once, and the first
             :meth:`advance`, or asking for the summary, waits.
 
@@ -99,7 +96,6 @@ class Fit:
         seed: int = 0,
         timeout: float = 120.0,
         label: str = "",
-        memory_limit: int | None = None,
         wait: bool = True,
     ) -> None:
         recipe = {
@@ -109,8 +105,6 @@ class Fit:
         }
         self.label = label
         self.timeout = positive("timeout", timeout)
-        if memory_limit is not None:
-            at_least("memory_limit", memory_limit, 1)
         self._peak = 0
         self._summary: dict[str, Any] | None = None
         self._failure: FitFailed | None = None
@@ -119,7 +113,6 @@ class Fit:
             "path": [entry or str(Path.cwd()) for entry in sys.path],
             "threads": torch.get_num_threads(),
             "seed": seed,
-            "memory_limit": memory_limit,
             "recipe": _pickled(recipe),
         }
         self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))

@@ -91,9 +91,6 @@ class Mishap(Callback):
     def takes_memory(self) -> None:
         torch.ones(1 << 40)
 
-    def takes_a_gigabyte(self) -> None:
-        torch.ones(1 << 28)
-
 
 def mishap(kind: str) -> dict[str, Any]:
     return {**CPU, "callbacks": [Mishap(kind)]}
