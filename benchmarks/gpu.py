@@ -220,7 +220,7 @@ def main() -> int:
             module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
             options = ["--device", arguments.device, "--out", folder]
             command = [sys.executable, "-m", module, *options]
-            bundle.add(script.stem, *run(command, log, limit), Path(folder))
+            bundle.add(module, *run(command, log, limit), Path(folder))
 
     print(f"{'all passed' if bundle.passed else 'NOT all passed'}: {out / 'gpu.md'}")
     return 0 if bundle.passed else 1

@@ -111,8 +111,13 @@ def test_growth_counter_sees_what_is_touched_and_what_is_reserved():
         after = counter.read()
     finally:
         counter.close()
-    assert [round((b - a) / MB) for a, b in zip(before, between, strict=True)] == [0, 64]
-    assert [round((b - a) / MB) for a, b in zip(between, after, strict=True)] == [64, 0]
+    # To some MB: the kernel counts by thread and adds up now and then.
+    assert [(b - a) / MB for a, b in zip(before, between, strict=True)] == pytest.approx(
+        [0, 64], abs=4
+    )
+    assert [(b - a) / MB for a, b in zip(between, after, strict=True)] == pytest.approx(
+        [64, 0], abs=4
+    )
 
 
 def test_system_memory():
