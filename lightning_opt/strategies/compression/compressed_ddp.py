@@ -173,7 +173,7 @@ class CompressedDDPStrategy(DDPStrategy):
 
     def setup_environment(self) -> None:
         """Check the backend, then connect the processes."""
-        backend = self._get_process_group_backend()
+        backend = self.process_group_backend or "gloo"  # which fits CPUs
         if self.root_device.type == "cpu" and (
             "gloo" not in backend or not dist.is_gloo_available()
         ):
