@@ -284,6 +284,7 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     own, mine = vars(owner), []
     for name, value in attributes.items():
         layers = _REPLACED.setdefault((id(owner), name), [[own[name]] if name in own else []])
+        layers[-1][:] = [own[name]] if name in own else []  # it may have been set since
         layers.append(layer := [value])
         mine.append((name, layers, layer))
     own.update(attributes)

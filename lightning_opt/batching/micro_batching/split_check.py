@@ -131,13 +131,14 @@ def _compare(shop: Workshop, piece: Any) -> float:
     if noise > 0.1 * TOLERANCE * size:
         raise _CannotTellError("the loss is random.")
     halves = split_with(shop.split, piece, 2)
+    logged = {name: float(value) for name, value in logged.items()}
     sums = dict.fromkeys(logged, 0.0)
     for (half, _), share in zip(halves, shop.shares(halves), strict=True):
         gradient, values = _gradient(shop, half)
         for rest, part in zip(whole, gradient, strict=True):
             rest -= part * share
         for name in sums:
-            sums[name] += values.get(name, math.nan)
+            sums[name] += float(values.get(name, math.nan))
     shop.sums.update(
         name
         for name, value in logged.items()
@@ -151,14 +152,14 @@ def _compare(shop: Workshop, piece: Any) -> float:
 
 def _gradient(
     shop: Workshop, piece: Any, draw: bool = False
-) -> tuple[list[Tensor], dict[str, float]]:
+) -> tuple[list[Tensor], dict[str, Any]]:
     """Return the gradient of a copy, and what was logged, without touching ``Parameter.grad``."""
     parameters = [p for p in shop.parameters if p.requires_grad]
-    logged: dict[str, float] = {}
+    logged: dict[str, Any] = {}
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, (int, float, Tensor)):
-            logged[name] = float(value)
+            logged[name] = value
 
     with ExitStack() as stack:
         stack.enter_context(without_a_trace(shop.trainer, shop.module))
