@@ -11,7 +11,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
-DELAY = 0.012
+DELAY = 0.03
 
 
 class Sleeper(LightningModule):

@@ -153,6 +153,10 @@ class Arena:
             steady = min(steady, racer.advance(1))
             if steady <= self.objective.slowest * usual:
                 return False
+        if not racer.alone:  # the machine may have become slow, and not the candidate
+            usual = max(usual, self.baseline.take())
+        if steady <= self.objective.slowest * usual:
+            return False
         trial.verdict, trial.why = "too slow", f"stopped after {len(trial.losses)} steps"
         trial.ratio, trial.seconds = steady / usual, steady
         return True

@@ -46,6 +46,12 @@ class World:
     plans: dict[Switches, Plan]
     folder: Path
     alive: int = 0
+    busy_from: int = 99  # process from which on the machine is slow
+
+    @property
+    def load(self) -> float:
+        return 3.0 if len(self.started) >= self.busy_from else 1.0
+
     started: list[tuple[Switches, bool]] = field(default_factory=list)
 
     def start(self, switches: Switches, reseed: bool) -> tuple[Any, Path]:
@@ -76,7 +82,8 @@ class Pretended:
         self.taken += count
         self.write()
         drift = 1 + 0.01 * (self.taken % 3)
-        return [Step(self.plan.seconds * drift, self.plan.loss(step), 8) for step in steps]
+        seconds = self.plan.seconds * drift * self.world.load
+        return [Step(seconds, self.plan.loss(step), 8) for step in steps]
 
     def write(self) -> None:
         generator = torch.Generator().manual_seed(int(self.file.stem))
@@ -129,6 +136,14 @@ def test_times_memory_and_gradients_are_those_of_the_trainings(tmp_path: Path) -
     assert awful.ratio == pytest.approx(20, rel=0.05)
     assert (awful.low, awful.high) == (None, None), "some first steps are no interval"
     assert not any(reseed for _, reseed in world.started), "no other random numbers were needed"
+
+
+def test_a_machine_that_becomes_slow_makes_no_candidate_too_slow(tmp_path: Path) -> None:
+    world = world_of(tmp_path, quick=Plan(0.06))
+    world.busy_from = 2
+    trial = run(world, [("quick",)])[("quick",)]
+    assert trial.verdict == "accepted"
+    assert trial.ratio == pytest.approx(0.6, rel=0.05)
 
 
 def test_other_random_numbers_are_drawn_once_and_only_when_they_decide(tmp_path: Path) -> None:
