@@ -416,7 +416,7 @@ def test_overrides():
         ({"max_epoch": 3}, r"did you mean 'max_epochs'"),
         ({"CompileModel": {}}, r"no 'CompileModel'"),
         ({"AdaptiveClipping": {"rul": "zclip"}}, r"no setting 'rul'; it has rule, every_n_steps"),
-        ({"AdaptiveClipping": {"rule": "clip"}}, r"no clipping rule 'clip'"),
+        ({"AdaptiveClipping": {"rule": "clip"}}, r"rule must be one of .*got 'clip'"),
         ({"AdaptiveClipping": "zclip"}, r"must be a dict of its settings, True, or None"),
         ({"callbacks": []}, r"trainer_kwargs\(callbacks=\[...\]\)"),
     ],

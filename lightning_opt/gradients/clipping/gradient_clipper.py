@@ -124,6 +124,7 @@ class GradientClipper:
             clipper for each optimizer of several.
 
     Example:
+        >>> import torch
         >>> model = torch.nn.Linear(4, 1)
         >>> optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         >>> clipper = GradientClipper(model, FixedNorm(1.0))
