@@ -48,7 +48,7 @@ def batches() -> DataLoader[Any]:
 class Faster(Callback):
     """Takes a share of the sleep."""
 
-    def __init__(self, share: float = 0.25) -> None:
+    def __init__(self, share: float = 0.05) -> None:
         self.share = share
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
