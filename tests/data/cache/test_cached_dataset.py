@@ -407,9 +407,13 @@ def test_an_error_is_not_kept():
     assert kept() == 1
 
 
+def city_block(a, b):
+    return (a - b).abs().sum()
+
+
 def test_results_of_a_function_outlive_the_process_on_the_disk(tmp_path):
     for hits in (0, 1):
-        kept = lo.cached(distance, MB, storage="disk", folder=str(tmp_path))
+        kept = lo.cached(city_block, MB, storage="disk", folder=str(tmp_path))
         assert kept(torch.ones(2), torch.zeros(2)) == 2
         assert kept.statistics()["hits"] == hits
     assert list(Path(tmp_path).glob("*.sqlite"))
