@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from matplotlib.figure import Figure
 
 
 def logged_step(trainer: pl.Trainer) -> int:
@@ -31,21 +29,3 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
     for logger in trainer.loggers:
         logger.log_metrics(dict(scalars), step=step)
     trainer.callback_metrics.update({key: torch.tensor(value) for key, value in scalars.items()})
-
-
-def save_figure(figure: Figure, path: Path, trainer: pl.Trainer, name: str) -> None:
-    """Write ``figure`` to ``path``, and send it to loggers with TensorBoard's ``add_figure``.
-
-    Args:
-        figure: A figure of matplotlib.
-        path: Where to; the folder is made.
-        trainer: Whose loggers, and whose step.
-        name: What the loggers call it.
-    """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
-    step = logged_step(trainer)
-    for logger in trainer.loggers:
-        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
-        if add_figure is not None:
-            add_figure(name, figure, global_step=step, close=False)

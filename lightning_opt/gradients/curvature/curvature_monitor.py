@@ -8,6 +8,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least, positive, share
+from lightning_opt.core.figures import save_at_end
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
@@ -25,7 +26,6 @@ from lightning_opt.gradients.curvature.hessian import (
 )
 from lightning_opt.gradients.curvature.lanczos import largest_eigenvalue
 from lightning_opt.gradients.curvature.plot import draw_curvature
-from lightning_opt.gradients.figures import save_at_end
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lightning_opt.gradients.figures import new_figure
+from lightning_opt.core.figures import new_figure
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -44,7 +44,6 @@ from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from matplotlib.figure import Figure
 
 POLICIES = ("auto", "none", "every_layer", "sqrt", "block", "every_nth", "selective", "custom")
 
@@ -289,16 +288,6 @@ class ActivationCheckpointing(RunCallback):
         ]
         notes = [] if self.planning is None else [self.planning.summary()]
         return Report(f"ActivationCheckpointing({self.policy!r})", rows, notes)
-
-    def plot(self) -> Figure:
-        """Return a figure of what is done with each block; of its bytes and its time, if planned.
-
-        Raises:
-            ImportError: Without matplotlib; the message names the extra.
-        """
-        from lightning_opt.memory.checkpointing.planning.plan_plot import draw_plan
-
-        return draw_plan(self.describe(), self.planning)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Put the modules' ``forward`` and ``training_step`` back."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 from collections.abc import Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
@@ -17,7 +16,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.loggers import log_scalars, save_figure
+from lightning_opt.core.figures import save_at_end
+from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.memory import MB, live_bytes, live_source, resident_memory
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
@@ -33,8 +33,6 @@ from lightning_opt.trainer.run_callback import RunCallback
 if TYPE_CHECKING:
     import lightning.pytorch as pl
     from matplotlib.figure import Figure
-
-log = logging.getLogger(__name__)
 
 FIGURE, DATA = "memory_profile.png", "memory_profile.json"
 
@@ -364,18 +362,14 @@ class MemoryProfiler(RunCallback):
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the JSON and the figure."""
         folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: asks rank zero
-        if "forward" not in self.profile.peaks or not trainer.is_global_zero:  # no profiled step
+        if "forward" not in self.profile.peaks:  # no profiled step
             return
-        if self._file:
+        where = str(folder / FIGURE) if self._figure is True else self._figure
+        save_at_end(self.figure, where, trainer, FIGURE)
+        if self._file and trainer.is_global_zero:
             path = folder / DATA if self._file is True else Path(str(self._file))
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(json.dumps(self.profile.to_dict(), indent=1))
-        if self._figure:
-            path = folder / FIGURE if self._figure is True else Path(str(self._figure))
-            try:
-                save_figure(self.figure(), path, trainer, "memory")
-            except ImportError as error:
-                log.warning("No figure was saved. %s", error)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+from lightning_opt.core.figures import new_figure
 from lightning_opt.core.ratios import Ratio
 from lightning_opt.core.report import Report
 
@@ -40,15 +41,10 @@ class Measured:
         Raises:
             ImportError: Without matplotlib; the message names the extra.
         """
-        try:
-            from matplotlib.figure import Figure
-        except ImportError as error:
-            raise ImportError(
-                "The figure of a comparison needs matplotlib: pip install 'lightning-opt[plots]'."
-            ) from error
         timings, ratios = self._timings, self.ratios
         names = list(timings)
-        figure = Figure(figsize=(10, 1.6 + 0.5 * len(names)), dpi=110, layout="constrained")
+        size = (10, 1.6 + 0.5 * len(names))
+        figure = new_figure("a comparison", figsize=size, dpi=110, layout="constrained")
         left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
         places = range(len(names))
         measured = [place for place in places if timings[names[place]]]

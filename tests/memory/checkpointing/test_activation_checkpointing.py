@@ -1,7 +1,6 @@
 """The callback: arguments, what it puts onto the model and takes off again, what it reports."""
 
 import copy
-import io
 import pickle
 from pathlib import Path
 from typing import Any
@@ -385,32 +384,20 @@ def test_selective_operations() -> None:
     assert extra == sorted(set(extra))
 
 
-@pytest.mark.parametrize(
-    ("policy", "settings", "panels"), [("every_nth", {}, 1), ("auto", {"budget": 0.7}, 3)]
-)
-def test_it_draws_itself(policy: str, settings: dict[str, Any], panels: int) -> None:
+@pytest.mark.parametrize(("policy", "settings"), [("every_nth", {}), ("auto", {"budget": 0.7})])
+def test_it_describes_what_it_logs(policy: str, settings: dict[str, Any]) -> None:
     callback = ActivationCheckpointing(policy, strict=False, **settings)
     logger = MemoryLogger()
     warnings_of(
         lambda: quiet_trainer(callbacks=[callback], max_steps=2, logger=logger).fit(Transformer())
     )
-    figure = callback.plot()
-    figure.savefig(io.BytesIO())
-    assert len(figure.axes) == panels
-    bars = figure.axes[0].patches
-    assert sorted(bar.get_x() + bar.get_width() / 2 for bar in bars) == [0, 1, 2, 3]
     rows = callback.describe().rows
-    heights = {round(bar.get_x() + bar.get_width() / 2): bar.get_height() for bar in bars}
-    for place, row in enumerate(rows):
-        expected = row["parameters"] if panels == 1 else row["keeping MB"]
-        assert heights[place] == pytest.approx(expected)
-    if panels == 3:
-        assert callback.planning is not None
-        drawn = [bar.get_height() for bar in figure.axes[2].patches]
-        assert drawn[2] * 2**20 == pytest.approx(callback.planning.outcome.peak)
     assert logger.series("checkpointing/blocks") == [4.0]
     recomputed = sum(row["policy"] != "kept" for row in rows)
     assert logger.series("checkpointing/recomputed") == [float(recomputed)]
+    if policy == "auto":
+        assert [row["order"] for row in rows] == [0, 1, 2, 3]
+        assert all(row["keeping MB"] > 0 and row["recomputing ms"] > 0 for row in rows)
 
 
 def test_it_describes_itself() -> None:

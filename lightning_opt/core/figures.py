@@ -1,4 +1,4 @@
-"""Figures of what callbacks have seen: made with matplotlib, which is optional."""
+"""Figures: made with matplotlib, which is optional, and saved at the end of a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from lightning_opt.core.loggers import save_figure
+from lightning_opt.core.loggers import logged_step
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -17,7 +17,7 @@ log = logging.getLogger(__name__)
 
 
 def new_figure(owner: str, **settings: Any) -> Figure:
-    """Return an empty figure.
+    """Return an empty figure that belongs to no window and no global state.
 
     Raises:
         ImportError: Without matplotlib; the message names the extra.
@@ -47,6 +47,13 @@ def save_at_end(
     if path is None or not trainer.is_global_zero:
         return
     try:
-        save_figure(draw(), Path(path), trainer, Path(name).stem)
+        figure = draw()
     except ImportError as error:
         log.warning("No figure was saved. %s", error)
+        return
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    for logger in trainer.loggers:
+        add_figure = getattr(getattr(logger, "experiment", None), "add_figure", None)
+        if add_figure is not None:
+            add_figure(Path(name).stem, figure, global_step=logged_step(trainer), close=False)
