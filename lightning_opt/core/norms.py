@@ -19,10 +19,10 @@ from torch.optim import Optimizer
 from lightning_opt.core.scalars import Scalar, wide_dtype
 from lightning_opt.core.sharding import (
     Groups,
+    combine_shards,
     is_dtensor,
     local_part,
     shard_groups,
-    sum_over,
     wants_host,
 )
 
@@ -191,7 +191,7 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
         norms = _host_norms(tensors, torch.float64)  # is it the gradient, or only its L2 norm?
     if gradients.groups:
         squares = torch.tensor(norms, dtype=torch.float64).square_()
-        norms = _sum_squares(squares, gradients.groups).sqrt_().tolist()  # on a CPU
+        norms = combine_shards(squares, gradients.groups).sqrt_().tolist()  # on a CPU
     scale = float(grad_scale)
     if scale != 1.0:
         norms = [norm / scale for norm in norms]
@@ -204,24 +204,10 @@ def _measure_on_device(gradients: Gradients, grad_scale: Scalar) -> GradientNorm
     norms = torch.stack([n.to(device, non_blocking=True) for n in _device_norms(gradients.tensors)])
     norms = norms.to(wide_dtype(device))
     if gradients.groups:
-        norms = _sum_squares(norms.square(), gradients.groups).sqrt()
+        norms = combine_shards(norms.square(), gradients.groups).sqrt()
     if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
         norms = norms / grad_scale
     return GradientNorms(norms, torch.linalg.vector_norm(norms))
-
-
-def _sum_squares(squares: Tensor, groups: list[Groups]) -> Tensor:
-    """Sum each tensor's squares over its own process groups, one all-reduce a set of groups."""
-    distinct = dict.fromkeys(groups)
-    if len(distinct) == 1:
-        return sum_over(squares, groups[0])
-    parts = list(squares.unbind())
-    for members in distinct:
-        places = [place for place, own in enumerate(groups) if own == members]
-        whole = sum_over(torch.stack([parts[place] for place in places]), members)
-        for place, value in zip(places, whole.unbind(), strict=True):
-            parts[place] = value
-    return torch.stack(parts)
 
 
 def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[float]:

@@ -84,10 +84,10 @@ def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
     return groups
 
 
-def sum_over(values: Tensor, groups: Groups) -> Tensor:
-    """Sum ``values`` in place over the ranks of each group, and return it."""
+def sum_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
+    """Sum ``values``, or reduce them by ``op``, in place over each group, and return them."""
     for group in groups:
-        dist.all_reduce(values, group=group)
+        dist.all_reduce(values, op=dist.ReduceOp.SUM if op is None else op, group=group)
     return values
 
 
@@ -103,18 +103,20 @@ def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> 
     """Combine figures of shards into those of whole tensors: one all-reduce a set of groups.
 
     Args:
-        values: Shape ``(rows, tensors)``, this rank's figures; not changed.
+        values: This rank's figures, one tensor a place of the last dimension; not changed.
         groups: For each tensor, the groups over which it is sharded.
         op: A ``torch.distributed.ReduceOp``; None for the sum.
     """
-    combined = values.clone()
-    for members in dict.fromkeys(groups):
+    distinct = dict.fromkeys(groups)
+    if len(distinct) == 1:
+        return sum_over(values.clone(), groups[0], op)
+    columns = list(values.unbind(-1))  # a list as an index would be copied to the device
+    for members in distinct:
         places = [place for place, own in enumerate(groups) if own == members]
-        part = values[:, places].contiguous()
-        for group in members:
-            dist.all_reduce(part, op=dist.ReduceOp.SUM if op is None else op, group=group)
-        combined[:, places] = part
-    return combined
+        whole = sum_over(torch.stack([columns[place] for place in places]), members, op)
+        for place, column in zip(places, whole, strict=True):
+            columns[place] = column
+    return torch.stack(columns, -1)
 
 
 def wants_host(device: torch.device) -> bool:

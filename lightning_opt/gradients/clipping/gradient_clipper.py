@@ -75,6 +75,8 @@ class ClipTally:
             return Clip(0.0)
         norm = step.norms.total
         clip = rule.clip(step, self.state)
+        if step.gradients.on_host:
+            clip = Clip(*map(to_plain, (clip.clipped, clip.threshold, clip.coefficient)))
         self.steps += 1
         # Never a sum of conditions: its type would be the default one, which may be bfloat16.
         self.nonfinite = self.nonfinite + where(isfinite(norm), 0.0, 1.0)

@@ -43,24 +43,17 @@ class FixedValue(ClippingRule):
         tensors = [tensor for tensor in step.gradients.tensors if tensor.numel()]
         if not tensors:
             return Clip(0.0)
-        bound = self.max_value * step.grad_scale
-        finite = isfinite(step.norms.total)
+        home = tensors[0].device
+        finite, wide = isfinite(step.norms.total), wide_dtype(home)
+        bound = where(finite, self.max_value * step.grad_scale, math.inf)
+        limit = torch.as_tensor(bound, dtype=wide, device=home)
         maxima = torch._foreach_norm(tensors, math.inf)
-        if not isinstance(finite, Tensor):
-            bound = float(bound)
-            over = [t for t, m in zip(tensors, maxima, strict=True) if m.item() > bound]  # on a CPU
-            if not over or not finite:
-                return Clip(0.0)
-            for tensor in over:
-                tensor.clamp_(-bound, bound)
-            return Clip(len(over) / len(tensors))
-        limit = torch.as_tensor(where(finite, bound, math.inf))
-        for tensor in tensors:
-            high = limit.to(device=tensor.device, dtype=tensor.dtype)
-            tensor.clamp_(min=-high, max=high)
-        home = finite.device
-        shares = torch.stack([m.to(home, non_blocking=True).to(limit.dtype) for m in maxima])
-        return Clip((shares > limit).double().mean())
+        over = torch.stack([largest.to(home, wide) for largest in maxima]) > limit
+        if not step.gradients.on_host or over.any():  # on a CPU
+            for tensor in tensors:
+                high = limit.to(device=tensor.device, dtype=tensor.dtype)
+                tensor.clamp_(min=-high, max=high)
+        return Clip(over.to(wide).mean())
 
 
 class PerParameter(ClippingRule):
@@ -131,16 +124,10 @@ class PerParameter(ClippingRule):
         state["averages"] = torch.where(finite & (passed > 0), updated, average)
         state["count"] = state["count"] + finite
 
-        smallest = coefficient.min()
-        share = over.to(norms.dtype).mean()
-        if not step.gradients.on_host:
+        if not step.gradients.on_host or over.any():  # on a CPU
             for tensor, factor in zip(tensors, coefficient.unbind(), strict=True):
-                tensor.mul_(factor.to(device=tensor.device, dtype=tensor.dtype))
-            return Clip(share, coefficient=smallest)
-        if over.any():
-            for tensor, factor in zip(tensors, coefficient.tolist(), strict=True):  # on a CPU
-                tensor.mul_(factor)
-        return Clip(share.item(), coefficient=smallest.item())  # on a CPU
+                tensor.mul_(factor.to(tensor.device))
+        return Clip(over.to(norms.dtype).mean(), coefficient=coefficient.min())
 
     @staticmethod
     def _averages(step: GradientStep, state: State, norms: Tensor) -> Tensor:
@@ -275,10 +262,7 @@ class UnitWise(ClippingRule):
             pairs, coefficient.split([norm.numel() for norm in owns]), owns, strict=True
         ):
             gradient.mul_(part.view_as(shape).to(device=gradient.device, dtype=gradient.dtype))
-        share, least = over.to(wide_dtype(home)).mean(), coefficient.min()
-        if step.gradients.on_host:
-            return Clip(share.item(), coefficient=least.item())  # on a CPU
-        return Clip(share, coefficient=least)
+        return Clip(over.to(wide_dtype(home)).mean(), coefficient=coefficient.min())
 
     def _excluded(self, step: GradientStep) -> set[Tensor]:
         if isinstance(self.exclude, list):

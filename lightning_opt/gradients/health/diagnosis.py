@@ -21,9 +21,6 @@ OVERFLOW_STREAK = 20
 FACTOR = 100.0
 """Between neighbouring layers, or a layer and the median of all, from which they are at odds."""
 
-HALF_NORMAL = 2.0**-14
-"""The smallest float16 that has its full precision; below 2^-24 there is only zero."""
-
 
 @dataclass
 class Evidence:
@@ -36,7 +33,6 @@ class Evidence:
         early: Median of the run's first norms; None before they are known.
         typical: Median of the medians of earlier reports; None in the first.
         before: ``flow`` of each layer in the report before.
-        loss_scale: The loss scale; 1 for float16 gradients without one; else None.
     """
 
     layers: list[LayerVitals]
@@ -45,7 +41,6 @@ class Evidence:
     early: float | None = None
     typical: float | None = None
     before: Mapping[str, float] = field(default_factory=dict)
-    loss_scale: float | None = None
 
     @cached_property
     def flows(self) -> dict[str, float]:
@@ -72,7 +67,6 @@ def diagnose(evidence: Evidence, exploding: float, vanishing: float) -> list[Fin
         *find_bottleneck(evidence),
         *find_imbalance(evidence),
         *find_stale(evidence),
-        *find_underflow(evidence),
     ]
 
 
@@ -250,25 +244,4 @@ def find_stale(evidence: Evidence) -> list[Finding]:
             names = ", ".join(p.name.rpartition(".")[2] for p in missing)
             detail = f"no gradient {'at any step' if never else 'since the last report'} ({names})"
             found.append(Finding("stale", WARNING, layer.name, detail, len(missing)))
-    return found
-
-
-def find_underflow(evidence: Evidence) -> list[Finding]:
-    """Find layers whose gradients, at the loss scale in use, are lost in float16.
-
-    Many zeros alone say little (embeddings, ReLU): the rest has to be as small as float16 can be.
-    """
-    if evidence.loss_scale is None:
-        return []
-    layers = [layer for layer in evidence.layers if layer.zeros is not None and layer.norm]
-    found = []
-    lost = [
-        layer for layer in layers
-        if (layer.zeros or 0) > 0.25 and layer.flow * evidence.loss_scale < HALF_NORMAL
-    ]  # fmt: skip
-    for layer in lost:
-        detail = f"{layer.zeros:.0%} of the gradient is exactly zero at loss scale "
-        detail += f"{evidence.loss_scale:.3g}, and the rest has an RMS of {layer.flow:.2g}"
-        severity = CRITICAL if 2 * len(lost) >= len(layers) else WARNING
-        found.append(Finding("fp16_underflow", severity, layer.name, detail, layer.zeros or 0.0))
     return found

@@ -29,7 +29,6 @@ from lightning_opt.gradients.health.report import (
 from lightning_opt.gradients.health.vitals import (
     ROOT,
     LayerVitals,
-    ParameterVitals,
     group_layers,
     unheld_vitals,
 )
@@ -68,8 +67,6 @@ class GradientHealth(GradientCallback):
     ``imbalance``      an update-to-weight ratio above 0.01 and 100 times the median; or 99% of the
                        squared norm in one layer, at 100 times the median RMS
     ``stale``          a parameter to be trained has no gradient
-    ``fp16_underflow`` a quarter of a layer's gradient is zero under a loss scale at which the
-                       rest is too small for float16
     ================== ========================================================================
 
     Logged with every report (``health/<index>/...`` with several optimizers):
@@ -166,7 +163,7 @@ class GradientHealth(GradientCallback):
         record = self._records[index]
         record.observe(step)
         if self._schedule.is_due(record.steps) or record.is_full:
-            record.measure(step, loss_scale(trainer))
+            record.measure(step)
 
     def on_train_batch_end(
         self,
@@ -234,12 +231,10 @@ class GradientHealth(GradientCallback):
     def layers(self) -> list[LayerVitals]:
         """What was measured of each layer at the last report, in forward order."""
         parts = [*(record.layers for record in self._records.values()), self._outside]
-        merged: dict[str, list[ParameterVitals]] = {}
-        for layer in (layer for layers in parts for layer in layers):
-            merged.setdefault(layer.name, []).extend(layer.parameters)
-        places = self._places()
-        names = sorted(merged, key=lambda name: places.get(name, len(places)))
-        return [LayerVitals(name, merged[name]) for name in names]
+        return group_layers(
+            (own for layers in parts for layer in layers for own in layer.parameters),
+            self._places(),
+        )
 
     def diagnose(self) -> list[Verdict]:
         """Return the worst of what was found."""

@@ -30,13 +30,11 @@ ADVICE = {
     "output; clipping by total norm sees nothing but this layer (AdaptiveClipping('unit_wise')).",
     "stale": "Nothing in the loss depends on it: was it left out of forward(), detached, or used "
     "only in some batches? If meant so, set requires_grad=False or leave it out of the optimizer.",
-    "fp16_underflow": "Raise the loss scale (GradScaler(init_scale=...)), scale the loss up, or "
-    "train in bf16-mixed, which has the exponents of float32.",
 }
 
 REPORTS_NEEDED = {
     "nan": 1, "inf": 1, "exploding": 1, "vanishing": 2, "dead": 3, "bottleneck": 2, "imbalance": 3,
-    "stale": 2, "fp16_underflow": 2,
+    "stale": 2,
 }  # fmt: skip
 """Reports in a row until a finding is an issue."""
 
@@ -68,7 +66,7 @@ class Issue:
 
     Attributes:
         type: ``nan``, ``inf``, ``exploding``, ``vanishing``, ``dead``, ``bottleneck``,
-            ``imbalance``, ``stale`` or ``fp16_underflow``.
+            ``imbalance`` or ``stale``.
         severity: ``"critical"``: training fails or stands still. ``"warning"``: worth a look.
         place: The layer concerned, the worst one if there are several.
         detail: What was measured there.

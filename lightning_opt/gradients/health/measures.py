@@ -93,7 +93,7 @@ def measure_gradients(step: GradientStep) -> Tensor:
     sums = torch.cat([torch.stack([nan, inf, nonzero]).to(wide), counts])
     if gradients.groups:
         sums = combine_shards(sums, gradients.groups)
-        largest = combine_shards(largest[None], gradients.groups, torch.distributed.ReduceOp.MAX)[0]
+        largest = combine_shards(largest, gradients.groups, torch.distributed.ReduceOp.MAX)
     norms = torch.as_tensor(step.norms.per_tensor, dtype=wide, device=device)
     return torch.cat([norms[None], largest[None], sums])
 

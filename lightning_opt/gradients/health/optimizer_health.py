@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -52,14 +51,12 @@ class Measured:
         step: Its number.
         names: Of the tensors.
         table: See :func:`~lightning_opt.gradients.health.measures.measure_gradients`.
-        scale: The loss scale, shape ``(1,)``; 0 where there is none.
         probe: Waits for the update.
     """
 
     step: int
     names: list[str]
     table: Tensor
-    scale: Tensor
     probe: UpdateProbe
 
 
@@ -114,16 +111,13 @@ class OptimizerHealth:
         self.steps += 1
         self._window.append(step)
 
-    def measure(self, step: GradientStep, loss_scale: Tensor | None) -> None:
+    def measure(self, step: GradientStep) -> None:
         """Measure what only reports have, before the update. All ranks call it together."""
         gradients = step.gradients
         table = measure_gradients(step)
-        half = any(tensor.dtype == torch.float16 for tensor in gradients.tensors)
-        # A copy: the scaler changes its own in place.
-        scale = table.new_full((1,), half) if loss_scale is None else loss_scale.clone().reshape(1)
         probe = UpdateProbe(gradients.parameters, gradients.groups)
         names = [step.names[parameter] for parameter in gradients.parameters]
-        self._measured = Measured(self.steps, names, table, scale, probe)
+        self._measured = Measured(self.steps, names, table, probe)
 
     def complete(
         self,
@@ -145,16 +139,12 @@ class OptimizerHealth:
         """
         blocks, measured = self._window.blocks(), self._measured
         names = [block_names for block_names, _ in blocks]
-        rest = (
-            [] if measured is None else [measured.table, measured.probe.compare(), measured.scale]
-        )
+        rest = [] if measured is None else [measured.table, measured.probe.compare()]
         read = read_together([*rest, *(rows for _, rows in blocks)])
         known = list(zip(names, read[len(rest) :], strict=True))
         vitals, norms = window_vitals(parameters, known, self._first)
         totals = list(enumerate(norms, self._first))
-        scale = None
         if measured is not None:
-            scale = read[2].item() or None
             _enter_table(vitals, measured, read[0], totals)
             _enter_changes(vitals, measured.names, read[1])
         for name, parameter in parameters.items():
@@ -171,7 +161,6 @@ class OptimizerHealth:
             early=statistics.median(self._early) if len(self._early) >= EARLY else None,
             typical=statistics.median(medians) if medians else None,
             before=self.timeline[-1]["flow"] if self.timeline else {},
-            loss_scale=scale,
         )
         findings = [*diagnose(evidence, self._exploding, self._vanishing), *extra]
         self._persistence.update(findings, self.steps)

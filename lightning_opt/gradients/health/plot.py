@@ -33,7 +33,7 @@ def draw_health(
     exploding: float,
     vanishing: float,
 ) -> Figure:
-    """Draw verdict, gradient flow by layer, total norm over time and update ratios.
+    """Draw verdict, gradient flow by layer, and total norm over time.
 
     Args:
         summary: The verdict.
@@ -47,15 +47,13 @@ def draw_health(
         ImportError: Without matplotlib; the message names the extra.
     """
     figure = new_figure("GradientHealth", figsize=(13, 8.6), dpi=110, layout="constrained")
-    axes = figure.subplot_mosaic("ff\nnu", height_ratios=[3, 2.6])  # flow above norm and updates
+    flow, norm = figure.subplots(2, 1, height_ratios=[3, 2.6])
     lines = [summary.status.upper(), *(shorten(str(issue), WIDTH) for issue in issues[:2])]
     lines += wrap(f"What to do: {issues[0].advice}", WIDTH) if issues else [summary.sentence]
     figure.suptitle("\n".join(lines), x=0.01, ha="left", fontsize=11, color=COLOURS[summary.status])
-    trained = [layer for layer in layers if layer.trained]
-    _draw_flow(axes["f"], trained, issues, timelines, vanishing)
-    _draw_norm(axes["n"], timelines, exploding)
-    _draw_updates(axes["u"], trained)
-    for panel in axes.values():
+    _draw_flow(flow, [layer for layer in layers if layer.trained], issues, timelines, vanishing)
+    _draw_norm(norm, timelines, exploding)
+    for panel in (flow, norm):
         panel.grid(alpha=0.25)
         if panel.get_legend_handles_labels()[0]:
             panel.legend(fontsize=8)
@@ -117,14 +115,3 @@ def _draw_norm(axes: Axes, timelines: Timelines, exploding: float) -> None:
         axes.axhline(exploding, color=COLOURS[CRITICAL], ls="--", lw=1, label=label)
     axes.set_title("Total norm over time", loc="left", fontsize=11)
     axes.set_xlabel("optimizer step")
-
-
-def _draw_updates(axes: Axes, layers: Sequence[LayerVitals]) -> None:
-    """Draw how much one step changes each layer; healthy training is often near 1e-3."""
-    updates = [layer.update or math.nan for layer in layers]
-    axes.plot(updates, marker="o", ms=3, lw=1, color=LINE, label="at the last report")
-    if any(value > 0 for value in updates):
-        axes.set_yscale("log")
-    axes.axhline(1e-3, color="#8a8a8a", ls=":", lw=1, label="1e-3, a usual value")
-    axes.set_title("Update-to-weight ratio", loc="left", fontsize=11)
-    axes.set_xlabel("layer, inputs to loss")

@@ -319,19 +319,6 @@ def scaled(scale: float) -> MixedPrecision:
     return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
 
 
-@pytest.mark.parametrize(("factor", "lost"), [(1e-4, True), (1.0, False)])
-def test_fp16_underflow(factor, lost):
-    class Faint(Classifier):
-        def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-            return super().training_step(batch, batch_idx) * factor
-
-    health = train(Faint(mlp(4)), plugins=scaled(0.125 if lost else 1024.0))
-    if lost:
-        assert issue_of(health, "fp16_underflow").place.startswith("net.")
-    else:
-        assert not health.issues
-
-
 @pytest.mark.parametrize("fused", [False, True])
 def test_overflows_of_the_loss_scaler_are_counted_and_no_fault(fused):
     class Scaled(Classifier):

@@ -130,16 +130,6 @@ def test_dead_behind_a_vanishing_layer_has_underflowed():
     assert max(dead, key=lambda f: f.badness).place == "layer1"
 
 
-def test_underflow_needs_zeros_and_small_numbers():
-    def scaled(zeros: float, flow: float, scale: float | None) -> Any:
-        return types(evidence([layer("a", flow, zeros=zeros)], loss_scale=scale))
-
-    assert scaled(0.5, 1e-6, 1.0) == {("fp16_underflow", CRITICAL)}
-    assert not scaled(0.2, 1e-6, 1.0)
-    assert not scaled(0.5, 1e-6, 1024.0)  # the scale lifts them
-    assert not scaled(0.5, 1e-6, None)
-
-
 def test_normalisation_layers_are_not_compared_with_weights():
     gain = LayerVitals("norm", [ParameterVitals("norm.weight", 9, False, count=1, mean=1e-9)])
     found = [layer("a"), gain, layer("b"), layer("c")]
