@@ -16,6 +16,7 @@ import warnings
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -23,7 +24,7 @@ from torch.utils.data import DataLoader, TensorDataset
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from lightning_opt.core.exhaustion import is_out_of_memory, let_go
-from lightning_opt.core.memory import MB, process_memory
+from lightning_opt.core.memory import MB
 
 SAMPLES = 16384
 TIMEOUT = 120.0
@@ -91,7 +92,7 @@ def prepare(name: str, room: float | None) -> Blocks:
     trainer_of(max_steps=2).fit(Blocks(*MODELS[name]), loader_of(4))
     let_go(torch.device("cpu"))
     if room is not None:
-        limit = process_memory().virtual + int(room * MB)
+        limit = psutil.Process().memory_info().vms + int(room * MB)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return Blocks(*MODELS[name])
 

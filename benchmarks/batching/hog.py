@@ -8,11 +8,12 @@ import random
 from typing import Any
 
 import lightning as L
+import psutil
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.memory import MB, process_memory
+from lightning_opt.core.memory import MB
 
 
 class Squander(torch.autograd.Function):
@@ -75,7 +76,7 @@ def limit_address_space(room: float) -> None:
 
     limit = resource.RLIM_INFINITY
     if room < math.inf:
-        limit = process_memory().virtual + int(room * MB)
+        limit = psutil.Process().memory_info().vms + int(room * MB)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
 
 

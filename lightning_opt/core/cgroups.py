@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
@@ -49,23 +50,8 @@ def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     Args:
         root: Where ``proc`` and ``sys`` are found.
     """
-    found = []
-    for version, mount, inside in _mounts(root):
-        own = _own_path(root, version)
-        if own is None:
-            continue
-        folder = mount
-        relative = _relative_to(own, inside)
-        if relative is not None and (mount / relative).is_dir():
-            folder = mount / relative
-        while True:
-            group = MemoryGroup(folder, version)
-            if group.read() is not None:
-                found.append(group)
-            if folder == mount:
-                break
-            folder = folder.parent
-    return found
+    groups = (MemoryGroup(folder, version) for folder, version in _folders(root, "memory"))
+    return [group for group in groups if group.read() is not None]
 
 
 def find_cpu_quota(root: Path = Path("/")) -> float | None:
@@ -76,16 +62,7 @@ def find_cpu_quota(root: Path = Path("/")) -> float | None:
     Args:
         root: Where ``proc`` and ``sys`` are found.
     """
-    quotas = []
-    for version, mount, inside in _mounts(root, "cpu"):
-        own = _own_path(root, version, "cpu")
-        relative = None if own is None else _relative_to(own, inside)
-        folder = mount if relative is None or not (mount / relative).is_dir() else mount / relative
-        while True:
-            quotas.append(_quota(folder, version))
-            if folder == mount:
-                break
-            folder = folder.parent
+    quotas = (_quota(folder, version) for folder, version in _folders(root, "cpu"))
     return min((quota for quota in quotas if quota), default=None)
 
 
@@ -102,7 +79,19 @@ def _quota(folder: Path, version: int) -> float | None:
 _CFS = ("quota", "period")
 
 
-def _mounts(root: Path, controller: str = "memory") -> list[tuple[int, Path, PurePosixPath]]:
+def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield folder and version of this process's own groups, each followed by its parents."""
+    for version, mount, inside in _mounts(root, controller):
+        own = _own_path(root, version, controller)
+        relative = None if own is None else _relative_to(own, inside)
+        folder = mount if relative is None or not (mount / relative).is_dir() else mount / relative
+        yield folder, version
+        while folder != mount:
+            folder = folder.parent
+            yield folder, version
+
+
+def _mounts(root: Path, controller: str) -> list[tuple[int, Path, PurePosixPath]]:
     """Return version, folder and the group that is mounted there, for each of its hierarchies."""
     mounts = []
     for line in _lines(root / "proc/self/mountinfo"):
@@ -119,7 +108,7 @@ def _mounts(root: Path, controller: str = "memory") -> list[tuple[int, Path, Pur
     return mounts
 
 
-def _own_path(root: Path, version: int, controller: str = "memory") -> PurePosixPath | None:
+def _own_path(root: Path, version: int, controller: str) -> PurePosixPath | None:
     for line in _lines(root / "proc/self/cgroup"):
         number, controllers, path = [*line.split(":", 2), "", ""][:3]
         if (version == 2 and number == "0" and not controllers) or (

@@ -19,7 +19,6 @@ import torch
 
 from lightning_opt.core.cgroups import MemoryGroup, find_memory_groups
 from lightning_opt.core.malloc import malloc_info
-from lightning_opt.core.nvml import NvmlMemory, nvml_memory
 
 MB = 2**20
 
@@ -45,21 +44,6 @@ class Usage:
 
 
 @dataclass(frozen=True)
-class ProcessMemory:
-    """The memory of this process.
-
-    Attributes:
-        resident: Physical memory it occupies (RSS), pages shared with others included.
-        peak: The largest ``resident`` so far; None where the system keeps no such record.
-        virtual: Its address space.
-    """
-
-    resident: int
-    peak: int | None
-    virtual: int
-
-
-@dataclass(frozen=True)
 class DeviceMemory:
     """The memory of a CUDA device.
 
@@ -68,27 +52,12 @@ class DeviceMemory:
         reserved: Held by torch's allocator: ``allocated`` and what it keeps for reuse.
         free: Not taken by anybody, according to the CUDA driver.
         total: Of the device, or of the MIG slice.
-        nvml: What NVML says of the same device, found by its UUID; None without NVML.
     """
 
     allocated: int
     reserved: int
     free: int
     total: int
-    nvml: NvmlMemory | None = None
-
-    @property
-    def others(self) -> int:
-        """Taken, but not by torch's allocator here: other processes, CUDA context, libraries."""
-        return max(0, self.total - self.free - self.reserved)
-
-
-def process_memory() -> ProcessMemory:
-    """Return what this process occupies."""
-    import psutil
-
-    memory = psutil.Process().memory_info()
-    return ProcessMemory(memory.rss, _peak_resident(), memory.vms)
 
 
 def resident_memory() -> int:
@@ -106,24 +75,10 @@ _STATM = "/proc/self/statm"
 _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
-def _peak_resident() -> int | None:
-    try:
-        status = Path("/proc/self/status").read_text()
-    except OSError:
-        pass
-    else:
-        for line in status.splitlines():
-            if line.startswith("VmHWM:"):
-                return int(line.split()[1]) * 1024
-    if sys.platform == "win32":
-        import psutil
-
-        return int(psutil.Process().memory_info().peak_wset)
-    import resource
-
-    # On Linux this may be a parent's from before `exec`, so it is only asked where nothing is left.
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else None
+def _peak_resident() -> int:
+    """Return the largest physical memory since :func:`_reset_peak_resident`: on Linux alone."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def system_memory() -> Usage:
@@ -146,8 +101,10 @@ def address_space() -> Usage | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
+    import psutil
+
     heap = malloc_info()
-    used = process_memory().virtual - (heap.free if heap is not None else 0)
+    used = psutil.Process().memory_info().vms - (heap.free if heap is not None else 0)
     return Usage("address space", max(0, used), limit)
 
 
@@ -156,13 +113,11 @@ def device_memory(device: torch.device) -> DeviceMemory | None:
     if device.type != "cuda":
         return None
     free, total = torch.cuda.mem_get_info(device)
-    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     return DeviceMemory(
         allocated=torch.cuda.memory_allocated(device),
         reserved=torch.cuda.memory_reserved(device),
         free=free,
         total=total,
-        nvml=nvml_memory(str(uuid)) if uuid is not None else None,
     )
 
 
@@ -300,10 +255,10 @@ class PeakMeter:
     def sample(self) -> None:
         """Take note of what was reached, or, where nobody keeps a peak, of what is held now."""
         if self._device.type == "cuda":
-            peak: int | None = torch.cuda.max_memory_allocated(self._device)
+            peak = torch.cuda.max_memory_allocated(self._device)
         else:
-            peak = None if self.samples else _peak_resident()
-        self._largest = max(self._largest, resident_memory() if peak is None else peak)
+            peak = resident_memory() if self.samples else _peak_resident()
+        self._largest = max(self._largest, peak)
 
     def read(self) -> int:
         """Return the peak since the start, in bytes."""

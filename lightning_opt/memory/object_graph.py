@@ -70,7 +70,7 @@ class Walk:
 
     def name(self, root: Any) -> str:
         """Return the name that a root was given, or what kind of object it is."""
-        return self._names.get(id(root), type(root).__name__)
+        return self._names.get(id(root)) or _title(root)
 
 
 def referents(thing: Any) -> Iterable[Any]:
@@ -124,11 +124,9 @@ def _has_name(thing: Any) -> bool:
     return not is_a(thing, (dict, list, tuple, set, CellType))
 
 
-def describe(chain: Sequence[Any], root: str | None = None) -> str:
+def describe(chain: Sequence[Any], root: str) -> str:
     """Return a chain as an expression, such as ``LitModel.layer._forward_hooks``."""
-    if not chain:
-        return "?"
-    text = root if root is not None else _title(chain[0])
+    text = root
     for place, (holder, held) in enumerate(itertools.pairwise(chain)):
         before = chain[place - 1] if place else None
         holder = _module_of(holder)

@@ -23,7 +23,6 @@ from lightning_opt.core.memory import (
     address_space,
     device_memory,
     live_bytes,
-    process_memory,
     resident_memory,
     system_memory,
 )
@@ -36,27 +35,24 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads L
 # --- the process and the machine ----------------------------------------------------------------
 
 
-def test_process_memory_is_that_of_the_kernel():
-    memory, reference = process_memory(), psutil.Process().memory_info()
-    assert memory.resident == pytest.approx(reference.rss, rel=0.01)
-    assert memory.virtual == pytest.approx(reference.vms, rel=0.01)
-    assert resident_memory() == pytest.approx(reference.rss, rel=0.01)
-    assert memory.peak is None or memory.peak >= 0.99 * memory.resident
+def test_resident_memory_is_that_of_the_kernel():
+    assert resident_memory() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
 
 @linux
 def test_peak_outlives_what_made_it():
-    before = process_memory()
+    before, meter = resident_memory(), PeakMeter(CPU)
     block = torch.ones(64 * MB, dtype=torch.uint8)
-    after = process_memory()
+    after = resident_memory()
     del block
-    assert after.resident - before.resident >= 60 * MB
-    assert process_memory().peak >= after.resident - MB
+    assert after - before >= 60 * MB
+    assert meter.read() >= after - MB
 
 
 @linux
 def test_meters_that_run_at_once_do_not_erase_each_others_peak():
     """Of 64 MB that are there in the middle only, whoever started before knows, and nobody else."""
+    malloc_trim()  # what other tests have left in the heap
     outer, before = PeakMeter(CPU), resident_memory()
     assert not outer.samples
     block = torch.ones(64 * MB, dtype=torch.uint8)
@@ -320,10 +316,10 @@ logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
 spec = importlib.util.spec_from_file_location("nvml", sys.argv[1])
 module = sys.modules["nvml"] = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(module)
-nvml_memory = module.nvml_memory
 for uuid in ("aaaa", "GPU-aaaa", "bbbb", "cccc"):
-    memory = nvml_memory(uuid)
-    print(memory and (memory.used, memory.free, memory.total, memory.reserved), flush=True)
+    library = module.open_nvml()
+    handle = library and module.find_handle(library, uuid)
+    print(handle and module.used_memory(library, handle), flush=True)
 """
 
 
@@ -353,9 +349,9 @@ def ask_driver(folder: Path, *flags: str) -> list[str]:
 def test_nvml_finds_devices_and_slices_by_uuid(tmp_path):
     assert ask_driver(tmp_path, "-DINIT=0", "-DNEW") == [
         "init",
-        "(6400, 73000, 80000, 600)",
-        "(6400, 73000, 80000, 600)",
-        "(6400, 3000, 10000, 600)",
+        "6400",
+        "6400",
+        "6400",
         "None",
     ]
 
@@ -363,7 +359,7 @@ def test_nvml_finds_devices_and_slices_by_uuid(tmp_path):
 @linux
 def test_an_old_driver_counts_its_own_share_as_used(tmp_path):
     lines = ask_driver(tmp_path, "-DINIT=0")
-    assert lines[1:] == ["(7000, 73000, 80000, None)"] * 2 + ["None", "None"]
+    assert lines[1:] == ["7000"] * 2 + ["None", "None"]
 
 
 @linux
@@ -391,7 +387,6 @@ def test_cuda_memory():
     assert live_bytes(device) == before.allocated == torch.cuda.memory_allocated(device)
     (usage,) = MemoryLimits(device, host=False).read()
     assert usage.total == before.total
-    assert before.nvml is None or before.nvml.total == pytest.approx(before.total, rel=0.05)
     del block
     after = MemoryLimits(device, host=False).read()[0]
     assert usage.used - after.used == pytest.approx(64 * MB, abs=MB)  # cached is not used

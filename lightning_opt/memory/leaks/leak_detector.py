@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import math
 import sys
-from collections.abc import Mapping
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -19,9 +18,8 @@ from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.memory.leaks.census import Census, take_census
-from lightning_opt.memory.leaks.find_suspects import find_suspects
-from lightning_opt.memory.leaks.signals import SAMPLES, Growth, Signals, read_signals
-from lightning_opt.memory.leaks.suspects import WRONG_AT_ONCE, Suspect
+from lightning_opt.memory.leaks.signals import SAMPLES, Signals, read_signals
+from lightning_opt.memory.leaks.suspects import WRONG_AT_ONCE, Suspect, find_suspects
 from lightning_opt.memory.object_graph import Root
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -58,7 +56,6 @@ class LeakDetector(RunCallback):
     ``exception`` exceptions kept with their tracebacks
     ``container`` a container of anything else: a cache, a queue, a metric that is never reset
     ``cycle``     garbage in reference cycles that hold memory until Python collects it
-    ``native``    the heap grows, but no container of Python does
     ============= ===============================================================================
 
     Logged whenever there are enough new samples for a test:
@@ -122,7 +119,6 @@ class LeakDetector(RunCallback):
     def _forget(self) -> None:
         self._counts: list[Census] = []
         self._phase: Phase = "train"
-        self._growing: list[Growth] = []
         self._next_count: float = math.inf
         self._wait_for_epoch: int | None = None
 
@@ -148,11 +144,10 @@ class LeakDetector(RunCallback):
         self._steps += 1
         if self._steps <= self.warmup_steps or not self._schedule.is_due(self._steps):
             return
-        found = self._sample(trainer, pl_module, "train", _batch_bytes(batch))
+        found = self._sample(trainer, pl_module, "train")
         signals = self._signals["train"]
         if signals.is_due():
-            growth = signals.growing()
-            slope = growth[0].trend.slope if growth else 0.0
+            slope = max(signals.growing().values(), default=0.0)
             log_scalars(
                 trainer,
                 {
@@ -165,20 +160,17 @@ class LeakDetector(RunCallback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take a sample of the series of its own that validation has."""
         if self._training and self._steps > self.warmup_steps:
-            self._raise_together(trainer, self._sample(trainer, pl_module, "validation", 0))
+            self._raise_together(trainer, self._sample(trainer, pl_module, "validation"))
 
     def _sample(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, phase: Phase, batch_bytes: int
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, phase: Phase
     ) -> list[Suspect]:
         signals = self._signals[phase]
-        values: Mapping[str, float] = read_signals(trainer.strategy.root_device)
-        signals.add(self._steps, {**values, "batch": float(batch_bytes)})
+        signals.add(self._steps, read_signals(trainer.strategy.root_device))
         if not self._counts:
-            if signals.is_due() and self._steps >= self._rest_until:
-                self._growing = [g for g in signals.growing() if g.signal != "batch"]
-                if self._growing:
-                    self._phase = phase
-                    self._count(trainer, pl_module)
+            if signals.is_due() and self._steps >= self._rest_until and signals.growing():
+                self._phase = phase
+                self._count(trainer, pl_module)
             return []
         if phase != self._phase:
             return []
@@ -203,10 +195,7 @@ class LeakDetector(RunCallback):
     def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[Suspect]:
         """Compare the counts: report, or wait for the end of the epoch, or give up."""
         start = perf_counter()
-        native = self._is_native()
-        suspects = find_suspects(
-            self._counts, self._roots(trainer), self.min_rate, self, native=native
-        )
+        suspects = find_suspects(self._counts, self._roots(trainer), self.min_rate, self)
         self._seconds += perf_counter() - start
         outlived = self._counts[-1].epoch > self._counts[0].epoch
         sure = [
@@ -229,12 +218,6 @@ class LeakDetector(RunCallback):
             log.warning("LeakDetector, step %d: %s What to do: %s.", self._steps, suspect,
                         suspect.advice)  # fmt: skip
         return new
-
-    def _is_native(self) -> bool:
-        """Return whether heap or device grew all the time, much, and not with the batches."""
-        signals = self._signals[self._phase]
-        slope = max(signals.never_rests(name) for name in ("heap", "device"))
-        return slope > 16 * self.min_rate and not signals.rises("batch")
 
     def _would_not_fit(self, trainer: pl.Trainer, suspect: Suspect) -> bool:
         """Return whether memory would run out before the epoch ends."""
@@ -304,22 +287,20 @@ class LeakDetector(RunCallback):
             }
             for suspect in self._suspects
         ]
-        note = (
+        notes = [
             f"{self._steps} batches, {self._searches} searches, which took {self._seconds:.2g} s."
-        )
-        return Report("LeakDetector", rows, [note] if rows else ["No leak was found.", note])
+        ]
+        if not rows:
+            notes.insert(0, "No leak was found.")
+            notes += [
+                f"The {name} grows by {slope / 1024:.3g} KB a step, and no container of Python "
+                "does: look at extensions, data loading and the allocator."
+                for name, slope in self._signals["train"].growing().items()
+                if name in ("heap", "device")
+            ]
+        return Report("LeakDetector", rows, notes)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Search no more."""
         self._training = False
         self._forget()
-
-
-def _batch_bytes(batch: Any) -> int:
-    """Return the size of the tensors of a batch that are found within two levels."""
-    if isinstance(batch, torch.Tensor):
-        return batch.nbytes
-    if isinstance(batch, (list, tuple, dict)):
-        parts = list(batch.values()) if isinstance(batch, dict) else list(batch)
-        return sum(_batch_bytes(part) for part in parts[:50])
-    return 0

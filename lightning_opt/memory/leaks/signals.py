@@ -5,13 +5,12 @@ from __future__ import annotations
 import sys
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import dataclass
 
 import torch
 
 from lightning_opt.core.malloc import malloc_info
 from lightning_opt.core.memory import resident_memory
-from lightning_opt.core.trend import Trend, mann_kendall, measure_trend, theil_sen
+from lightning_opt.core.trend import measure_trend, theil_sen
 
 PYTHON_BLOCK = 96
 """Bytes of a typical block of Python's own allocator, which counts blocks and not bytes."""
@@ -19,7 +18,6 @@ PYTHON_BLOCK = 96
 WINDOW = 24
 SAMPLES = 8
 SIGNIFICANT = 0.01
-SURE = 1e-5
 
 
 def read_signals(device: torch.device) -> dict[str, float]:
@@ -36,19 +34,6 @@ def read_signals(device: torch.device) -> dict[str, float]:
     if device.type == "cuda":
         signals["device"] = float(torch.cuda.memory_allocated(device))
     return signals
-
-
-@dataclass(frozen=True)
-class Growth:
-    """A signal that grows.
-
-    Attributes:
-        signal: Its name.
-        trend: Bytes a step, and how surely.
-    """
-
-    signal: str
-    trend: Trend
 
 
 class Signals:
@@ -72,34 +57,9 @@ class Signals:
         """Return whether there are enough new samples for a test to be worth its time."""
         return self.taken >= SAMPLES and self.taken % (SAMPLES // 2) == 0
 
-    def rises(self, name: str) -> bool:
-        """Return whether a signal tends to rise at all."""
-        series = [values[name] for _, values in self._samples if name in values]
-        return mann_kendall(series)[1] < 0.05
-
-    def never_rests(self, name: str) -> float:
-        """Return the slope of a signal that grows alike in each quarter of the samples, else 0.
-
-        A heap that wanders up and down has a trend now and then, but not everywhere the same.
-        """
-        pairs = [(float(step), values[name]) for step, values in self._samples if name in values]
-        steps, series = [step for step, _ in pairs], [value for _, value in pairs]
-        trend = measure_trend(steps, series)
-        part = len(pairs) // 4
-        parts = (
-            [
-                theil_sen(steps[start : start + part], series[start : start + part])
-                for start in range(0, 4 * part, part)
-            ]
-            if part > 1
-            else [0.0]
-        )
-        even = all(trend.slope / 2 < slope < 2 * trend.slope for slope in parts)
-        return trend.slope if even and trend.p < SURE else 0.0
-
-    def growing(self) -> list[Growth]:
-        """Return what grows, steadily and without flattening, the fastest first."""
-        found = []
+    def growing(self) -> dict[str, float]:
+        """Return what grows, steadily and without flattening, with bytes a step; fastest first."""
+        found = {}
         for name in self._samples[0][1] if self._samples else ():
             steps = [float(step) for step, values in self._samples if name in values]
             series = [values[name] for _, values in self._samples if name in values]
@@ -109,5 +69,5 @@ class Signals:
             # A cache or an allocator that fills up grows at first and then no more.
             half = len(steps) // 2
             if theil_sen(steps[half:], series[half:]) >= max(trend.slope / 4, self._min_rate / 2):
-                found.append(Growth(name, trend))
-        return sorted(found, key=lambda growth: -growth.trend.slope)
+                found[name] = trend.slope
+        return dict(sorted(found.items(), key=lambda item: -item[1]))

@@ -1,7 +1,11 @@
-"""Names what leaks: the kind, the holder, the line of source, and what to do about it."""
+"""From counts to suspects: what has grown each time, is large enough, whose it is, and why.
+
+A suspect is named: the kind, the holder, the line of source, and what to do about it.
+"""
 
 from __future__ import annotations
 
+import gc
 import inspect
 import linecache
 import re
@@ -14,10 +18,27 @@ from typing import Any, Literal
 
 from torch import Tensor
 
-from lightning_opt.memory.leaks.census import Garbage, newest
-from lightning_opt.memory.object_graph import describe, graph_size, is_a, owners
+from lightning_opt.memory.leaks.census import (
+    Census,
+    Garbage,
+    growing_containers,
+    growing_graph,
+    item_size,
+    longest_graph,
+    newest,
+    steady_garbage,
+)
+from lightning_opt.memory.object_graph import (
+    Root,
+    Walk,
+    backwards,
+    describe,
+    graph_size,
+    is_a,
+    owners,
+)
 
-Kind = Literal["graph", "hook", "exception", "container", "cycle", "native"]
+Kind = Literal["graph", "hook", "exception", "container", "cycle"]
 
 ADVICE: dict[Kind, str] = {
     "graph": "detach() it, or keep item(): every loss that is kept keeps its graph and activations",
@@ -28,12 +49,15 @@ ADVICE: dict[Kind, str] = {
     "the metric itself, which does that",
     "cycle": "break the cycle with a weakref, or collect more often: "
     "lightning_opt.GarbageCollection",
-    "native": "look at extensions, data loading, the allocator, and objects that hold each other "
-    "in a chain: no container grows",
 }
 
 WRONG_AT_ONCE: frozenset[Kind] = frozenset(("graph", "hook", "exception", "cycle"))
 """What no training grows on purpose, not even until the end of an epoch."""
+
+PER_STEP = 0.02
+"""Items a step below which a container is no leak: one in fifty steps."""
+
+MOST = 5
 
 
 @dataclass(frozen=True)
@@ -71,20 +95,74 @@ class Suspect:
         )
 
 
+def find_suspects(
+    counts: Sequence[Census],
+    roots: Sequence[Root],
+    min_rate: float,
+    searcher: Any,
+) -> list[Suspect]:
+    """Return what has grown from count to count, the fastest first, five at most.
+
+    Args:
+        counts: The oldest first.
+        roots: Where to look for names.
+        min_rate: Bytes a step that are too few to matter.
+        searcher: Who asks; what it holds itself does not count.
+    """
+    step = counts[-1].step
+    walk = Walk(roots)
+    suspects = _containers(counts, walk, min_rate, searcher)
+    garbage = steady_garbage(counts)
+    if garbage >= min_rate:
+        last = counts[-1]
+        suspects.append(suspect_cycle(last.garbage, garbage, last.step - counts[-2].step, step))
+    rate = growing_graph(counts)
+    tensor = longest_graph() if rate >= PER_STEP else None
+    if tensor is not None:
+        chain = walk.path(tensor) or backwards(tensor, [walk.found])
+        suspects.append(suspect_graph(chain, walk.name(chain[0]), rate, step))
+    largest = max((s.kb_per_step for s in suspects), default=0.0)
+    worth = [s for s in suspects if s.kb_per_step >= 0.1 * largest]
+    return sorted(worth, key=lambda suspect: -suspect.kb_per_step)[:MOST]
+
+
+def _containers(
+    counts: Sequence[Census], walk: Walk, min_rate: float, searcher: Any
+) -> list[Suspect]:
+    rates = growing_containers(counts, PER_STEP)
+    things = {key: walk.found[key][0] for key in rates if key in walk.found}
+    if len(things) < len(rates):
+        things |= {id(thing): thing for thing in gc.get_objects() if id(thing) in rates}
+    own = {id(held) for held in vars(searcher).values()} | {id(vars(searcher)), id(walk.found)}
+    sizes = {key: item_size(thing) for key, thing in things.items() if key not in own}
+    heavy = sorted(
+        (key for key in sizes if rates[key] * sizes[key] >= min_rate / 2),
+        key=lambda key: -rates[key] * sizes[key],
+    )
+    suspects = []
+    for key in heavy[:MOST]:
+        chain = walk.path(things[key]) or backwards(things[key], [things, walk.found])
+        if any(item is searcher for item in chain):
+            continue
+        root, size = walk.name(chain[0]), sizes[key]
+        suspects.append(suspect_container(chain, root, rates[key], size, counts[-1].step))
+    return suspects
+
+
 def suspect_container(
-    chain: Sequence[Any], root: str | None, rate: float, size: float, step: int
+    chain: Sequence[Any], root: str, rate: float, size: float, step: int
 ) -> Suspect:
     """Describe a container that grows, which is the last of a chain of holders."""
     container = chain[-1]
     items = [value[1] if type(value) is tuple and is_a(container, dict) else value
              for value in newest(container)]  # fmt: skip
-    holders = owners(chain)
-    kind = _kind(chain, items)
+    where = describe(chain, root)
+    kind = _kind(where, items)
     line = _line_of_hook(items) if kind == "hook" else None
     return Suspect(
         kind,
-        describe(chain, root),
-        line or source_line(holders),
+        where,
+        line or source_line(owners(chain)),
         type(items[-1]).__name__ if items else "items",
         rate,
         rate * size / 1024,
@@ -92,10 +170,12 @@ def suspect_container(
     )
 
 
-def suspect_graph(tensor: Tensor, where: str, line: str | None, rate: float, step: int) -> Suspect:
-    """Describe a tensor whose graph gets longer."""
+def suspect_graph(chain: Sequence[Any], root: str, rate: float, step: int) -> Suspect:
+    """Describe a tensor whose graph gets longer, which is the last of a chain of holders."""
+    tensor = chain[-1]
     node = tensor.grad_fn.name() if tensor.grad_fn is not None else "?"
     what = f"operations (now {graph_size(tensor):,}, the last of them {node})"
+    where, line = describe(chain, root), source_line(owners(chain))
     return Suspect("graph", where, line, what, rate, rate, step)
 
 
@@ -176,9 +256,8 @@ def _short(file: str | None) -> str:
     return str(Path(*Path(file).parts[-2:])) if file else "?"
 
 
-def _kind(chain: Sequence[Any], items: Sequence[Any]) -> Kind:
-    path = describe(chain)
-    if "_hooks" in path:
+def _kind(where: str, items: Sequence[Any]) -> Kind:
+    if "_hooks" in where:
         return "hook"
     if any(is_a(item, BaseException) or _is_error_info(item) for item in items):
         return "exception"

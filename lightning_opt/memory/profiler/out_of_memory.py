@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.memory import MB, MemoryLimits, live_bytes, process_memory
+from lightning_opt.core.memory import MB, MemoryLimits, live_bytes, resident_memory
 from lightning_opt.core.report import Report
 from lightning_opt.memory.object_graph import Root, Walk, describe, is_a
 
@@ -63,7 +63,7 @@ def examine(
         f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
         f"{live / MB:,.0f} MB live, {listed / MB:,.0f} MB of it in {len(tensors):,} tensors that "
         "Python knows; the rest is what autograd has saved, and everything else.",
-        f"Resident {process_memory().resident / MB:,.0f} MB. "
+        f"Resident {resident_memory() / MB:,.0f} MB. "
         + " ".join(
             f"{usage.source}: {usage.used / MB:,.0f} of {usage.total / MB:,.0f} MB."
             for usage in MemoryLimits(device).read()

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from lightning_opt.core.nvml import find_handle, open_nvml, read_memory
+from lightning_opt.core.nvml import find_handle, open_nvml, used_memory
 
 
 class GpuReading(NamedTuple):
@@ -48,12 +48,11 @@ class GpuReader:
         """Ask. This takes up to some milliseconds, in which Python's lock is free."""
         library = self._library
         use = self._answer(library.nvmlDeviceGetUtilizationRates)
-        memory = read_memory(library, self._handle)
         watts = self._answer(library.nvmlDeviceGetPowerUsage)
         celsius = self._answer(library.nvmlDeviceGetTemperature, library.NVML_TEMPERATURE_GPU)
         return GpuReading(
             percent=None if use is None else float(use.gpu),
-            memory=None if memory is None else int(memory.used),
+            memory=used_memory(library, self._handle),
             watts=None if watts is None else watts / 1000,
             celsius=None if celsius is None else float(celsius),
         )

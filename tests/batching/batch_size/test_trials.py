@@ -5,6 +5,7 @@ import random
 import sys
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
@@ -14,7 +15,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from lightning_opt.core.exhaustion import is_out_of_memory, let_go
-from lightning_opt.core.memory import MB, process_memory
+from lightning_opt.core.memory import MB
 from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch
@@ -114,7 +115,7 @@ def limited(room: float) -> int:
     import resource
 
     gc.collect()
-    limit = process_memory().virtual + int(room * MB)
+    limit = psutil.Process().memory_info().vms + int(room * MB)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     return limit
 

@@ -5,6 +5,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback
@@ -12,7 +13,7 @@ from torch import Tensor
 
 import lightning_opt as lo
 from lightning_opt.core.malloc import malloc_info
-from lightning_opt.core.memory import MB, MemoryLimits, Usage, address_space, process_memory
+from lightning_opt.core.memory import MB, MemoryLimits, Usage, address_space
 from lightning_opt.memory.cleanup import memory_cleanup as cleanup_module
 from lightning_opt.memory.cleanup.actions import clean
 from lightning_opt.memory.cleanup.pressure import Pressure
@@ -307,7 +308,7 @@ def train_under_a_limit(with_cleanup: bool, kept: float) -> tuple[int, str, int]
     quiet_trainer(callbacks=[Ballast(kept=kept)] if kept else [], limit_train_batches=2).fit(model)
     gc.collect()
     gc.freeze()
-    limit = process_memory().virtual + 400 * MB
+    limit = psutil.Process().memory_info().vms + 400 * MB
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
     assert address_space().total == limit
     cleanup = lo.MemoryCleanup(threshold=1 - 150 * MB / limit, release=1 - 300 * MB / limit)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
@@ -13,6 +14,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
+from lightning_opt.core.memory import MemoryLimits
 from lightning_opt.core.sharding import local_part
 from lightning_opt.memory.meters import state_tensors, storage_bytes
 
@@ -83,12 +85,7 @@ def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     return storage_bytes([*there, *state_tensors(optimizers)])
 
 
-def free_bytes(device: torch.device) -> int:
+def free_bytes(device: torch.device) -> float:
     """Return what can still be allocated: by torch's own cache or from the device."""
-    if device.type == "cuda":
-        free, _ = torch.cuda.mem_get_info(device)
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return free + cached
-    import psutil  # only where there is neither a device nor a budget to ask
-
-    return int(psutil.virtual_memory().available)
+    usages = MemoryLimits(device, host=device.type != "cuda").read()
+    return min((usage.total - usage.used for usage in usages), default=math.inf)
