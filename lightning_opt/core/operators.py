@@ -6,7 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from torch import Tensor
-from torch.utils._pytree import tree_flatten
+
+from lightning_opt.core.splitting import tensors_of
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
@@ -20,7 +21,7 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
-            yield from (leaf for leaf in tree_flatten(value)[0] if isinstance(leaf, Tensor))
+            yield from tensors_of(value)
 
 
 def returns_views(func: Any) -> bool:

@@ -130,16 +130,31 @@ def shape_of(batch: Any) -> tuple[str, int]:
     Batches of the same text need the same memory for a sample, as far as shapes tell.
     """
     shapes, elements = [], 0
-    for _, leaf in _leaves(batch, "batch", strict=False):
-        if isinstance(leaf, Tensor) and leaf.ndim:
-            shapes.append(f"{str(leaf.dtype)[6:]}{list(leaf.shape[1:])}".replace(" ", ""))
-            elements += leaf[:1].numel()
+    for tensor in tensors_of(batch):
+        if tensor.ndim:
+            shapes.append(f"{str(tensor.dtype)[6:]}{list(tensor.shape[1:])}".replace(" ", ""))
+            elements += tensor[:1].numel()
     return " ".join(shapes), elements
 
 
-def tensors_of(batch: Any) -> Iterator[Tensor]:
-    """Return the tensors within a batch, as far as its containers are known."""
-    return (leaf for _, leaf in _leaves(batch, "batch", strict=False) if isinstance(leaf, Tensor))
+def leaves_of(value: Any) -> Iterator[Any]:
+    """Yield what is within anything: a batch, arguments, what a module returns.
+
+    Looked into are mappings of any kind (``BatchEncoding``, ``ModelOutput``), dataclasses, named
+    tuples, lists and tuples; torch's own pytrees open only some of them.
+    """
+    if not isinstance(value, Tensor) and (
+        isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
+    ):
+        for _, item in _entries(value):
+            yield from leaves_of(item)
+    else:
+        yield value
+
+
+def tensors_of(value: Any) -> Iterator[Tensor]:
+    """Yield the tensors within anything: see :func:`leaves_of`."""
+    return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 def _is_named_tuple(value: Any) -> bool:
@@ -176,14 +191,13 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
     return list(enumerate(value))
 
 
-def _leaves(value: Any, place: str, strict: bool = True) -> Iterator[tuple[str, Any]]:
+def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
     """Return what is to be cut or shared, each with words for where it is."""
     if _is_container(value):
         for key, item in _entries(value):
-            yield from _leaves(item, f"{place}[{key!r}]", strict)
+            yield from _leaves(item, f"{place}[{key!r}]")
         return
-    if strict:
-        _check_leaf(value, place)
+    _check_leaf(value, place)
     yield place, value
 
 

@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry
 
 from lightning_opt.core.preserve import isolated_random, preserved
+from lightning_opt.core.splitting import tensors_of
 
 
 class Flops(NamedTuple):
@@ -112,7 +112,7 @@ def count_flops(
         >>> flops.forward, flops.backward  # 2 * 2 * 10 * 5, and the weight's gradient
         (200, 200)
     """
-    devices = {tensor.device for tensor in (*model.parameters(), *_tensors(batch))}
+    devices = {tensor.device for tensor in (*model.parameters(), *tensors_of(batch))}
     device = next((d for d in devices if d.type == "cuda"), torch.device("cpu"))
     counter = FlopCount()
     with isolated_random(device), preserved(model), torch.set_grad_enabled(backward), counter:
@@ -127,14 +127,10 @@ def count_flops(
 def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
     if loss is not None:
         return loss(output)
-    parts = [t.sum() for t in _tensors(output) if t.requires_grad]
+    parts = [t.sum() for t in tensors_of(output) if t.requires_grad]
     if not parts:
         raise ValueError(
             "The output has no tensor with a gradient, so there is no backward pass to count: pass "
             "backward=False, or a loss that makes a scalar of the output."
         )
     return sum(parts[1:], parts[0])
-
-
-def _tensors(tree: Any) -> Iterator[Tensor]:
-    return (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))

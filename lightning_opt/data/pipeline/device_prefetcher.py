@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_opt.core.preserve import replaced
+from lightning_opt.core.splitting import leaves_of, tensors_of
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -101,8 +101,7 @@ class DevicePrefetcher(RunCallback):
         """Say once that memory is not pinned, and the host therefore waits for each copy."""
         if self._copies > 1:
             return
-        tensors = [leaf for leaf in tree_leaves(batch) if isinstance(leaf, Tensor)]
-        if any(tensor.device.type == "cpu" and not tensor.is_pinned() for tensor in tensors):
+        if any(one.device.type == "cpu" and not one.is_pinned() for one in tensors_of(batch)):
             log.warning(
                 "DevicePrefetcher: batches are not in pinned memory, so copies overlap with "
                 "nothing. Use DataLoader(pin_memory=True)."
@@ -132,15 +131,14 @@ def copy_beside(
     with use(side):
         batch = copy()
     current.wait_stream(side)
-    for leaf in tree_leaves(batch):
-        if isinstance(leaf, Tensor):
-            # Made on one stream and used on another: without this the allocator of the first
-            # could give its memory to the next copy while the second still reads it.
-            leaf.record_stream(current)
+    for tensor in tensors_of(batch):
+        # Made on one stream and used on another: without this the allocator of the first
+        # could give its memory to the next copy while the second still reads it.
+        tensor.record_stream(current)
     return batch
 
 
 def is_transparent(batch: Any) -> bool:
     """Return whether every tensor of ``batch`` can be found in it."""
     plain = (Tensor, str, bytes, bool, int, float, complex, type(None))
-    return all(isinstance(leaf, plain) for leaf in tree_leaves(batch))
+    return all(isinstance(leaf, plain) for leaf in leaves_of(batch))

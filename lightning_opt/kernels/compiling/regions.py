@@ -16,12 +16,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 
 from lightning_opt.core.compiling import CLOCK
 from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.preserve import Before
 from lightning_opt.core.replacing import Replacement, take_off
+from lightning_opt.core.splitting import tensors_of
 from lightning_opt.kernels.compiling.errors import (
     fails_in_every_mode,
     is_compilers,
@@ -300,11 +300,7 @@ def _shapes(value: Any) -> Any:
 
 
 def _versions(tree: Any) -> list[tuple[Tensor, int]]:
-    return [
-        (leaf, leaf._version)
-        for leaf in tree_leaves(tree)
-        if isinstance(leaf, Tensor) and not leaf.is_inference()
-    ]
+    return [(leaf, leaf._version) for leaf in tensors_of(tree) if not leaf.is_inference()]
 
 
 def _counters() -> tuple[int, int]:

@@ -7,11 +7,10 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.report import Report
+from lightning_opt.core.splitting import tensors_of
 from lightning_opt.kernels.runtime.process_settings import (
     Outcome,
     allowed_cpus,
@@ -171,8 +170,7 @@ class Runtime(RunCallback):
         self._batches += 1
         for outcome in self._outcomes:
             if outcome.setting == "cudnn_benchmark" and outcome.done:
-                leaves = tree_leaves(batch)
-                self._shapes.add(tuple(tuple(x.shape) for x in leaves if isinstance(x, Tensor)))
+                self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_of(batch)))
                 if len(self._shapes) > SHAPES:
                     torch.backends.cudnn.benchmark = False
                     self._batches = WATCHED

@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+from collections import UserDict
 from dataclasses import dataclass
 
 import pytest
@@ -123,13 +124,19 @@ def test_the_copy_runs_beside_and_only_the_next_step_waits(monkeypatch):
 
 
 @dataclass
-class Opaque:
+class Pair:
     x: torch.Tensor
+
+
+class Opaque:
+    def __init__(self) -> None:
+        self.x = torch.ones(1)
 
 
 def test_batches_whose_tensors_can_be_found():
     assert is_transparent({"a": [torch.ones(1), 2.5], "b": ("text", None)})
-    assert not is_transparent([Opaque(torch.ones(1))])
+    assert is_transparent(UserDict(a=Pair(torch.ones(1))))  # as BatchEncoding is one
+    assert not is_transparent([Opaque()])
 
 
 def test_on_the_cpu_it_does_nothing_and_says_so(caplog):
