@@ -11,7 +11,6 @@ from lightning_opt.core.memory import (
     MB,
     MemoryLimits,
     PeakMeter,
-    device_memory,
     resident_memory,
 )
 
@@ -62,9 +61,10 @@ class LimitMeter:
     def read(self) -> Peak:
         """Return the peak since :meth:`start`."""
         peak = self._meter.read()
-        memory = device_memory(self._device)
-        if memory is not None:
-            now, total = memory.allocated, memory.free + memory.reserved
+        if self._device.type == "cuda":
+            now = torch.cuda.memory_allocated(self._device)
+            free, _ = torch.cuda.mem_get_info(self._device)
+            total = free + torch.cuda.memory_reserved(self._device)
             found = [(now, min(total, self._budget or total))]
         else:
             malloc_trim()  # what is kept for reuse is not in use, so it is no part of `now` either

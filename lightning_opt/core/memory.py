@@ -43,32 +43,22 @@ class Usage:
         return self.used / self.total
 
 
-@dataclass(frozen=True)
-class DeviceMemory:
-    """The memory of a CUDA device.
-
-    Attributes:
-        allocated: Held by tensors of this process.
-        reserved: Held by torch's allocator: ``allocated`` and what it keeps for reuse.
-        free: Not taken by anybody, according to the CUDA driver.
-        total: Of the device, or of the MIG slice.
-    """
-
-    allocated: int
-    reserved: int
-    free: int
-    total: int
-
-
-def resident_memory() -> int:
-    """Return the physical memory of this process: the cheapest reading there is on Linux."""
+def process_memory() -> tuple[int, int]:
+    """Return physical memory and address space of this process: the cheapest reading on Linux."""
     try:
         with open(_STATM, "rb") as file:  # noqa: PTH123 - pathlib takes twice as long
-            return int(file.read().split()[1]) * _PAGE
+            virtual, resident = file.read().split()[:2]
+            return int(resident) * _PAGE, int(virtual) * _PAGE
     except OSError:
         import psutil
 
-        return int(psutil.Process().memory_info().rss)
+        memory = psutil.Process().memory_info()
+        return memory.rss, memory.vms
+
+
+def resident_memory() -> int:
+    """Return the physical memory of this process."""
+    return process_memory()[0]
 
 
 _STATM = "/proc/self/statm"
@@ -101,24 +91,9 @@ def address_space() -> Usage | None:
     limit, _ = resource.getrlimit(resource.RLIMIT_AS)
     if limit == resource.RLIM_INFINITY:
         return None
-    import psutil
-
     heap = malloc_info()
-    used = psutil.Process().memory_info().vms - (heap.free if heap is not None else 0)
+    used = process_memory()[1] - (heap.free if heap is not None else 0)
     return Usage("address space", max(0, used), limit)
-
-
-def device_memory(device: torch.device) -> DeviceMemory | None:
-    """Return the memory of a CUDA device, or None for a device of another kind."""
-    if device.type != "cuda":
-        return None
-    free, total = torch.cuda.mem_get_info(device)
-    return DeviceMemory(
-        allocated=torch.cuda.memory_allocated(device),
-        reserved=torch.cuda.memory_reserved(device),
-        free=free,
-        total=total,
-    )
 
 
 class MemoryLimits:
@@ -150,11 +125,12 @@ class MemoryLimits:
         return [usage for usage in found if usage is not None and usage.total > 0]
 
     def _device(self) -> Usage | None:
-        memory = device_memory(self.device)
-        if memory is None:
+        if self.device.type != "cuda":
             return None
-        reusable = memory.reserved - memory.allocated
-        return Usage(str(self.device), memory.total - memory.free - reusable, memory.total)
+        free, total = torch.cuda.mem_get_info(self.device)
+        allocated = torch.cuda.memory_allocated(self.device)
+        reusable = torch.cuda.memory_reserved(self.device) - allocated
+        return Usage(str(self.device), total - free - reusable, total)
 
     @staticmethod
     def _group(group: MemoryGroup) -> Usage | None:
@@ -162,36 +138,12 @@ class MemoryLimits:
         return None if reading is None else Usage("cgroup", *reading)
 
 
-class GrowthCounter:
-    """Figures that are cheap enough for every step (3 us), and cannot grow unseen towards a limit.
+def growth_figures(device: torch.device) -> tuple[int, ...]:
+    """Return figures that are cheap enough for every step, and cannot grow unseen towards a limit.
 
-    On CUDA that is what tensors hold, on a CPU resident memory and the address space. It keeps a
-    file open: close it.
-
-    Args:
-        device: The device that trains.
+    On CUDA that is what tensors hold, on a CPU resident memory and the address space.
     """
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._file = -1
-        if device.type != "cuda" and Path(_STATM).exists():
-            self._file = os.open(_STATM, os.O_RDONLY)
-
-    def read(self) -> tuple[int, ...]:
-        """Return the figures, in bytes."""
-        if self._device.type == "cuda":
-            return (live_bytes(self._device),)
-        if self._file < 0:
-            return (resident_memory(),)
-        virtual, resident = os.pread(self._file, 128, 0).split(maxsplit=2)[:2]
-        return int(resident) * _PAGE, int(virtual) * _PAGE
-
-    def close(self) -> None:
-        """Let go of the file."""
-        if self._file >= 0:
-            os.close(self._file)
-            self._file = -1
+    return (live_bytes(device),) if device.type == "cuda" else process_memory()
 
 
 def live_bytes(device: torch.device) -> int:

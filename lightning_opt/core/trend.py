@@ -6,25 +6,6 @@ import math
 import statistics
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-
-
-@dataclass(frozen=True)
-class Trend:
-    """The trend of a series.
-
-    Attributes:
-        slope: Growth of ``y`` per unit of ``x``, by Theil and Sen.
-        p: Probability of so steady a growth in a series without any, by Mann and Kendall.
-    """
-
-    slope: float
-    p: float
-
-
-def measure_trend(x: Sequence[float], y: Sequence[float]) -> Trend:
-    """Return slope and significance of growth of ``y`` over ``x``."""
-    return Trend(theil_sen(x, y), mann_kendall(y)[1])
 
 
 def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 from weakref import ref
 
 import torch
@@ -16,18 +16,6 @@ from torch.utils._pytree import tree_flatten
 from lightning_opt.core.memory import PeakMeter
 from lightning_opt.core.operators import returns_views
 from lightning_opt.core.sharding import local_part
-
-
-class Meter(Protocol):
-    """Bytes above those that were there when the measurement began."""
-
-    def live(self) -> int:
-        """Return what is held now."""
-        ...
-
-    def mark(self) -> int:
-        """Return the peak since the last mark."""
-        ...
 
 
 class StorageMeter(TorchDispatchMode):
@@ -99,6 +87,10 @@ class AllocatorMeter:
     def mark(self) -> int:
         """Return the peak since the last mark."""
         return self._peak.mark() - self._start
+
+
+Meter: TypeAlias = StorageMeter | AllocatorMeter
+"""Bytes above those that were there when the measurement began."""
 
 
 @contextmanager

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_opt.core.arguments import at_least, between
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.memory import MB, GrowthCounter, MemoryLimits, Usage
+from lightning_opt.core.memory import MB, MemoryLimits, Usage, growth_figures
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import wants_host
@@ -95,7 +95,6 @@ class MemoryCleanup(RunCallback):
         self.actions = list(actions)
         self._schedule = Schedule(every_n_steps)
         self._limits: MemoryLimits | None = None
-        self._counter: GrowthCounter | None = None
         self._begin()
 
     def _begin(self) -> None:
@@ -121,8 +120,7 @@ class MemoryCleanup(RunCallback):
         """Find out what limits this process and its device."""
         self.release(trainer)
         self._begin()
-        device = trainer.strategy.root_device
-        self._limits, self._counter = MemoryLimits(device), GrowthCounter(device)
+        self._limits = MemoryLimits(trainer.strategy.root_device)
 
     def on_train_batch_end(
         self,
@@ -158,7 +156,8 @@ class MemoryCleanup(RunCallback):
 
     def _has_grown(self) -> bool:
         """Return whether half of what was left to the threshold may be gone since the last look."""
-        now = self._counter.read() if self._counter is not None else ()
+        assert self._limits is not None
+        now = growth_figures(self._limits.device)
         return not self._seen or any(
             after - before > self._room for after, before in zip(now, self._seen, strict=True)
         )
@@ -166,9 +165,9 @@ class MemoryCleanup(RunCallback):
     def _read(self) -> tuple[list[Usage], list[Usage]]:
         """Return all limits and those that are short, and find out when to read them again."""
         assert self._limits is not None
-        assert self._counter is not None
         usages, short = self._limits.read(), []
-        device, self._seen, self._room = self._limits.device, self._counter.read(), math.inf
+        device, self._room = self._limits.device, math.inf
+        self._seen = growth_figures(device)
         for usage in usages:
             pressure = self._pressures.setdefault(
                 usage.source, Pressure(self.threshold, self.release_below, self.cooldown_steps)
@@ -284,9 +283,7 @@ class MemoryCleanup(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Watch no longer."""
-        if self._counter is not None:
-            self._counter.close()
-        self._limits = self._counter = None
+        self._limits = None
         self._answers.clear()
 
 

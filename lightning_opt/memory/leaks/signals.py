@@ -10,7 +10,7 @@ import torch
 
 from lightning_opt.core.malloc import malloc_info
 from lightning_opt.core.memory import resident_memory
-from lightning_opt.core.trend import measure_trend, theil_sen
+from lightning_opt.core.trend import mann_kendall, theil_sen
 
 PYTHON_BLOCK = 96
 """Bytes of a typical block of Python's own allocator, which counts blocks and not bytes."""
@@ -63,11 +63,11 @@ class Signals:
         for name in self._samples[0][1] if self._samples else ():
             steps = [float(step) for step, values in self._samples if name in values]
             series = [values[name] for _, values in self._samples if name in values]
-            trend = measure_trend(steps, series)
-            if trend.p >= SIGNIFICANT or trend.slope < self._min_rate:
+            slope = theil_sen(steps, series)
+            if slope < self._min_rate or mann_kendall(series)[1] >= SIGNIFICANT:
                 continue
             # A cache or an allocator that fills up grows at first and then no more.
             half = len(steps) // 2
-            if theil_sen(steps[half:], series[half:]) >= max(trend.slope / 4, self._min_rate / 2):
-                found[name] = trend.slope
+            if theil_sen(steps[half:], series[half:]) >= max(slope / 4, self._min_rate / 2):
+                found[name] = slope
         return dict(sorted(found.items(), key=lambda item: -item[1]))

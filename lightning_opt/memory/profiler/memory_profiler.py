@@ -107,7 +107,7 @@ class MemoryProfiler(RunCallback):
         self._device = device
         self._started = perf_counter()
         self._steps = 0
-        self._where = "start"
+        self._phase = "start"
         self._end_step()
 
     def _stop(self) -> None:
@@ -123,7 +123,6 @@ class MemoryProfiler(RunCallback):
         self._meter: PhaseMeter | None = None
         self._saved: SavedWatch | None = None
         self._holdings: Holdings | None = None
-        self._phase: str | None = None
         self._peaks: dict[str, int] = {}
 
     # --- for a loop of one's own ----------------------------------------------------------------
@@ -142,7 +141,7 @@ class MemoryProfiler(RunCallback):
         trace: TracebackType | None,
     ) -> None:
         if error is not None and is_out_of_memory(error):
-            perform_autopsy(error, None, (), self._device, self._where, Path.cwd())
+            perform_autopsy(error, None, (), self._device, self._phase, Path.cwd())
         self._stop()
 
     def record(self, name: str) -> Record:
@@ -172,7 +171,7 @@ class MemoryProfiler(RunCallback):
     def phase(self, name: str) -> Iterator[None]:
         """Measure the peak of what runs inside, and count it under a name."""
         meter = PhaseMeter(self._device)
-        self._where = name
+        self._phase = name
         try:
             yield
             self.profile.add_peak(name, meter.mark(), meter.exact)
@@ -200,7 +199,7 @@ class MemoryProfiler(RunCallback):
     ) -> None:
         """Begin a profiled step, if it is one."""
         self._steps += 1
-        self._where = "forward"
+        self._phase = "forward"
         if not self._schedule.is_due(self._steps):
             return
         self._end_step()
@@ -216,7 +215,6 @@ class MemoryProfiler(RunCallback):
                 self._step.callback(hook.remove)
         self._note("step_start")
         self._measure(pl_module, self._holdings.tensors())
-        self._phase = "forward"
 
     def _measure(self, pl_module: pl.LightningModule, held: Iterable[Tensor] = ()) -> None:
         self._meter = PhaseMeter(self._device, pl_module, held)
@@ -232,7 +230,6 @@ class MemoryProfiler(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
         """Take note of the beginning of the backward pass."""
-        self._where = "backward"
         self._turn("backward", "before_backward")
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
@@ -243,7 +240,6 @@ class MemoryProfiler(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Take note of the beginning of an update."""
-        self._where = "optimizer"
         self._turn("optimizer", "before_optimizer")
 
     def on_train_batch_end(
@@ -257,7 +253,7 @@ class MemoryProfiler(RunCallback):
         """End a profiled step, and log it."""
         if self._meter is None or self._holdings is None:
             return
-        self._turn(None, "step_end")
+        self._turn("forward", "step_end")
         exact = self._meter.exact
         for phase, peak in self._peaks.items():
             self.profile.add_peak(phase, peak, exact)
@@ -277,7 +273,7 @@ class MemoryProfiler(RunCallback):
     ) -> None:
         """Begin to measure the first batch of a validation."""
         if self._watching(trainer) and batch_idx == 0 and dataloader_idx == 0:
-            self._where = "validation"
+            self._phase = "validation"
             self._measure(pl_module)
 
     def on_validation_batch_end(
@@ -297,14 +293,14 @@ class MemoryProfiler(RunCallback):
     def _watching(self, trainer: pl.Trainer) -> bool:
         return self._steps > 0 and not trainer.sanity_checking and trainer.state.fn == "fit"
 
-    def _turn(self, following: str | None, name: str | None) -> None:
-        """End a phase of a profiled step, and record its end."""
-        if self._meter is None or self._phase is None:
+    def _turn(self, following: str, name: str | None) -> None:
+        """End a phase, and if its step is profiled record its end."""
+        ended, self._phase = self._phase, following
+        if self._meter is None:
             return
-        self._peaks[self._phase] = max(self._peaks.get(self._phase, 0), self._meter.mark())
+        self._peaks[ended] = max(self._peaks.get(ended, 0), self._meter.mark())
         if name is not None:
             self._note(name)
-        self._phase = following
 
     def _note(self, name: str) -> None:
         assert self._holdings is not None
@@ -380,7 +376,7 @@ class MemoryProfiler(RunCallback):
             # Not `trainer.log_dir`, which asks rank zero: the other ranks may be anywhere.
             folder = getattr(trainer.logger, "log_dir", None) or trainer.default_root_dir
             perform_autopsy(
-                exception, pl_module, trainer.optimizers, self._device, self._where, Path(folder)
+                exception, pl_module, trainer.optimizers, self._device, self._phase, Path(folder)
             )
         self.release(trainer)
 

@@ -72,21 +72,6 @@ def examine(
     return Report(f"Out of memory in {phase}: the largest live tensors", rows, notes)
 
 
-def write_autopsy(report: Report, folder: Path, device: torch.device) -> list[Path]:
-    """Write the report as text and JSON, on CUDA also a snapshot for torch's memory_viz."""
-    folder.mkdir(parents=True, exist_ok=True)
-    text, data = folder / "out_of_memory.txt", folder / "out_of_memory.json"
-    text.write_text(f"{report}\n")
-    data.write_text(report.to_json())
-    written = [text, data]
-    if device.type == "cuda":
-        snapshot = folder / "out_of_memory.pickle"
-        with snapshot.open("wb") as file:
-            pickle.dump(torch.cuda.memory._snapshot(device), file)
-        written.append(snapshot)
-    return written
-
-
 def perform_autopsy(
     error: BaseException,
     module: nn.Module | None,
@@ -94,17 +79,24 @@ def perform_autopsy(
     device: torch.device,
     phase: str,
     folder: Path,
-) -> Report | None:
-    """Examine and write, as far as the memory that is left allows; the error goes on its way."""
+) -> None:
+    """Examine, and write text and JSON, on CUDA also a snapshot for torch's memory_viz.
+
+    That is done as far as the memory that is left allows; the error goes on its way.
+    """
+    file = folder / "out_of_memory.txt"
     try:
         report = examine(error, module, optimizers, device, phase)
-        files = write_autopsy(report, folder, device)
+        folder.mkdir(parents=True, exist_ok=True)
+        file.write_text(f"{report}\n")
+        file.with_suffix(".json").write_text(report.to_json())
+        if device.type == "cuda":
+            with file.with_suffix(".pickle").open("wb") as snapshot:
+                pickle.dump(torch.cuda.memory._snapshot(device), snapshot)
     except (MemoryError, RuntimeError, OSError) as other:
         log.warning("MemoryProfiler could not write down what was alive: %s", other)
-        return None
-    log.warning("Out of memory in %s; what was alive is in %s.", phase,
-                ", ".join(map(str, files)))  # fmt: skip
-    return report
+    else:
+        log.warning("Out of memory in %s; what was alive is in %s.", phase, file)
 
 
 def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str]:

@@ -70,7 +70,7 @@ def count_recomputed(plan: Plan) -> int:
 
 
 class AppliedPlan:
-    """A plan on the model, until it is undone."""
+    """A plan on the model, until it is undone or its context ends."""
 
     def __init__(self, plan: Plan) -> None:
         self.forwards: list[CheckpointedForward] = []
@@ -82,6 +82,12 @@ class AppliedPlan:
         except BaseException:
             self.undo()
             raise
+
+    def __enter__(self) -> AppliedPlan:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.undo()
 
     def undo(self) -> None:
         """Leave the model as it was; more than once does no harm."""

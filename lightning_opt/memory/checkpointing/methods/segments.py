@@ -225,9 +225,5 @@ class Chain:
             self._open = ref(segment)
         return segment
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> Chain:
-        copy = memo[id(self)] = Chain(self.limit)
-        return copy
-
     def __reduce__(self) -> tuple[type[Chain], tuple[int]]:
         return Chain, (self.limit,)

@@ -7,11 +7,12 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lightning_opt.core.blocks import Block
+from lightning_opt.core.trial import TrialStep
 from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, Probe, probed
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
@@ -50,14 +51,6 @@ UNSEEN = 0.02
 convolutions on a CPU took so much."""
 LONGEST = 8
 """Blocks in a planned segment, at most; or twice the square root of their number."""
-
-
-class Step(Protocol):
-    """A step that can be run again and again, as :class:`~lightning_opt.core.trial.TrialStep`."""
-
-    def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
-        """Run it, under what ``inside`` enters, and return its seconds."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -111,7 +104,7 @@ class StepPlanner:
 
     def __init__(
         self,
-        step: Step,
+        step: TrialStep,
         blocks: Sequence[Block],
         device: torch.device,
         segments: bool = True,
@@ -157,37 +150,28 @@ class StepPlanner:
                 self._blocks = [b for b in self._blocks if error.module not in b.modules]
 
     def _try_timeline(self) -> StepProfile:
-        applied = AppliedPlan(every_layer(self._blocks))
         found: list[Timeline] = []
 
         def inside(stack: ExitStack) -> None:
             found.append(Timeline(self._blocks, stack.enter_context(measuring(self._device))))
             stack.enter_context(probed(applied.forwards, found[0]))
 
-        try:
+        with AppliedPlan(every_layer(self._blocks)) as applied:
             self._step.run()  # what happens only once, as the learning of buffers, is over then
             self._step.run(inside)
             return found[0].finish()
-        finally:
-            applied.undo()
 
     def _run(self, blocks: Sequence[Block], probe: Probe) -> None:
-        applied = AppliedPlan(every_layer(blocks))
-        try:
+        with AppliedPlan(every_layer(blocks)) as applied:
             self._step.run(lambda stack: stack.enter_context(probed(applied.forwards, probe)))
-        finally:
-            applied.undo()
 
     def measure_peak(self, plan: Plan) -> int:
         """Return the peak of the step under ``plan``, in bytes above its start."""
         meters: list[Meter] = []
-        applied = AppliedPlan(plan)
-        try:
+        with AppliedPlan(plan):
             self._step.run(
                 lambda stack: meters.append(stack.enter_context(measuring(self._device)))
             )
-        finally:
-            applied.undo()
         return meters[0].mark()
 
     def _calibrate(self) -> None:
@@ -277,25 +261,19 @@ class StepPlanner:
 
     def _stopwatch(self, plan: Plan, keep_all: bool = False) -> dict[Block, float]:
         """Return for each block the seconds of its runs and recomputations."""
-        applied = AppliedPlan(plan)
         watch = Stopwatch([block for stretch in plan for block in stretch.blocks], self._device)
-        for forward in applied.forwards:
-            forward.keep_all = keep_all
-        try:
+        with AppliedPlan(plan) as applied:
+            for forward in applied.forwards:
+                forward.keep_all = keep_all
             self._step.run(lambda stack: stack.enter_context(probed(applied.forwards, watch)))
-        finally:
-            applied.undo()
         return {
             block: watch.forwards[block] + again for block, again in watch.recomputations.items()
         }
 
     def time(self, plan: Plan) -> float:
         """Return the seconds of a step under ``plan``."""
-        applied = AppliedPlan(plan)
-        try:
+        with AppliedPlan(plan):
             return self._step.run()
-        finally:
-            applied.undo()
 
     # -- planning ----------------------------------------------------------------------------
 
