@@ -50,7 +50,7 @@ SETTINGS: dict[str, list[Settings]] = {
         {"rule": "unit_wise"},
     ],
     "AttentionBackend": [{"order": ["math"], "watch_batches": 3}],
-    "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0, "figure": None}],
+    "CurvatureMonitor": [{"every_n_steps": 4, "fraction": 1.0}],
     "CurvaturePreconditioner": [{"every_n_steps": 4, "fraction": 1.0, "clip": None}],
     "ChannelsLast": [{"policy": "always"}],
     "DynamicBatchSize": [

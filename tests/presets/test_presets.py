@@ -363,7 +363,7 @@ class Mine(Callback):
 
 def test_callbacks_of_ones_own_win():
     own, mine = Own("zclip"), Mine()
-    curvature = lo.CurvatureMonitor(figure=None)
+    curvature = lo.CurvatureMonitor()
     found = lo.preset("basic").trainer_kwargs(callbacks=[mine, own, curvature])["callbacks"]
     assert [type(callback).__name__ for callback in found] == [
         "GradientHealth",

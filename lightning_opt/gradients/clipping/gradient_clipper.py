@@ -59,7 +59,8 @@ class ClipTally:
         steps: How many steps were seen.
         nonfinite: How many of them had a norm that was NaN or infinite, and were left alone.
         clipped: Sum of the shares clipped over the other steps.
-        last: Norm and outcome of the latest step.
+        last: ``norm`` of the latest step, and ``threshold`` and ``coefficient`` where the rule has
+            them.
     """
 
     def __init__(self, rule: ClippingRule) -> None:
@@ -67,12 +68,12 @@ class ClipTally:
         self.steps = 0
         self.nonfinite: Scalar = 0
         self.clipped: Scalar = 0.0
-        self.last: tuple[Scalar, Clip] | None = None
+        self.last: dict[str, Scalar] = {}
 
-    def apply(self, rule: ClippingRule, step: GradientStep) -> Clip:
+    def apply(self, rule: ClippingRule, step: GradientStep) -> None:
         """Clip one step's gradients in place and count. A step without gradients does not count."""
         if not step.gradients.tensors:
-            return Clip(0.0)
+            return
         norm = step.norms.total
         clip = rule.clip(step, self.state)
         if step.gradients.on_host:
@@ -81,17 +82,14 @@ class ClipTally:
         # Never a sum of conditions: its type would be the default one, which may be bfloat16.
         self.nonfinite = self.nonfinite + where(isfinite(norm), 0.0, 1.0)
         self.clipped = self.clipped + clip.clipped
-        self.last = (norm, clip)
-        return clip
+        last = {"norm": norm, "threshold": clip.threshold, "coefficient": clip.coefficient}
+        self.last = {name: value for name, value in last.items() if value is not None}
 
     def read(self) -> dict[str, float]:
         """Return the latest values and the counts as floats. Waits for the device once."""
-        if self.last is None:
+        if not self.last:
             return {}
-        norm, clip = self.last
-        last = {"norm": norm, "threshold": clip.threshold, "coefficient": clip.coefficient}
-        values = {name: value for name, value in last.items() if value is not None}
-        values |= {"clipped": self.clipped, "nonfinite": self.nonfinite}
+        values = {**self.last, "clipped": self.clipped, "nonfinite": self.nonfinite}
         read = dict(zip(values, read_scalars(list(values.values())), strict=True))
         read["fraction"] = read.pop("clipped") / max(self.steps - read["nonfinite"], 1.0)
         return read
@@ -160,11 +158,9 @@ class GradientClipper:
             floats on a CPU, 0-dimensional tensors on a device, where nothing is read.
         """
         gradients = collect_gradients(self._parameters)
-        norms = measure_norms(gradients)
-        total = norms.total
-        clip = self._tally.apply(self.rule, GradientStep(gradients, norms, 1.0, self._names))
-        values = {"norm": total, "threshold": clip.threshold, "coefficient": clip.coefficient}
-        return {name: value for name, value in values.items() if value is not None}
+        step = GradientStep(gradients, measure_norms(gradients), 1.0, self._names)
+        self._tally.apply(self.rule, step)
+        return dict(self._tally.last) if gradients.tensors else {"norm": 0.0}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state of the rule and the counts."""

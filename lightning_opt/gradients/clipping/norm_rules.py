@@ -112,15 +112,10 @@ class NormRule(ClippingRule):
         norm = step.norms.total
         threshold = self.limit(norm, state)
         over = logical_and(norm > threshold, isfinite(norm))
-        if isinstance(over, Tensor):
-            coefficient = where(over, threshold / (norm + NORM_EPSILON), 1.0)
+        coefficient = where(over, threshold / (norm + NORM_EPSILON), 1.0)
+        if isinstance(over, Tensor) or over:
             step.gradients.scale_(coefficient)
-            return Clip(where(over, 1.0, 0.0), threshold, coefficient)
-        if not over:
-            return Clip(0.0, threshold, 1.0)
-        coefficient = threshold / (norm + NORM_EPSILON)
-        step.gradients.scale_(coefficient)
-        return Clip(1.0, threshold, coefficient)
+        return Clip(where(over, 1.0, 0.0), threshold, coefficient)
 
 
 class FixedNorm(NormRule):

@@ -8,14 +8,12 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least, positive, share
-from lightning_opt.core.figures import save_at_end
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.gradients.curvature.curved_step import (
     check_parameters,
     check_run,
-    derivative_error,
     mean_of_parts,
     twice_differentiable_loss,
 )
@@ -25,19 +23,16 @@ from lightning_opt.gradients.curvature.hessian import (
     hessian_product,
 )
 from lightning_opt.gradients.curvature.lanczos import largest_eigenvalue
-from lightning_opt.gradients.curvature.plot import draw_curvature
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
-    from matplotlib.figure import Figure
 
 NAME = "CurvatureMonitor"
-FIGURE = "curvature.png"
 
 
 class CurvatureMonitor(RunCallback):
-    r"""Measures trace and largest eigenvalue of the training loss's Hessian, logs and draws them.
+    r"""Measures trace and largest eigenvalue of the training loss's Hessian.
 
     The largest eigenvalue is the sharpness. Gradient descent with learning rate :math:`\eta` and
     momentum :math:`\mu` is stable along a direction while its curvature stays below
@@ -66,8 +61,6 @@ class CurvatureMonitor(RunCallback):
         max_iterations: Products with the Hessian for the eigenvalue at most.
         tolerance: Stop when the eigenvalue is known to this share of itself.
         seed: Of the random vectors.
-        figure: Where to save the figure at the end of training: True for ``curvature.png`` in the
-            logger's directory if there is a logger, a path, or None.
 
     Raises:
         ValueError: In ``__init__`` for settings out of range; in ``setup`` as
@@ -93,14 +86,12 @@ class CurvatureMonitor(RunCallback):
         max_iterations: int = 20,
         tolerance: float = 0.05,
         seed: int = 0,
-        figure: bool | str | None = None,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.fraction, self.seed = share("fraction", fraction), at_least("seed", seed, 0)
         self.n_samples = at_least("n_samples", n_samples, 2)
         self.max_iterations = at_least("max_iterations", max_iterations, 1)
         self.tolerance = positive("tolerance", tolerance)
-        self._figure = figure
         self._generator: torch.Generator | None = None
         self._looked: int | None = None
         self.history: list[dict[str, float]] = []
@@ -150,14 +141,11 @@ class CurvatureMonitor(RunCallback):
         ) as loss:
             if loss is None:
                 return {}
-            try:
-                product = _of_all_ranks(hessian_product(loss, params))
-                trace = estimate_trace(product, params, self.n_samples, generator)
-                top = largest_eigenvalue(
-                    product, params, self.max_iterations, self.tolerance, generator
-                )
-            except (RuntimeError, NotImplementedError) as error:
-                raise derivative_error(NAME, error) from error
+            product = _of_all_ranks(hessian_product(loss, params))
+            trace = estimate_trace(product, params, self.n_samples, generator)
+            top = largest_eigenvalue(
+                product, params, self.max_iterations, self.tolerance, generator
+            )
             del product, loss
         return {
             "sharpness": top.value,
@@ -169,18 +157,6 @@ class CurvatureMonitor(RunCallback):
     def report(self) -> Report:
         """Return one row a look."""
         return Report(NAME, self.history)
-
-    def figure(self) -> Figure:
-        """Return a matplotlib figure of sharpness, edge and trace over the steps.
-
-        Raises:
-            ImportError: Without matplotlib, which the extra ``plots`` brings.
-        """
-        return draw_curvature(self.history)
-
-    def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Save the figure."""
-        save_at_end(self.figure, bool(self.history) and self._figure, trainer, FIGURE)
 
     def release(self, trainer: pl.Trainer) -> None:
         """Let go of the generator."""

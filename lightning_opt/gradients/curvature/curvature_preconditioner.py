@@ -15,7 +15,6 @@ from lightning_opt.core.schedule import Schedule
 from lightning_opt.gradients.curvature.curved_step import (
     check_parameters,
     check_run,
-    derivative_error,
     mean_of_parts,
     twice_differentiable_loss,
 )
@@ -164,11 +163,8 @@ class CurvaturePreconditioner(GradientCallback):
             if loss is None:
                 sample = [torch.zeros_like(parameter) for parameter in params.values()]
             else:
-                try:
-                    product = hessian_product(loss, list(params.values()))
-                    sample = sample_diagonal(product, list(params.values()), self._generator)
-                except (RuntimeError, NotImplementedError) as error:
-                    raise derivative_error(NAME, error) from error
+                product = hessian_product(loss, list(params.values()))
+                sample = sample_diagonal(product, list(params.values()), self._generator)
                 del product
             del loss
         self._preconditioner.update(dict(zip(params, mean_of_parts(sample), strict=True)))

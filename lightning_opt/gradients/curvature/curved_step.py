@@ -11,12 +11,12 @@ import torch.distributed as dist
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.sharding import mean_over_ranks
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, split_into
 from lightning_opt.core.trial import loss_of, without_a_trace
-from lightning_opt.gradients.curvature.hessian import twice_differentiable
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -82,13 +82,16 @@ def twice_differentiable_loss(
     none.
 
     Args:
-        owner: Who asks, for the warning.
+        owner: Who asks, for the warning and the error.
         trainer: The Trainer.
         module: Its module.
         batch: On the module's device.
         batch_idx: Its index.
         fraction: Share of the samples to take, the first ones; at least one is taken. Of a batch
             that cannot be cut, such as a graph, the whole is taken, with a warning.
+
+    Raises:
+        RuntimeError: Where the loss cannot be differentiated twice within the context.
     """
     if fraction < 1:
         try:
@@ -104,20 +107,19 @@ def twice_differentiable_loss(
     with ExitStack() as stack:
         stack.enter_context(without_a_trace(trainer, module))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(twice_differentiable())
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fast kernels have no second one
         stack.enter_context(_eager())
         no_autocast = torch.autocast(module.device.type, enabled=False)
         with replaced(precision, train_step_context=lambda: no_autocast):
             loss = loss_of(trainer, module, batch, batch_idx)
-        yield loss
-
-
-def derivative_error(owner: str, error: Exception) -> RuntimeError:
-    """Return what to raise where a model has no second derivative."""
-    return RuntimeError(
-        f"{owner} could not differentiate the loss twice: {error} Replace the operator by one with "
-        "a second derivative (a fused or custom kernel often has none), or leave the callback out."
-    )
+        try:
+            yield loss
+        except (RuntimeError, NotImplementedError) as error:
+            raise RuntimeError(
+                f"{owner} could not differentiate the loss twice: {error} Replace the operator by "
+                "one with a second derivative (a fused or custom kernel often has none), or leave "
+                "the callback out."
+            ) from error
 
 
 def mean_of_parts(parts: list[Tensor]) -> list[Tensor]:

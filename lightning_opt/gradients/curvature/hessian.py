@@ -15,14 +15,12 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.arguments import at_least
 from lightning_opt.gradients.curvature.lanczos import Eigenvalue, largest_eigenvalue
@@ -71,7 +69,9 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
         >>> lo.hessian_vector_product((x**3).sum(), [x], [torch.ones(2)])
         (tensor([ 6., 12.]),)
     """
-    _check_like(params, vectors, "vectors")
+    ours, theirs = [tuple(p.shape) for p in params], [tuple(v.shape) for v in vectors]
+    if ours != theirs:
+        raise ValueError(f"vectors must have the shapes of params: {ours}, got {theirs}.")
     return tuple(hessian_product(loss, params)(vectors))
 
 
@@ -194,14 +194,13 @@ def hessian_product(loss: Tensor, params: Tensors) -> Product:
     def product(vectors: Tensors) -> list[Tensor]:
         if not curved:
             return [torch.zeros_like(parameter) for parameter in params]
-        with _told_of_attention():
-            products = torch.autograd.grad(
-                [gradient for _, gradient in curved],
-                list(params),
-                [vectors[place] for place, _ in curved],
-                retain_graph=True,
-                allow_unused=True,
-            )
+        products = torch.autograd.grad(
+            [gradient for _, gradient in curved],
+            list(params),
+            [vectors[place] for place, _ in curved],
+            retain_graph=True,
+            allow_unused=True,
+        )
         return [
             torch.zeros_like(parameter) if part is None else part
             for parameter, part in zip(params, products, strict=True)
@@ -224,7 +223,8 @@ def estimate_trace(
     """Return the trace, estimated from products with the Hessian."""
     moment = _Moments()
     for _ in range(n_samples):
-        moment.add(_total(sample_diagonal(product, params, generator)))
+        parts = sample_diagonal(product, params, generator)
+        moment.add(torch.stack([part.sum() for part in parts]).sum())
     return Estimate(moment.mean, moment.standard_error(), n_samples)
 
 
@@ -238,14 +238,6 @@ def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     places = torch.arange(8, dtype=torch.uint8, device=like.device)
     bits = drawn.bitwise_right_shift(places).bitwise_and_(1).flatten()[: like.numel()]
     return bits.to(like.dtype).mul_(2).sub_(1).view_as(like)
-
-
-def twice_differentiable() -> AbstractContextManager[None]:
-    """Return the context in which attention has a second derivative, as its fast kernels have not.
-
-    Enter it for the forward pass.
-    """
-    return sdpa_kernel(SDPBackend.MATH)
 
 
 def _gradients(loss: Tensor, params: Tensors) -> Sequence[Tensor | None]:
@@ -279,34 +271,6 @@ def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
             if following is not None and following not in seen:
                 seen.add(following)
                 waiting.append(following)
-
-
-@contextmanager
-def _told_of_attention() -> Iterator[None]:
-    try:
-        yield
-    except RuntimeError as error:
-        if "attention" not in str(error) or "not implemented" not in str(error):
-            raise
-        raise RuntimeError(
-            "The attention kernel that computed this loss has no second derivative. Compute the "
-            "loss within torch.nn.attention.sdpa_kernel(SDPBackend.MATH)."
-        ) from error
-
-
-def _total(parts: Tensors) -> Tensor:
-    return torch.stack([part.sum() for part in parts]).sum()
-
-
-def _check_like(params: Tensors, others: Tensors, name: str) -> None:
-    if not params:
-        raise ValueError("params must hold at least one tensor.")
-    ours, theirs = [p.shape for p in params], [o.shape for o in others]
-    if ours != theirs:
-        raise ValueError(
-            f"{name} must have the shapes of params: {[tuple(s) for s in ours]}, got "
-            f"{[tuple(s) for s in theirs]}."
-        )
 
 
 class _Moments:

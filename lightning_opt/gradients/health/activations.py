@@ -13,7 +13,7 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.scalars import wide_dtype
-from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Finding
+from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.measures import largest_magnitude, read_together
 
 
@@ -29,9 +29,8 @@ class ActivationWatch:
         self._active = False
         self._known: dict[int, ref[Tensor]] = {}  # looked at in this batch
         self._calls: list[tuple[str, Tensor, Tensor]] = []
-        self._record: Tensor | None = None
-        self._batches: list[tuple[int, int, tuple[str, ...]]] = []
-        self._cause: Finding | None = None  # of an unbroken row of bad windows
+        self._batches: list[tuple[int, int, tuple[str, ...], Tensor]] = []
+        self._cause: Issue | None = None  # of an unbroken row of bad windows
         self._when = (0, 0)
 
     def watch(self, model: nn.Module) -> bool:
@@ -86,37 +85,33 @@ class ActivationWatch:
         bad = values[1].isfinite().logical_not()
         first = bad.to(torch.int8).argmax()
         came, made = values.index_select(1, first[None]).unbind()  # `[:, first]` would read it
-        number = torch.full_like(made, len(self._batches))
-        seen = torch.cat([bad.any()[None], first[None], number, made.isnan(), came.isfinite()])
-        if self._record is not None:
-            seen = torch.where(self._record[0] > 0, self._record, seen)
-        self._record = seen
+        seen = torch.cat([bad.any()[None], first[None], made.isnan(), came.isfinite()])
         last = self._batches[-1][2] if self._batches else None
-        self._batches.append((*self._when, last if last == names else names))
+        self._batches.append((*self._when, last if last == names else names, seen))
 
-    def take(self, *, scaled: bool) -> tuple[Finding, ...]:
+    def take(self, *, scaled: bool) -> tuple[Issue, ...]:
         """Return what was found since the last call. Waits for the device.
 
         Args:
             scaled: Whether a loss scaler skips bad steps, which makes them less than critical.
         """
         first = None
-        if self._record is not None:
-            (read,) = read_together([self._record])
-            found, place, batch, nan, made = map(int, read.tolist())
+        read = read_together([seen for *_, seen in self._batches])
+        for (epoch, index, names, _), row in zip(self._batches, read, strict=True):
+            found, place, nan, made = map(int, row)
             if found:
-                epoch, index, names = self._batches[batch]
                 kind = "nan" if nan else "inf"
                 first = bad_output(kind, names[place], f"epoch {epoch}, batch {index}", bool(made))
+                break
         # Once weights are NaN every output is: what matters is the first of an unbroken row.
         self._cause = (self._cause or first) if first else None
-        self._record, self._batches = None, []
+        self._batches = []
         if self._cause is None:
             return ()
         return (replace(self._cause, severity=WARNING if scaled else CRITICAL),)
 
 
-def bad_output(kind: str, module: str, when: str, made: bool) -> Finding:
+def bad_output(kind: str, module: str, when: str, made: bool) -> Issue:
     """Return what is said of the first output of a batch that was not finite.
 
     Args:
@@ -131,7 +126,7 @@ def bad_output(kind: str, module: str, when: str, made: bool) -> Finding:
             f"the first {kind.upper()} reached this module as its input at {when}: it was made "
             "before it, in code between modules or in the batch itself"
         )
-    return Finding(kind, CRITICAL, module, what)
+    return Issue(kind, CRITICAL, module, what)
 
 
 def _floats(values: Any) -> Iterator[Tensor]:

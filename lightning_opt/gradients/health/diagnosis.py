@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Finding
+from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.vitals import STALE, UNUSED, LayerVitals
 
 OVERFLOW_STREAK = 20
@@ -57,7 +57,7 @@ class Evidence:
         return [total for _, total in self.totals if math.isfinite(total)]
 
 
-def diagnose(evidence: Evidence, exploding: float, vanishing: float) -> list[Finding]:
+def diagnose(evidence: Evidence, exploding: float, vanishing: float) -> list[Issue]:
     """Return everything that one report sees, given the limits of :class:`GradientHealth`."""
     return [
         *find_nonfinite(evidence),
@@ -70,7 +70,7 @@ def diagnose(evidence: Evidence, exploding: float, vanishing: float) -> list[Fin
     ]
 
 
-def find_nonfinite(evidence: Evidence) -> list[Finding]:
+def find_nonfinite(evidence: Evidence) -> list[Issue]:
     """Find steps whose gradients were NaN or infinite, unless a loss scaler explains them."""
     bad = [(step, total) for step, total in evidence.totals if not math.isfinite(total)]
     if not bad or evidence.overflows:
@@ -83,16 +83,16 @@ def find_nonfinite(evidence: Evidence) -> list[Finding]:
     steps = f"step {start}" if len(bad) == 1 else f"{len(bad)} steps from step {start}"
     if not hit or len(hit) == len(layers):
         detail = f"every gradient was {kind.upper()} at {steps}, so the loss itself was not finite"
-        return [Finding(kind, CRITICAL, "all layers", detail)]
+        return [Issue(kind, CRITICAL, "all layers", detail)]
     # The backward pass runs from the loss to the input: the first it hit is the last in order.
     place = hit[-1].name
     detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
     if len(hit) > 1:
         detail += "; this one is nearest to the loss, where the backward pass met it first"
-    return [Finding(kind, CRITICAL, place, detail)]
+    return [Issue(kind, CRITICAL, place, detail)]
 
 
-def find_exploding(evidence: Evidence, limit: float) -> list[Finding]:
+def find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
     """Find norms above the limit, or far above what the run had."""
     finite = evidence.finite()
     layers = [layer for layer in evidence.layers if layer.trained]
@@ -114,7 +114,7 @@ def find_exploding(evidence: Evidence, limit: float) -> list[Finding]:
             worse = growth >= 10 or amplified >= 100 or median > 1000 * limit
         else:
             worse = growth > 100 * limit
-        return [Finding("exploding", CRITICAL if worse else WARNING, worst.name, detail)]
+        return [Issue("exploding", CRITICAL if worse else WARNING, worst.name, detail)]
     # A single spike; those of the first ten steps are the start of training.
     step, high = max(
         ((s, t) for s, t in evidence.totals if s > 10 and math.isfinite(t)),
@@ -125,11 +125,11 @@ def find_exploding(evidence: Evidence, limit: float) -> list[Finding]:
         detail = (
             f"a spike at step {step}: total norm {high:.3g}, {high / median:.3g} times the median"
         )
-        return [Finding("exploding", WARNING, worst.name, detail)]
+        return [Issue("exploding", WARNING, worst.name, detail)]
     return []
 
 
-def find_vanishing(evidence: Evidence, limit: float) -> list[Finding]:
+def find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
     """Find layers whose gradient's RMS is below the limit while other layers have a gradient."""
     flows = evidence.flows
     if not flows:
@@ -144,7 +144,7 @@ def find_vanishing(evidence: Evidence, limit: float) -> list[Finding]:
         ):
             return []
         detail = f"the largest gradient RMS of any layer is {largest:.3g}, since the start"
-        return [Finding("vanishing", WARNING, "all layers", detail)]
+        return [Issue("vanishing", WARNING, "all layers", detail)]
     small = {
         name: flow
         for name, flow in flows.items()
@@ -164,12 +164,12 @@ def find_vanishing(evidence: Evidence, limit: float) -> list[Finding]:
     }
     severity = CRITICAL if 4 * len(seen) >= len(flows) else WARNING
     return [
-        Finding("vanishing", severity, name, detail, largest / small.get(name, 1e-300))
+        Issue("vanishing", severity, name, detail, largest / small.get(name, 1e-300))
         for name, detail in seen.items()
     ]
 
 
-def find_dead(evidence: Evidence, vanishing: float) -> list[Finding]:
+def find_dead(evidence: Evidence, vanishing: float) -> list[Issue]:
     """Find trained layers all of whose gradients were zero at every step.
 
     Zeros behind a layer whose gradient vanishes have underflowed, and are found there.
@@ -177,7 +177,7 @@ def find_dead(evidence: Evidence, vanishing: float) -> list[Finding]:
     detail = "every gradient was exactly zero at every step"
     return [
         # The nearest to the loss is where the gradient ends; those before it only get none.
-        Finding("dead", CRITICAL, layer.name, detail, badness)
+        Issue("dead", CRITICAL, layer.name, detail, badness)
         for badness, (layer, after) in enumerate(_dead_layers(evidence))
         if after is None or not 0 < after.flow < vanishing
     ]
@@ -196,7 +196,7 @@ def _dead_layers(evidence: Evidence) -> list[tuple[LayerVitals, LayerVitals | No
     return dead[::-1]
 
 
-def find_bottleneck(evidence: Evidence) -> list[Finding]:
+def find_bottleneck(evidence: Evidence) -> list[Issue]:
     """Find where the gradient, on its way to the inputs, drops from one layer to the next.
 
     The three layers on either side have to differ too, or one odd layer would be called one.
@@ -209,11 +209,11 @@ def find_bottleneck(evidence: Evidence) -> list[Finding]:
         after = statistics.median(flow for _, flow in flows[i : i + 3])
         if drop > FACTOR and after / before > FACTOR:
             detail = f"gradients are {drop:.3g} times smaller here than in {flows[i][0]} after it"
-            found.append(Finding("bottleneck", WARNING, flows[i - 1][0], detail, drop))
+            found.append(Issue("bottleneck", WARNING, flows[i - 1][0], detail, drop))
     return found
 
 
-def find_imbalance(evidence: Evidence) -> list[Finding]:
+def find_imbalance(evidence: Evidence) -> list[Issue]:
     """Find layers that learn, or weigh in the total norm, out of proportion to all others."""
     layers = [layer for layer in evidence.layers if layer.name in evidence.flows]
     if len(layers) < 3:
@@ -226,15 +226,15 @@ def find_imbalance(evidence: Evidence) -> list[Finding]:
         share = layer.norm**2 / total
         if layer.update is not None and 0 < FACTOR * update < layer.update and layer.update > 0.01:
             detail = f"one step changes it by {layer.update:.1%}, other layers by {update:.2g}"
-            found.append(Finding("imbalance", WARNING, layer.name, detail, layer.update / update))
+            found.append(Issue("imbalance", WARNING, layer.name, detail, layer.update / update))
         elif share > 0.99 and layer.flow > FACTOR * flow:
             detail = f"it holds {share:.2%} of the squared norm, {layer.flow / flow:.3g} times the "
             detail += "median RMS of all layers"
-            found.append(Finding("imbalance", WARNING, layer.name, detail, layer.flow / flow))
+            found.append(Issue("imbalance", WARNING, layer.name, detail, layer.flow / flow))
     return found
 
 
-def find_stale(evidence: Evidence) -> list[Finding]:
+def find_stale(evidence: Evidence) -> list[Issue]:
     """Find parameters that should be trained and got no gradient since the last report."""
     found = []
     for layer in evidence.layers:
@@ -243,5 +243,5 @@ def find_stale(evidence: Evidence) -> list[Finding]:
             never = all(p.status == UNUSED for p in missing)
             names = ", ".join(p.name.rpartition(".")[2] for p in missing)
             detail = f"no gradient {'at any step' if never else 'since the last report'} ({names})"
-            found.append(Finding("stale", WARNING, layer.name, detail, len(missing)))
+            found.append(Issue("stale", WARNING, layer.name, detail, len(missing)))
     return found

@@ -17,12 +17,11 @@ from lightning_opt.core.verdicts import Verdict
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.health.activations import ActivationWatch
-from lightning_opt.gradients.health.issues import CRITICAL, Finding, Issue
+from lightning_opt.gradients.health.issues import CRITICAL, Issue
 from lightning_opt.gradients.health.optimizer_health import OptimizerHealth
 from lightning_opt.gradients.health.plot import draw_health
 from lightning_opt.gradients.health.report import (
     HealthSummary,
-    issue_lines,
     layer_rows,
     summarise,
 )
@@ -194,7 +193,7 @@ class GradientHealth(GradientCallback):
         pl_module: pl.LightningModule,
         index: int,
         scaled: bool,
-        extra: tuple[Finding, ...] = (),
+        extra: tuple[Issue, ...] = (),
     ) -> None:
         held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
         self._outside = group_layers(unheld_vitals(pl_module, held), self._places())
@@ -260,23 +259,10 @@ class GradientHealth(GradientCallback):
             top: How many rows; None for all.
         """
         rows = layer_rows(self.layers, self.issues)
-        notes = issue_lines(self.issues)
+        notes = [f"{issue} -> {issue.advice}" for issue in self.issues]
         if top is not None and len(rows) > top:
             notes.append(f"The worst {top} of {len(rows)}; report(top=None) has all.")
-        notes += [note for index in sorted(self._records) for note in self._notes(index)]
         return Report(f"Gradient health: {self.summary()}", rows[:top], notes)
-
-    def _notes(self, index: int) -> list[str]:
-        record = self._records[index]
-        who = f"Optimizer {index}" if len(self._records) > 1 else "The optimizer"
-        note = f"{who} made {record.steps} steps; last report at step {record.reported_step}"
-        if record.nonfinite:
-            note += (
-                f"; {record.nonfinite} steps not finite, the first of them {record.first_nonfinite}"
-            )
-        if record.overflows:
-            note += f"; {record.overflows} overflows skipped by the loss scaler"
-        return [note + "."]
 
     def figure(self) -> Figure:
         """Return a matplotlib figure of the gradient flow by layer and over time.

@@ -1,4 +1,4 @@
-"""Findings of single reports, and the issues that persist: plain data, no measuring.
+"""Issues: those seen in a single report, and those that persist. Plain data, no measuring.
 
 Most faults have to be seen in several reports in a row to be an issue, and an issue goes after two
 reports without it.
@@ -42,25 +42,6 @@ REPORTS_TO_CLEAR = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Finding:
-    """Something seen in one report.
-
-    Attributes:
-        type: One of :data:`ADVICE`.
-        severity: ``"critical"`` or ``"warning"``.
-        place: The layer; ``"all layers"`` if it is not one.
-        detail: What was seen, with its numbers.
-        badness: To find the worst of several, the larger the worse.
-    """
-
-    type: str
-    severity: str
-    place: str
-    detail: str
-    badness: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Issue:
     """A fault, where it is and what to do about it.
 
@@ -68,9 +49,10 @@ class Issue:
         type: ``nan``, ``inf``, ``exploding``, ``vanishing``, ``dead``, ``bottleneck``,
             ``imbalance`` or ``stale``.
         severity: ``"critical"``: training fails or stands still. ``"warning"``: worth a look.
-        place: The layer concerned, the worst one if there are several.
+        place: The layer concerned, the worst one if there are several; or ``"all layers"``.
         detail: What was measured there.
-        since: The step of the report that first saw it.
+        badness: To find the worst of several, the larger the worse.
+        since: The step of the report that first saw it, once it persists.
         others: The other layers concerned, in forward order.
     """
 
@@ -78,7 +60,8 @@ class Issue:
     severity: str
     place: str
     detail: str
-    since: int
+    badness: float = 0.0
+    since: int = 0
     others: tuple[str, ...] = ()
 
     @property
@@ -96,19 +79,19 @@ class Issue:
 
 
 class Persistence:
-    """Turns findings into issues: seen often enough in a row, and not gone for two reports."""
+    """Keeps the issues seen often enough in a row, and not gone for two reports."""
 
     def __init__(self) -> None:
         self._tracks: dict[str, dict[str, Any]] = {}
 
-    def update(self, findings: Sequence[Finding], step: int) -> None:
+    def update(self, findings: Sequence[Issue], step: int) -> None:
         """Take in what the report at ``step`` saw."""
         seen = {self._key(finding): finding for finding in findings}
         for key, finding in seen.items():
             track = self._tracks.setdefault(key, {"seen": 0, "missed": 0, "since": step})
             # Once weights are NaN every layer is: what counts is where it came from.
             if key != "nonfinite" or not track["seen"]:
-                track |= asdict(finding)
+                track |= asdict(finding) | {"since": track["since"]}
             track["seen"] += 1
             track["missed"] = 0
         for key in [key for key in self._tracks if key not in seen]:
@@ -117,7 +100,7 @@ class Persistence:
             if track["missed"] >= REPORTS_TO_CLEAR or track["seen"] < REPORTS_NEEDED[track["type"]]:
                 del self._tracks[key]
 
-    def _key(self, finding: Finding) -> str:
+    def _key(self, finding: Issue) -> str:
         if finding.type in ("nan", "inf"):
             return "nonfinite"
         # What is an issue at once needs no place to be recognised by, and may move.
@@ -142,8 +125,11 @@ class Persistence:
             since = min(track["since"] for track in tracks)
             places = tuple(sorted(others, key=lambda place: order.get(place, len(order))))
             issues.append(
-                Issue(kind, worst["severity"], worst["place"], worst["detail"], since, places)
-            )
+                Issue(
+                    kind, worst["severity"], worst["place"], worst["detail"], worst["badness"],
+                    since, places,
+                )
+            )  # fmt: skip
         return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
 
     def state_dict(self) -> dict[str, Any]:

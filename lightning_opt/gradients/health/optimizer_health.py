@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lightning_opt.core.norms import GradientStep
 from lightning_opt.gradients.health.diagnosis import OVERFLOW_STREAK, Evidence, diagnose
-from lightning_opt.gradients.health.issues import CRITICAL, Finding, Issue, Persistence
+from lightning_opt.gradients.health.issues import CRITICAL, Issue, Persistence
 from lightning_opt.gradients.health.measures import (
     NormWindow,
     UpdateProbe,
@@ -40,7 +40,7 @@ TIMELINE = 128
 EARLY = 10
 """Steps whose norms say where the run started."""
 
-COUNTS = ("steps", "reported_step", "nonfinite", "overflows", "first_nonfinite")
+COUNTS = ("steps", "reported_step", "nonfinite", "overflows")
 
 
 @dataclass
@@ -75,7 +75,6 @@ class OptimizerHealth:
         reported_step: That of the last report.
         nonfinite: Steps whose gradients were NaN or infinite, without those below.
         overflows: Such steps that the loss scaler brought about and skipped.
-        first_nonfinite: The first of the former; 0 if there is none.
         layers: What the last report measured, in forward order.
         issues: What the last report found.
         timeline: One entry a report: step, low, median and high of the total norm, RMS by layer.
@@ -91,7 +90,7 @@ class OptimizerHealth:
         self._seen: set[str] = set()
         self._streak = 0
         self.steps = self.reported_step = 0
-        self.nonfinite = self.overflows = self.first_nonfinite = 0
+        self.nonfinite = self.overflows = 0
         self.layers: list[LayerVitals] = []
         self.issues: list[Issue] = []
         self.timeline: list[dict[str, Any]] = []
@@ -125,7 +124,7 @@ class OptimizerHealth:
         order: Mapping[str, int],
         *,
         scaled: bool,
-        extra: tuple[Finding, ...] = (),
+        extra: tuple[Issue, ...] = (),
     ) -> None:
         """Read what was measured since the last report, and diagnose it.
 
@@ -180,7 +179,7 @@ class OptimizerHealth:
 
     def _count(self, totals: list[tuple[int, float]], scaled: bool) -> None:
         """Count the non-finite steps, and keep the first norms."""
-        for step, total in totals:
+        for _, total in totals:
             if math.isfinite(total):
                 self._streak = 0
                 if len(self._early) < EARLY:
@@ -191,7 +190,6 @@ class OptimizerHealth:
                 self.overflows += 1
             else:
                 self.nonfinite += 1
-                self.first_nonfinite = self.first_nonfinite or step
 
     def _note(self, finite: list[float]) -> None:
         """Enter the report into the timeline."""
@@ -213,10 +211,10 @@ class OptimizerHealth:
         trained = [layer for layer in self.layers if layer.trained]
         flows = [layer.flow for layer in trained]
         updates = [layer.update for layer in trained if layer.update is not None]
-        elements = [(p.zeros or 0.0, p.numel) for layer in trained for p in layer.trained]
+        whole = LayerVitals("", [p for layer in trained for p in layer.trained])
         critical = sum(issue.severity == CRITICAL for issue in self.issues)
         values: dict[str, float] = {
-            "zeros": sum(zeros * n for zeros, n in elements) / max(sum(n for _, n in elements), 1),
+            "zeros": whole.zeros or 0.0,
             "nonfinite": self.nonfinite,
             "overflows": self.overflows,
             "critical": critical,

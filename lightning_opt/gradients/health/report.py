@@ -51,11 +51,6 @@ def summarise(
     return HealthSummary("healthy", f"no issue in {steps} steps")
 
 
-def issue_lines(issues: Sequence[Issue]) -> list[str]:
-    """Return each issue with its advice."""
-    return [f"{issue} -> {issue.advice}" for issue in issues]
-
-
 def layer_rows(layers: Sequence[LayerVitals], issues: Sequence[Issue]) -> list[dict[str, Any]]:
     """Return one row a layer, the worst first.
 

@@ -4,7 +4,6 @@ from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch.loggers import TensorBoardLogger
 
 import lightning_opt as lo
 from lightning_opt.gradients.curvature.curvature_monitor import edge_of
@@ -116,17 +115,6 @@ def test_no_edge_for_an_adaptive_optimizer():
     callback = monitor(n_samples=2)
     quiet_trainer(callbacks=[callback]).fit(SmallNet("Adam", lr=LR), loader_of(4))
     assert "edge" not in callback.history[0]
-
-
-def test_the_figure(tmp_path):
-    callback = monitor(n_samples=2, figure=True)
-    logger = TensorBoardLogger(tmp_path, name="run", version=0)
-    quiet_trainer(callbacks=[callback], logger=logger).fit(SmallNet(lr=LR), loader_of(12))
-    assert (tmp_path / "run" / "version_0" / "curvature.png").stat().st_size > 1000
-    axes = callback.figure().axes
-    drawn = axes[0].lines[0].get_ydata()
-    assert list(drawn) == [entry["sharpness"] for entry in callback.history]
-    assert list(axes[0].lines[1].get_ydata()) == pytest.approx([2 / LR] * 4)
 
 
 @pytest.mark.parametrize(

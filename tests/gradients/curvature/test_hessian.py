@@ -195,14 +195,12 @@ def test_what_cannot_be():
         lo.hessian_vector_product(torch.ones(2, requires_grad=True) * 2, case.params, vectors)
     with pytest.raises(ValueError, match="vectors must have the shapes of params"):
         lo.hessian_vector_product(case.graph(), case.params, vectors[1:])
-    with pytest.raises(ValueError, match="params must hold at least one"):
-        lo.hessian_vector_product(case.graph(), [], [])
     with pytest.raises(ValueError, match="n_samples must be a whole number of at least 1"):
         lo.hessian_trace(case.graph(), case.params, 0)
     with pytest.raises(ValueError, match="tolerance must be a number of at least 0"):
         lo.top_eigenvalue(case.graph(), case.params, tolerance=-1.0)
     attention = Case("attention")
-    with pytest.raises(RuntimeError, match="has no second derivative"):
+    with pytest.raises(RuntimeError, match=r"attention.* is not implemented"):
         lo.hessian_trace(attention.loss(attention.params), attention.params)
 
 

@@ -61,7 +61,7 @@ def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) 
         "logged": dict(logger.records[-1][1]),
         "issues": [str(issue) for issue in health.issues],
         "state": str(health.state_dict()),
-        "nonfinite": (state["nonfinite"], state["first_nonfinite"]),
+        "nonfinite": state["nonfinite"],
     }
 
 

@@ -8,9 +8,9 @@ import pytest
 
 from lightning_opt.core.report import Report
 from lightning_opt.gradients.health.diagnosis import Evidence, diagnose
-from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Finding, Persistence
+from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue, Persistence
 from lightning_opt.gradients.health.plot import draw_health
-from lightning_opt.gradients.health.report import issue_lines, layer_rows, summarise
+from lightning_opt.gradients.health.report import layer_rows, summarise
 from lightning_opt.gradients.health.vitals import (
     LayerVitals,
     ParameterVitals,
@@ -33,7 +33,7 @@ def evidence(found: list[LayerVitals], total: float = 1.0, **more: Any) -> Evide
     return Evidence(found, [(step, total) for step in range(11, 21)], **more)
 
 
-def found_in(seen: Evidence, *left_out: str) -> list[Finding]:
+def found_in(seen: Evidence, *left_out: str) -> list[Issue]:
     """What the default limits find, without some types."""
     findings = diagnose(seen, exploding=100.0, vanishing=1e-7)
     return [finding for finding in findings if finding.type not in left_out]
@@ -43,7 +43,7 @@ def types(seen: Evidence, *left_out: str) -> set[tuple[str, str]]:
     return {(finding.type, finding.severity) for finding in found_in(seen, *left_out)}
 
 
-def find(seen: Evidence, *left_out: str) -> Finding:
+def find(seen: Evidence, *left_out: str) -> Issue:
     (finding,) = found_in(seen, *left_out)
     return finding
 
@@ -142,7 +142,7 @@ def test_normalisation_layers_are_not_compared_with_weights():
 def run(reports: list[str]) -> list[set[str]]:
     persistence, seen = Persistence(), []
     for number, kinds in enumerate(reports):
-        found = [Finding(kind, WARNING, "a", "seen") for kind in kinds.split()]
+        found = [Issue(kind, WARNING, "a", "seen") for kind in kinds.split()]
         persistence.update(found, number)
         seen.append({issue.type for issue in persistence.issues({})})
     return seen
@@ -159,15 +159,15 @@ def test_issues_come_late_and_go_late():
 
 def test_where_a_nan_came_from_is_not_overwritten_by_what_it_led_to():
     persistence = Persistence()
-    persistence.update([Finding("inf", CRITICAL, "encoder.3", "first")], 10)
-    persistence.update([Finding("nan", CRITICAL, "all layers", "later")], 20)
+    persistence.update([Issue("inf", CRITICAL, "encoder.3", "first")], 10)
+    persistence.update([Issue("nan", CRITICAL, "all layers", "later")], 20)
     (issue,) = persistence.issues({})
     assert (issue.type, issue.place, issue.since) == ("inf", "encoder.3", 10)
 
 
 def test_several_places_are_one_issue_named_by_the_worst():
     persistence = Persistence()
-    found = [Finding("stale", WARNING, name, name, badness) for name, badness in
+    found = [Issue("stale", WARNING, name, name, badness) for name, badness in
              (("c", 1.0), ("a", 3.0), ("b", 2.0))]  # fmt: skip
     for number in range(2):
         persistence.update(found, number)
@@ -185,7 +185,7 @@ def test_the_report_says_what_where_and_what_to_do():
         persistence.update(found_in(evidence(found), "bottleneck"), step)
     issues = persistence.issues({f"layer{i}": i for i in range(5)})
     rows = layer_rows(found, issues)
-    text = str(Report(f"{summarise(issues, 20, 2)}", rows, issue_lines(issues)))
+    text = str(Report(f"{summarise(issues, 20, 2)}", rows, [issues[0].advice]))
     assert text.startswith("critical: vanishing at layer0 and 1 more")
     assert "residual connections" in text
     assert issues[0].others == ("layer1",)
@@ -213,7 +213,7 @@ def test_the_figure_of_any_number_of_layers(count):
 def test_the_figure_of_a_run_that_was_never_finite():
     found = [layer("a", count=0, mean=0.0, nan=3, norm=math.nan)]
     issues_of = Persistence()
-    issues_of.update([Finding("nan", CRITICAL, "a", "NAN gradients")], 1)
+    issues_of.update([Issue("nan", CRITICAL, "a", "NAN gradients")], 1)
     issues = issues_of.issues({})
     draw_health(summarise(issues, 3, 1), issues, found, {0: []}, 100.0, 1e-7).savefig(io.BytesIO())
 
