@@ -92,7 +92,6 @@ class CurvatureMonitor(RunCallback):
         self.n_samples = at_least("n_samples", n_samples, 2)
         self.max_iterations = at_least("max_iterations", max_iterations, 1)
         self.tolerance = positive("tolerance", tolerance)
-        self._generator: torch.Generator | None = None
         self._looked: int | None = None
         self.history: list[dict[str, float]] = []
         """What was measured: one entry a look, with its ``step``."""
@@ -108,9 +107,8 @@ class CurvatureMonitor(RunCallback):
         self.history = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Make room for the random vectors."""
+        """Check the parameters."""
         check_parameters(NAME, pl_module)
-        self._generator = torch.Generator(pl_module.device)
         self._looked = None
 
     def on_train_batch_start(
@@ -132,9 +130,8 @@ class CurvatureMonitor(RunCallback):
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> dict[str, float]:
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        generator = self._generator
-        assert generator is not None
         # The same on all ranks, whose Hessian is one.
+        generator = torch.Generator(module.device)
         generator.manual_seed(self.seed * 1_000_003 + trainer.global_step)
         with twice_differentiable_loss(
             NAME, trainer, module, batch, batch_idx, self.fraction
@@ -157,10 +154,6 @@ class CurvatureMonitor(RunCallback):
     def report(self) -> Report:
         """Return one row a look."""
         return Report(NAME, self.history)
-
-    def release(self, trainer: pl.Trainer) -> None:
-        """Let go of the generator."""
-        self._generator = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was measured."""

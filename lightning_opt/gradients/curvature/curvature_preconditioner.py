@@ -105,7 +105,6 @@ class CurvaturePreconditioner(GradientCallback):
         self._steps = 0
         self._latest: dict[str, float] = {}
         self._batch: tuple[Any, int] | None = None
-        self._generator: torch.Generator | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before the model is wrapped."""
@@ -122,7 +121,6 @@ class CurvaturePreconditioner(GradientCallback):
         """Learn the names of the parameters."""
         super().on_fit_start(trainer, pl_module)
         check_parameters(NAME, pl_module)
-        self._generator = torch.Generator(pl_module.device)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -153,10 +151,9 @@ class CurvaturePreconditioner(GradientCallback):
     def _estimate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         params = {self.names[p]: p for p in module.parameters() if p.requires_grad}
         assert self._batch is not None
-        assert self._generator is not None
         # From the step, so that a resumed run draws what an uninterrupted one would have.
         number = self._steps // self.every_n_steps
-        self._generator.manual_seed(
+        generator = torch.Generator(module.device).manual_seed(
             (self.seed * 1_000_003 + number) * trainer.world_size + trainer.global_rank
         )
         with twice_differentiable_loss(NAME, trainer, module, *self._batch, self.fraction) as loss:
@@ -164,7 +161,7 @@ class CurvaturePreconditioner(GradientCallback):
                 sample = [torch.zeros_like(parameter) for parameter in params.values()]
             else:
                 product = hessian_product(loss, list(params.values()))
-                sample = sample_diagonal(product, list(params.values()), self._generator)
+                sample = sample_diagonal(product, list(params.values()), generator)
                 del product
             del loss
         self._preconditioner.update(dict(zip(params, mean_of_parts(sample), strict=True)))
@@ -190,7 +187,7 @@ class CurvaturePreconditioner(GradientCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""
         super().release(trainer)
-        self._batch, self._generator = None, None
+        self._batch = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return the steps seen and the average of the curvature."""

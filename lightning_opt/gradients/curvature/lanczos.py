@@ -57,11 +57,12 @@ def largest_eigenvalue(
         parts = [own.view_as(part) for own, part in zip(vector.split(sizes), like, strict=True)]
         return torch.cat([part.flatten() for part in product(parts)])
 
-    start = [
-        torch.randn(part.shape, generator=generator, device=part.device, dtype=part.dtype)
-        for part in like
-    ]
-    current = torch.cat([part.flatten() for part in start])
+    current = torch.cat(
+        [
+            torch.randn(part.numel(), generator=generator, device=part.device, dtype=part.dtype)
+            for part in like
+        ]
+    )
     current /= _norm(current)
     before = torch.zeros_like(current)
     diagonal: list[float] = []
@@ -77,10 +78,9 @@ def largest_eigenvalue(
         value, last = _top_of_tridiagonal(diagonal, beside[1:])
         best = Eigenvalue(value, abs(length * last), iteration)
         scale = max(map(abs, (*diagonal, *beside)))
-        if length <= TINY * scale or iteration == len(current) or length == 0.0:
-            # The start lies in a space that the matrix does not leave: values are exact there.
-            return best
-        if best.residual <= tolerance * abs(value):
+        # The start may lie in a space that the matrix does not leave: values are exact there.
+        exact = length <= TINY * scale or iteration == len(current)
+        if exact or best.residual <= tolerance * abs(value):
             return best
         before, current = current, following / length
         beside.append(length)
@@ -89,11 +89,8 @@ def largest_eigenvalue(
 
 def _top_of_tridiagonal(diagonal: list[float], beside: list[float]) -> tuple[float, float]:
     """Return the largest eigenvalue, and the last entry of its vector."""
-    matrix = torch.diag(torch.tensor(diagonal, dtype=torch.float64))
-    if beside:
-        edge = torch.tensor(beside, dtype=torch.float64)
-        matrix += torch.diag(edge, 1) + torch.diag(edge, -1)
-    values, vectors = torch.linalg.eigh(matrix)
+    middle, edge = (torch.tensor(part, dtype=torch.float64) for part in (diagonal, beside))
+    values, vectors = torch.linalg.eigh(torch.diag(middle) + torch.diag(edge, -1))  # lower half
     return float(values[-1]), float(vectors[-1, -1])
 
 

@@ -32,12 +32,13 @@ KEPT_EVENTS = 1000
 SAVED_BATCHES = 5
 """Batches written to disk by each rank, so that a lasting fault does not fill it."""
 
-DONE = {
+DONE: dict[Action, str] = {
     "skip": "the step is skipped (further skips are not announced)",
     "backoff": "the learning rate is scaled down",
     "rollback": "the snapshot is restored",
     "raise": "the run is stopped",
 }
+"""What is said of each answer to a fault, from mild to severe."""
 
 NAMED_PARAMETERS = 10
 """Parameters that an event names; it counts the rest."""

@@ -11,9 +11,6 @@ from lightning_opt.gradients.guard.detector import Detector, Kind, Symptoms
 Policy: TypeAlias = Literal["skip", "rollback", "raise"]
 Action: TypeAlias = Literal["skip", "backoff", "rollback", "raise"]
 
-ACTIONS: tuple[Action, ...] = ("skip", "backoff", "rollback", "raise")
-"""From mild to severe."""
-
 DEEPEST_BACKOFF = 4
 """The learning rate is scaled by at most ``lr_backoff ** 4``, so that a run is never frozen."""
 
@@ -22,7 +19,7 @@ class Ladder:
     """Counts faults in a row, says how to answer each, and keeps the scale of the learning rate.
 
     The state is a plain ``dict``, one for each optimizer: ``consecutive`` faults, ``skipped`` steps
-    in all, ``lr_scale``.
+    and ``overflows`` in all, ``lr_scale``.
 
     Args:
         policy: ``"skip"`` never rolls back; ``"rollback"`` has all rungs; ``"raise"`` stops at the
@@ -61,7 +58,7 @@ class Ladder:
 
     def init(self) -> dict[str, Any]:
         """Return the state before the first step."""
-        return {"consecutive": 0, "skipped": 0, "lr_scale": 1.0}
+        return {"consecutive": 0, "skipped": 0, "overflows": 0, "lr_scale": 1.0}
 
     def step_down(self, state: dict[str, Any]) -> None:
         """Take note of a good step: the row of faults ends, the learning rate recovers a little."""
@@ -105,8 +102,8 @@ class Judge:
         self.rollbacks = 0
 
     def standing(self, index: int) -> dict[str, Any]:
-        """Return the state of one optimizer: ``ladder``, ``usual`` and ``overflows``."""
-        new = {"ladder": self.ladder.init(), "usual": self.detector.init(), "overflows": 0}
+        """Return the state of one optimizer: the ladder's, and ``usual``, the detector's."""
+        new = {**self.ladder.init(), "usual": self.detector.init()}
         return self._optimizers.setdefault(index, new)
 
     def judge(self, index: int, symptoms: Symptoms) -> tuple[Kind, Action] | None:
@@ -114,38 +111,33 @@ class Judge:
         standing, kind = self.standing(index), symptoms.kind
         if kind is not None:
             spike = kind in ("loss_spike", "gradient_spike")
-            return kind, self.ladder.step_up(standing["ladder"], spike=spike)
+            return kind, self.ladder.step_up(standing, spike=spike)
         if symptoms.skip:
             standing["overflows"] += 1
         else:
-            self.ladder.step_down(standing["ladder"])
+            self.ladder.step_down(standing)
         return None
 
     def back_off(self) -> None:
         """Scale every learning rate down once more, after a rollback, which is counted."""
         self.rollbacks += 1
         for standing in self._optimizers.values():
-            self.ladder.back_off(standing["ladder"])
+            self.ladder.back_off(standing)
 
     def scalars(self) -> dict[str, float]:
         """Return what is logged, all of it on the host already."""
-        overflows = sum(standing["overflows"] for standing in self._optimizers.values())
-        ladders = [standing["ladder"] for standing in self._optimizers.values()]
-        ladders = ladders or [self.ladder.init()]
+        states = list(self._optimizers.values()) or [self.ladder.init()]
         return {
-            "guard/skipped": float(sum(ladder["skipped"] for ladder in ladders)),
-            "guard/consecutive": float(max(ladder["consecutive"] for ladder in ladders)),
-            "guard/overflows": float(overflows),
-            "guard/lr_scale": float(min(ladder["lr_scale"] for ladder in ladders)),
+            "guard/skipped": float(sum(state["skipped"] for state in states)),
+            "guard/consecutive": float(max(state["consecutive"] for state in states)),
+            "guard/overflows": float(sum(state["overflows"] for state in states)),
+            "guard/lr_scale": float(min(state["lr_scale"] for state in states)),
             "guard/rollbacks": float(self.rollbacks),
         }
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything as plain types. Waits for the device."""
-        return {
-            "optimizers": {index: to_plain(item) for index, item in self._optimizers.items()},
-            "rollbacks": self.rollbacks,
-        }
+        return {"optimizers": to_plain(self._optimizers), "rollbacks": self.rollbacks}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""

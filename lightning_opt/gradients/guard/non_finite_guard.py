@@ -21,13 +21,14 @@ from lightning_opt.gradients.guard.buffers import BufferKeeper
 from lightning_opt.gradients.guard.damage import DamageWatch
 from lightning_opt.gradients.guard.detector import Symptoms
 from lightning_opt.gradients.guard.incidents import (
+    DONE,
     KINDS,
     Event,
     EventLog,
     Incident,
     describe,
 )
-from lightning_opt.gradients.guard.ladder import ACTIONS, Judge, Ladder, Policy
+from lightning_opt.gradients.guard.ladder import Judge, Ladder, Policy
 from lightning_opt.gradients.guard.losses import LossLedger, mean_loss
 from lightning_opt.gradients.guard.snapshot import Snapshot
 from lightning_opt.gradients.guard.update_control import UpdateControl, skips_on_device
@@ -247,7 +248,7 @@ class NonFiniteGuard(GradientCallback):
             (self.withheld.add if skip else self.withheld.discard)(index)
         if self._buffers is not None:
             self._buffers.settle(symptoms.fault)
-        self._controls[index].hold(skip, standing["ladder"]["lr_scale"])
+        self._controls[index].hold(skip, standing["lr_scale"])
         self._steps += 1
         self._stepped = True
         self._log_due = self._log_due or self._schedule.is_due(self._steps)
@@ -316,7 +317,7 @@ class NonFiniteGuard(GradientCallback):
             # No skip cures that. It may have come from a fault of the model or from anywhere else.
             faults = faults or [Incident(trainer.global_step, trainer.current_epoch)]
             faults[-1].kind, faults[-1].action = "nonfinite_weight", "rollback"
-        gravest = max(faults, key=lambda fault: ACTIONS.index(fault.action))
+        gravest = max(faults, key=lambda fault: list(DONE).index(fault.action))
         if gravest.action == "rollback" and (
             not self._snapshot or self._restores >= RESTORES_OF_A_SNAPSHOT
         ):

@@ -79,8 +79,7 @@ class UpdateControl:
             return None
         # Without a loss scaler Lightning runs forward, backward and all hooks in a closure within
         # the optimizer's `step`.
-        place = next((i for i, value in enumerate(args) if i and callable(value)), None)
-        closure = kwargs.get("closure") if place is None else args[place]
+        closure = kwargs.get("closure")
         if closure is None:
             self._apply()
             return None
@@ -90,9 +89,7 @@ class UpdateControl:
             self._apply()
             return result
 
-        if place is None:
-            return args, {**kwargs, "closure": then_apply}
-        return (*args[:place], then_apply, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "closure": then_apply}
 
     def _after_update(self, *_: Any) -> None:
         self._depth -= 1

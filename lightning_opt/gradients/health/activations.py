@@ -9,6 +9,7 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.compiling import has_compiled_parts
@@ -131,11 +132,5 @@ def bad_output(kind: str, module: str, when: str, made: bool) -> Issue:
 
 def _floats(values: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors among a module's inputs or outputs."""
-    if isinstance(values, Tensor):
-        if values.is_floating_point():
-            yield values
-    elif isinstance(values, dict):
-        yield from _floats(list(values.values()))
-    elif isinstance(values, (list, tuple)):
-        for value in values:
-            yield from _floats(value)
+    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
+    return (tensor for tensor in tensors if tensor.is_floating_point())

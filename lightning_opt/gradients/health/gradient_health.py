@@ -182,7 +182,7 @@ class GradientHealth(GradientCallback):
             self._order.stop()
             extra = self._activations.take(scaled=scaled) if self._activations is not None else ()
             for index in due:
-                self._complete(trainer, pl_module, index, scaled, extra)
+                self._complete(trainer, pl_module, index, extra)
                 prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
                 scalars = self._records[index].scalars()
                 log_scalars(trainer, {prefix + key: value for key, value in scalars.items()})
@@ -192,7 +192,6 @@ class GradientHealth(GradientCallback):
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         index: int,
-        scaled: bool,
         extra: tuple[Issue, ...] = (),
     ) -> None:
         held = {p for optimizer in trainer.optimizers for p in parameters_of(optimizer)}
@@ -204,6 +203,7 @@ class GradientHealth(GradientCallback):
             for parameter in parameters_of(trainer.optimizers[index])
             if parameter in self.names
         }
+        scaled = loss_scale(trainer) is not None
         record.complete(parameters, self._places(), scaled=scaled, extra=extra)
         for issue in record.issues:
             if (issue.type, issue.severity) not in known and trainer.is_global_zero:
@@ -280,11 +280,10 @@ class GradientHealth(GradientCallback):
         save_at_end(self.figure, self._reported and self._figure, trainer, FIGURE)
 
     def _finish(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        scaled = loss_scale(trainer) is not None
         for index, record in self._records.items():
             record.release()  # a report that was not completed would need all ranks
             if record.pending_nonfinite() or (record.steps and not record.reported_step):
-                self._complete(trainer, pl_module, index, scaled)
+                self._complete(trainer, pl_module, index)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException

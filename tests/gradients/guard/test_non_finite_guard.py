@@ -507,7 +507,7 @@ def test_resumed_run_is_the_same(
     run(first, 1).trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # plain types only
     (state,) = (value for key, value in saved["callbacks"].items() if "Guard" in key)
-    assert state["judge"]["optimizers"][0]["ladder"]["consecutive"] == 4
+    assert state["judge"]["optimizers"][0]["consecutive"] == 4
     resumed = run(second, 2, tmp_path / "a.ckpt")
     assert_same_weights(resumed, whole)
     assert second.state_dict()["judge"] == guard.state_dict()["judge"]
