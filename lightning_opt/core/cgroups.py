@@ -83,8 +83,11 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
     """Yield folder and version of this process's own groups, each followed by its parents."""
     for version, mount, inside in _mounts(root, controller):
         own = _own_path(root, version, controller)
-        relative = None if own is None else _relative_to(own, inside)
-        folder = mount if relative is None or not (mount / relative).is_dir() else mount / relative
+        folder = mount
+        if own is not None and own.is_relative_to(inside):
+            relative = own.relative_to(inside)
+            if ".." not in relative.parts and (mount / relative).is_dir():
+                folder = mount / relative
         yield folder, version
         while folder != mount:
             folder = folder.parent
@@ -116,14 +119,6 @@ def _own_path(root: Path, version: int, controller: str) -> PurePosixPath | None
         ):
             return PurePosixPath(path)
     return None
-
-
-def _relative_to(path: PurePosixPath, parent: PurePosixPath) -> PurePosixPath | None:
-    try:
-        relative = path.relative_to(parent)
-    except ValueError:
-        return None
-    return None if ".." in relative.parts else relative
 
 
 def _statistic(file: Path, name: str) -> int:

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import functools
 import gc
-import sys
 
 import torch
 
-from lightning_opt.core.malloc import malloc_trim
+from lightning_opt.core.malloc import libc_function, malloc_trim
 
 MESSAGES = (
     "out of memory",  # of CUDA, and of other backends of torch
@@ -79,10 +77,9 @@ def _keep_large_blocks_apart() -> None:
     is lost to tensors of another size. It costs page faults, so it is done at the first
     out-of-memory and not before; it lasts as long as the process.
     """
-    if sys.platform.startswith("linux"):
-        mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
-        if mallopt is not None:
-            mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
+    mallopt = libc_function("mallopt")  # musl has none
+    if mallopt is not None:
+        mallopt(_M_MMAP_THRESHOLD, 256 * 1024)
 
 
 _M_MMAP_THRESHOLD = -3

@@ -55,7 +55,7 @@ def malloc_info() -> MallocInfo | None:
 
 @functools.cache
 def _reader() -> Callable[[], MallocInfo] | None:
-    function = _libc_function("mallinfo2")
+    function = libc_function("mallinfo2")
     if function is None:
         return None
     function.restype = _Mallinfo2
@@ -77,7 +77,7 @@ def malloc_trim() -> bool | None:
     Returns:
         Whether any were given back; None where the C library has no such function.
     """
-    function = _libc_function("malloc_trim")
+    function = libc_function("malloc_trim")
     if function is None:
         return None
     function.argtypes = [ctypes.c_size_t]
@@ -85,7 +85,8 @@ def malloc_trim() -> bool | None:
 
 
 @functools.cache
-def _libc_function(name: str) -> Any | None:
+def libc_function(name: str) -> Any | None:
+    """Return a function of Linux's C library, or None where there is none of this name."""
     if not sys.platform.startswith("linux"):
         return None
     try:

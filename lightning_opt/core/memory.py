@@ -7,9 +7,9 @@ reserve and would hand out again does not count, nor do files that the kernel me
 
 from __future__ import annotations
 
+import math
 import os
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import ClassVar
@@ -17,7 +17,7 @@ from weakref import WeakSet
 
 import torch
 
-from lightning_opt.core.cgroups import MemoryGroup, find_memory_groups
+from lightning_opt.core.cgroups import find_memory_groups
 from lightning_opt.core.malloc import malloc_info
 
 MB = 2**20
@@ -106,23 +106,21 @@ class MemoryLimits:
         root: Where ``proc`` and ``sys`` are found.
     """
 
-    def __init__(
-        self,
-        device: torch.device,
-        host: bool = True,
-        root: Path = Path("/"),
-    ) -> None:
+    def __init__(self, device: torch.device, host: bool = True, root: Path = Path("/")) -> None:
         self.device = device
-        self._groups: list[MemoryGroup] = find_memory_groups(root) if host else []
-        self._host: list[Callable[[], Usage | None]] = [system_memory, address_space]
-        if not host:
-            self._host = []
+        self._groups = find_memory_groups(root) if host else []
+        self._host = [system_memory, address_space] if host else []
 
     def read(self) -> list[Usage]:
         """Return one entry a limit; empty where nothing is limited or nothing can be read."""
         found = [self._device(), *(read() for read in self._host)]
-        found += [self._group(group) for group in self._groups]
+        readings = (group.read() for group in self._groups)
+        found += [Usage("cgroup", *reading) for reading in readings if reading is not None]
         return [usage for usage in found if usage is not None and usage.total > 0]
+
+    def room(self) -> float:
+        """Return the bytes to the limit that is nearest."""
+        return min((usage.total - usage.used for usage in self.read()), default=math.inf)
 
     def _device(self) -> Usage | None:
         if self.device.type != "cuda":
@@ -131,11 +129,6 @@ class MemoryLimits:
         allocated = torch.cuda.memory_allocated(self.device)
         reusable = torch.cuda.memory_reserved(self.device) - allocated
         return Usage(str(self.device), total - free - reusable, total)
-
-    @staticmethod
-    def _group(group: MemoryGroup) -> Usage | None:
-        reading = group.read()
-        return None if reading is None else Usage("cgroup", *reading)
 
 
 def growth_figures(device: torch.device) -> tuple[int, ...]:
@@ -187,6 +180,9 @@ class PeakMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
+        self._counter = str(device) if device.type == "cuda" else "process"
+        if self._counter == "cuda":
+            self._counter = f"cuda:{torch.cuda.current_device()}"
         self._largest = 0
         self.samples = False
         self.start()
@@ -195,7 +191,7 @@ class PeakMeter:
     def start(self) -> None:
         """Begin anew, with what is held now."""
         for other in self._running:
-            if _same_counter(other._device, self._device):
+            if other._counter == self._counter:
                 other.sample()
         if self._device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(self._device)
@@ -222,17 +218,6 @@ class PeakMeter:
         peak = self.read()
         self.start()
         return peak
-
-
-def _same_counter(one: torch.device, other: torch.device) -> bool:
-    """Return whether the peaks of two devices are one number: all but CUDA's are the process's."""
-    if "cuda" not in (one.type, other.type):
-        return True
-    return one.type == other.type and _index(one) == _index(other)
-
-
-def _index(device: torch.device) -> int:
-    return torch.cuda.current_device() if device.index is None else device.index
 
 
 def _reset_peak_resident() -> bool:

@@ -138,7 +138,8 @@ class TrialStep:
     def _make_gradients(self) -> None:
         """Have the gradients there before the measurement, which is of activations."""
         parameters = list(self._module.parameters())
-        if _is_fsdp1(self._trainer.strategy.model) or any(map(is_dtensor, parameters)):
+        fsdp1 = type(self._trainer.strategy.model).__name__ == "FullyShardedDataParallel"
+        if fsdp1 or any(map(is_dtensor, parameters)):
             return  # sharded gradients are made by the strategy
         for parameter in parameters:
             if parameter.requires_grad:
@@ -163,10 +164,6 @@ class _WriteWatch(TorchDispatchMode):
                 if parameter is not None and parameter not in self.copies:
                     self.copies[parameter] = parameter.detach().clone()
         return func(*args, **(kwargs or {}))
-
-
-def _is_fsdp1(model: Any) -> bool:
-    return type(model).__name__ == "FullyShardedDataParallel"
 
 
 def wait_for(device: torch.device) -> None:

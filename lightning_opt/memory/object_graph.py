@@ -247,31 +247,25 @@ def deep_size(things: Iterable[Any], limit: int = 400) -> int:
         if id(thing) in seen or is_a(thing, (nn.Module, nn.Parameter, *_OPAQUE[:4])):
             continue
         seen.add(id(thing))
-        total += sys.getsizeof(thing, 64)
-        if is_a(thing, Tensor):
-            storage = _storage(thing)
-            if storage is not None and storage not in seen:
-                seen.add(storage)
-                total += 500 + thing.untyped_storage().nbytes()
-            if thing.grad_fn is not None:
-                total += 1000 * graph_size(thing, 1000)
+        total += _size(thing, seen)
+        if is_a(thing, Tensor) and thing.grad_fn is not None:
+            total += 1000 * graph_size(thing, 1000)
         queue.extend(referents(thing))
     return total
 
 
 def own_size(things: Iterable[Any]) -> int:
     """Return the bytes of these objects alone: themselves, and the storages of tensors."""
-    total = 0
-    storages: dict[Any, int] = {}
-    for thing in things:
-        total += sys.getsizeof(thing, 64)
-        storage = _storage(thing) if is_a(thing, Tensor) else None
-        if storage is not None:
-            storages[storage] = 500 + thing.untyped_storage().nbytes()
-    return total + sum(storages.values())
+    seen: set[Any] = set()
+    return sum(_size(thing, seen) for thing in things)
 
 
-def _storage(tensor: Tensor) -> Any:
-    if type(tensor) not in (Tensor, nn.Parameter) or tensor.layout != torch.strided:
-        return None
-    return ("storage", tensor.untyped_storage().data_ptr())
+def _size(thing: Any, seen: set[Any]) -> int:
+    """Return the bytes of an object and of its storage, if that is not among those ``seen``."""
+    size = sys.getsizeof(thing, 64)
+    if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided:
+        storage = ("storage", thing.untyped_storage().data_ptr())
+        if storage not in seen:
+            seen.add(storage)
+            size += 500 + thing.untyped_storage().nbytes()
+    return size

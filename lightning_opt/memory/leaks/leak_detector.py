@@ -222,8 +222,7 @@ class LeakDetector(RunCallback):
     def _would_not_fit(self, trainer: pl.Trainer, suspect: Suspect) -> bool:
         """Return whether memory would run out before the epoch ends."""
         left = trainer.num_training_batches - trainer.fit_loop.batch_idx
-        usages = MemoryLimits(trainer.strategy.root_device).read()
-        room = min((usage.total - usage.used for usage in usages), default=math.inf)
+        room = MemoryLimits(trainer.strategy.root_device).room()
         return 1024 * suspect.kb_per_step * left > room
 
     def _raise_together(self, trainer: pl.Trainer, found: list[Suspect]) -> None:

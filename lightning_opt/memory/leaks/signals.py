@@ -25,12 +25,13 @@ def read_signals(device: torch.device) -> dict[str, float]:
 
     Resident memory also grows by fragmentation, so that alone it is a reason to look, not to warn.
     """
-    signals: dict[str, float] = {"resident": float(resident_memory())}
+    signals = {
+        "resident": float(resident_memory()),
+        "python": float(PYTHON_BLOCK * sys.getallocatedblocks()),
+    }
     heap = malloc_info()
     if heap is not None:
         signals["heap"] = float(heap.used)
-    if hasattr(sys, "getallocatedblocks"):
-        signals["python"] = float(PYTHON_BLOCK * sys.getallocatedblocks())
     if device.type == "cuda":
         signals["device"] = float(torch.cuda.memory_allocated(device))
     return signals

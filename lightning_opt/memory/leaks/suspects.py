@@ -96,10 +96,7 @@ class Suspect:
 
 
 def find_suspects(
-    counts: Sequence[Census],
-    roots: Sequence[Root],
-    min_rate: float,
-    searcher: Any,
+    counts: Sequence[Census], roots: Sequence[Root], min_rate: float, searcher: Any
 ) -> list[Suspect]:
     """Return what has grown from count to count, the fastest first, five at most.
 

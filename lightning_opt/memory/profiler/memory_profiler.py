@@ -22,7 +22,7 @@ from lightning_opt.core.memory import MB, live_bytes, live_source, resident_memo
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
-from lightning_opt.memory.profiler.gc_pauses import PauseWatch
+from lightning_opt.memory.profiler.gc_pauses import timing_collections
 from lightning_opt.memory.profiler.out_of_memory import perform_autopsy
 from lightning_opt.memory.profiler.phase_peaks import Holdings, PhaseMeter
 from lightning_opt.memory.profiler.plot import draw_profile
@@ -97,9 +97,7 @@ class MemoryProfiler(RunCallback):
         self._schedule = Schedule(every_n_steps)
         self.modules, self.history = modules, history
         self._figure, self._file = figure, file
-        self._watch = PauseWatch()
-        self._recording = False
-        self._step = ExitStack()
+        self._watch, self._step = ExitStack(), ExitStack()
         self._begin(torch.device("cpu"))
 
     def _begin(self, device: torch.device) -> None:
@@ -108,15 +106,12 @@ class MemoryProfiler(RunCallback):
         self._started = perf_counter()
         self._steps = 0
         self._phase = "start"
-        self._end_step()
+        self._stop()
 
     def _stop(self) -> None:
         """Undo what is on the model, in the process and in the allocator."""
         self._end_step()
-        self._watch.stop()
-        if self._recording:
-            torch.cuda.memory._record_memory_history(enabled=None)
-            self._recording = False
+        self._watch.close()
 
     def _end_step(self) -> None:
         self._step.close()
@@ -182,17 +177,15 @@ class MemoryProfiler(RunCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin anew."""
-        self._stop()
         self._begin(trainer.strategy.root_device)
         self._start_watching()
 
     def _start_watching(self) -> None:
         self.profile.source = live_source(self._device)
-        self._watch.start()
-        self.profile.pauses = self._watch.seconds
+        self._watch.enter_context(timing_collections(self.profile.pauses))
         if self.history and self._device.type == "cuda":
             torch.cuda.memory._record_memory_history(max_entries=100_000)
-            self._recording = True
+            self._watch.callback(torch.cuda.memory._record_memory_history, enabled=None)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int

@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import pickle
+import traceback
 from collections.abc import Iterable
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -117,18 +117,10 @@ def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str
 
 
 def _roots(error: BaseException, module: nn.Module | None) -> list[Root]:
-    roots: list[Root] = []
-    trace: TracebackType | None = error.__traceback__
-    frames = []
-    while trace is not None:
-        frames.append(trace.tb_frame)
-        trace = trace.tb_next
-    for frame in reversed(frames[-12:]):  # the nearest to the error first
-        code = frame.f_code
-        roots.append((f"{code.co_name}:", dict(frame.f_locals)))
-    if module is not None:
-        roots.insert(0, (type(module).__name__, module))
-    return roots
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    named = [] if module is None else [(type(module).__name__, module)]
+    nearest = frames[:-13:-1]  # to the error, that first
+    return [*named, *((f"{frame.f_code.co_name}:", dict(frame.f_locals)) for frame in nearest)]
 
 
 def _is_dense(tensor: Tensor) -> bool:

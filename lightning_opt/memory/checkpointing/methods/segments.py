@@ -10,7 +10,7 @@ pass asks for runs all calls of the segment again.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from weakref import ref
 
 import torch
@@ -34,14 +34,11 @@ class _Placeholder:
         self.tensor: Tensor | None = None
 
 
-class _OutputOf:
+class _OutputOf(NamedTuple):
     """Stands among the inputs of a call for an output of an earlier call of the segment."""
 
-    __slots__ = ("call", "leaf")
-
-    def __init__(self, call: int, leaf: int) -> None:
-        self.call = call
-        self.leaf = leaf
+    call: int
+    leaf: int
 
 
 class _Input:
@@ -178,7 +175,7 @@ class Segment:
         self._refilled = 0
         outputs: list[list[Any]] = []
         try:
-            with torch.enable_grad(), saved_tensors_hooks(self._refill, _unchanged):
+            with torch.enable_grad(), saved_tensors_hooks(self._refill, lambda tensor: tensor):
                 for call in self._calls:
                     outputs.append(tree_flatten(call.repeat(outputs))[0])
         except _EnoughError:
@@ -204,10 +201,6 @@ class Segment:
         if self._refilled == len(self._saved):
             raise _EnoughError
         return tensor
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 class Chain:

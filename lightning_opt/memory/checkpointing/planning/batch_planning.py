@@ -14,12 +14,11 @@ from torch import Tensor
 
 from lightning_opt.core.arguments import positive
 from lightning_opt.core.blocks import Block
-from lightning_opt.core.memory import MB
+from lightning_opt.core.memory import MB, MemoryLimits
 from lightning_opt.core.trial import TrialStep
 from lightning_opt.memory.checkpointing.methods.policies import Plan, count_recomputed
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
     bucket_bytes,
-    free_bytes,
     present_bytes,
     standing_bytes,
 )
@@ -144,7 +143,7 @@ class Planning:
                     "order": order,
                     "calls": unit.calls,
                     "keeping MB": unit.internals / MB,
-                    "recomputing ms": 1e3 * self.planner.recompute_seconds(order),
+                    "recomputing ms": 1e3 * self.planner.items[order].options[0].seconds,
                 }
         return {}
 
@@ -189,7 +188,8 @@ def plan_for_batch(
     standing = standing_bytes(pl_module, trainer.optimizers, buckets)
     pending = standing - buckets - present_bytes(pl_module, trainer.optimizers)
     agreement = _agreement(trainer)
-    room = -agreement.largest(pending - SHARE_OF_FREE * free_bytes(pl_module.device))
+    limits = MemoryLimits(pl_module.device, host=pl_module.device.type != "cuda")
+    room = -agreement.largest(pending - SHARE_OF_FREE * limits.room())
     # A recomputed segment of sharded blocks gathers parameters again, and in an order of its own.
     planner = StepPlanner(
         step, blocks, pl_module.device, segments=not sharded, room=room, agreement=agreement

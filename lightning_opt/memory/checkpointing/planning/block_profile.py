@@ -159,17 +159,13 @@ class Stopwatch(Probe):
         self.forwards: dict[Block, float] = dict.fromkeys(self._block_of.values(), 0.0)
         self.recomputations: dict[Block, float] = dict(self.forwards)
 
-    @contextmanager
-    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
+    def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Time a first run."""
-        with self._timed(module, self.forwards):
-            yield
+        return self._timed(module, self.forwards)
 
-    @contextmanager
-    def recompute(self, module: nn.Module) -> Iterator[None]:
+    def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Time a recomputation."""
-        with self._timed(module, self.recomputations):
-            yield
+        return self._timed(module, self.recomputations)
 
     @contextmanager
     def _timed(self, module: nn.Module, seconds: dict[Block, float]) -> Iterator[None]:

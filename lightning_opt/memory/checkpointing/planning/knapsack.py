@@ -11,7 +11,7 @@ over the units, with the held bytes as state.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TypeAlias
 
 STATES = 400
@@ -96,16 +96,7 @@ class _State:
     held: int = 0
     seconds: float = 0.0
     peak: int = 0
-    last: Decision | None = None
-    before: _State | None = field(default=None, repr=False)
-
-    def decisions(self) -> tuple[Decision, ...]:
-        found = []
-        state: _State | None = self
-        while state is not None and state.last is not None:
-            found.append(state.last)
-            state = state.before
-        return tuple(reversed(found))
+    decisions: tuple[Decision, ...] = ()
 
 
 def solve(
@@ -133,7 +124,7 @@ def solve(
     if not ends:
         return None
     best = min(ends, key=lambda state: (state.seconds, state.peak))
-    return Solution(best.decisions(), max(best.peak, best.held + head_peak), best.seconds)
+    return Solution(best.decisions, max(best.peak, best.held + head_peak), best.seconds)
 
 
 def smallest_peak(items: Sequence[Item], head_peak: int, longest: int = 1) -> Solution:
@@ -185,7 +176,9 @@ def _offer(states: dict[int, _State], state: _State, step: Step, grain: int) -> 
     fastest = known is None or (seconds, held) < (known.seconds, known.held)
     smallest = least is None or (held, seconds) < (least.held, least.seconds)
     if fastest or smallest:
-        new = _State(held, seconds, max(state.peak, state.held + peak), decision, state)
+        new = _State(
+            held, seconds, max(state.peak, state.held + peak), (*state.decisions, decision)
+        )
         states.update({held // grain: new} if fastest else {})
         states.update({LEAST: new} if smallest else {})
 

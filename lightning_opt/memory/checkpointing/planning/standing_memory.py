@@ -1,9 +1,8 @@
-"""What a training holds besides activations, and what the device has left for those."""
+"""What a training holds besides activations."""
 
 from __future__ import annotations
 
 import copy
-import math
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from contextlib import suppress
@@ -14,7 +13,6 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_opt.core.memory import MemoryLimits
 from lightning_opt.core.sharding import local_part
 from lightning_opt.memory.meters import state_tensors, storage_bytes
 
@@ -83,9 +81,3 @@ def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     there = [*module.parameters(), *module.buffers(), *gradients]
     return storage_bytes([*there, *state_tensors(optimizers)])
-
-
-def free_bytes(device: torch.device) -> float:
-    """Return what can still be allocated: by torch's own cache or from the device."""
-    usages = MemoryLimits(device, host=device.type != "cuda").read()
-    return min((usage.total - usage.used for usage in usages), default=math.inf)

@@ -302,10 +302,6 @@ class StepPlanner:
         ]
         return min(outcomes, key=lambda found: found[1])[0]
 
-    def recompute_seconds(self, order: int) -> float:
-        """Return what recomputing the unit with this place in the order costs."""
-        return self.items[order].options[0].seconds
-
     def smallest(self) -> Solution:
         """Return the plan with the smallest predicted peak."""
         return smallest_peak(self.items, self.profile.head_peak, self._longest)
