@@ -12,7 +12,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 
 import lightning_opt as lo
-from lightning_opt.core.malloc import malloc_info
+from lightning_opt.core.malloc import malloc_info, malloc_trim
 from lightning_opt.core.memory import MB, MemoryLimits, Usage, address_space
 from lightning_opt.memory.cleanup import memory_cleanup as cleanup_module
 from lightning_opt.memory.cleanup.actions import clean
@@ -123,6 +123,7 @@ class Ballast(Callback):
 def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
     """Let 200 MB more of the heap be the only limit there is, and nobody else collect."""
     gc.collect()
+    malloc_trim()  # else what other tests have left is filled first, and nothing is seen to grow
     gc.freeze()  # so that collecting is fast
     base = malloc_info().used
     monkeypatch.setattr(
