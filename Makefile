@@ -59,8 +59,9 @@ docs: $(INSTALLED) ## the documentation into docs/_build/html, and its examples 
 	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
 	$(BIN)/sphinx-build -q -n -W --keep-going -b doctest docs docs/_build/doctest
 
-matrix: $(INSTALLED) ## run every cell of the compatibility matrix and write docs/matrix.json
+matrix: $(INSTALLED) ## run every cell of the compatibility matrix and of the zoo, and write both into docs
 	$(ONE_THREAD) $(BIN)/python -m tests.matrix
+	$(ONE_THREAD) $(BIN)/python -m tests.zoo
 
 bench: $(INSTALLED) ## every benchmark on this machine, tables and JSON into OUT
 	for module in $(BENCHMARKS); do $(ONE_THREAD) $(BIN)/python -m $$module --out '$(OUT)' || exit 1; done
