@@ -9,11 +9,11 @@ from weakref import ref
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.scalars import wide_dtype
+from lightning_opt.core.splitting import tensors_of
 from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.measures import largest_magnitude, read_together
 
@@ -132,5 +132,4 @@ def bad_output(kind: str, module: str, when: str, made: bool) -> Issue:
 
 def _floats(values: Any) -> Iterator[Tensor]:
     """Yield the floating-point tensors among a module's inputs or outputs."""
-    tensors = (leaf for leaf in tree_leaves(values) if isinstance(leaf, Tensor))
-    return (tensor for tensor in tensors if tensor.is_floating_point())
+    return (tensor for tensor in tensors_of(values) if tensor.is_floating_point())
