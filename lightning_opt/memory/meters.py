@@ -11,11 +11,11 @@ from weakref import ref
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 
 from lightning_opt.core.memory import PeakMeter
 from lightning_opt.core.operators import returns_views
 from lightning_opt.core.sharding import local_part
+from lightning_opt.core.splitting import tensors_of
 
 
 class StorageMeter(TorchDispatchMode):
@@ -36,8 +36,8 @@ class StorageMeter(TorchDispatchMode):
     ) -> Any:
         output = func(*args, **(kwargs or {}))
         if not returns_views(func):
-            inputs = {id(leaf.untyped_storage()) for leaf in _tensors((args, kwargs))}
-            for leaf in _tensors(output):
+            inputs = {id(leaf.untyped_storage()) for leaf in tensors_of((args, kwargs))}
+            for leaf in tensors_of(output):
                 self._count(leaf, inputs)
         return output
 
@@ -122,7 +122,3 @@ def state_tensors(optimizers: Iterable[Any]) -> list[Tensor]:
     states = [state for o in optimizers for state in getattr(o, "state", {}).values()]
     values = (value for state in states if isinstance(state, dict) for value in state.values())
     return [value for value in values if isinstance(value, Tensor)]
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]

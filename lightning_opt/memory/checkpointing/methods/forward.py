@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from lightning_opt.core import replacing
 from lightning_opt.core.preserve import GENERATORS
+from lightning_opt.core.splitting import tensors_of
 from lightning_opt.memory.checkpointing.methods.arguments import contents_of, objects_in
 from lightning_opt.memory.checkpointing.methods.restored_state import (
     BufferKey,
@@ -155,11 +156,11 @@ class _Run:
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         owner, self.given = self.owner, None
-        inputs, objects = _tensors((args, kwargs)), objects_in((args, kwargs))
+        inputs, objects = list(tensors_of((args, kwargs))), objects_in((args, kwargs))
         versions, contents = [tensor._version for tensor in inputs], contents_of(objects)
         with owner.probe.forward(owner.module, inputs):
             output = owner.original(*args, **kwargs)
-        owner.probe.returned(owner.module, _tensors(output))
+        owner.probe.returned(owner.module, list(tensors_of(output)))
         self.start = owner.buffers.after(self._before)
         self._before, self.done = [], True
         if not owner.keep_all:
@@ -178,10 +179,6 @@ class _Run:
         owner = self.owner
         with self._random.restored(), owner.probe.recompute(owner.module):
             return owner.original(*args, **kwargs)
-
-
-def _tensors(tree: Any) -> list[Tensor]:
-    return [leaf for leaf in tree_flatten(tree)[0] if isinstance(leaf, Tensor)]
 
 
 class _OnScratch:

@@ -15,7 +15,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._pytree import tree_flatten
+
+from lightning_opt.core.splitting import tensors_of
 
 AHEAD = 2
 """So many tensors are on their way back from the host before they are asked for."""
@@ -95,8 +96,8 @@ class Offload:
 
     @contextmanager
     def _step(self, model: nn.Module, batch: Any) -> Iterator[None]:
-        kept = [*model.parameters(), *model.buffers(), *tree_flatten(batch)[0]]
-        self._owned = {t.untyped_storage().data_ptr() for t in kept if isinstance(t, Tensor)}
+        kept = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
+        self._owned = {t.untyped_storage().data_ptr() for t in kept}
         self._known, self._order, self.nbytes = {}, [], 0
         _ACTIVE.append(self)
         try:

@@ -16,11 +16,11 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_opt.core.operators import returns_views, written_by
+from lightning_opt.core.splitting import tensors_of
 from lightning_opt.memory.checkpointing.methods.forward import ContextPair
 
 Place: TypeAlias = tuple[str, int]
@@ -124,7 +124,7 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         if func is aten.detach.default:
             return func(*args, **kwargs)
-        device = next((a.device for a in tree_flatten(args)[0] if isinstance(a, Tensor)), None)
+        device = next((tensor.device for tensor in tensors_of(args)), None)
         seeded = torch.Tag.nondeterministic_seeded in func.tags
         before = _generator_state(device) if seeded else None
         start = _now(device)
@@ -137,7 +137,7 @@ class _Recorder(TorchDispatchMode):
             if maker is not None:
                 maker.keepable = False
         aliases = returns_views(func)
-        outputs = [leaf for leaf in tree_flatten(output)[0] if isinstance(leaf, Tensor)]
+        outputs = list(tensors_of(output))
         # `_unsafe_view` and its like say that their output is new memory, which it is not.
         fresh = [leaf for leaf in outputs if leaf.untyped_storage().data_ptr() not in self._makers]
         place = (str(func), self._counts[str(func)])
