@@ -91,7 +91,7 @@ class Subject:
         if self.strategy:
             known = StrategyRegistry[self.strategy]["init_params"]
             known = {key: value for key, value in known.items() if key != "start_method"}
-            return {"strategy": kind(**known, **AT_ONCE[self.name])}
+            return {"strategy": kind(**known, **AT_ONCE.get(self.name, {}))}
         takes = inspect.signature(kind).parameters
         # So that it does something within a few steps, and does not import matplotlib.
         usual = {"every_n_steps": 2, "figure": None}
