@@ -13,6 +13,7 @@ import io
 import json
 import pickle
 import re
+import threading
 import weakref
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -145,6 +146,9 @@ def _process_is_left_as_found(request: pytest.FixtureRequest) -> Iterator[None]:
         request.getfixturevalue("nothing_frozen")
     before = process_footprint()
     yield
+    for thread in threading.enumerate():  # that of a loader's queue ends a moment after its workers
+        if thread.name not in before["threads_alive"]:
+            thread.join(timeout=5.0)
     assert process_footprint() == before
     assert not freezes or gc.get_freeze_count() == 0
 

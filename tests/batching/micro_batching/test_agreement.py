@@ -159,18 +159,18 @@ def end_badly(how: str) -> str:
     return end
 
 
-def end_in_all_ways() -> list[str]:
-    return [end_badly(how) for how in ("hopeless", "error", "reduction")]
-
-
-def test_no_rank_waits_for_one_that_has_failed():
-    (hopeless, waiting, reducing), (own, failing, late) = launch(end_in_all_ways)
-    for end in (hopeless, own):
-        assert "Even one sample does not fit" in end
-    assert "planted" in failing
-    assert "Another rank has ended" in waiting
-    assert "while gradients were being reduced" in late
-    assert "RuntimeError" in reducing
+@pytest.mark.parametrize(
+    ("how", "here", "there"),
+    [
+        ("hopeless", "Even one sample does not fit", "Even one sample does not fit"),
+        ("error", "Another rank has ended", "planted"),
+        ("reduction", "RuntimeError", "while gradients were being reduced"),
+    ],
+)
+def test_no_rank_waits_for_one_that_has_failed(how, here, there):
+    ends = launch(end_badly, how)
+    assert here in ends[0]
+    assert there in ends[1]
 
 
 class Synchronised(Callback):
