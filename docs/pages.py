@@ -63,6 +63,7 @@ STEPS = {
 STRATEGIES = {
     "single": "One process",
     "ddp": "DDP, two processes",
+    "ddp_topk": "Compressed DDP (Top-K), two processes",
     "fsdp1": "FSDP1, two processes",
     "fsdp2": "FSDP2, two processes",
 }
