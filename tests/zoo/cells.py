@@ -20,7 +20,7 @@ from torch import Tensor
 
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
-from tests.matrix.subjects import CHANGES, Subject, find_subjects
+from tests.matrix.subjects import CHANGES, ROUNDS, Subject, find_subjects
 from tests.zoo.models import MODELS, Learner, make
 
 FILE = Path(__file__).parents[2] / "docs" / "zoo.json"
@@ -101,7 +101,8 @@ class Row:
             distance = largest_difference(weights, self.plain)
         except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
             return describe(error, model)
-        if distance == 0.0:
+        # Whether these add up in another order is measured anew in each run, or up to the processor.
+        if distance == 0.0 and subject.name not in ROUNDS:
             return "identical"
         if distance <= ROUNDING * self.moved:
             return "close"

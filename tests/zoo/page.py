@@ -21,7 +21,7 @@ four batches on a CPU, beside the same fit without the feature; strategies run o
 | sign | |
 |---|---|
 | = | the weights at the end are the same, bit by bit |
-| ≈ | the same but for rounding |
+| ≈ | the same but for rounding, or may be: what adds up in another order is never called the same |
 | ≠ | others, as is the purpose of the feature |
 | ✗ | refused before the first step; the error stands below |
 | | not run |
