@@ -101,7 +101,7 @@ class Row:
             distance = largest_difference(weights, self.plain)
         except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
             return describe(error, model)
-        # Whether these add up in another order is measured anew in each run, or up to the processor.
+        # Whether these add up in another order is measured anew, or up to the processor.
         if distance == 0.0 and subject.name not in ROUNDS:
             return "identical"
         if distance <= ROUNDING * self.moved:
