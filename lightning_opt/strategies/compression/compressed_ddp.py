@@ -8,10 +8,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, SGD, Optimizer
+from torch.optim import SGD, Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import at_least
@@ -22,15 +23,10 @@ from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.strategies.compression.choosing.auto import LOOK, AutoChoice
 from lightning_opt.strategies.compression.choosing.ramp import Ramp, default_steps
-from lightning_opt.strategies.compression.codecs.compressors import (
-    Compressor,
-    PowerSGD,
-    Quantize,
-    Threshold,
-    TopK,
-)
 from lightning_opt.strategies.compression.exchange.local_clipping import clip_locally
 from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
+from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
+from lightning_opt.trainer.refusals import refuse_lbfgs
 
 CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
 """Where a checkpoint keeps what the ranks had not yet sent."""
@@ -64,14 +60,15 @@ class CompressedDDPStrategy(DDPStrategy):
     N ranks clips each bucket at ``c / sqrt(N)``, and the sum is clipped once more. Adam with either
     is experimental: what arrives late all at once is noise to its second moments.
 
-    Logged every ``every_n_steps`` optimizer steps, as means over the steps since the last time:
+    Logged every ``every_n_steps`` optimizer steps, bytes as means over the steps in between:
 
     ======================= ====================================================================
     ``comm/bytes``          bytes that this rank sends in a step, by the collectives' own count
     ``comm/ratio``          how many times more an uncompressed ring all-reduce would send
     ``comm/selected``       share of elements in the latest messages
     ``comm/residual_norm``  L2 norm of what this rank still has to send
-    ``comm/seconds``        time of a step during which a bucket was on its way, decoding included
+    ``comm/seconds``        time of the latest step during which a bucket was on its way, decoding
+                            included; on a GPU by the GPU's clock
     ``comm/mode``           how most elements went: 0 uncompressed, 1 quantised, 2 threshold, 3
                             Top-K, 4 another compressor, 5 bfloat16
     ======================= ====================================================================
@@ -99,8 +96,8 @@ class CompressedDDPStrategy(DDPStrategy):
     Raises:
         ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps,
             PowerSGD with a ``bucket_cap_mb`` or a communication hook besides this one; in ``setup``
-            for LBFGS, sharded parameters, a backend that does not fit, or a callback that clips
-            reduced gradients beside Top-K or Threshold.
+            for LBFGS, sharded parameters, a backend that does not fit, or a callback or a
+            ``configure_gradient_clipping`` that clips reduced gradients beside Top-K or Threshold.
 
     Example:
         >>> import lightning as L
@@ -218,18 +215,15 @@ class CompressedDDPStrategy(DDPStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, and look whether compression suits them and the callbacks."""
         super().setup_optimizers(trainer)
-        for optimizer in self.optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise ValueError(
-                    "Compressed DDP does not work with torch.optim.LBFGS: it evaluates the "
-                    "gradient several times within one step and needs it exact. Use strategy='ddp'."
-                )
+        refuse_lbfgs("Compressed DDP", self.optimizers)
         adaptive = not all(isinstance(optimizer, SGD) for optimizer in self.optimizers)
         clipping = [
             type(callback).__name__
             for callback in trainer.callbacks
             if getattr(callback, "rescales_gradients", False)
         ]
+        if is_overridden("configure_gradient_clipping", self.lightning_module):
+            clipping.append(f"{type(self.lightning_module).__name__}.configure_gradient_clipping")
         if self._auto is not None and (adaptive or clipping):
             self._auto.schemes.pop()  # late gradients suit neither
         if self._reduction is not None and not self.chooses and self.compressor.late and clipping:
@@ -254,11 +248,12 @@ class CompressedDDPStrategy(DDPStrategy):
             ]
         self._resumed = None
 
-    def _loss_scale(self) -> float:
+    def _loss_scale(self) -> Tensor:
         scaler = getattr(self.precision_plugin, "scaler", None)
-        return 1.0 if scaler is None else float(scaler.get_scale())
+        one = torch.ones((), device=self.root_device)
+        return one if scaler is None else scaler.scale(one)  # unlike get_scale(), without a wait
 
-    def _clip(self, gradient: Tensor, scale: float) -> None:
+    def _clip(self, gradient: Tensor, scale: Tensor) -> None:
         module = self.lightning_module
         assert module is not None
         bound, algorithm = module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm

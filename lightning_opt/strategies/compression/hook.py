@@ -3,30 +3,24 @@
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
 # themselves, and strings would not do.
 
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.cuda import Event
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.strategies.compression.choosing.auto import AutoChoice
 from lightning_opt.strategies.compression.choosing.measurements import Scheme
-from lightning_opt.strategies.compression.codecs.compressors import (
-    Compressor,
-    PowerSGD,
-    Quantize,
-    Threshold,
-    TopK,
-)
 from lightning_opt.strategies.compression.exchange.channels import (
     Channel,
     GatherChannel,
@@ -36,60 +30,73 @@ from lightning_opt.strategies.compression.exchange.channels import (
 from lightning_opt.strategies.compression.exchange.low_rank import LowRankChannel
 from lightning_opt.strategies.compression.exchange.residuals import Residual, Residuals
 from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel, is_staged
+from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 
-MODES: dict[type, float] = {
-    type(None): 0.0,
-    Quantize: 1.0,
-    Threshold: 2.0,
-    TopK: 3.0,
-    torch.dtype: 5.0,
-}
+MODES = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0, torch.dtype: 5.0}
 """What ``comm/mode`` logs, since loggers take numbers; 4 for a compressor of somebody else's."""
+
+LAST = 2**60
+"""A step after which the scheme stays what it is."""
 
 STAGED_FROM = 1024
 """Elements of a shard below which a sparse message is not worth a second stage."""
 
 
+class HostEvent:
+    """What an event of a device is, by the host's clock."""
+
+    def record(self) -> None:
+        """Take down the time."""
+        self.at = time.perf_counter()
+
+    def synchronize(self) -> None:
+        """There is nothing to wait for."""
+
+    def elapsed_time(self, end: "HostEvent") -> float:
+        """Return the milliseconds up to a later event."""
+        return 1e3 * (end.at - self.at)
+
+
 @dataclass
 class Traffic:
-    """What this rank sent since the last reset. Counting costs no look at any device.
+    """What this rank sent since the last report. Counting costs no look at any device.
 
     Attributes:
         sent_bytes: Bytes handed to the network by this rank.
         dense_bytes: What an all-reduce of the same gradients would have sent.
-        seconds: Time during which at least one bucket was on its way.
         steps: Reduced backward passes.
+        spans: When each bucket of the latest step was launched and had arrived.
     """
 
     sent_bytes: int = 0
     dense_bytes: int = 0
-    seconds: float = 0.0
     steps: int = 0
-    _open: int = field(default=0, repr=False)
-    _since: float = field(default=0.0, repr=False)
-    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+    spans: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def opened(self, sent: int, dense: int) -> None:
-        """Count a bucket that is launched."""
-        with self._lock:
-            self.sent_bytes += sent
-            self.dense_bytes += dense
-            if self._open == 0:
-                self._since = time.perf_counter()
-            self._open += 1
+    def opened(self, sent: int, dense: int, on: torch.device) -> Callable[[Future[Tensor]], Tensor]:
+        """Count a bucket that is launched, and return what its future calls then."""
+        self.sent_bytes += sent
+        self.dense_bytes += dense
+        event: Any = partial(Event, enable_timing=True) if on.type == "cuda" else HostEvent
+        span = event(), event()
+        span[0].record()
+        self.spans.append(span)
 
-    def closed(self, _: object = None) -> None:
-        """Count a bucket that has arrived."""
-        with self._lock:
-            self._open -= 1
-            if self._open == 0:
-                self.seconds += time.perf_counter() - self._since
+        def arrived(future: Future[Tensor]) -> Tensor:
+            span[1].record()  # on a stream that waits for what the future holds
+            return future.value()
 
-    def reset(self) -> None:
-        """Start counting anew."""
-        with self._lock:
-            self.sent_bytes = self.dense_bytes = self.steps = 0
-            self.seconds = 0.0
+        return arrived
+
+    def seconds(self) -> float:
+        """Return for how long the latest step had a bucket on its way. Waits for the device."""
+        total = end = 0.0
+        for launched, arrived in self.spans:  # in the order in which they were launched
+            arrived.synchronize()
+            first = self.spans[0][0]
+            start, end = end, max(first.elapsed_time(arrived), end)
+            total += max(end - max(first.elapsed_time(launched), start), 0.0)
+        return total / 1e3
 
 
 @dataclass
@@ -106,19 +113,17 @@ class Bucket:
     channel: Channel | None = None
     compressor: Compressor | None = None
 
-    @property
-    def flagged(self) -> bool:
-        """Whether the latest step was not finite on some rank."""
-        return self.channel is not None and self.channel.flagged
-
     def fold(self) -> None:
         """Gather in the residual all that this rank owes."""
         if self.channel is not None:
             self.channel.fold()
 
     def commit(self) -> None:
-        """The latest step has been applied."""
-        (self.residual if self.channel is None else self.channel).commit()
+        """The latest step has been applied, unless it was not finite on some rank."""
+        if self.channel is None:
+            self.residual.commit(self.residual.lost)
+        else:
+            self.channel.commit(self.residual.lost | self.channel.flagged)
 
 
 class CompressedReduction:
@@ -146,8 +151,8 @@ class CompressedReduction:
         scheme_at: Callable[[int], Scheme],
         *,
         error_feedback: bool = True,
-        loss_scale: Callable[[], float],
-        clip: Callable[[Tensor, float], None],
+        loss_scale: Callable[[], Tensor],
+        clip: Callable[[Tensor, Tensor], None],
         may_skip: bool = False,
         auto: AutoChoice | None = None,
     ) -> None:
@@ -165,12 +170,19 @@ class CompressedReduction:
         self._buckets: dict[tuple[int, ...], Bucket] = {}
         self._bounds: dict[str, float] = {}
         self._scheme: Scheme = None
-        self._scale = 1.0
+        self._scale = torch.ones(())
         self._launched: list[Bucket] = []
         self._settled = True
         self._left_out: list[tuple[list[str], Tensor | None]] = []
         self._sent_as: Counter[float] = Counter()
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
+        self._own_group: dist.ProcessGroup | None = None
+        schemes = [scheme_at(LAST)] if auto is None else auto.schemes
+        if not may_skip and any(map(is_staged, schemes)):
+            # What an unused parameter is owed as a mean could not be set aside.
+            self._own_group = dist.new_group()
+            # Connects the ranks now, not in the midst of a backward pass.
+            dist.all_reduce(next(iter(names)).new_zeros(()), group=self._own_group)
         self._touched: set[Tensor] = set()
         self._handles: list[RemovableHandle] = []
         if may_skip:
@@ -200,17 +212,17 @@ class CompressedReduction:
                 self._clip(gradient, self._scale)
             channel = self._begin(bucket, scheme).channel
             assert channel is not None
-            self.traffic.opened(channel.sent_bytes, dense)
+            arrived = self.traffic.opened(channel.sent_bytes, dense, gradient.device)
             future = channel.start(gradient, self._scale)
         else:
             if self.residuals.owes:
                 self._begin(bucket, None).residual.flush(gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
-            self.traffic.opened(dense_bytes(gradient.numel(), itemsize, self._world), dense)
+            sent = dense_bytes(gradient.numel(), itemsize, self._world)
+            arrived = self.traffic.opened(sent, dense, gradient.device)
             future = all_reduce_mean(gradient, scheme)
         self._touched.difference_update(bucket.parameters())
-        future.add_done_callback(self.traffic.closed)
-        return future
+        return future.then(arrived)
 
     def _begin(self, bucket: GradBucket, compressor: Compressor | None) -> Bucket:
         """Add a bucket's gradient to what it is owed."""
@@ -235,6 +247,7 @@ class CompressedReduction:
         self._settle()
         self.step += 1
         self.traffic.steps += 1
+        self.traffic.spans.clear()
         self._settled = False
         self._launched = []
         self._sent_as.clear()
@@ -263,11 +276,10 @@ class CompressedReduction:
             return
         self._settled = True
         for names, condition in left_out:
-            if condition is None or bool(condition):  # waits for the device
-                for state in self._launched:
-                    state.residual.hold(names)
+            for state in self._launched:
+                state.residual.hold(names, condition)
         for state in self._launched if self._error_feedback else []:
-            if not state.residual.is_left_out and not state.flagged:
+            if not state.residual.is_left_out:
                 state.commit()
 
     # --- buckets ----------------------------------------------------------------------------------
@@ -293,20 +305,15 @@ class CompressedReduction:
             return LowRankChannel(compressor.rank, residual, shapes)
         numel = residual.kept.numel()
         large = isinstance(compressor, Quantize) or numel >= STAGED_FROM * self._world
-        if not (large and is_staged(compressor, self._may_skip)):
+        if self._own_group is None or not (large and is_staged(compressor)):
             return GatherChannel(compressor, residual, self._bounds.get(residual.name))
-        if self._worker is None:
-            # All ranks come here at the same bucket of the same step.
-            self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
-            self._own_group = dist.new_group()
         return TwoStageChannel(compressor, residual, self._own_group, self._worker)
 
     def close(self) -> None:
         """Take back what was registered with the model's parameters."""
         for handle in self._handles:
             handle.remove()
-        if self._worker is not None:
-            self._worker.shutdown(wait=False)
+        self._worker.shutdown(wait=False)
 
     # --- what lasts -------------------------------------------------------------------------------
 
@@ -316,8 +323,8 @@ class CompressedReduction:
         bounds = dict(self._bounds)
         for state in self._buckets.values():
             state.fold()
-            if state.channel is not None and state.channel.bound is not None:
-                bounds[state.residual.name] = state.channel.bound
+            if isinstance(state.channel, GatherChannel) and state.channel.bound is not None:
+                bounds[state.residual.name] = float(state.channel.bound)
         return {
             "step": self.step,
             "residuals": self.residuals.averaged(),
@@ -344,23 +351,21 @@ class CompressedReduction:
 
     def read(self) -> dict[str, float]:
         """Return what the strategy logs, per step since the last call. Reads from the device."""
-        traffic = self.traffic
+        traffic, self.traffic = self.traffic, Traffic()
         steps = max(traffic.steps, 1)
         total = selected = self._sent_as.total()
         if isinstance(self._scheme, Compressor):
             for state in self._launched:
                 if state.channel is not None:
                     selected += state.channel.selected - state.residual.kept.numel()
-        values = {
+        return {
             "bytes": traffic.sent_bytes / steps,
             "ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
             "selected": selected / total if total else 1.0,
             "residual_norm": self.residuals.norm(),
-            "seconds": traffic.seconds / steps,
+            "seconds": traffic.seconds(),
             "mode": max(self._sent_as, key=self._sent_as.__getitem__, default=0.0),
         }
-        traffic.reset()
-        return values
 
 
 def reduce_bucket(state: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:

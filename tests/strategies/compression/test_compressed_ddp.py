@@ -10,13 +10,13 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt.strategies.compression import hook as reduction
-from lightning_opt.strategies.compression.codecs.compressors import Quantize, Threshold, TopK
 from lightning_opt.strategies.compression.compressed_ddp import (
     CHECKPOINT_KEY,
     CompressedDDPStrategy,
 )
 from lightning_opt.strategies.compression.exchange import two_stage
 from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
+from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from lightning_opt.strategies.compression.codecs.compressors import (
+from lightning_opt.strategies.compressors import (
     PowerSGD,
     Quantize,
     Threshold,
@@ -194,11 +194,21 @@ def test_an_outlier_does_not_drip_out_past_the_guard_or_the_clipping(kind):
     launch(_outlier, kind)
 
 
+class ClipsByHand(Ledger):
+    """Clips what was reduced in the hook that Lightning has for it."""
+
+    def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
+        self.clip_gradients(optimizer, gradient_clip_val=0.1)
+
+
 def _clippers() -> None:
     for compressor in (TopK(0.05), Threshold()):
+        with pytest.raises(ValueError, match=r"ClipsByHand.configure_gradient_clipping clips what"):
+            fit(ClipsByHand(), compressed(compressor), range(3))
         with pytest.raises(ValueError, match=r"AdaptiveClipping clips what .*gradient_clip_val"):
             fit(Ledger(), compressed(compressor), range(3), callbacks=[lo.AdaptiveClipping()])
     fit(Ledger(), compressed(Quantize(8)), range(12), callbacks=[lo.AdaptiveClipping()])
+    fit(ClipsByHand(), compressed(Quantize(8)), range(12))
     model, strategy = Ledger(), compressed()
     fit(model, strategy, range(12), gradient_clip_val=0.01, gradient_clip_algorithm="value")
     assert all(rest.abs().max() <= 0.09 + 1e-6 for rest in strategy.kept.values())

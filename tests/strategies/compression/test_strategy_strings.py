@@ -15,16 +15,17 @@ from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_opt.strategies.compression.choosing.ramp import default_steps
-from lightning_opt.strategies.compression.codecs.compressors import (
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
+from lightning_opt.strategies.compressors import (
     Compressor,
     PowerSGD,
     Quantize,
     Threshold,
     TopK,
 )
-from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
-from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
-from lightning_opt.strategies.compression.strategy_strings import (
+from lightning_opt.strategies.diloco.diloco_strategy import DiLoCoStrategy
+from lightning_opt.strategies.strategy_strings import (
     START_METHODS,
     STRATEGIES,
     register_strategies,
@@ -52,6 +53,8 @@ def test_strings_make_the_strategy(name, suffix):
     if name in NAMES:
         assert type(strategy) is CompressedDDPStrategy
         assert type(strategy.compressor) is NAMES[name]
+    elif name.startswith("diloco"):
+        assert type(strategy) is DiLoCoStrategy
     else:
         assert type(strategy) is HookedDDPStrategy
         assert "ddp_" + strategy.hook == name

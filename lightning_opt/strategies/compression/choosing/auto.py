@@ -107,10 +107,10 @@ class AutoChoice:
         if self._on_trial:
             self._on_trial = False
             self._judge()
-        elif not self._warm_up.is_empty:  # or there is nothing to choose for
+        elif self._warm_up.sizes:  # or there is nothing to choose for
             measured = self._measured = self._warm_up.measure(self.schemes, self._steps)
             best = gentlest_that_pays(measured.seconds(), [one.margin for one in measured.options])
-            decided = torch.tensor([best], device=self._warm_up.device)
+            decided = torch.tensor([best], device=self._warm_up.sample.device)
             dist.broadcast(decided, 0)
             self.choice = int(decided)
             rank_zero_info(self._summary(measured))
@@ -122,7 +122,7 @@ class AutoChoice:
     def _judge(self) -> None:
         """Go back to uncompressed steps if the compressed ones have taken longer."""
         assert self._measured is not None
-        taken = agree([median(self._steps)], self._warm_up.device)[0]
+        taken = agree([median(self._steps)], self._warm_up.sample.device)[0]
         if taken > self._measured.step:
             self.choice = 0
             rank_zero_info(

@@ -19,14 +19,10 @@ from lightning_opt.strategies.compression.choosing.cost_model import (
     exchange_seconds,
     fit_line,
 )
-from lightning_opt.strategies.compression.choosing.network_probe import (
-    agree,
-    probe,
-    time_of,
-)
-from lightning_opt.strategies.compression.codecs.compressors import Compressor, Quantize, TopK
+from lightning_opt.strategies.compression.choosing.network_probe import agree, probe, time_of
 from lightning_opt.strategies.compression.exchange.channels import dense_bytes
 from lightning_opt.strategies.compression.exchange.two_stage import is_staged
+from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
 
 Scheme = Compressor | torch.dtype | None
 """How buckets are sent: compressed, cast to a narrower dtype, or as they are."""
@@ -109,7 +105,7 @@ def option_of(
         return Option(name, sent, before, [decode(n) for n in numels])
     length = {n: scheme.codec(n, device).nbytes for n in set(numels)}
     margin = LATE_MARGIN if scheme.late else MARGIN
-    if not is_staged(scheme, may_skip=False):
+    if not is_staged(scheme):
         after = [clear(n) + world * decode(n) for n in numels]
         sent = [(world - 1) * length[n] for n in numels]
         return Option(name, sent, before, after, margin=margin)
@@ -150,8 +146,8 @@ class WarmUp:
 
     def __init__(self) -> None:
         self._ready: dict[int, list[float]] = {}
-        self._sizes: dict[int, tuple[int, int]] = {}
-        self._sample = torch.empty(0)
+        self.sizes: dict[int, tuple[int, int]] = {}
+        self.sample = torch.empty(0)
 
     def note(self, index: int, gradient: Tensor, began: float, *, sample: bool) -> None:
         """Take down a bucket.
@@ -165,20 +161,10 @@ class WarmUp:
         if gradient.is_cuda:
             torch.cuda.current_stream(gradient.device).synchronize()  # only then is it ready
         self._ready.setdefault(index, []).append(time.perf_counter() - began)
-        self._sizes[index] = (gradient.numel(), gradient.element_size())
-        if sample and len(self._sample) < min(len(gradient), SAMPLE):
+        self.sizes[index] = (gradient.numel(), gradient.element_size())
+        if sample and len(self.sample) < min(len(gradient), SAMPLE):
             dtype = torch.promote_types(gradient.dtype, torch.float32)
-            self._sample = gradient[:SAMPLE].to(dtype, copy=True).nan_to_num_(0.0, 0.0, 0.0)
-
-    @property
-    def device(self) -> torch.device:
-        """Where gradients lie."""
-        return self._sample.device
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether there was no bucket: sparse gradients are none."""
-        return not self._sizes
+            self.sample = gradient[:SAMPLE].to(dtype, copy=True).nan_to_num_(0.0, 0.0, 0.0)
 
     def measure(self, schemes: Sequence[Scheme], steps: Iterable[float]) -> Measured:
         """Measure the rest, and agree with the other ranks. All of them must call it.
@@ -187,13 +173,13 @@ class WarmUp:
             schemes: The ways to send gradients; the first is uncompressed.
             steps: Seconds of uncompressed steps.
         """
-        indices, device = sorted(self._sizes), self._sample.device
-        sizes = [self._sizes[index] for index in indices]
+        indices, device = sorted(self.sizes), self.sample.device
+        sizes = [self.sizes[index] for index in indices]
         link = fit_line(probe(device, largest=max(numel * size for numel, size in sizes)))
         numbers = [median(steps)]
         numbers += [median(self._ready[index]) for index in indices]
         for scheme in schemes:
-            for line in measure_costs(scheme, self._sample):
+            for line in measure_costs(scheme, self.sample):
                 numbers += [line.fixed, line.slope]
         step, *numbers = agree(numbers, device)  # the slowest rank's
         ready, numbers = sorted(numbers[: len(indices)]), numbers[len(indices) :]

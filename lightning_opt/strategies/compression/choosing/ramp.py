@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 
-from lightning_opt.strategies.compression.codecs.compressors import Compressor, TopK
+from lightning_opt.strategies.compressors import Compressor, TopK
 
 FACTOR = 4
 """Each stage sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""

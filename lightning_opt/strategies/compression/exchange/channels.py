@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,14 +17,12 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.strategies.compression.codecs.chunks import cut, is_finite
-from lightning_opt.strategies.compression.codecs.compressors import Codec, Compressor, Quantize
-from lightning_opt.strategies.compression.codecs.packing import (
-    NON_FINITE,
-    read_header,
-    write_header,
-)
+from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.sharding import wants_host
+from lightning_opt.strategies.chunks import cut, is_finite
 from lightning_opt.strategies.compression.exchange.residuals import Owed
+from lightning_opt.strategies.compressors import Codec, Compressor, Quantize
+from lightning_opt.strategies.packing import any_flag, read_count, write_count, write_flag
 
 # The name from torch 2.13 on, which warns about the older one.
 all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
@@ -62,7 +59,8 @@ class Channel(ABC):
         owed: What earlier steps failed to send.
 
     Attributes:
-        flagged: Whether some rank's gradient was not finite in the latest step.
+        flagged: Whether some rank's gradient was not finite in the latest step: 0-dimensional, on
+            the bucket's device.
         sent_bytes: What this rank sends in a step.
     """
 
@@ -70,12 +68,12 @@ class Channel(ABC):
 
     def __init__(self, owed: Owed) -> None:
         self.owed = owed
-        self.flagged = False
+        self.flagged = torch.zeros((), dtype=torch.bool, device=owed.kept.device)
         self._world = dist.get_world_size()
 
     @abstractmethod
-    def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
-        """Launch the exchange of one step.
+    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
+        """Launch the exchange of one step. Where the bucket lies on a device, nothing is read.
 
         Args:
             gradient: The bucket of this rank, flat, which ``owed.pending`` contains already. It
@@ -87,37 +85,17 @@ class Channel(ABC):
             A future of ``gradient``.
         """
 
-    def commit(self) -> None:
-        """The step has been applied. Not to be called for one that was flagged."""
-        self.owed.commit()
+    def commit(self, lost: Tensor) -> None:
+        """The step has been applied, unless ``lost``; not to be called with less than flagged."""
+        self.owed.commit(lost)
 
     def fold(self) -> None:
         """Move into ``owed.kept`` what the channel keeps elsewhere. Nothing, usually."""
 
     @property
-    def bound(self) -> float | None:
-        """What the codec has learnt and a resumed run should know."""
-        return None
-
-    @property
     @abstractmethod
     def selected(self) -> int:
         """How many elements this rank's latest message carries."""
-
-
-@dataclass
-class Piece:
-    """A part of a bucket that travels by itself.
-
-    Attributes:
-        cut: Where it lies.
-        codec: Compresses it.
-        gathered: Room for the messages of all ranks.
-    """
-
-    cut: slice
-    codec: Codec
-    gathered: Tensor
 
 
 class GatherChannel(Channel):
@@ -129,35 +107,32 @@ class GatherChannel(Channel):
     Args:
         compressor: How the bucket is compressed.
         owed: See :class:`Channel`.
-        bound: What an earlier codec has learnt.
+        bound: What an earlier codec has learned.
     """
 
     def __init__(self, compressor: Compressor, owed: Owed, bound: float | None = None) -> None:
         super().__init__(owed)
         numel, device = owed.kept.numel(), owed.kept.device
         size = piece_size(compressor, numel, device)
-        self._pieces = []
+        self._pieces: list[tuple[slice, Codec, Tensor]] = []
         for where in cut(numel, size):
             codec = compressor.codec(where.stop - where.start, device)
             codec.bound = bound
             room = codec.message.new_empty(self._world * codec.nbytes)
-            self._pieces.append(Piece(where, codec, room))
-        self.sent_bytes = (self._world - 1) * sum(piece.codec.nbytes for piece in self._pieces)
+            self._pieces.append((where, codec, room))
+        self.sent_bytes = (self._world - 1) * sum(codec.nbytes for _, codec, _ in self._pieces)
 
-    def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
+    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step; see :meth:`Channel.start`."""
         # Pieces may arrive, and take the place of their gradients, before the last one is coded: it
         # must be known beforehand whether all are finite.
-        finite, self.flagged = is_finite(self.owed.pending), False
+        bad = is_finite(self.owed.pending).logical_not()
+        self.flagged.zero_()
         futures: list[Future[Tensor]] = []
-        for piece in self._pieces:
-            codec = piece.codec
-            if finite:
-                codec.compress(self.owed.pending[piece.cut])
-            else:
-                write_header(codec.message, 0, NON_FINITE)
-            work = all_gather(piece.gathered, codec.message, async_op=True)
-            finish = partial(self._finish, piece, gradient[piece.cut], scale)
+        for where, codec, room in self._pieces:
+            code(codec, self.owed.pending[where], bad)
+            work = all_gather(room, codec.message, async_op=True)
+            finish = partial(self._finish, codec, room, gradient[where], scale)
             futures.append(work.get_future().then(finish))
         if len(futures) == 1:
             return futures[0]
@@ -170,28 +145,41 @@ class GatherChannel(Channel):
         return torch.futures.collect_all(futures).then(finish_all)
 
     def _finish(
-        self, piece: Piece, gradient: Tensor, scale: float, future: Future[list[Tensor]]
+        self, codec: Codec, room: Tensor, out: Tensor, scale: Scalar, future: Future[list[Tensor]]
     ) -> Tensor:
         future.value()  # raises what went wrong, such as a lost rank
-        messages = piece.gathered.view(self._world, -1)
-        if not is_sound(messages):
-            self.flagged = True
-            return gradient.fill_(math.nan)
-        decompress_sum(piece.codec, messages, gradient.zero_(), scale / self._world)
-        return gradient
+        messages = room.view(self._world, -1)
+        self.flagged.logical_or_(any_flag(messages))
+        decompress_sum(codec, messages, clear(out, self.flagged), scale / self._world)
+        return out
 
     @property
-    def bound(self) -> float | None:
-        """What the codec has learnt and a resumed run should know."""
-        return self._pieces[0].codec.bound
+    def bound(self) -> Scalar | None:
+        """What the codec has learned and a resumed run should know."""
+        return self._pieces[0][1].bound
 
     @property
     def selected(self) -> int:
         """How many elements this rank's latest message carries."""
-        return sum(read_header(piece.codec.message)[0] for piece in self._pieces)
+        return sum(read_count(codec.message) for _, codec, _ in self._pieces)
 
 
-def decompress_sum(codec: Codec, messages: Iterable[Tensor], out: Tensor, alpha: float) -> None:
+def code(codec: Codec, flat: Tensor, bad: Tensor) -> None:
+    """Write the message of a tensor, flagged if the rank's gradient is ``bad``: not finite."""
+    # A CPU knows for free that there is nothing to code. What a device then sends is not used.
+    if wants_host(flat.device) and bad:
+        write_count(codec.message, 0)
+    else:
+        codec.compress(flat)
+    write_flag(codec.message, bad)
+
+
+def clear(out: Tensor, flagged: Tensor) -> Tensor:
+    """Make room for a sum of messages: zeros, or NaN, which stays so, if some rank was flagged."""
+    return out.fill_(torch.where(flagged, math.nan, 0.0))
+
+
+def decompress_sum(codec: Codec, messages: Iterable[Tensor], out: Tensor, alpha: Scalar) -> None:
     """Add ``alpha`` times what several messages carry to ``out``.
 
     They are added one after the other, so that all who hold them get the same bits.
@@ -212,12 +200,7 @@ def piece_size(compressor: Compressor, numel: int, device: torch.device, shards:
         device: Where the bucket lies.
         shards: How many there are.
     """
-    if not isinstance(compressor, Quantize) or device.type != "cpu":
+    if not isinstance(compressor, Quantize) or not wants_host(device):
         return numel
     size = max(PIECE // shards, LEAST_PIECE)
     return max(size // compressor.block, 1) * compressor.block
-
-
-def is_sound(messages: Iterable[Tensor]) -> bool:
-    """Return whether no message is flagged. Waits for the device: they say so themselves."""
-    return all(read_header(message)[1] != NON_FINITE for message in messages)

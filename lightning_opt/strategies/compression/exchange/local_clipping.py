@@ -12,11 +12,14 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_opt.strategies.compression.codecs.chunks import is_finite
+from lightning_opt.core.scalars import Scalar
+from lightning_opt.strategies.chunks import is_finite
 
 
-def clip_locally(gradient: Tensor, bound: float, algorithm: str, world: int) -> None:
+def clip_locally(gradient: Tensor, bound: Scalar, algorithm: str, world: int) -> None:
     """Clip one rank's gradient before compression, in place; one that is not finite stays so.
+
+    Nothing is read, so that a device is not waited for.
 
     The mean over ``world`` ranks of independent gradients of norm ``bound / sqrt(world)`` each has
     a norm of at most that, and would of aligned ones be no longer than ``bound``.
@@ -28,12 +31,9 @@ def clip_locally(gradient: Tensor, bound: float, algorithm: str, world: int) -> 
         world: Number of ranks.
     """
     if algorithm == "value":
-        if is_finite(gradient):
-            gradient.clamp_(-bound, bound)
+        limit = torch.where(is_finite(gradient), bound, math.inf)
+        gradient.clamp_(-limit, limit)
         return
     wide = torch.promote_types(gradient.dtype, torch.float32)
-    # Waits for the device, which must be waited for to compress as well.
-    norm = torch.linalg.vector_norm(gradient, dtype=wide).item()
-    allowed = bound / math.sqrt(world)
-    if norm > allowed:
-        gradient.mul_(allowed / norm)
+    norm = torch.linalg.vector_norm(gradient, dtype=wide)
+    gradient.mul_((bound / math.sqrt(world) / norm).clamp_(max=1.0))

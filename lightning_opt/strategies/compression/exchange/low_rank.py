@@ -19,7 +19,8 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 
-from lightning_opt.strategies.compression.codecs.chunks import is_finite
+from lightning_opt.core.scalars import Scalar
+from lightning_opt.strategies.chunks import is_finite
 from lightning_opt.strategies.compression.exchange.channels import Channel, dense_bytes
 from lightning_opt.strategies.compression.exchange.residuals import Owed
 
@@ -85,17 +86,17 @@ class LowRankChannel(Channel):
         state.iter = 2  # the warm-up is not torch's
         return state
 
-    def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
+    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step; see :meth:`Channel.start`."""
         gradient.copy_(self.owed.pending * scale)
 
         def finish(future: Future[Tensor]) -> Tensor:
             mean = future.value()
-            self.flagged = not is_finite(mean)  # the same bits on all ranks
-            if self.flagged:
+            torch.logical_not(is_finite(mean), out=self.flagged)  # the same bits on all ranks
+            if self.flagged:  # torch's hook has just waited for the device itself
                 self._state = self._start_anew()  # else the factors would stay so
             else:
-                self.owed.pending.sub_(mean, alpha=1.0 / scale)
+                self.owed.pending.sub_(mean / scale)
             return mean
 
         bucket = cast(Any, _Bucket(gradient, self._shapes))

@@ -15,6 +15,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn.utils import get_total_norm
 
+from lightning_opt.core.sharding import wants_host
+
 
 class Owed:
     """What was not sent of a flat tensor, before and after the step that is under way.
@@ -34,9 +36,12 @@ class Owed:
         self.kept = kept
         self.pending = torch.empty_like(kept)
 
-    def commit(self) -> None:
-        """The step has been applied."""
-        self.kept, self.pending = self.pending, self.kept
+    def commit(self, lost: Tensor) -> None:
+        """The step has been applied, unless ``lost``, which is 0-dimensional."""
+        if not wants_host(lost.device):
+            torch.where(lost, self.kept, self.pending, out=self.kept)
+        elif not lost:  # on a CPU
+            self.kept, self.pending = self.pending, self.kept
 
 
 class Residual(Owed):
@@ -48,13 +53,16 @@ class Residual(Owed):
 
     Attributes:
         owes: Whether ``kept`` may hold anything.
+        lost: Whether the latest step was applied to no parameter, as far as a device alone knows:
+            0-dimensional.
     """
 
     def __init__(self, kept: Tensor, parts: Mapping[str, slice]) -> None:
         super().__init__(kept)
         self.parts = parts
         self.owes = True
-        self._held: set[str] = set()
+        self.lost = self._applied = torch.zeros((), dtype=torch.bool, device=kept.device)
+        self._held: dict[str, Tensor | None] = {}
         self._flushed = False
 
     @property
@@ -62,40 +70,62 @@ class Residual(Owed):
         """What to call the bucket in a checkpoint: its first parameter's name."""
         return next(iter(self.parts))
 
-    def add(self, gradient: Tensor, scale: float) -> None:
+    def add(self, gradient: Tensor, scale: Tensor) -> None:
         """Begin a step: add a gradient that is multiplied with ``scale``."""
         self._held.clear()
-        self._flushed = False
-        torch.add(self.kept, gradient, alpha=1.0 / scale, out=self.pending)
+        self._flushed, self.lost = False, self._applied
+        torch.addcdiv(self.kept, gradient, scale, out=self.pending)
 
     def set_aside(self, name: str) -> None:
         """Keep out of the step what a parameter is owed, since it takes no part in it."""
         part = self.parts[name]
         self.pending[part].sub_(self.kept[part])
-        self._held.add(name)
+        self._held[name] = None
 
-    def flush(self, gradient: Tensor, scale: float) -> None:
+    def flush(self, gradient: Tensor, scale: Tensor) -> None:
         """Put into a gradient all that is pending, which it is then sent with."""
         gradient.copy_(self.pending.mul_(scale))
         self.pending.zero_()
         self._flushed = True
 
-    def hold(self, names: Iterable[str]) -> None:
-        """Leave parameters out of the next :meth:`commit`: their update was not applied."""
-        self._held.update(name for name in names if name in self.parts)
+    def hold(self, names: Iterable[str], condition: Tensor | None = None) -> None:
+        """Leave parameters out of the next :meth:`commit`: their update was not applied.
+
+        Args:
+            names: The parameters; those of other buckets do not matter.
+            condition: Where that is so, 0-dimensional; None if it is.
+        """
+        names = [name for name in names if name in self.parts]
+        if condition is not None:
+            condition = condition > 0
+            if self._flushed or wants_host(condition.device):
+                # Waits for a device once, after the first step that is not compressed any more, or
+                # nobody would know that nothing is owed.
+                if not condition:
+                    return
+                condition = None
+            elif len(names) == len(self.parts):  # an optimizer of the whole bucket
+                self.lost = self.lost | condition
+                return
+        for name in names:
+            known = self._held.get(name, condition)
+            self._held[name] = None if condition is None or known is None else known | condition
 
     @property
     def is_left_out(self) -> bool:
-        """Whether the step was applied to no parameter."""
-        return len(self._held) == len(self.parts)
+        """Whether the step was applied to no parameter, as far as that is known."""
+        held = [condition for condition in self._held.values() if condition is None]
+        return len(held) == len(self.parts)
 
-    def commit(self) -> None:
+    def commit(self, lost: Tensor) -> None:
         """The step has been applied, but to the parameters that were held."""
-        for name in self._held:
+        for name, condition in self._held.items():
             part = self.parts[name]
-            self.pending[part] = self.kept[part]
+            own = self.pending[part]
+            kept = self.kept[part]
+            own.copy_(kept if condition is None else torch.where(condition, kept, own))
         self.owes = not self._flushed or bool(self._held)
-        super().commit()
+        super().commit(lost)
 
 
 class Residuals:
@@ -126,7 +156,7 @@ class Residuals:
         residual = Residual(torch.zeros(end, dtype=dtype, device=like.device), parts)
         for name, part in parts.items():
             if name in self._loose:
-                residual.kept[part] = self._loose.pop(name)
+                residual.kept[part].copy_(self._loose.pop(name))  # after a resume from the host
         self._bound.append(residual)
         return residual
 

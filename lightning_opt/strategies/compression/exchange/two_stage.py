@@ -10,44 +10,36 @@ References:
 
 from __future__ import annotations
 
-import math
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.strategies.compression.codecs.chunks import cut, is_finite
-from lightning_opt.strategies.compression.codecs.compressors import Compressor, Quantize, TopK
-from lightning_opt.strategies.compression.codecs.packing import (
-    NON_FINITE,
-    read_header,
-    write_header,
-)
+from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.sharding import wants_host
+from lightning_opt.strategies.chunks import cut, is_finite
 from lightning_opt.strategies.compression.exchange.channels import (
     Channel,
     all_gather,
+    clear,
+    code,
     decompress_sum,
-    is_sound,
     piece_size,
 )
 from lightning_opt.strategies.compression.exchange.residuals import Owed
+from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
+from lightning_opt.strategies.packing import any_flag, read_count
 
 SPARSE_FROM = 32
 """Number of ranks from which on Top-K travels in two stages: its elements are selected twice then,
 but it sends as many bytes for any number of ranks."""
 
 
-def is_staged(scheme: object, may_skip: bool) -> bool:
-    """Return whether messages travel in two stages.
-
-    Args:
-        scheme: How buckets are compressed.
-        may_skip: Whether a step may leave parameters without a gradient.
-    """
-    if may_skip:
-        return False  # what an unused parameter is owed as a mean cannot be set aside
+def is_staged(scheme: object) -> bool:
+    """Return whether the messages of a scheme travel in two stages."""
     world = dist.get_world_size()
     return (isinstance(scheme, Quantize) and world > 2) or (
         isinstance(scheme, TopK) and world >= SPARSE_FROM
@@ -98,31 +90,26 @@ class Part:
         self._mean_codec.message = self._mean_row[: self._mean_codec.nbytes]
         self.owed_mean = Owed(like.new_zeros(self.own.stop - self.own.start))
         self._gathered = torch.empty_like(self._sent)
-        self._scattering: dist.Work | None = None
-        self._gathering: dist.Work | None = None
         self.sent_bytes = 2 * (len(cuts) - 1) * row
 
-    def scatter(self, pending: Tensor, finite: bool) -> None:
+    def scatter(self, pending: Tensor, bad: Tensor) -> Any:
         """Code a bucket with what it is owed, and launch the first stage."""
         for codec, where in zip(self._codecs, self._cuts, strict=True):
-            if finite:
-                codec.compress(pending[where])
-            else:
-                write_header(codec.message, 0, NON_FINITE)
+            code(codec, pending[where], bad)
         self._scattering = dist.all_to_all_single(
             self._received, self._sent, group=self._group, async_op=True
         )
+        return self._scattering
 
-    def gather(self) -> bool:
+    def gather(self, flagged: Tensor) -> None:
         """Wait for the first stage, code the mean of this rank's shard, and launch the second.
 
-        Returns:
-            Whether all ranks' gradients were finite. If not, no second stage is launched. All ranks
-            come to the same decision, since a rank flags all its messages.
+        Args:
+            flagged: Becomes true if some rank's gradient was not finite: all ranks learn so here,
+                since a rank flags all its messages.
         """
-        _wait(self._scattering)
-        if not is_sound(self._received):
-            return False
+        self._scattering.wait()
+        flagged.logical_or_(any_flag(self._received))
         messages = self._received[:, : self._mean_codec.nbytes]
         mean = self.owed_mean.pending.copy_(self.owed_mean.kept)
         decompress_sum(self._mean_codec, messages, mean, 1.0 / len(self._cuts))
@@ -130,18 +117,17 @@ class Part:
         self._gathering = all_gather(
             self._gathered.view(-1), self._mean_row, group=self._group, async_op=True
         )
-        return True
 
-    def spread(self, gradient: Tensor, scale: float) -> None:
+    def spread(self, gradient: Tensor, scale: Scalar, flagged: Tensor) -> None:
         """Wait for the second stage, and put ``scale`` times the means in the gradient's place."""
-        _wait(self._gathering)
+        self._gathering.wait()
         for codec, where, row in zip(self._codecs, self._cuts, self._gathered, strict=True):
-            codec.decompress_add(row[: codec.nbytes], gradient[where].zero_(), scale)
+            codec.decompress_add(row[: codec.nbytes], clear(gradient[where], flagged), scale)
 
     @property
     def selected(self) -> int:
         """How many elements the messages of the first stage carry."""
-        return sum(read_header(message)[0] for message in self._sent)
+        return sum(map(read_count, self._sent))
 
 
 class TwoStageChannel(Channel):
@@ -185,46 +171,59 @@ class TwoStageChannel(Channel):
             self._parts.append(Part(compressor, cuts, group, owed.kept))
         self.sent_bytes = sum(part.sent_bytes for part in self._parts)
 
-    def start(self, gradient: Tensor, scale: float = 1.0) -> Future[Tensor]:
+    def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step; see :meth:`Channel.start`."""
-        devices = [gradient.device] if gradient.is_cuda else None
-        future: Future[Tensor] = Future(devices=devices)  # type: ignore[arg-type]
+        # Parts arrive, and take the place of their gradients, before the last one is coded: it must
+        # be known beforehand whether all are finite.
+        bad = is_finite(self.owed.pending).logical_not()
+        self.flagged.zero_()
+        if not wants_host(gradient.device):
+            return self._queue(gradient, scale, bad)
+        future: Future[Tensor] = Future()
 
         def run() -> None:
             try:
-                self._exchange(gradient, scale)
+                self._exchange(gradient, scale, bad)
                 future.set_result(gradient)
             except Exception as error:  # noqa: BLE001 - DDP raises it in the backward pass
                 future.set_exception(error)  # type: ignore[arg-type]
 
-        if gradient.is_cuda:
-            run()  # collectives only queue up on the stream there
-        else:
-            self._worker.submit(run)
+        self._worker.submit(run)
         return future
 
-    def _exchange(self, gradient: Tensor, scale: float) -> None:
-        # Parts arrive, and take the place of their gradients, before the last one is coded: it must
-        # be known beforehand whether all are finite.
-        pending, parts = self.owed.pending, self._parts
-        finite, self.flagged = is_finite(pending), False
+    def _queue(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> Future[Tensor]:
+        """Launch everything at once: torch runs ``finish`` on a stream beside the backward pass's.
+
+        That stream waits for the first stage, and neither the backward pass nor the host does.
+        """
+        (part,) = self._parts
+
+        def finish(future: Future[list[Tensor]]) -> Tensor:
+            future.value()  # raises what went wrong
+            part.gather(self.flagged)
+            part.spread(gradient, scale, self.flagged)
+            return gradient
+
+        future: Future[Tensor] = part.scatter(self.owed.pending, bad).get_future().then(finish)
+        return future
+
+    def _exchange(self, gradient: Tensor, scale: Scalar, bad: Tensor) -> None:
+        parts = self._parts
         # One part is coded while the mean of the one before and that before it are on their way.
         # All ranks launch collectives in this order.
         for turn in range(len(parts) + 2):
             if turn < len(parts):
-                parts[turn].scatter(pending, finite)
-            if 1 <= turn <= len(parts) and not parts[turn - 1].gather():
-                self.flagged = True  # so are all parts
-            if turn >= 2 and not self.flagged:
-                parts[turn - 2].spread(gradient, scale)
-        if self.flagged:
-            gradient.fill_(math.nan)
+                parts[turn].scatter(self.owed.pending, bad)
+            if 1 <= turn <= len(parts):
+                parts[turn - 1].gather(self.flagged)
+            if turn >= 2:
+                parts[turn - 2].spread(gradient, scale, self.flagged)
 
-    def commit(self) -> None:
+    def commit(self, lost: Tensor) -> None:
         """The step has been applied; see :meth:`Channel.commit`."""
-        super().commit()
+        super().commit(lost)
         for part in self._parts:
-            part.owed_mean.commit()
+            part.owed_mean.commit(lost)
 
     def fold(self) -> None:
         """Move what this rank owes to the mean of its shard into its residual."""
@@ -236,8 +235,3 @@ class TwoStageChannel(Channel):
     def selected(self) -> int:
         """How many elements this rank's latest messages carry."""
         return sum(part.selected for part in self._parts)
-
-
-def _wait(work: dist.Work | None) -> None:
-    assert work is not None
-    work.wait()

@@ -11,12 +11,12 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_opt.strategies.compression.codecs.compressors import Quantize, TopK
 from lightning_opt.strategies.compression.exchange import channels as transport
 from lightning_opt.strategies.compression.exchange import two_stage
 from lightning_opt.strategies.compression.exchange.channels import Channel, GatherChannel
 from lightning_opt.strategies.compression.exchange.residuals import Owed
 from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel
+from lightning_opt.strategies.compressors import Quantize, TopK
 from tests.helpers.processes import launch
 from tests.strategies.runs import (
     KeptResiduals,
@@ -62,7 +62,7 @@ def _infinity_in(compressor: Any, place: int) -> None:
         gradient[place] = 0.0
         mean = _exchange(channel, gradient)
         assert not channel.flagged
-        channel.commit()
+        channel.commit(channel.flagged)
         channel.fold()
         total = before + gradient
         dist.all_reduce(total)
@@ -117,7 +117,7 @@ def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -
         if not spoilt and step != 3:  # that one is not applied
             account += (gradient.double() - means[1].double()) / 2.0
             for channel in channels:
-                channel.commit()
+                channel.commit(channel.flagged)
         assert torch.equal(*(one.kept for one in owed))
     for channel in channels:
         channel.fold()

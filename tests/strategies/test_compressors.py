@@ -10,14 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_opt.strategies.compression.codecs import chunks, selection
-from lightning_opt.strategies.compression.codecs.compressors import (
+from lightning_opt.strategies import chunks, selection
+from lightning_opt.strategies.compressors import (
     Compressor,
     Quantize,
     Threshold,
     TopK,
 )
-from lightning_opt.strategies.compression.codecs.packing import GROUP, read_header
+from lightning_opt.strategies.packing import GROUP, read_count
 from tests.strategies.tensors import tensors
 
 CPU = torch.device("cpu")
@@ -120,11 +120,11 @@ def test_an_automatic_threshold_stays_what_it_was_at_first():
     flat = torch.randn(5000)
     codec = Threshold("auto", max_ratio=0.05).codec(5000, CPU)
     codec.compress(flat.clone())
-    assert read_header(codec.message)[0] == 50
+    assert read_count(codec.message) == 50
     codec.compress(flat / 10)
-    assert read_header(codec.message)[0] == 0  # a quiet layer sends nothing
+    assert read_count(codec.message) == 0  # a quiet layer sends nothing
     codec.compress(flat * 1.2)
-    assert 50 < read_header(codec.message)[0] < 250
+    assert 50 < read_count(codec.message) < 250
 
 
 @relaxed
@@ -193,7 +193,7 @@ def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
     for step in range(60):
         looks.clear()
         codec.compress(residual.add_(torch.randn(200_000, generator=generator)))
-        counts.append(read_header(codec.message)[0])
+        counts.append(read_count(codec.message))
         assert len(looks) == 1, step
         assert len(looks[0][0]) < 2 * 2000 or step < 10
     assert sum(counts) >= 0.97 * 60 * 2000
@@ -202,7 +202,9 @@ def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
 def test_equal_magnitudes_at_the_edge_are_cut_to_the_right_number():
     places, kth = selection.largest(torch.tensor([1.0, 2.0, 2.0, 3.0, 2.0, 0.5]), 3)
     assert kth == 2.0
-    assert places.tolist() == [1, 2, 3]
+    assert len(places) == 3
+    assert 3 in places
+    assert set(places.tolist()) < {1, 2, 3, 4}
 
 
 # --- arguments ----------------------------------------------------------------------------------

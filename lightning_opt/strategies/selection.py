@@ -4,6 +4,10 @@
 estimated from a strided sample once, and from then on taken from the step before: gradients change
 slowly, and their sum with what was left over more slowly still. All elements above it are
 candidates, and the largest of these are the answer, exactly, as long as enough passed.
+
+All that is for a CPU, where a count is read for free. A device selects by :func:`largest_places`,
+which waits for nothing: it finds the same elements, but never fewer, and zeros where there is
+nothing else.
 """
 
 from __future__ import annotations
@@ -14,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_opt.strategies.compression.codecs.chunks import CHUNK, chunks_of
+from lightning_opt.strategies.chunks import CHUNK, chunks_of
 
 SAMPLE = 16_384
 EXPECTED_IN_SAMPLE = 64
@@ -30,66 +34,36 @@ def sampled_threshold(flat: Tensor, k: int) -> float:
     stride = max(flat.numel() // wanted, 1) | 1
     sample = flat[::stride].abs()
     place = max(round(k * sample.numel() / flat.numel()), 1)
-    # Waits for the device, at the first step and where a threshold proves wrong: the candidates
-    # must be counted on the host, since a message has room for so many.
-    return sample.topk(place, sorted=False).values.min().item()
+    return sample.topk(place, sorted=False).values.min().item()  # on a CPU
 
 
-def nonzero(mask: Tensor) -> Tensor:
-    """Return where a one-dimensional mask is true, as int64 in ascending order."""
-    if mask.device.type == "cpu":
-        return torch.from_numpy(np.flatnonzero(mask.numpy()))  # a third of torch.nonzero's time
-    return mask.nonzero().view(-1)  # waits for the device, to learn how long the result is
-
-
-def reaches(piece: Tensor, threshold: float, magnitude: Tensor, mask: Tensor) -> Tensor:
-    """Return where a tensor is at least ``threshold`` in size, in ``mask``.
-
-    Args:
-        piece: One-dimensional, float32 or float64.
-        threshold: Compared as float32.
-        magnitude: Room for the magnitudes, float32.
-        mask: Room for the result.
-    """
-    if piece.dtype is torch.float32 and piece.device.type == "cpu":
-        np.abs(piece.numpy(), out=magnitude.numpy())
-        np.greater_equal(magnitude.numpy(), np.float32(threshold), out=mask.numpy())
-        return mask  # in less than half of the time that torch takes to write bools
-    return torch.ge(magnitude.copy_(piece.abs()), threshold, out=mask)
+def largest_places(flat: Tensor, k: int) -> Tensor:
+    """Return the places of the ``k`` largest magnitudes in ascending order, without a wait."""
+    return flat.abs().topk(k, sorted=False).indices.sort().values
 
 
 def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
     """Return the places of the ``k`` largest of ``magnitudes`` in ascending order, and the k-th."""
-    if magnitudes.device.type == "cpu":
-        array = magnitudes.numpy()
-        kth = float(np.partition(array, len(array) - k)[len(array) - k])  # faster than kthvalue
-    else:
-        # Waits for the device, which has just been waited for to list the candidates.
-        kth = magnitudes.topk(k, sorted=False).values.min().item()
-    places = nonzero(magnitudes >= kth)
-    if places.numel() > k:  # equal magnitudes at the edge: some of these must stay behind
-        above = magnitudes > kth
-        level = nonzero(magnitudes == kth)
-        above[level[: k - int(above.sum())]] = True
-        places = nonzero(above)
-    return places, kth
+    array = magnitudes.numpy()
+    among = np.zeros(len(array), dtype=bool)
+    among[np.argpartition(array, len(array) - k)[len(array) - k :]] = True
+    places = np.flatnonzero(among)
+    return torch.from_numpy(places), float(array[places].min())
 
 
 class Selector:
-    """Finds the elements of largest magnitude of one bucket, step after step.
+    """Finds the elements of largest magnitude of one bucket on a CPU, step after step.
 
     Args:
         numel: Elements of the bucket.
-        device: Where it lies.
     """
 
-    def __init__(self, numel: int, device: torch.device) -> None:
+    def __init__(self, numel: int) -> None:
         self.threshold: float | None = None
         self._last = 0.0  # the k-th magnitude of the step before
         self._margin = 0.97
-        size = min(CHUNK, numel) if device.type == "cpu" else numel
-        self._magnitude = torch.empty(size, device=device)
-        self._mask = torch.empty(size, dtype=torch.bool, device=device)
+        self._magnitude = np.empty(min(CHUNK, numel), dtype=np.float32)
+        self._mask = np.empty(min(CHUNK, numel), dtype=bool)
 
     def top(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the ``k`` largest elements of ``flat``.
@@ -118,7 +92,6 @@ class Selector:
                 indices, values = self.at_least(flat, TINY)
         surplus = len(indices) / k - 1.0
         if len(indices) <= k:
-            # Waits for the device, whose list is short and done; the next step aims by this.
             kth = values.abs().min().item() if len(indices) else TINY
         else:
             places, kth = largest(values.abs(), k)
@@ -141,11 +114,13 @@ class Selector:
 
     def at_least(self, flat: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
         """Return what is at least ``threshold`` in size: ascending int64 indices, and values."""
-        found = []
+        found, least = [], np.float32(max(threshold, TINY))
         for chunk in chunks_of(flat):
-            piece = flat[chunk]
+            piece = flat[chunk].numpy()
             magnitude, mask = self._magnitude[: len(piece)], self._mask[: len(piece)]
-            places = nonzero(reaches(piece, max(threshold, TINY), magnitude, mask))
-            found.append(places.add_(chunk.start))
-        indices = torch.cat(found)
+            # In less than half of the time that torch takes to write bools, and to list them.
+            np.abs(piece, out=magnitude, casting="same_kind")
+            np.greater_equal(magnitude, least, out=mask)
+            found.append(np.flatnonzero(mask) + chunk.start)
+        indices = torch.from_numpy(np.concatenate(found))
         return indices, flat.index_select(0, indices)

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
+
+from lightning_opt.core.sharding import wants_host
 
 CHUNK = 131_072
 """Elements a piece on a CPU: half a megabyte of float32, which an L2 cache holds with its mask."""
@@ -25,20 +24,12 @@ def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
         flat: One-dimensional.
         multiple: What the length of a piece is a multiple of.
     """
-    size = max(CHUNK // multiple, 1) * multiple if flat.device.type == "cpu" else flat.numel()
+    size = max(CHUNK // multiple, 1) * multiple if wants_host(flat.device) else flat.numel()
     return cut(flat.numel(), size)
 
 
-def is_finite(values: Tensor) -> bool:
-    """Return whether no element of a one-dimensional tensor is NaN or infinite.
-
-    Waits for the device: what is not finite must not be added, nor sent.
-    """
-    # The sum of squares is the cheapest pass that a NaN or an infinity cannot leave finite. It may
-    # overflow on its own, which is then looked at closely.
-    if values.dtype is torch.float32:
-        squares = torch.dot(values, values).item()
-    else:
-        wide = torch.promote_types(values.dtype, torch.float32)
-        squares = torch.linalg.vector_norm(values, dtype=wide).item()
-    return math.isfinite(squares) or bool(values.isfinite().all())
+def is_finite(values: Tensor) -> Tensor:
+    """Return whether no element of a one-dimensional tensor is NaN or infinite, without a read."""
+    # On a CPU the cheapest pass; a NaN is in both.
+    low, high = (values if len(values) else values.new_zeros(1)).aminmax()
+    return low.isfinite() & high.isfinite()

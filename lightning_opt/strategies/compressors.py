@@ -16,15 +16,16 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_opt.core.arguments import at_least, one_of, positive, share
-from lightning_opt.strategies.compression.codecs.chunks import chunks_of
-from lightning_opt.strategies.compression.codecs.packing import (
+from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.sharding import wants_host
+from lightning_opt.strategies.chunks import chunks_of
+from lightning_opt.strategies.packing import (
     QuantizedLayout,
     SparseLayout,
     quantize_rows,
-    read_header,
-    write_header,
+    write_count,
 )
-from lightning_opt.strategies.compression.codecs.selection import Selector
+from lightning_opt.strategies.selection import Selector, largest_places
 
 
 class Codec(ABC):
@@ -36,26 +37,28 @@ class Codec(ABC):
 
     Attributes:
         message: The latest message, ``uint8`` of length ``nbytes``.
-        bound: What was learnt and a resumed run should know; None for nothing.
+        bound: What was learned and a resumed run should know, on a device a tensor; None for
+            nothing.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.message = torch.zeros(nbytes, dtype=torch.uint8, device=device)
-        self.bound: float | None = None
+        self.bound: Scalar | None = None
 
     @abstractmethod
     def compress(self, flat: Tensor) -> None:
         """Write the message of a tensor, and leave in it what the message fails to carry.
 
-        With ``decompress_add(message, flat)`` it is whole again.
+        With ``decompress_add(message, flat)`` it is whole again. On a device nothing is read.
 
         Args:
-            flat: One-dimensional, finite, float32 or float64; changed in place.
+            flat: One-dimensional, float32 or float64; changed in place. Finite, or on a device
+                also garbage that makes a message of garbage.
         """
 
     @abstractmethod
-    def decompress_add(self, message: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
         """Add ``alpha`` times what a message carries to ``out``, in place."""
 
 
@@ -112,7 +115,7 @@ class TopK(Compressor):
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
-        return SparseCodec(SparseLayout(numel, self.capacity(numel)), device)
+        return SparseCodec(SparseLayout(numel, min(self.capacity(numel), numel)), device)
 
 
 class Threshold(Compressor):
@@ -197,18 +200,21 @@ class SparseCodec(Codec):
     def __init__(self, layout: SparseLayout, device: torch.device) -> None:
         super().__init__(layout.nbytes, device)
         self.layout = layout
-        self._selector = Selector(layout.numel, device)
+        self._selector = Selector(layout.numel)
 
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        return self._selector.top(flat, self.layout.capacity)
+        if wants_host(flat.device):
+            return self._selector.top(flat, self.layout.capacity)
+        indices = largest_places(flat, self.layout.capacity)
+        return indices, flat.index_select(0, indices)
 
     def compress(self, flat: Tensor) -> None:
         """Write the message of a tensor, and leave in it what the message fails to carry."""
         indices, values = self._select(flat)
         sent = self.layout.write(self.message, indices, values)
-        flat.index_copy_(0, indices, values.sub_(sent))
+        flat.index_add_(0, indices, sent.to(flat.dtype), alpha=-1)
 
-    def decompress_add(self, message: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
         """Add ``alpha`` times what a message carries to ``out``, in place."""
         indices, values = self.layout.read(message, alpha)
         out.index_add_(0, indices, values.to(out.dtype))
@@ -232,14 +238,19 @@ class ThresholdCodec(SparseCodec):
 
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         capacity = self.layout.capacity
-        bound = self._value or self.bound
+        bound = self.bound if self._value is None else self._value
+        k = min(max(round(self.AUTO_RATIO * self.layout.numel), 1), capacity)
+        if not wants_host(flat.device):
+            indices, values = super()._select(flat)
+            if bound is None:
+                bound = self.bound = values.abs().topk(k).values[-1]
+            return indices, torch.where(values.abs() >= bound, values, 0.0)
         if bound is None:
-            k = min(max(round(self.AUTO_RATIO * self.layout.numel), 1), capacity)
             indices, values = self._selector.top(flat, k)
             if len(indices):
-                # Waits for the device, once in a run: from then on the bound is known.
-                self.bound = values.abs().min().item()
+                self.bound = values.abs().min().item()  # on a CPU
             return indices, values
+        bound = float(bound)
         if not self._crowded:
             indices, values = self._selector.at_least(flat, bound)
             if len(indices) <= capacity:
@@ -247,8 +258,7 @@ class ThresholdCodec(SparseCodec):
         # More elements reach the bound than fit: the largest, until the bound is the higher again.
         indices, values = self._selector.top(flat, capacity)
         above = values.abs() >= bound
-        # Waits for the device: what the next step does depends on it.
-        self._crowded = bool(above.all())
+        self._crowded = bool(above.all())  # on a CPU
         return indices[above], values[above]
 
 
@@ -268,7 +278,7 @@ class QuantizedCodec(Codec):
     def compress(self, flat: Tensor) -> None:
         """Write the message of a tensor, and leave in it what the message fails to carry."""
         block = self.layout.block
-        write_header(self.message, self.layout.numel)
+        write_count(self.message, self.layout.numel)
         scales, codes = self.layout.sections(self.message)
         for piece, part in self._blocks(flat):
             rows = piece.float()
@@ -284,13 +294,11 @@ class QuantizedCodec(Codec):
                 codes[part].copy_(coded)
             piece.sub_(coded.mul_(scale.unsqueeze(1)).view(-1)[: len(piece)])
 
-    def decompress_add(self, message: Tensor, out: Tensor, alpha: float = 1.0) -> None:
+    def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
         """Add ``alpha`` times what a message carries to ``out``, in place.
 
         ``out`` may be shorter than the message tells of; the rest is then left out.
         """
-        if read_header(message)[0] == 0:
-            return
         scales, codes = self.layout.sections(message)
         for piece, part in self._blocks(out):
             coded = codes[part]

@@ -3,6 +3,7 @@
 A message is one ``uint8`` tensor of a fixed length, whatever was selected, so that a collective can
 be launched without asking the other ranks for sizes. It begins with a header of 16 bytes: the
 number of elements it carries (int32), a flag (int32) and 8 bytes that are kept for alignment.
+Nothing here reads from a device: there a sparse message is always full, of zeros if need be.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
+from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.sharding import wants_host
+
 HEADER = 16
-FINITE, NON_FINITE = 0, 1
 
 NARROW, WIDE = 255, 32_767
 """Elements an index block: its count and the offsets within fit a uint8, or an int16."""
@@ -23,15 +26,24 @@ GROUP = 128
 """Selected values that share one scale when they are sent as int8."""
 
 
-def read_header(message: Tensor) -> tuple[int, int]:
-    """Return how many elements a message carries, and its flag. Waits for the device."""
-    count, flag = message[:8].view(torch.int32).tolist()
-    return count, flag
+def read_count(message: Tensor) -> int:
+    """Return how many elements a message carries. Waits for the device."""
+    return int(message[:4].view(torch.int32))
 
 
-def write_header(message: Tensor, count: int, flag: int = FINITE) -> None:
-    """Write the number of elements carried and the flag."""
-    message[:8].view(torch.int32).copy_(torch.tensor([count, flag], dtype=torch.int32))
+def write_count(message: Tensor, count: int | Tensor) -> None:
+    """Write how many elements a message carries."""
+    message[:4].view(torch.int32).fill_(count)
+
+
+def write_flag(message: Tensor, flag: bool | Tensor) -> None:
+    """Write whether the rank's gradient is not finite."""
+    message[4:8].view(torch.int32).fill_(flag)
+
+
+def any_flag(messages: Tensor) -> Tensor:
+    """Return whether one of several messages, in rows, is flagged."""
+    return messages[:, 4:8].any()
 
 
 def quantize_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor]:
@@ -109,7 +121,7 @@ class SparseLayout:
 
         Args:
             message: ``uint8`` of length ``nbytes``.
-            indices: int64 in ascending order, at most ``capacity`` of them.
+            indices: int64 in ascending order, at most ``capacity`` of them; as many on a device.
             values: The elements at these places.
 
         Returns:
@@ -118,20 +130,22 @@ class SparseLayout:
         count = indices.numel()
         scales, codes, counts, offsets = self._sections(message)
         blocks = indices.div(self.block, rounding_mode="floor")
-        counts.copy_(torch.bincount(blocks, minlength=self.blocks))
+        # Not bincount, which asks the device for the largest of them.
+        ones = torch.ones_like(blocks, dtype=torch.int32)
+        counts.copy_(ones.new_zeros(self.blocks).index_add_(0, blocks, ones))
         offsets[:count].copy_(indices - blocks * self.block)
-        write_header(message, count)
+        write_count(message, values.count_nonzero())
         groups = -(-count // GROUP)
         rows = values.new_zeros(groups * GROUP, dtype=torch.float32)
-        rows[:count] = values
+        rows[:count].copy_(values)
         coded, scale = quantize_rows(rows.view(groups, GROUP), 127)
         codes[:count].copy_(coded.view(-1)[:count])
         scales[:groups].copy_(scale)
         return coded.mul_(scale.unsqueeze(1)).view(-1)[:count]
 
-    def read(self, message: Tensor, alpha: float = 1.0) -> tuple[Tensor, Tensor]:
+    def read(self, message: Tensor, alpha: Scalar = 1.0) -> tuple[Tensor, Tensor]:
         """Return the indices (int64, ascending) and ``alpha`` times the values (float32)."""
-        count, _ = read_header(message)
+        count = read_count(message) if wants_host(message.device) else self.capacity
         if count == 0:  # the rest is whatever was there before
             nothing = torch.empty(0, dtype=torch.int64, device=message.device)
             return nothing, nothing.float()
@@ -140,7 +154,7 @@ class SparseLayout:
         indices = starts.repeat_interleave(counts.to(torch.int64), output_size=count)
         indices += offsets[:count]
         values = codes[:count].float()
-        values *= (scales * alpha).repeat_interleave(GROUP)[:count]
+        values *= (scales * alpha).unsqueeze(1).expand(-1, GROUP).reshape(-1)[:count]
         return indices, values
 
 

@@ -8,6 +8,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
+from lightning_opt.strategies.diloco.diloco_strategy import DiLoCoStrategy
 
 START_METHODS = {"": "popen", "_spawn": "spawn", "_fork": "fork", "_notebook": "fork"}
 
@@ -20,6 +21,8 @@ STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
     "ddp_fp16": (HookedDDPStrategy, {"hook": "fp16"}),
     "ddp_bf16": (HookedDDPStrategy, {"hook": "bf16"}),
     "ddp_powersgd": (CompressedDDPStrategy, {"compressor": "powersgd"}),
+    "diloco": (DiLoCoStrategy, {}),
+    "diloco_streaming": (DiLoCoStrategy, {"sync_every": 30, "fragments": 4, "delay": 5}),
 }
 
 

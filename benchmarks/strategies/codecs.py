@@ -1,0 +1,74 @@
+"""How fast each compressor codes and decodes a bucket, beside a copy of it on the same device.
+
+Supports the choice between them: a bucket of 26 MB, as a rank codes it at each step with what was
+left over, in gigabytes of gradient a second. On CUDA a wait within coding or decoding is an error.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from statistics import median
+
+import torch
+
+import lightning_opt as lo
+from benchmarks.gradients.gpt_step import without_waits
+from benchmarks.harness import parse_arguments, publish, time_interleaved
+
+GPU = True
+NUMEL = 6_553_600
+
+
+def main() -> None:
+    """Time them in turns and publish."""
+    arguments = parse_arguments(__doc__ or "")
+    device, numel = torch.device(arguments.device), NUMEL // (100 if arguments.quick else 1)
+    gradients = [torch.randn(numel, device=device) for _ in range(4)]
+    out = torch.empty(numel, device=device)
+    calls: dict[str, Callable[[], object]] = {"copy": lambda: out.copy_(gradients[0])}
+    compressors = {
+        "int8": lo.Quantize(8),
+        "int4": lo.Quantize(4),
+        "topk 1%": lo.TopK(0.01),
+        "topk 0.1%": lo.TopK(0.001),
+        "threshold": lo.Threshold(),
+    }
+    ratios: dict[str, float] = {"copy": 1.0}
+    for name, compressor in compressors.items():
+        codec = compressor.codec(numel, device)
+        residual, turn = torch.zeros(numel, device=device), iter(range(10**9))
+
+        def code(codec=codec, residual=residual, turn=turn) -> None:  # type: ignore[no-untyped-def]
+            codec.compress(residual.add_(gradients[next(turn) % 4]))
+
+        def decode(codec=codec) -> None:  # type: ignore[no-untyped-def]
+            codec.decompress_add(codec.message, out, 0.5)
+
+        code()
+        ratios[name] = 4 * numel / codec.nbytes
+        calls[f"{name}, code"] = without_waits(code, arguments.device)
+        calls[f"{name}, decode"] = without_waits(decode, arguments.device)
+    seconds = time_interleaved(
+        calls, rounds=3 if arguments.quick else 15, calls=4, device=arguments.device, warmup=4
+    )
+    speed = {name: 4e-9 * numel / median(values) for name, values in seconds.items()}
+    rows = [{"what": "copy", "code GB/s": round(speed["copy"], 2), "of a copy": 1.0}]
+    rows += [
+        {
+            "what": name,
+            "code GB/s": round(speed[f"{name}, code"], 2),
+            "decode GB/s": round(speed[f"{name}, decode"], 2),
+            "of a copy": round(speed[f"{name}, code"] / speed["copy"], 3),
+            "times smaller": round(ratios[name], 1),
+        }
+        for name in compressors
+    ]
+    notes = [
+        f"Gigabytes of float32 gradient a second, {4e-6 * numel:.1f} MB at once; coding includes "
+        "adding the gradient to what was left over."
+    ]
+    publish("codecs", lo.Report("Coding and decoding a bucket", rows, notes), arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,183 @@
+"""Step time of DiLoCo over a slow network, as a ratio to training without any network.
+
+Claim: over 100 Mbit/s, where plain DDP takes tens of times as long, `diloco` takes little longer
+than no exchange at all, and `diloco_streaming` next to nothing.
+
+Real processes, one a network namespace, as in compression.py: the same model (33.6 MB of float32),
+the same limits by `tc tbf`. Most steps of a window send nothing, so whole windows are timed, and a
+step is its share of one. What training costs without a network is the same strategy with a window
+that does not end. That needs root, `ip` and `tc`; elsewhere the script says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import os
+import signal
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+import lightning_opt as lo
+from benchmarks.harness import median_ratio, parse_arguments, publish
+from benchmarks.strategies.compression import (
+    INTERFACE,
+    NETWORKS,
+    Network,
+    Stopwatch,
+    namespaces,
+    start_ranks,
+    why_not,
+)
+
+MODULE = "benchmarks.strategies.diloco"
+
+NONE = "no network"
+
+STREAMING: dict[str, int] = {"sync_every": 30, "fragments": 4, "delay": 5}
+
+CANDIDATES: dict[str, dict[str, Any]] = {
+    NONE: {"sync_every": 10**6},
+    "diloco, H=16": {"sync_every": 16},
+    "diloco, H=16, int4": {"sync_every": 16, "compression": "int4"},
+    "diloco, H=30": {"sync_every": 30},
+    "diloco_streaming, H=30": STREAMING,
+}
+"""Arguments of the strategy, by name."""
+
+WINDOWS = 2
+"""How many are timed, after one that is not."""
+
+
+def run_rank(own: argparse.Namespace) -> None:
+    """Time every candidate, round by round, and write seconds and bytes of a step as JSON."""
+    torch.set_num_threads(1)
+    world = int(os.environ["WORLD_SIZE"])
+    found: dict[str, Any] = {kind: {name: [] for name in own.only} for kind in ("seconds", "bytes")}
+    start, rounds, more = time.perf_counter(), 0, True
+    while more:
+        began = time.perf_counter()
+        turn = rounds % len(own.only)
+        for name in [*own.only, *own.only][turn : turn + len(own.only)]:
+            seconds, sent = time_candidate(CANDIDATES[name], world)
+            found["seconds"][name].append(seconds)
+            found["bytes"][name].append(sent)
+        rounds += 1
+        now = time.perf_counter()
+        goes_on = torch.tensor([now - start + now - began < own.seconds])
+        dist.broadcast(goes_on, 0)
+        more = bool(goes_on.item())
+        if dist.get_rank() == 0:
+            unfinished = own.result.with_suffix(".part")
+            unfinished.write_text(json.dumps(found))
+            unfinished.replace(own.result)
+    dist.barrier()
+
+
+def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float]:
+    """Return the seconds and the bytes of a step, means over whole windows."""
+    window = min(settings["sync_every"], 30)
+    steps = (1 + WINDOWS) * window
+    watch = Stopwatch()
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=lo.DiLoCoStrategy(**settings),
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        callbacks=[watch],
+    )
+    trainer.fit(Network(), range(steps))
+    dist.barrier()
+    timed = WINDOWS * window
+    return (
+        (watch.times[-1] - watch.times[window - 1]) / timed,
+        (watch.sent[-1] - watch.sent[window - 1]) / timed,
+    )
+
+
+def measure(ranks: int, network: str, own: argparse.Namespace, seconds: float) -> Any:
+    """Return what :func:`run_rank` finds over one of the networks."""
+    run: Callable[..., Any] = start_ranks
+    with namespaces(ranks, NETWORKS[network]) as names:
+        return run(
+            MODULE,
+            ranks,
+            ["--seconds", seconds, "--only", *own.only],
+            namespaces=names,
+            address="10.99.0.1",
+            interface=INTERFACE,
+            timeout=10 * seconds + 300,
+        )
+
+
+def rows_of(ranks: int, network: str, found: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return one row a candidate: median ratios within a round."""
+    seconds, sent = found["seconds"], found["bytes"]
+    # A ring all-reduce of the same gradients, without headers.
+    numel = sum(parameter.numel() for parameter in Network().parameters())
+    dense = 2 * (ranks - 1) * 4 * numel / ranks
+    return [
+        {
+            "ranks": ranks,
+            "network": network,
+            "strategy": name,
+            "rounds": len(own),
+            "ms": round(1000 * statistics.median(own), 1),
+            "step": round(median_ratio(own, seconds[NONE]), 3),
+            "fewer bytes": round(dense / statistics.median(sent[name]), 1)
+            if name != NONE
+            else None,
+        }
+        for name, own in seconds.items()
+    ]
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--seconds", type=float, default=120.0, help="for rounds on each network")
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2])
+    parser.add_argument("--only", nargs="+", choices=list(CANDIDATES), default=list(CANDIDATES))
+    parser.add_argument("--networks", nargs="+", choices=list(NETWORKS), default=["100 Mbit/s"])
+    own, rest = parser.parse_known_args(argv)
+    if own.result is not None:
+        run_rank(own)
+        return
+    own.only = [name for name in CANDIDATES if name in {NONE, *own.only}]
+    arguments = parse_arguments(__doc__ or "", rest)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
+    reason = why_not()
+    if reason is not None:
+        print(f"This machine does not allow the benchmark's own networks: {reason}")
+        return
+    rows: list[dict[str, Any]] = []
+    raw: dict[str, Any] = {}
+    for ranks, network in itertools.product(own.ranks, own.networks):
+        found = measure(ranks, network, own, 0.0 if arguments.quick else own.seconds)
+        raw[f"{ranks} ranks, {network}"] = found
+        rows += rows_of(ranks, network, found)
+        notes = [
+            "`step`: time of a step, as a ratio to training without a network; medians over rounds "
+            f"of the mean over {WINDOWS} windows. `fewer bytes`: what a ring all-reduce of the "
+            "gradients would send in a step, as a ratio to what leaves the interface, headers and "
+            f"all. diloco_streaming: {STREAMING}."
+        ]
+        title = "A step of DiLoCo with 33.6 MB of weights, compared with no network at all"
+        publish("diloco", lo.Report(title, rows, notes), arguments, found=raw)
+
+
+if __name__ == "__main__":
+    main()

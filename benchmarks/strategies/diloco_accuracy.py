@@ -1,0 +1,205 @@
+"""Loss of DiLoCo beside plain and compressed DDP after the same steps, each at its own best rate.
+
+Claim: replicas that meet every 16 or 30 steps send a sixtieth of the bytes of plain DDP or less,
+and come closer to its loss under AdamW than Top-K does with as many bytes.
+
+Real processes over gloo train a byte-level transformer on the source of Python's standard library;
+the learning rate falls to zero linearly. All methods of a seed start from the same weights and see
+the same batches. Outer momentum acts as a larger learning rate, so only the best of each method's
+rates compares: all rates are tried with seed 0, and the best one again with the other seeds.
+Scores do not depend on what else the machine does, so they are collected in pieces: a call goes on
+where the one before ended, and ``--minutes`` ends it in time.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import lightning as L
+import torch
+import torch.distributed as dist
+
+import lightning_opt as lo
+from benchmarks.harness import parse_arguments, publish
+from benchmarks.strategies.compression import start_ranks
+from benchmarks.strategies.compression_accuracy import free_port
+from benchmarks.strategies.compression_tasks import Bytes
+
+MODULE = "benchmarks.strategies.diloco_accuracy"
+NAME = "diloco_accuracy"
+
+RATES = (3e-3, 6e-3, 1e-2, 2e-2)
+
+EVERY = 240
+"""Steps from one count of bytes to the next: whole windows of 16 and of 30."""
+
+
+def _diloco(*arguments: Any, **settings: Any) -> Callable[[], Any]:
+    return lambda: lo.DiLoCoStrategy(*arguments, **settings)
+
+
+METHODS: dict[str, Callable[[], Any]] = {
+    "dense": lambda: "ddp",
+    "ddp_int8": lambda: lo.CompressedDDPStrategy("int8", every_n_steps=EVERY),
+    "ddp_topk 1%": lambda: lo.CompressedDDPStrategy("topk", every_n_steps=EVERY),
+    "H=16": _diloco(16, 0.7, 0.8),
+    "H=16, outer 1.0 and 0": _diloco(16, 1.0, 0.0),
+    "H=30": _diloco(30, 0.7, 0.8),
+    "H=30, outer 1.0 and 0": _diloco(30, 1.0, 0.0),
+    "H=30, 4 fragments, delay 5": _diloco(30, 0.7, 0.8, fragments=4, delay=5),
+    "H=30, 4 fragments, delay 5, outer 1.0 and 0": _diloco(30, 1.0, 0.0, fragments=4, delay=5),
+    "H=16, int4": _diloco(16, 0.7, 0.8, compression="int4"),
+    "H=16, float32": _diloco(16, 0.7, 0.8, compression="float32"),
+    "H=16, outer 1.0 and 0.4": _diloco(16, 1.0, 0.4),
+    "H=30, outer 1.0 and 0.4": _diloco(30, 1.0, 0.4),
+}
+"""By name; the first is what the others are compared with. Two numbers: outer rate and momentum,
+0.7 and 0.8 where none stand, and 8 bits."""
+
+COMPARED = "ddp_topk 1%"
+
+
+def run_rank(own: argparse.Namespace) -> None:
+    """Train with one method at some rates, and write scores and the bytes of a step as JSON."""
+    torch.set_num_threads(1)
+    world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after a fit
+    found = {}
+    for rate in own.rates:
+        found[rate] = train(own, world, float(rate))
+        if dist.get_rank() == 0:
+            own.result.write_text(json.dumps(found))
+        dist.barrier()
+
+
+def train(own: argparse.Namespace, world: int, rate: float) -> dict[str, float]:
+    """Return the validation loss at the end, and the bytes of a step."""
+    task = Bytes("AdamW", world, own.seed)
+    task.rates = (0.0, rate)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=METHODS[own.method](),
+        max_epochs=1,
+        logger=False,
+        log_every_n_steps=EVERY,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+        use_distributed_sampler=False,
+    )
+    trainer.fit(task, range(own.steps))
+    task.eval()
+    score = task.score()
+    numel = sum(parameter.numel() for parameter in task.parameters())
+    sent = trainer.callback_metrics.get("comm/bytes", 2 * (world - 1) * 4 * numel / world)
+    return {"loss": score, "bytes": float(sent)}
+
+
+def best_rate(of_rates: dict[str, dict[str, Any]]) -> str | None:
+    """Return the rate whose loss with seed 0 is the lowest; None until all are known."""
+    known = {rate: seeds["0"]["loss"] for rate, seeds in of_rates.items() if "0" in seeds}
+    return min(known, key=known.__getitem__) if len(known) >= len(RATES) else None
+
+
+def next_run(
+    scores: dict[str, Any], names: Sequence[str], seeds: int
+) -> tuple[str, list[str], int] | None:
+    """Return a method, rates and a seed that nobody has tried; None when all is done."""
+    for name in names:
+        of_rates = scores.setdefault(name, {})
+        missing = [r for r in map(str, RATES) if "0" not in of_rates.setdefault(r, {})]
+        if missing:
+            return name, missing, 0
+    for seed in range(1, seeds):
+        for name in names:
+            best = best_rate(scores[name])
+            assert best is not None
+            if str(seed) not in scores[name][best]:
+                return name, [best], seed
+    return None
+
+
+def report_of(scores: dict[str, Any], steps: int, ranks: int) -> lo.Report:
+    """Return one row a method: at its best rate, compared with dense by seed."""
+    rows = []
+    best = {name: best_rate(of_rates) for name, of_rates in scores.items()}
+    dense = scores["dense"].get(best.get("dense") or "", {})
+
+    def distance(name: str) -> float:
+        own = scores[name][best[name]]
+        shared = [seed for seed in own if seed in dense]
+        return statistics.mean(100 * (own[s]["loss"] / dense[s]["loss"] - 1) for s in shared)
+
+    for name, of_rates in scores.items():
+        rate = best[name]
+        if rate is None or not dense:
+            continue
+        own = of_rates[rate]
+        sent = next(iter(own.values()))["bytes"]
+        known = best.get(COMPARED) is not None
+        rows.append(
+            {
+                "method": name,
+                "best rate": float(rate),
+                "seeds": len(own),
+                "loss": round(statistics.mean(one["loss"] for one in own.values()), 4),
+                "spread": round(statistics.pstdev(one["loss"] for one in own.values()), 4),
+                "worse by %": round(distance(name), 2),
+                "of Top-K's distance": round(distance(name) / distance(COMPARED), 2)
+                if known
+                else None,
+                "fewer bytes": round(next(iter(dense.values()))["bytes"] / sent, 1),
+            }
+        )
+    return lo.Report(
+        f"Validation loss after {steps} steps of AdamW on {ranks} ranks, each at its best rate",
+        rows,
+        [
+            f"Rates tried with seed 0: {', '.join(map(str, RATES))}. `worse by`: mean over seeds "
+            "of the difference to dense. `fewer bytes`: what dense sends in a step, as a ratio. "
+            "H: steps of a window. Outer rate and momentum are 0.7 and 0.8, messages of 8 bits, "
+            "unless another stands there."
+        ],
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--result", type=Path)
+    parser.add_argument("--method", choices=list(METHODS))
+    parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
+    parser.add_argument("--rates", nargs="+")
+    parser.add_argument("--seed", type=int)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no run after")
+    own, rest = parser.parse_known_args(argv)
+    if own.result is not None:
+        run_rank(own)
+        return
+    arguments = parse_arguments(__doc__ or "", rest)
+    steps = 40 if arguments.quick else own.steps
+    place = f"{own.ranks} ranks, {steps} steps"
+    path = arguments.out / f"{NAME}.json"
+    known = json.loads(path.read_text())["scores"] if path.exists() and not arguments.quick else {}
+    scores = known.setdefault(place, {})
+    end = time.monotonic() + 60 * own.minutes
+    while time.monotonic() < end and (run := next_run(scores, own.only, own.seeds)) is not None:
+        name, rates, seed = run
+        options = ["--method", name, "--seed", seed, "--steps", steps, "--rates", *rates]
+        found = start_ranks(MODULE, own.ranks, options, port=free_port())
+        for rate, score in found.items():
+            scores[name][rate][str(seed)] = score
+        publish(NAME, report_of(scores, steps, own.ranks), arguments, scores=known)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,1 +1,0 @@
-"""What a message holds: selected or quantised values, packed."""

@@ -1,0 +1,230 @@
+"""DiLoCo as a Lightning strategy."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import LambdaCallback
+from lightning.pytorch.strategies import DDPStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning_utilities.core.rank_zero import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import LBFGS, Optimizer
+
+from lightning_opt.core.arguments import at_least, fraction, one_of, positive
+from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.sharding import flat_parameter_groups, is_dtensor
+from lightning_opt.strategies.diloco.agreement import average_states, broadcast_all
+from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, make_groups
+from lightning_opt.strategies.diloco.fragments import default_outer
+from lightning_opt.strategies.diloco.replica import Plan, Replica
+
+CHECKPOINT_KEY = "lightning_opt.diloco"
+"""Where a checkpoint keeps the outer momentum and the place in the window."""
+
+
+class DiLoCoStrategy(DDPStrategy):
+    """Replicas train by themselves, and every ``sync_every`` steps apply what all have moved.
+
+    For links of 1 Gbit/s and less, between machines or sites. A replica is a machine, within which
+    DDP reduces gradients at each step; with ``num_nodes=1`` it is each process. After
+    ``sync_every`` optimizer steps, the replicas average by how much their weights have moved, and
+    an outer step of SGD with Nesterov momentum applies the mean to the weights that all share.
+
+    With ``fragments`` parts of the model take turns, each once in ``sync_every`` steps, and with
+    ``delay`` their exchange goes on in the background during so many further steps: what the others
+    bring is then added to what the replica has learnt meanwhile.
+
+    Before a validation, a checkpoint and the end of the fit, all replicas take the mean of their
+    weights and buffers (uncompressed, without outer step), so these see one model. A checkpoint
+    also averages the optimizers' states; it resumes exactly, at any number of processes.
+
+    Learning rates, clipping, guards, the loss scale and accumulation are each replica's own;
+    schedulers count local steps. All replicas must take the same number of steps. A replica whose
+    weights became NaN or infinite takes those that all share, and what it has moved is left out.
+
+    Logged every ``Trainer(log_every_n_steps)`` optimizer steps:
+
+    ===================== =====================================================================
+    ``comm/bytes``        bytes that this process sends in a step, mean since the last time
+    ``comm/wait_s``       seconds of a step that training waited for other replicas, likewise
+    ``diloco/drift``      L2 distance of this replica from the mean, when it last sent
+    ``diloco/outer_norm`` L2 norm of the mean by which the replicas have last moved
+    ===================== =====================================================================
+
+    Args:
+        sync_every: Optimizer steps of a window, H in the papers.
+        outer_lr: Learning rate of the outer steps; None for what did best at ``sync_every``.
+        outer_momentum: Their Nesterov momentum; None likewise.
+        fragments: How many parts of the model take turns.
+        delay: Optimizer steps that the exchange of a fragment may take; 0 to wait for it.
+        compression: ``"int8"``, ``"int4"`` or ``"float32"``: how the moves are sent. What a message
+            fails to carry is added to the next one.
+        **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` and
+            :class:`~torch.nn.parallel.DistributedDataParallel` (within a machine) take.
+
+    Raises:
+        ValueError: For arguments out of range, more fragments than ``sync_every``, a ``delay`` that
+            is not shorter than the window; in ``setup`` for LBFGS and for sharded parameters.
+
+    References:
+        Douillard et al. (2023), *DiLoCo: Distributed Low-Communication Training of Language
+        Models*. Douillard et al. (2025), *Streaming DiLoCo with overlapping communication*.
+
+    Example:
+        >>> import lightning as L
+        >>> import lightning_opt as lo
+        >>> strategy = lo.DiLoCoStrategy(sync_every=30, fragments=4, delay=5)
+        >>> trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
+    """
+
+    def __init__(
+        self,
+        sync_every: int = 16,
+        outer_lr: float | None = None,
+        outer_momentum: float | None = None,
+        fragments: int = 1,
+        delay: int = 0,
+        compression: Literal["int8", "int4", "float32"] = "int8",
+        **kwargs: Any,
+    ) -> None:
+        for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "process_group"):
+            if kwargs.get(name) is not None:
+                raise ValueError(
+                    f"DiLoCoStrategy reduces gradients within a machine by itself, so {name} "
+                    "cannot be given. Leave it out."
+                )
+        super().__init__(**kwargs)
+        lr, momentum = default_outer(at_least("sync_every", sync_every, 1))
+        self.plan = Plan(
+            sync_every,
+            lr if outer_lr is None else positive("outer_lr", outer_lr),
+            momentum if outer_momentum is None else fraction("outer_momentum", outer_momentum),
+            at_least("fragments", fragments, 1),
+            at_least("delay", delay, 0),
+            one_of("compression", compression, tuple(CODECS)),
+        )
+        if max(fragments, delay + 1) > sync_every:
+            raise ValueError(
+                f"fragments={fragments} and delay={delay} do not fit into sync_every={sync_every}: "
+                "each fragment is sent once in so many steps, and must arrive before the next time."
+            )
+        self._groups: tuple[Replicas, dist.ProcessGroup] | None = None
+        self._replica: Replica | None = None
+        self._resumed: dict[str, Any] = {}
+        self._callbacks: list[Callback] = []
+
+    @property
+    def _trainer(self) -> Any:
+        assert self.lightning_module is not None
+        return self.lightning_module.trainer
+
+    def configure_ddp(self) -> None:
+        """Make the replicas start alike; within one of several processes, wrap the model."""
+        module = self._trainer.lightning_module
+        if any(map(is_dtensor, module.parameters())) or flat_parameter_groups(module):
+            raise ValueError(
+                "DiLoCo needs whole parameters on every process, but this model's are sharded "
+                "(FSDP). Use it without FSDP or tensor parallelism, or use their strategies."
+            )
+        if self.world_size == 1:
+            return  # there is nobody to learn from
+        processes = self.num_processes if self.num_nodes > 1 else 1
+        if self._groups is None:
+            self._groups = make_groups(processes, self._timeout)
+        inside = self._groups[1]
+        broadcast_all([*module.parameters(), *module.buffers()])
+        for part in module.modules():
+            if isinstance(part, nn.SyncBatchNorm):  # across machines every step would wait
+                part.process_group = inside
+        if processes > 1:
+            self._ddp_kwargs["process_group"] = inside
+            super().configure_ddp()
+
+    def setup_optimizers(self, trainer: Any) -> None:
+        """Make the optimizers, and refuse those that DiLoCo does not suit."""
+        super().setup_optimizers(trainer)
+        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
+            raise ValueError(
+                "DiLoCo does not work with torch.optim.LBFGS, which takes its own number of steps "
+                "on each replica. Use a first-order optimizer such as AdamW or SGD."
+            )
+        if self._groups is not None:
+            # Before any other callback looks at the weights.
+            self._first = LambdaCallback(on_validation_start=self.agree, on_train_end=self.agree)
+            self._callbacks = trainer.callbacks
+            self._callbacks.insert(0, self._first)
+
+    def on_train_start(self) -> None:
+        """Take the weights that training starts from for those that all share."""
+        super().on_train_start()
+        if self._groups is not None:
+            module, replicas = self._trainer.lightning_module, self._groups[0]
+            self._replica = Replica(module, self.optimizers, replicas, self.plan, self._resumed)
+        self._resumed = {}
+
+    def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
+        """Take a local step; send and merge what is due after it."""
+        replica = self._replica
+        if replica is None:
+            return super().optimizer_step(optimizer, *args, **kwargs)
+        replica.before_step()
+        output = super().optimizer_step(optimizer, *args, **kwargs)
+        step, every = replica.after_step(), self._trainer.log_every_n_steps
+        if every and step % every == 0:
+            log_scalars(self._trainer, replica.read())
+        return output
+
+    def agree(self, *_: Any) -> None:
+        """Give all replicas the mean of their weights and buffers. All processes must call it."""
+        if self._replica is not None:
+            self._replica.agree()
+
+    def forget_residuals(self) -> None:
+        """Begin anew, since all replicas have put their weights back."""
+        if self._replica is not None:
+            self._replica.went_back()
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """Return the weights, on which all replicas agree first."""
+        if not self._trainer.interrupted:  # by what may have ended this process alone
+            self.agree()
+        return super().lightning_module_state_dict()
+
+    @torch.no_grad()
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
+        """Return the state of an optimizer, which all replicas average first."""
+        if self._replica is not None and not self._trainer.interrupted:
+            average_states(optimizer)
+        return super().optimizer_state(optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
+        """Save a checkpoint with the outer momentum and the place in the window."""
+        # A checkpoint of weights alone is no place to resume from.
+        if self._replica is not None and "optimizer_states" in checkpoint:
+            checkpoint[CHECKPOINT_KEY] = self._replica.state_dict()
+        super().save_checkpoint(checkpoint, *args, **kwargs)
+
+    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
+        """Load a checkpoint with what it says of the outer steps."""
+        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
+        if self.lightning_module is not None and self._trainer.state.fn == TrainerFn.FITTING:
+            if CHECKPOINT_KEY not in checkpoint:
+                rank_zero_warn(
+                    "This checkpoint was written without DiLoCo: the outer momentum begins at 0."
+                )
+            self._resumed = checkpoint.get(CHECKPOINT_KEY, {})
+        return checkpoint
+
+    def teardown(self) -> None:
+        """Let go of the model and the thread."""
+        if self._callbacks:
+            self._callbacks.remove(self._first)
+            self._callbacks = []
+        if self._replica is not None:
+            self._replica.close()
+            self._replica = None
+        super().teardown()

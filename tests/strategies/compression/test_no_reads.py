@@ -1,0 +1,218 @@
+"""On a device the hook reads nothing, so that the backward pass goes on while buckets travel."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from lightning_opt.strategies.compression import hook as hook_module
+from lightning_opt.strategies.compression.exchange import two_stage
+from lightning_opt.strategies.compression.exchange.local_clipping import clip_locally
+from lightning_opt.strategies.compression.exchange.residuals import Residual
+from lightning_opt.strategies.compression.hook import CompressedReduction, Traffic
+from lightning_opt.strategies.compressors import (
+    Compressor,
+    Quantize,
+    Threshold,
+    TopK,
+)
+from tests.helpers.pretended_cuda import pretended_cuda
+from tests.helpers.syncs import SyncCounter, take_device_path
+from tests.strategies.pretended import (
+    PretendedBucket,
+    PretendedEvent,
+    pretend_ranks,
+)
+
+SCHEMES = {
+    "uncompressed": None,
+    "bf16": torch.bfloat16,
+    "int8": Quantize(8, block=34),
+    "int4": Quantize(4, block=34),
+    "topk": TopK(0.1),
+    "threshold": Threshold(0.5, max_ratio=0.2),
+    "auto threshold": Threshold("auto", max_ratio=0.05),
+}
+
+SIZES = (700, 3, 1500)
+
+
+def reduction(scheme: Any, parameters: list[Tensor], **settings: Any) -> CompressedReduction:
+    """A hook with every step sent as ``scheme``."""
+    settings = {"loss_scale": lambda: torch.ones(()), "clip": lambda *_: None, **settings}
+    names = {parameter: f"p{place}" for place, parameter in enumerate(parameters)}
+    return CompressedReduction(names, lambda step: scheme, **settings)
+
+
+def gradients(step: int, device: str = "cpu") -> list[Tensor]:
+    """Two buckets: the first parameter, and the others."""
+    if device != "cpu":
+        return [torch.empty(SIZES[0], device=device), torch.empty(sum(SIZES[1:]), device=device)]
+    generator = torch.Generator().manual_seed(step)
+    return [torch.randn(size, generator=generator) for size in (SIZES[0], sum(SIZES[1:]))]
+
+
+def run_steps(hook: CompressedReduction, parameters: list[Tensor], device: str) -> list[Tensor]:
+    """Five steps: one not finite, one that a fused optimizer leaves out on a device."""
+    means = []
+    for step in range(5):
+        buckets = gradients(step, device)
+        if step == 2 and device == "cpu":
+            buckets[1][-1] = math.inf
+        for index, buffer in enumerate(buckets):
+            own = parameters[:1] if index == 0 else parameters[1:]
+            bucket = PretendedBucket(index, own, buffer)
+            means.append(hook.reduce(bucket).wait())  # type: ignore[arg-type]
+        found = torch.full((), float(step == 3), device=device)
+        hook.leave_out(parameters, found)
+        hook.leave_out(parameters[1:2], found)
+    hook._settle()
+    return means
+
+
+def scaled(device: str) -> dict[str, Any]:
+    """What fp16 brings: a loss scale that only the device knows, and clipping below it."""
+    return {
+        "loss_scale": lambda: torch.full((), 4.0, device=device),
+        "clip": lambda gradient, scale: clip_locally(gradient, 5.0 * scale, "norm", 2),
+    }
+
+
+@pytest.mark.parametrize("settings", [dict, lambda: scaled("cpu")], ids=["plain", "fp16"])
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, world, settings):
+    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
+    launched = pretend_ranks(monkeypatch, world)
+    parameters = [torch.zeros(size) for size in SIZES]
+    found = []
+    for path in ("host", "device"):
+        with monkeypatch.context() as patch, SyncCounter() as syncs:
+            if path == "device":
+                take_device_path(patch)
+            hook = reduction(scheme, parameters, **settings())
+            launched.clear()
+            means = run_steps(hook, parameters, "cpu")
+            kept = {}
+            for one in hook.residuals._bound:
+                kept |= {name: one.kept[part] for name, part in one.parts.items()}
+            if path == "device":
+                assert not syncs.where
+            found.append((means, kept))
+            assert "new_group" not in launched  # groups are made before the first step
+            hook.close()
+    (means, kept), (device_means, device_kept) = found
+    exact = not isinstance(scheme, TopK | Threshold)
+    for mean, device_mean in zip(means, device_means, strict=True):
+        assert torch.equal(mean.isnan(), device_mean.isnan())
+        if exact:
+            assert torch.equal(mean.nan_to_num(), device_mean.nan_to_num())
+    if isinstance(scheme, Compressor):
+        assert means[5].isnan().all()
+    assert not means[7].isnan().any()
+    for name in kept:
+        assert device_kept[name].isfinite().all()
+        if exact:
+            assert torch.equal(kept[name], device_kept[name]), name
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_no_read_no_copy_and_one_device_on_cuda_tensors(monkeypatch, scheme, world):
+    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
+    monkeypatch.setattr(hook_module, "Event", PretendedEvent)
+    pretend_ranks(monkeypatch, world)
+    with pretended_cuda():
+        parameters = [torch.empty(size, device="cuda") for size in SIZES]
+        hook = reduction(scheme, parameters, **scaled("cuda"))
+        means = run_steps(hook, parameters, "cuda")
+        assert all(mean.is_cuda for mean in means)
+        hook.close()
+
+
+def test_what_a_fused_optimizer_left_out_of_a_part_of_a_bucket_is_put_back_on_a_device(monkeypatch):
+    """As on a CPU, where the condition is read: bit by bit, whichever conditions hold."""
+    pretend_ranks(monkeypatch, 2)
+    parts = {"a": slice(0, 3), "b": slice(3, 5), "c": slice(5, 9)}
+    conditions = [("a", 0.0), ("b", 1.0), ("b", 0.0), ("c", 0.0), ("c", None)]
+    kept = []
+    for path in ("host", "device"):
+        with monkeypatch.context() as patch, SyncCounter() as syncs:
+            if path == "device":
+                take_device_path(patch)
+            residual = Residual(torch.arange(9.0), parts)
+            residual.add(torch.full((9,), 10.0), torch.full((), 2.0))
+            for name, found in conditions:
+                residual.hold([name, "elsewhere"], None if found is None else torch.tensor(found))
+            assert not residual.is_left_out
+            residual.commit(residual.lost)
+            assert path == "host" or not syncs.where
+            kept.append(residual.kept)
+    assert kept[0].tolist() == [5.0, 6.0, 7.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
+    assert torch.equal(*kept)
+
+
+def test_a_bucket_that_went_uncompressed_knows_that_nothing_is_owed(monkeypatch):
+    take_device_path(monkeypatch)
+    for found, owes in ((0.0, False), (1.0, True)):
+        residual = Residual(torch.ones(4), {"a": slice(0, 4)})
+        gradient = torch.ones(4)
+        residual.add(gradient, torch.ones(()))
+        residual.flush(gradient, torch.ones(()))
+        residual.hold(["a"], torch.tensor(found))
+        if not residual.is_left_out:
+            residual.commit(residual.lost)
+        assert residual.owes is owes
+
+
+@pytest.mark.parametrize("algorithm", ["norm", "value"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_local_clipping_reads_nothing(algorithm, dtype):
+    gradient = torch.tensor([3.0, -4.0, 0.5], dtype=dtype)
+    small, bad = gradient / 100, torch.tensor([1.0, -math.inf, 9.0], dtype=dtype)
+    clipped, unclipped = gradient.clone(), small.clone()
+    with SyncCounter() as syncs:
+        for one in (clipped, unclipped, bad):
+            clip_locally(one, torch.tensor(2.0), algorithm, 4)
+    assert not syncs.where
+    exact = gradient / gradient.norm() if algorithm == "norm" else gradient.clamp(-2, 2)
+    torch.testing.assert_close(clipped, exact)
+    assert torch.equal(unclipped, small)
+    assert not bad.isfinite().all()
+
+
+def test_seconds_on_a_device_are_those_with_a_bucket_on_its_way(monkeypatch):
+    """By the device's clock, of the latest step; what overlaps counts once."""
+    monkeypatch.setattr(hook_module, "Event", PretendedEvent)
+    traffic = Traffic()
+    device = torch.device("cuda")
+    for launches in ([(0.0, 900.0)], [(1.0, 4.0), (2.0, 3.0), (3.0, 6.0), (8.0, 9.0)]):
+        traffic.spans.clear()
+        for launched, arrived in launches:
+            PretendedEvent.now = launched
+            then = traffic.opened(1, 4, device)
+            PretendedEvent.now = arrived
+            future: torch.futures.Future[Any] = torch.futures.Future()
+            future.set_result(None)
+            then(future)
+    assert traffic.seconds() == pytest.approx(6e-3)
+    assert traffic.sent_bytes == 5
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_torch_sees_no_wait_on_a_gpu(monkeypatch, scheme, world):
+    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
+    pretend_ranks(monkeypatch, world, torch.device("cuda", 0))
+    parameters = [torch.zeros(size, device="cuda") for size in SIZES]
+    hook = reduction(scheme, parameters, **scaled("cuda"))
+    run_steps(hook, parameters, "cuda")  # the first step of a bucket makes its buffers
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run_steps(hook, parameters, "cuda")
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+        hook.close()

@@ -1,0 +1,527 @@
+"""DiLoCo in real processes over gloo, against simulations and against DDP."""
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+
+import lightning_opt as lo
+from lightning_opt.strategies.diloco.diloco_strategy import CHECKPOINT_KEY
+from tests.helpers.models import SmallNet, batches_of, loader_of
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger
+from tests.strategies.diloco.reference import simulate
+from tests.strategies.runs import dist_world, fit, same_on_all_ranks
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 22
+
+
+class Net(SmallNet):
+    """A small net of several parameters that trains for ``STEPS`` batches."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"optimizer": "AdamW", "widths": (7, 5, 3), **settings})
+
+    def train_dataloader(self) -> Any:
+        return loader_of(STEPS, 12)
+
+
+def loss_of(model: nn.Module, step: int, replica: int) -> Tensor:
+    inputs, targets = batches_of(STEPS, 12).tensors
+    rows = slice(12 * step, 12 * (step + 1))
+    world = dist_world()
+    inputs, targets = inputs[rows][replica::world], targets[rows][replica::world]
+    return nn.functional.mse_loss(model.layer(inputs.double()), targets.double())  # type: ignore[operator]
+
+
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=0.02)
+
+
+def weights_of(model: nn.Module) -> dict[str, Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+
+
+def assert_close(found: dict[str, Tensor], expected: dict[str, Tensor], atol: float) -> None:
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name].double(), tensor.double(), rtol=0, atol=atol)
+
+
+def _like_ddp() -> None:
+    weights = []
+    for strategy in (
+        "ddp",
+        lo.DiLoCoStrategy(1, outer_lr=1.0, outer_momentum=0.0, compression="float32"),
+    ):
+        model = Net(optimizer="SGD")
+        start = weights_of(model)
+        fit(model, strategy)
+        weights.append(weights_of(model))
+    assert_close(*weights, atol=1e-6)
+    assert not all(torch.equal(start[name], weights[0][name]) for name in start)
+
+
+NAMES = [f"layer.{place}.{kind}" for place in (0, 2, 4, 6) for kind in ("weight", "bias")]
+
+
+def _like_the_simulation(settings: dict[str, Any], names: Any, nan_at: Any) -> None:
+    class Planted(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if nan_at == (trainer.global_step, trainer.global_rank):
+                with torch.no_grad():
+                    for parameter in module.parameters():
+                        parameter.fill_(torch.nan)
+
+    model = Net()
+    expected = simulate(
+        Net(),
+        loss_of,
+        adamw,
+        replicas=dist_world(),
+        steps=STEPS,
+        fragments=names,
+        nan_at=nan_at,
+        **{key: value for key, value in settings.items() if key != "fragments"},
+    )
+    strategy = lo.DiLoCoStrategy(**settings, compression="float32")
+    fit(model, strategy, precision="64-true", callbacks=[Planted()])
+    assert same_on_all_ranks(model)
+    assert_close(weights_of(model), expected, atol=1e-12)
+
+
+def _references() -> None:
+    _like_ddp()
+    outer = {"outer_lr": 0.7, "outer_momentum": 0.8}
+    _like_the_simulation({"sync_every": 4, **outer}, None, None)
+    _like_the_simulation({"sync_every": 5, "outer_lr": 1.0, "outer_momentum": 0.0}, None, None)
+    streaming = {"sync_every": 6, "fragments": 3, **outer}
+    # Whole parameters, by the third of the 111 elements in which their middle lies.
+    cuts = [NAMES[:1], NAMES[1:3], NAMES[3:]]
+    _like_the_simulation({**streaming, "delay": 0}, cuts, None)
+    _like_the_simulation({**streaming, "delay": 3}, cuts, None)
+    _like_the_simulation({"sync_every": 4, **outer}, None, (9, 1))
+
+
+@pytest.mark.parametrize("processes", [2, 3])
+def test_it_is_ddp_at_every_step_and_otherwise_what_was_published(processes):
+    launch(_references, processes=processes)
+
+
+# --- what stays the same for all ranks ----------------------------------------------------------
+
+STREAMING: dict[str, Any] = {
+    "sync_every": 6,
+    "fragments": 3,
+    "delay": 3,
+    "compression": "int4",
+    "outer_lr": 0.7,
+    "outer_momentum": 0.8,
+}
+
+
+class SaveAt(Callback):
+    """Writes a checkpoint in the middle of a window, with a fragment on its way."""
+
+    def __init__(self, path: str, step: int) -> None:
+        self.path, self.step = path, step
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        if trainer.global_step == self.step:
+            trainer.save_checkpoint(self.path)
+
+
+def _resume(folder: str) -> None:
+    path = f"{folder}/half.ckpt"
+    first = Net()
+    fit(first, lo.DiLoCoStrategy(**STREAMING), callbacks=[SaveAt(path, 9)])
+    second = Net()
+    fit(second, lo.DiLoCoStrategy(**STREAMING), ckpt_path=path)
+    for name, weight in weights_of(first).items():
+        assert torch.equal(weight, second.state_dict()[name]), name
+    assert same_on_all_ranks(second)
+    # Without what the checkpoint says of the outer steps, the run is another.
+    content = torch.load(path, weights_only=True)
+    assert content[CHECKPOINT_KEY]["step"] == 9
+    if dist.get_rank() == 0:
+        content[CHECKPOINT_KEY]["momentum"] = {}
+        torch.save(content, path + ".poor")
+    dist.barrier()
+    third = Net()
+    fit(third, lo.DiLoCoStrategy(**STREAMING), ckpt_path=path + ".poor")
+    assert not torch.equal(third.layer[0].weight, first.layer[0].weight)  # type: ignore[index]
+
+
+def _go_on(folder: str) -> Any:
+    model = Net()
+    at_start: list[dict[str, Tensor]] = []
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            at_start.append(weights_of(module))
+
+    trainer = fit(
+        model, lo.DiLoCoStrategy(**STREAMING), ckpt_path=f"{folder}/half.ckpt", callbacks=[Start()]
+    )
+    assert trainer.global_step == STEPS
+    content = torch.load(f"{folder}/half.ckpt", weights_only=True)
+    for name, weight in at_start[0].items():
+        assert torch.equal(weight, content["state_dict"][name])
+    if dist.is_initialized() and dist.get_world_size() > 1:
+        assert same_on_all_ranks(model)
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def test_it_resumes_bit_by_bit_and_on_another_number_of_ranks(tmp_path):
+    launch(_resume, str(tmp_path))
+    launch(_go_on, str(tmp_path), processes=3)
+    launch(_go_on, str(tmp_path), processes=1)
+
+
+class Looks(Callback):
+    """Notes whether all ranks hold the same weights and buffers, wherever one looks at them."""
+
+    def __init__(self) -> None:
+        self.same: dict[str, list[bool]] = {"validation": [], "end": [], "training": []}
+
+    def look(self, where: str, module: nn.Module) -> None:
+        state = torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
+        everywhere = [torch.empty_like(state) for _ in range(dist.get_world_size())]
+        dist.all_gather(everywhere, state)
+        self.same[where].append(all(torch.equal(state, other) for other in everywhere))
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.look("training", module)
+
+    def on_validation_start(self, trainer: Any, module: Any) -> None:
+        self.look("validation", module)
+
+    def on_train_end(self, trainer: Any, module: Any) -> None:
+        self.look("end", module)
+
+
+class Parts(Net):
+    """Tied weights, a layer that is frozen in epoch 0, BatchNorm, a mask, a teacher."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(6)
+        self.frozen = nn.Linear(6, 6)
+        self.frozen.requires_grad_(False)
+        self.tied = nn.Linear(6, 6)
+        self.again = nn.Linear(6, 6)
+        self.again.weight = self.tied.weight
+        self.register_buffer("mask", torch.full((3,), -torch.inf))
+        self.register_buffer("thirds", torch.full((3,), 1 / 3))
+        self.teacher = nn.Linear(6, 6).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.again(self.tied(self.frozen(self.norm(inputs))))
+        return self.layer(hidden + self.teacher(inputs))
+
+    def on_train_epoch_start(self) -> None:
+        self.frozen.requires_grad_(self.current_epoch > 0)
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.teacher.weight.data.lerp_(self.tied.weight.data, 0.1)  # as teachers are often written
+
+
+def _parts(settings: dict[str, Any]) -> None:
+    model, looks = Parts(), Looks()
+    frozen, teacher = model.frozen.weight.clone(), model.teacher.weight.clone()
+    fit(
+        model,
+        lo.DiLoCoStrategy(**settings),
+        callbacks=[looks],
+        max_epochs=2,
+        val_check_interval=9,
+        limit_val_batches=1,
+    )
+    assert looks.same["validation"] == [True] * 4
+    assert looks.same["end"] == [True]
+    assert not all(looks.same["training"])
+    assert model.again.weight is model.tied.weight
+    assert not torch.equal(frozen, model.frozen.weight)
+    assert not torch.equal(teacher, model.teacher.weight)
+    assert model.mask.equal(torch.full((3,), -torch.inf))
+    assert model.thirds.equal(torch.full((3,), 1 / 3))
+    assert not model.norm.running_mean.equal(torch.zeros(6))
+
+
+def _by_hand() -> None:
+    """Two optimizers in turn: each of their steps counts, as ``trainer.global_step`` does."""
+
+    class ByHand(Net):
+        def __init__(self) -> None:
+            super().__init__()
+            self.automatic_optimization = False
+
+        def training_step(self, batch: Any, batch_idx: int) -> None:
+            for optimizer in self.optimizers():  # type: ignore[union-attr]
+                self.toggle_optimizer(optimizer)
+                optimizer.zero_grad()
+                self.manual_backward(self.step(batch))
+                optimizer.step()
+                self.untoggle_optimizer(optimizer)
+
+        def configure_optimizers(self) -> Any:
+            weights = list(self.layer.parameters())
+            return [torch.optim.SGD(weights[number::2], lr=0.05) for number in (0, 1)]
+
+    def sgd(model: nn.Module) -> torch.optim.Optimizer:
+        return torch.optim.SGD(model.parameters(), lr=0.05)
+
+    model = ByHand()
+    fit(
+        model,
+        lo.DiLoCoStrategy(4, outer_lr=0.7, outer_momentum=0.8, compression="float32"),
+        precision="64-true",
+    )
+    reference = Net()
+
+    def alternating(one: nn.Module, step: int, replica: int) -> Tensor:
+        for place, parameter in enumerate(one.parameters()):
+            parameter.requires_grad_(place % 2 == step % 2)
+        return loss_of(one, step // 2, replica)
+
+    expected = simulate(
+        reference,
+        alternating,
+        sgd,
+        replicas=2,
+        steps=2 * STEPS,
+        sync_every=4,
+        outer_lr=0.7,
+        outer_momentum=0.8,
+    )
+    assert_close(weights_of(model), expected, atol=1e-12)
+
+
+def _in_windows() -> None:
+    """Accumulation: windows count optimizer steps, and a replica's gradients are its own."""
+    model = Net()
+    fit(
+        model,
+        lo.DiLoCoStrategy(4, outer_lr=0.7, outer_momentum=0.8, compression="float32"),
+        precision="64-true",
+        accumulate_grad_batches=2,
+    )
+
+    def pair(one: nn.Module, step: int, replica: int) -> Tensor:
+        return (loss_of(one, 2 * step, replica) + loss_of(one, 2 * step + 1, replica)) / 2
+
+    expected = simulate(
+        Net(),
+        pair,
+        adamw,
+        replicas=2,
+        steps=STEPS // 2,
+        sync_every=4,
+        outer_lr=0.7,
+        outer_momentum=0.8,
+    )
+    assert_close(weights_of(model), expected, atol=1e-12)
+
+
+def _precisions() -> None:
+    for precision in ("bf16-true", "bf16-mixed"):
+        model = Net()
+        start = weights_of(model)
+        fit(model, lo.DiLoCoStrategy(4, fragments=2, delay=1), precision=precision)
+        assert same_on_all_ranks(model)
+        assert not torch.equal(start["layer.0.weight"], model.layer[0].weight.float())  # type: ignore[index]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
+    model, looks = Net(), Looks()
+    fit(model, lo.DiLoCoStrategy(4), scaler=scaler, callbacks=[looks])
+    assert looks.same["end"] == [True]
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+def _everything() -> None:
+    _parts({"sync_every": 4})
+    _parts(STREAMING)
+    _by_hand()
+    _in_windows()
+    _precisions()
+
+
+def test_the_whole_of_lightning_keeps_working():
+    launch(_everything)
+
+
+def _nodes() -> None:
+    """Two machines of two processes each: DDP within, DiLoCo between."""
+    rank = int(os.environ["RANK"])
+    os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
+    for delay in (0, 2):
+        model, looks = Net(), Looks()
+        fit(
+            model,
+            lo.DiLoCoStrategy(
+                4, outer_lr=0.7, outer_momentum=0.8, compression="float32", delay=delay
+            ),
+            precision="64-true",
+            num_nodes=2,
+            callbacks=[looks],
+        )
+        assert looks.same["end"] == [True]
+
+        def of_node(one: nn.Module, step: int, replica: int) -> Tensor:
+            inputs, targets = batches_of(STEPS, 12).tensors
+            rows = slice(12 * step, 12 * (step + 1))
+            own = [2 * replica, 2 * replica + 1]
+            losses = [
+                nn.functional.mse_loss(
+                    one.layer(inputs[rows][r::4].double()),  # type: ignore[operator]
+                    targets[rows][r::4].double(),
+                )
+                for r in own
+            ]
+            return sum(losses) / 2  # type: ignore[return-value]
+
+        expected = simulate(
+            Net(),
+            of_node,
+            adamw,
+            replicas=2,
+            steps=STEPS,
+            sync_every=4,
+            outer_lr=0.7,
+            outer_momentum=0.8,
+            delay=delay,
+        )
+        assert_close(weights_of(model), expected, atol=1e-10)
+
+
+def test_machines_of_several_processes_train_densely_within():
+    launch(_nodes, processes=4)
+
+
+def _put_back() -> None:
+    """A guard puts the weights of all ranks back while a fragment is on its way; a second fit."""
+
+    class Back(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step != 5:
+                return
+            for parameter in module.parameters():
+                parameter.data.fill_(1.0 + trainer.global_rank)
+            trainer.strategy.forget_residuals()
+            for parameter in module.parameters():
+                torch.testing.assert_close(parameter.data, torch.full_like(parameter, 1.5))
+
+    model = Net()
+    trainer = fit(model, lo.DiLoCoStrategy(**STREAMING), callbacks=[Back()])
+    before = weights_of(model)
+    trainer.fit_loop.max_epochs += 1
+    trainer.fit(model)
+    assert same_on_all_ranks(model)
+    assert not torch.equal(before["layer.0.weight"], model.layer[0].weight)  # type: ignore[index]
+    assert len(trainer.callbacks) == 1  # ours stands among them during a fit only
+
+
+def test_weights_that_are_put_back_stay_and_a_second_fit_goes_on():
+    launch(_put_back)
+
+
+def _log() -> Any:
+    logger = MemoryLogger()
+    model = Net(widths=(64, 64))
+    fit(model, lo.DiLoCoStrategy(4), logger=logger, log_every_n_steps=4)
+    numel = sum(parameter.numel() for parameter in model.parameters())
+    return logger.records, numel
+
+
+def test_what_is_sent_and_how_far_apart_replicas_are_is_logged():
+    records, numel = launch(_log)[0]
+    found = [(step, values) for step, values in records if "comm/bytes" in values]
+    assert [step for step, _ in found] == [3, 7, 11, 15, 19]
+    for _, values in found:
+        # A byte an element in a window of four steps, headers, scales and padding.
+        assert numel / 4 < values["comm/bytes"] < numel / 4 + 600
+        assert 0 < values["comm/wait_s"] < 10
+        assert values["diloco/drift"] > 0
+        assert values["diloco/outer_norm"] > 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"sync_every": 0}, "sync_every must"),
+        ({"outer_lr": 0.0}, "outer_lr must"),
+        ({"outer_momentum": 1.0}, "outer_momentum must"),
+        ({"fragments": 17}, "fragments=17 and delay=0 do not fit into sync_every=16"),
+        ({"delay": 16}, "fragments=1 and delay=16 do not fit into sync_every=16"),
+        ({"compression": "int2"}, "compression must be one of 'int8', 'int4', 'float32'"),
+        ({"ddp_comm_hook": print}, "ddp_comm_hook cannot be given"),
+    ],
+)
+def test_bad_arguments_are_named_at_once(settings, words):
+    with pytest.raises(ValueError, match=words):
+        lo.DiLoCoStrategy(**settings)
+
+
+def _refusals() -> None:
+    with pytest.raises(ValueError, match="LBFGS"):
+        fit(Net(optimizer="LBFGS"), "diloco")
+
+
+def test_lbfgs_is_refused():
+    launch(_refusals, processes=1)
+
+
+def _alone() -> None:
+    weights = []
+    for strategy in ("ddp", "diloco"):
+        model = Net()
+        fit(model, strategy)
+        weights.append(weights_of(model))
+    assert_close(*weights, atol=0.0)
+
+
+def test_a_single_process_trains_as_ever():
+    launch(_alone, processes=1)
+
+
+class Faults(Callback):
+    """A NaN now and then, and steps that take longer, by a random number generator of the rank."""
+
+    def __init__(self, seed: int, rank: int) -> None:
+        self.draw = torch.Generator().manual_seed(1000 * seed + rank)
+
+    @torch.no_grad()
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        chance = float(torch.rand((), generator=self.draw))
+        if chance < 0.08:
+            next(module.parameters())[0] = torch.nan
+        elif chance < 0.16:
+            time.sleep(0.05)
+
+
+def _faults(folder: str, seed: int, part: int) -> None:
+    """One part of a run in three; each goes on from the checkpoint that the one before wrote."""
+    rank = int(os.environ["RANK"])
+    model, looks = Net(), Looks()
+    settings = {**STREAMING, "delay": seed % 4, "compression": ("int4", "int8")[seed % 2]}
+    path = f"{folder}/{{}}.ckpt"
+    fit(
+        model,
+        lo.DiLoCoStrategy(**settings),
+        callbacks=[Faults(seed, 10 * part + rank), looks, SaveAt(path.format(part), 7 * part + 7)],
+        ckpt_path=path.format(part - 1) if part else None,
+        max_steps=7 * part + (7 if part < 2 else 8),
+    )
+    assert looks.same["end"] == [True]
+    assert all(weight.isfinite().all() for weight in model.parameters())
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_fault_of_a_rank_hangs_or_parts_the_others(tmp_path, seed):
+    for part in range(3):
+        launch(_faults, str(tmp_path), seed, part, processes=2 + seed % 2)
