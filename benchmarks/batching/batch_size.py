@@ -7,9 +7,12 @@ interval with real trainings that fit or run out of memory.
 
 from __future__ import annotations
 
+import argparse
+import json
 import logging
 import math
 import multiprocessing
+import random
 import statistics
 import time
 import warnings
@@ -27,7 +30,13 @@ from lightning_opt.core.exhaustion import is_out_of_memory, let_go
 from lightning_opt.core.memory import MB
 
 SAMPLES = 16384
-TIMEOUT = 120.0
+RUNS = 5
+NOTES = (
+    "Five searches a model, each followed by a round of a grid of the sizes 8, 11, 16, 23 ... 256 "
+    "in another order, at least ten steps and a second each. Speeds are medians of five rounds, "
+    "seconds are a search's, and the grid's are those of all five rounds.",
+)
+TIMEOUT = 600.0
 
 
 class Blocks(L.LightningModule):
@@ -58,16 +67,23 @@ MODELS = {
 
 
 class Clock(L.Callback):
-    """Times steps as they are in training, hooks included."""
+    """Times steps as they are in training, loading and hooks included; stops after enough."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
+        self.rows: list[int] = []
 
-    def on_train_batch_start(self, *args: Any) -> None:
+    def on_train_epoch_start(self, *args: Any) -> None:
         self.began = time.perf_counter()
 
-    def on_train_batch_end(self, *args: Any) -> None:
-        self.seconds.append(time.perf_counter() - self.began)
+    def on_train_batch_end(
+        self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
+    ) -> None:
+        now = time.perf_counter()
+        self.seconds.append(now - self.began)
+        self.rows.append(len(batch[0]))
+        self.began = now
+        trainer.should_stop = len(self.rows) > 10 and sum(self.seconds[1:]) >= 1.0
 
 
 def loader_of(size: int) -> DataLoader[Any]:
@@ -82,15 +98,19 @@ def trainer_of(**settings: Any) -> L.Trainer:
     return L.Trainer(**{**quiet, "max_epochs": -1, **settings})
 
 
-def prepare(name: str, room: float | None) -> Blocks:
-    """Warm up, limit the address space to what there is and ``room`` MB, and return the model."""
+def prepare(name: str, room: float | None, apart: bool = True) -> Blocks:
+    """Warm up, limit the address space to what there is and ``room`` MB, and return the model.
+
+    ``apart`` has glibc keep large blocks apart, as it does after memory has run out once.
+    """
     import resource
 
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     trainer_of(max_steps=2).fit(Blocks(*MODELS[name]), loader_of(4))
-    let_go(torch.device("cpu"))
+    if apart:
+        let_go(torch.device("cpu"))
     if room is not None:
         limit = psutil.Process().memory_info().vms + int(room * MB)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -118,21 +138,36 @@ def fits(name: str, room: float, size: int, queue: Any) -> None:
     queue.put(True)
 
 
-def fastest(name: str, most: int, queue: Any) -> None:
-    """Search the fastest size, time a grid, and the size that was found, in turn."""
-    model = prepare(name, None)
-    found = lo.find_batch_size(
-        trainer_of(), model, loader_of(8), mode="fastest", max_size=most, budget_mb=1e6
-    )
-    grid = sorted({2**n for n in range(int(math.log2(most)) + 1)} | {found.fastest, most})
-    speed = dict.fromkeys(grid, 0.0)
-    for _ in range(3):
-        for size in grid:
-            clock = Clock()
-            trainer_of(max_steps=12, callbacks=[clock]).fit(model, loader_of(size))
-            speed[size] = max(speed[size], size / statistics.median(clock.seconds[2:]))
-    best = max(speed, key=lambda size: speed[size])
-    queue.put((found.fastest, len(found.trials), best, speed[found.fastest] / speed[best]))
+def speed_of(model: Blocks, size: int) -> float:
+    """Return samples a second of at least ten steps and a second, as a user would time a size."""
+    clock = Clock()
+    trainer = trainer_of(callbacks=[clock])
+    trainer.fit(model, loader_of(size))
+    return sum(clock.rows[1:]) / sum(clock.seconds[1:])
+
+
+def fastest(name: str, most: int, runs: int, queue: Any) -> None:
+    """Search the fastest size several times, each time followed by a round of a grid of sizes."""
+    model = prepare(name, None, apart=False)
+    found, seconds, took = [], [], 0.0
+    grid = sorted({round(2 ** (n / 2)) for n in range(6, 2 * int(math.log2(most)) + 1)})
+    speeds: dict[int, list[float]] = {size: [] for size in grid}
+    for number in range(runs):
+        start = time.perf_counter()
+        result = lo.find_batch_size(
+            trainer_of(), model, loader_of(8), mode="fastest", max_size=most, budget_mb=1e6
+        )
+        seconds.append(time.perf_counter() - start)
+        found.append(result.fastest)
+        start = time.perf_counter()
+        for size in random.Random(number).sample(grid, len(grid)):
+            speeds[size].append(speed_of(model, size))
+        took += time.perf_counter() - start
+        print(f"{name}: {found[-1]} in {seconds[-1]:.1f} s; the grid has taken {took:.1f} s.")
+        print({size: round(statistics.median(speeds[size])) for size in grid}, flush=True)
+    for size in set(found) - set(grid):
+        speeds[size] = [speed_of(model, size) for _ in range(runs)]
+    queue.put((found, seconds, speeds, took))
 
 
 def in_a_process(function: Any, *args: Any) -> Any:
@@ -178,12 +213,8 @@ def exhaustive(name: str, room: float, around: int) -> int:
     return low
 
 
-def main() -> None:
-    """Measure, and publish two tables."""
-    arguments = parse_arguments(__doc__)
-    if arguments.device != "cpu":
-        raise SystemExit("This benchmark limits the memory of the host: --device cpu.")
-    warnings.simplefilter("ignore")
+def largest_sizes(arguments: argparse.Namespace) -> None:
+    """Compare the search for the largest size with exhaustive search, and publish it."""
     models = dict(list(MODELS.items())[: 1 if arguments.quick else None])
     rows: list[dict[str, Any]] = []
     for name, room in zip(models, (200.0, 250.0, 300.0), strict=False):
@@ -203,20 +234,48 @@ def main() -> None:
     title = "Largest batch size under a limited address space"
     publish("batch_size_largest", lo.Report(title, rows), arguments)
 
-    rows = []
-    for name, most in zip(models, (512, 512, 64), strict=False):
-        found, trials, best, share = in_a_process(fastest, name, most)
-        rows.append(
-            {
-                "model": name,
-                "sizes up to": most,
-                "found": found,
-                "best of a grid": best,
-                "samples a second, of the best": round(share, 3),
-                "trials": trials,
-            }
-        )
-    publish("batch_size_fastest", lo.Report("Batch size of most samples a second", rows), arguments)
+
+def main() -> None:
+    """Measure, and publish two tables."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--model", help="time the sizes of this one alone, and keep the others'")
+    own, rest = parser.parse_known_args()
+    arguments = parse_arguments(__doc__, rest)
+    arguments.model = own.model
+    if arguments.device != "cpu":
+        raise SystemExit("This benchmark limits the memory of the host: --device cpu.")
+    warnings.simplefilter("ignore")
+    if arguments.model is None:
+        largest_sizes(arguments)
+    only = arguments.model
+    times = {}
+    for name, most in zip(MODELS, (256, 256, 256), strict=True):
+        if only is None or name.startswith(only):
+            few = (16, 1) if arguments.quick else (most, RUNS)
+            times[name] = in_a_process(fastest, name, *few)
+    file = arguments.out / "batch_size_fastest.json"
+    known = json.loads(file.read_text()).get("runs", {}) if only and file.exists() else {}
+    known.update({name: describe(*values) for name, values in times.items()})
+    rows = [{"model": name, **known[name]} for name in MODELS if name in known]
+    title = "Batch size of most samples a second"
+    publish("batch_size_fastest", lo.Report(title, rows, list(NOTES)), arguments, runs=known)
+
+
+def describe(
+    found: list[int], seconds: list[float], speeds: dict[int, list[float]], grid: float
+) -> dict[str, Any]:
+    """Return a row of the table."""
+    medians = {size: statistics.median(values) for size, values in speeds.items()}
+    best = max(medians, key=lambda size: medians[size])
+    shares = [medians[size] / medians[best] for size in found]
+    return {
+        "found": ", ".join(map(str, found)),
+        "best of the grid": best,
+        "samples a second, of the best": ", ".join(f"{share:.2f}" for share in shares),
+        "of 0.95 and more": f"{sum(share >= 0.95 for share in shares)} of {len(shares)}",
+        "seconds": round(statistics.median(seconds), 1),
+        "of the grid's": round(statistics.median(seconds) / grid, 2),
+    }
 
 
 if __name__ == "__main__":

@@ -22,12 +22,12 @@ class Squander(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
         ctx.backward = backward
-        torch.ones(x.numel() * forward)
+        x.new_ones(x.numel() * forward)
         return x.clone()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
-        torch.ones(gradient.numel() * ctx.backward)
+        gradient.new_ones(gradient.numel() * ctx.backward)
         return gradient, None, None
 
 
@@ -47,7 +47,7 @@ class Sequences(L.LightningModule):
         factors = {"forward": (self.factor, 0), "backward": (0, self.factor), "loss": (0, 0)}
         hidden = Squander.apply(hidden, *factors[self.where])
         if self.where == "loss":
-            torch.ones(self.factor * hidden.numel())
+            hidden.new_ones(self.factor * hidden.numel())
         loss: Tensor = self.layers[2](hidden).square().mean(dim=(1, 2)).mean()
         self.log("loss", loss, on_step=False, on_epoch=True, batch_size=len(hidden))
         return loss
@@ -78,6 +78,15 @@ def limit_address_space(room: float) -> None:
     if room < math.inf:
         limit = psutil.Process().memory_info().vms + int(room * MB)
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+
+
+def limit_device(room: float) -> None:
+    """The same of the GPU's memory, as torch's allocator counts it."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    total = torch.cuda.mem_get_info()[1]
+    share = (torch.cuda.memory_reserved() + room * MB) / total if room < math.inf else 1.0
+    torch.cuda.set_per_process_memory_fraction(min(share, 1.0))
 
 
 class Limit(L.Callback):

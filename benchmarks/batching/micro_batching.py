@@ -8,7 +8,8 @@ Supports four claims, each with a table of its own.
 - Survival: trainings under a limited address space with random limits, lengths and batch sizes, in
   processes of their own, where memory runs out in the forward pass, in the loss or in the backward
   pass. Each is compared with the run without a limit: weights, and the samples trained on.
-  ``--trainings`` says how many.
+  ``--trainings`` says how many. On a GPU the share of its memory is limited, and ten trainings
+  share a process.
 - Pairs: the same on two ranks of DDP, of which one alone has a limit. ``--pairs`` says how many.
 - Regrowth: one batch in a hundred is eight times longer and does not fit. At least 0.95 of the
   throughput of a fixed size tuned by hand to fit it. Beside halving without regrowth, which is what
@@ -36,7 +37,13 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from benchmarks.batching.hog import Limit, Sequences, limit_address_space, some_batches
+from benchmarks.batching.hog import (
+    Limit,
+    Sequences,
+    limit_address_space,
+    limit_device,
+    some_batches,
+)
 from benchmarks.harness import parse_arguments, publish, wait
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt.core.malloc import malloc_trim
@@ -121,8 +128,15 @@ def measure_cost(
 # --- survival -----------------------------------------------------------------------------------
 
 
-def survive(seed: int, queue: Any) -> None:
+def survive(seeds: list[int], device: str, queue: Any) -> None:
+    """Put into the queue how trainings ended."""
+    queue.put([train_under_limit(seed, device) for seed in seeds])
+
+
+def train_under_limit(seed: int, device: str) -> dict[str, Any]:
     """Train without a limit, then bare and with MicroBatching under one, and say how it ended."""
+    limit = limit_address_space if device == "cpu" else limit_device
+    accelerator = "cpu" if device == "cpu" else "gpu"
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     draw = random.Random(seed)
@@ -133,7 +147,9 @@ def survive(seed: int, queue: Any) -> None:
 
     def train(*callbacks: L.Callback) -> tuple[Sequences, str]:
         model = Sequences(batches, where, 240)
-        trainer = quiet_trainer(callbacks=list(callbacks), accumulate_grad_batches=accumulate)
+        trainer = quiet_trainer(
+            callbacks=list(callbacks), accumulate_grad_batches=accumulate, accelerator=accelerator
+        )
         try:
             trainer.fit(model)
         except MemoryError as error:
@@ -143,15 +159,15 @@ def survive(seed: int, queue: Any) -> None:
         return model, "completed"
 
     free, _ = train()
-    limit_address_space(room)
+    limit(room)
     _, bare = train()
     micro = lo.MicroBatching()
     model, end = train(micro)
-    limit_address_space(math.inf)
+    limit(math.inf)
     if end == "completed":
         end = compare(model, free)
     retries = micro.state_dict()["retries"]
-    queue.put({"where": where, "bare": bare == "completed", "end": end, "retries": retries})
+    return {"where": where, "bare": bare == "completed", "end": end, "retries": retries}
 
 
 def survive_in_pairs(seed: int, rank: int, port: int, queue: Any) -> None:
@@ -283,9 +299,15 @@ def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_survival(trainings: int) -> list[dict[str, Any]]:
+def measure_survival(trainings: int, device: str) -> list[dict[str, Any]]:
     """Return how trainings in one process ended."""
-    results = [in_processes((survive, seed))[0] for seed in range(trainings)]
+    together = 1 if device == "cpu" else 10  # a process takes seconds to find its GPU
+    results: list[dict[str, Any]] = []
+    for first in range(0, trainings, together):
+        seeds = list(range(first, min(first + together, trainings)))
+        (ends,) = in_processes((survive, seeds, device))
+        # A process that hung or died says so, and takes its trainings with it.
+        results += ends if isinstance(ends, list) else [ends] * len(seeds)
     return tabulate([{"where": "?", "retries": 0, **result} for result in results])
 
 
@@ -400,8 +422,9 @@ def publish_cost(arguments: Any, counts: Any) -> None:
 
 def publish_survival(arguments: Any, counts: Any) -> None:
     """Let trainings in one process run out of memory, and publish how they ended."""
-    rows = measure_survival(3 if arguments.quick else counts.trainings)
-    title = "Trainings under a limited address space, with MicroBatching('auto')"
+    rows = measure_survival(3 if arguments.quick else counts.trainings, arguments.device)
+    what = "address space" if arguments.device == "cpu" else "share of the GPU's memory"
+    title = f"Trainings under a limited {what}, with MicroBatching('auto')"
     publish("micro_batching_survival", lo.Report(title, rows), arguments)
 
 
@@ -425,7 +448,7 @@ PARTS = {
     "pairs": publish_pairs,
     "regrowth": publish_regrowth,
 }
-"""All but the first are for CPUs, whose address space can be limited."""
+"""The last two are for CPUs, whose address space can be limited."""
 
 
 def main() -> None:
@@ -437,8 +460,9 @@ def main() -> None:
     counts, others = own.parse_known_args()
     arguments = parse_arguments(__doc__, others)
     warnings.simplefilter("ignore")
-    for part in counts.parts if arguments.device == "cpu" else ["cost"]:
-        PARTS[part](arguments, counts)
+    for part in counts.parts:
+        if arguments.device == "cpu" or part in ("cost", "survival"):
+            PARTS[part](arguments, counts)
 
 
 if __name__ == "__main__":

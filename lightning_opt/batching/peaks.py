@@ -7,12 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from lightning_opt.core.malloc import malloc_trim
-from lightning_opt.core.memory import (
-    MB,
-    MemoryLimits,
-    PeakMeter,
-    resident_memory,
-)
+from lightning_opt.core.memory import MB, MemoryLimits, PeakMeter, resident_memory
 
 
 @dataclass(frozen=True)
@@ -31,9 +26,9 @@ class Peak:
 class LimitMeter:
     """Measures how near the peak of memory comes to a limit, without looking at each step.
 
-    On CUDA it is what torch's allocator has taken from the device, of what it can have. On a CPU
-    it is resident memory, on top of what else the machine's memory, control groups and
-    ``RLIMIT_AS`` say is in use.
+    On CUDA it is what torch's allocator could not give back, tensors and fragments, of what it can
+    have from the device. On a CPU it is resident memory, on top of what else the machine's memory,
+    control groups and ``RLIMIT_AS`` say is in use.
 
     Args:
         device: The device that trains.
@@ -44,7 +39,7 @@ class LimitMeter:
         self._device = device
         self._budget = None if budget_mb is None else int(budget_mb * MB)
         self._limits = MemoryLimits(device, host=device.type != "cuda")
-        self._meter = PeakMeter(device)
+        self._meter = PeakMeter(device, fragments=True)
         self.sample = self._meter.sample
 
     @property
@@ -56,6 +51,8 @@ class LimitMeter:
         """Begin anew."""
         if self._device.type == "cpu":
             malloc_trim()  # what is kept for reuse would count as the peak
+        elif self._device.type == "cuda":
+            torch.cuda.empty_cache()
         self._meter.start()
 
     def read(self) -> Peak:

@@ -25,11 +25,12 @@ class Two(LightningModule):
         torch.manual_seed(0)
         self.layer = nn.Linear(4, 1)
         torch.set_rng_state(state)
-        self.shapes: list[tuple[int, int]] = []
+        self.shapes: list[tuple[int, ...]] = []
         self.fits = 10**9
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batches = list(batch.values()) if isinstance(batch, dict) else batch
+        batches = [entry for entry in batches if entry is not None]  # of a loader at its end
         self.shapes.append(tuple(len(x) for (x,) in batches))
         if sum(self.shapes[-1]) > self.fits:
             raise torch.OutOfMemoryError("planted")
@@ -39,15 +40,15 @@ class Two(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.1)
 
 
-def loaders(kind: type) -> CombinedLoader:
-    """Return batches of 8 and 8 samples, then 8 and 3."""
+def loaders(kind: type, mode: Any = "max_size_cycle") -> CombinedLoader:
+    """Return batches of 8 and 8 samples, then 8 and 3, and 8 and 8 again or 8 alone."""
     generator = torch.Generator().manual_seed(1)
     both = [
         DataLoader(TensorDataset(torch.randn(count, 4, generator=generator)), batch_size=8)
         for count in (24, 11)
     ]
     iterables = dict(zip("ab", both, strict=True)) if kind is dict else both
-    return CombinedLoader(iterables, "max_size_cycle")
+    return CombinedLoader(iterables, mode)
 
 
 @pytest.mark.parametrize("kind", [list, dict])
@@ -64,11 +65,16 @@ def test_micro_batches_of_a_batch_with_unequal_parts(kind, size):
     assert nets[0].shapes == [(8, 8), (8, 3), (8, 8)]
 
 
+@pytest.mark.parametrize(
+    ("mode", "last"), [("max_size_cycle", (8, 8)), ("max_size", (8,)), ("min_size", None)]
+)
 @pytest.mark.parametrize("kind", [list, dict])
-def test_accumulation_counts_what_all_loaders_give(kind):
+def test_accumulation_counts_what_all_loaders_give(kind, mode, last):
     net, expected = Two(), Two().double()
-    quiet_trainer(callbacks=[lo.Accumulation(3)]).fit(net, loaders(kind))
-    batches = [batch for batch, _, _ in loaders(list)]
+    quiet_trainer(callbacks=[lo.Accumulation(3)]).fit(net, loaders(kind, mode))
+    batches = [
+        [entry for entry in batch if entry is not None] for batch, _, _ in loaders(list, mode)
+    ]
     counts = [sum(len(x) for (x,) in batch) for batch in batches]
     loss = sum(
         count * sum(expected.layer(x.double()).square().mean() for (x,) in batch)
@@ -78,6 +84,6 @@ def test_accumulation_counts_what_all_loaders_give(kind):
     with torch.no_grad():
         for parameter in expected.parameters():
             parameter -= 0.1 * parameter.grad
-    assert net.shapes == [(8, 8), (8, 3), (8, 8)]
+    assert net.shapes == [(8, 8), (8, 3), *([last] if last else [])]
     for parameter, other in zip(net.parameters(), expected.parameters(), strict=True):
         torch.testing.assert_close(parameter.double(), other, **CLOSE)

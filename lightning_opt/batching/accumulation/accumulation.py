@@ -13,7 +13,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_opt.batching.accumulation.counting import (
     count_samples,
@@ -35,6 +35,7 @@ from lightning_opt.core.norms import collect_gradients, parameters_of
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.scalars import Scalar
 from lightning_opt.core.sharding import flat_parameter_groups
+from lightning_opt.trainer.refusals import refuse_lbfgs
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -115,6 +116,9 @@ class Accumulation(RunCallback):
         if effective_batch is not None:
             at_least("effective_batch", effective_batch, 1)
         self.schedule = None if schedule is None else windows_by_step(schedule)
+        self.sets_windows = "schedule" if schedule is not None else ""
+        if effective_batch is not None:
+            self.sets_windows = "effective_batch"
         self._count = function_named("count", count)
         self._trainer: pl.Trainer | None = None
         self._loaders: LoaderSizes | None = None
@@ -191,11 +195,7 @@ class Accumulation(RunCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse optimizers that evaluate the loss more than once a step."""
-        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-            raise ValueError(
-                "Accumulation does not work with torch.optim.LBFGS, which evaluates the loss "
-                "several times within one step. Use a first-order optimizer such as AdamW or SGD."
-            )
+        refuse_lbfgs("Accumulation", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's window, its losses and its emptying of gradients."""

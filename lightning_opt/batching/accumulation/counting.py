@@ -33,7 +33,8 @@ def count_samples(batch: Any, several: bool = False) -> float:
 
     Args:
         batch: Of a loader.
-        several: Whether it has an entry for each of several loaders; then those of all.
+        several: Whether it has an entry for each of several loaders, None for one at its end; then
+            those of all.
 
     Raises:
         UnsplittableBatchError: If that cannot be told.
@@ -41,7 +42,7 @@ def count_samples(batch: Any, several: bool = False) -> float:
     try:
         if several:
             entries = batch.values() if isinstance(batch, Mapping) else batch
-            return float(sum(batch_length(entry) for entry in entries))
+            return float(sum(batch_length(each) for each in entries if each is not None))
         return float(batch_length(batch))
     except UnsplittableBatchError as error:
         raise UnsplittableBatchError(

@@ -39,11 +39,8 @@ log = logging.getLogger(__name__)
 SCALES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 FINDS = ("largest", "fastest")
 
-SHRINK = 0.8
-"""What the size is multiplied with where too much was taken."""
-
-BELOW, ABOVE = 0.1, 0.05
-"""How far below the target a size grows, and above it shrinks."""
+SHRINK, BELOW, ABOVE = 0.8, 0.1, 0.05
+"""What a size is multiplied with that took too much, and how far from the target sizes change."""
 
 
 class DynamicBatchSize(RunCallback):
@@ -51,16 +48,14 @@ class DynamicBatchSize(RunCallback):
 
     At the end of each epoch the peak of memory is compared with every limit: the device's, and on a
     CPU the machine's, those of control groups, ``RLIMIT_AS`` and ``budget_mb``. More than 0.1 below
-    ``target`` the batch size grows by ``grow``, but only to where ``target`` is foretold by a line
-    through what was measured; more than 0.05 above it shrinks by 0.8. All ranks change together, by
-    the one that is nearest to its limit. Within an epoch nothing changes, so each sample is seen
-    once.
+    ``target`` the batch size grows by ``grow``, but only to where a line through what was measured
+    foretells ``target``; more than 0.05 above it shrinks by 0.8. All ranks change together, by the
+    one that is nearest to its limit, and only between epochs, so each sample is seen once.
 
     Larger batches are another training: fewer and less noisy steps. So an optimizer step keeps its
-    samples, those of ``keep_effective``: batches are accumulated to that number, and sizes are such
-    that go into it. With ``scale_lr`` steps have as many samples as fit, and the learning rate
-    follows. Learning rates that follow a schedule by steps reach the end of it at the end of
-    training, also if epochs have more or fewer steps than when it was made.
+    samples, those of ``keep_effective``: batches are accumulated to that number, and sizes go into
+    it. With ``scale_lr`` steps have as many samples as fit, and learning rates follow. Those that
+    follow a schedule by steps reach its end at the end of training, whatever epochs have of them.
 
     Logged when the size changes:
 
@@ -173,8 +168,7 @@ class DynamicBatchSize(RunCallback):
             )
             self._size = self.found.chosen(self.find)
             self._initial = self.found.initial
-        self._stack = ExitStack()
-        # They are restored with the stack, since both change from epoch to epoch.
+        self._stack = ExitStack()  # restores what changes from epoch to epoch
         self._reload: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
         kept = {"reload_dataloaders_every_n_epochs": self._reload}
         self._accumulated = int(trainer.accumulate_grad_batches)
@@ -193,6 +187,13 @@ class DynamicBatchSize(RunCallback):
                 "DynamicBatchSize does not work with the DeepSpeed strategy, which takes the batch "
                 "size into its configuration once, at the start."
             )
+        callbacks = trainer.callbacks  # type: ignore[attr-defined]
+        windows = {getattr(callback, "sets_windows", "") for callback in callbacks}
+        if "effective_batch" in windows or ("schedule" in windows and self.scale_lr is None):
+            raise ValueError(
+                "Accumulation and DynamicBatchSize both say how many samples a step has. Leave "
+                "its schedule or effective_batch out; beside scale_lr a schedule may stay."
+            )
         if self.scale_lr is not None:
             return
         if not pl_module.automatic_optimization:
@@ -201,7 +202,6 @@ class DynamicBatchSize(RunCallback):
                 "where training_step itself accumulates. Say how learning rates follow the batch "
                 "size: scale_lr='linear' or 'sqrt'."
             )
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
         given = self.keep_effective is not None and trainer.accumulate_grad_batches != 1
         if given or any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
             raise ValueError(

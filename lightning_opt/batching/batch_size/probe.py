@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 import time
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ParallelStrategy
+from torch.utils.data import BatchSampler
 
 from lightning_opt.batching.loader_sizes import (
     LoaderSizes,
@@ -53,9 +54,14 @@ class Probe(Callback):
     """Gives loaders the size, takes time and memory, and has ranks agree when one runs out."""
 
     def __init__(
-        self, size: int | None, budget_mb: float | None, initial: int | None, length: Length
+        self,
+        size: int | None,
+        budget_mb: float | None,
+        initial: int | None,
+        length: Length,
+        worst: Callable[[int], Any] | None,
     ) -> None:
-        self.size, self.budget_mb, self.length = size, budget_mb, length
+        self.size, self.budget_mb, self.length, self.worst = size, budget_mb, length, worst
         self.initial, self.samples = initial, 0
         self.seconds: list[float] = []
         self.rows: list[int] = []
@@ -81,6 +87,9 @@ class Probe(Callback):
         self.size = min(self.size, self.samples)
         if size != self.size:
             set_batch_size(loader, self.size)
+        sampler = loader.batch_sampler
+        if type(sampler) is BatchSampler:  # else a rest of one sample decides, at random sizes
+            self.stack.enter_context(replaced(sampler, drop_last=True))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Guard forward and backward passes, and begin to measure."""
@@ -113,6 +122,14 @@ class Probe(Callback):
             (manual, {"run": step(manual.run)}),
         ):
             self.stack.enter_context(replaced(owner, **attributes))
+        if (worst := self.worst) is not None:
+            convert = trainer.precision_plugin.convert_input  # the first that a batch meets
+
+            def convert_input(batch: Any) -> Any:
+                return convert(worst(self.size or 1))
+
+            plugin = trainer.precision_plugin
+            self.stack.enter_context(replaced(plugin, convert_input=convert_input))
         self.meter = LimitMeter(self.device, self.budget_mb)
         self.meter.start()
 
@@ -178,10 +195,9 @@ class Probe(Callback):
             torch.cuda.synchronize(self.device)
 
     def speed(self) -> float:
-        """Return samples a second, of the median full step but the first."""
-        steps = list(zip(self.rows, self.seconds, strict=False))
-        full = [s for rows, s in steps[1:] if rows == self.size] or [s for _, s in steps[-1:]]
-        return (self.size or 0) / statistics.median(full) if full else 0.0
+        """Return samples a second of all steps but the first, or of that if it is the only one."""
+        first = min(1, len(self.seconds) - 1)
+        return sum(self.rows[first:]) / sum(self.seconds[first:]) if self.seconds else 0.0
 
 
 def _without_ranks(log_value: Any) -> Any:

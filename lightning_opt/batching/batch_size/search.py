@@ -15,13 +15,16 @@ from lightning_opt.core.report import Report
 TRIALS = 12
 """What a search for the largest size may take."""
 
-ROUNDS = 4
-"""In which sizes are timed, each with half of those that the one before has left."""
+ROUNDS = 6
+"""In which sizes are timed at most, each with half of those that the one before has left."""
+
+FINALISTS = 3
+"""Sizes that stay in the race as long as their intervals meet that of the fastest."""
 
 TOLERANCE = 0.03
 """A largest size this close to one that does not fit is good enough."""
 
-SAME = 0.03
+SAME = 0.02
 """Sizes whose throughput differs by no more are alike, and the smaller one is better."""
 
 
@@ -124,9 +127,12 @@ def search(run: Callable[[int], Trial], initial: int, most: int, *, target: floa
 def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
     """Return the size with most samples a second, of ``largest``, its half, its quarter and so on.
 
-    They are timed in rounds, in another order each time, so that what slows the machine down for a
-    while does so to all. Each round leaves the better half. Of those at the end that are as fast as
-    the best, but for noise, the smallest is the one.
+    The first round goes down from the largest, and ends where a size has less than half of the most
+    so far: what costs the same each step weighs more the smaller it is. Then come rounds in another
+    order each time, so that what slows the machine down for a while does so to all. Each leaves the
+    better half, and from the third on only sizes whose interval, from their slowest to their
+    fastest round, meets that of the best. Of those at the end that are as fast as the best, but for
+    noise, the smallest is the one.
 
     Args:
         run: Times a size.
@@ -137,17 +143,31 @@ def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
     """
     order = random.Random(0)  # the same on all ranks
     # Not one sample alone, of which BatchNorm makes no statistics.
-    racing = [largest >> halvings for halvings in range(max(1, largest.bit_length() - 1))]
-    trials: dict[int, list[Trial]] = {size: [] for size in racing}
+    ladder = [largest >> halvings for halvings in range(max(1, largest.bit_length() - 1))]
+    trials: dict[int, list[Trial]] = {}
+
+    def speeds(size: int) -> list[float]:
+        return [trial.speed for trial in trials[size]]
 
     def speed(size: int) -> float:
-        return statistics.median(trial.speed for trial in trials[size])
+        return statistics.median(speeds(size))
 
-    for _ in range(ROUNDS):
+    for size in ladder:
+        trials[size] = [run(size)]
+        if 2 * speed(size) < max(map(speed, trials)):
+            break
+    racing = list(trials)
+    for number in range(1, ROUNDS):
+        racing = sorted(racing, key=lambda size: (-speed(size), size))
+        racing = racing[: max(FINALISTS, (len(racing) + 1) // 2)]
+        if number > 2:
+            slowest = min(speeds(racing[0]))
+            racing = [size for size in racing if max(speeds(size)) >= slowest]
+        if len(racing) == 1:
+            break
         order.shuffle(racing)
         for size in racing:
             trials[size].append(run(size))
-        racing = sorted(racing, key=speed, reverse=True)[: max(2, (len(racing) + 1) // 2)]
     best = max(map(speed, racing))
     found = min(size for size in racing if speed(size) >= (1 - SAME) * best)
     return found, [replace(runs[-1], speed=speed(size)) for size, runs in trials.items()]

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import logging
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +33,7 @@ from torch import nn
 from lightning_opt.batching.batch_size.probe import TIME, TRY, Length, Probe, RanOutError
 from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
 from lightning_opt.core.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
+from lightning_opt.core.importing import function_named
 from lightning_opt.core.preserve import do_nothing, replaced
 
 if TYPE_CHECKING:
@@ -63,6 +66,7 @@ class Trials:
         module: Its module, which is copied.
         target: Share of the limit that a size may take.
         budget_mb: A limit of one's own.
+        worst: Makes the batch of so many samples that takes the most memory.
         leave_out: A callback that takes no part.
 
     Raises:
@@ -76,10 +80,11 @@ class Trials:
         module: pl.LightningModule,
         target: float,
         budget_mb: float | None,
+        worst: Callable[[int], Any] | None,
         leave_out: Callback,
     ) -> None:
         self._trainer, self._module = trainer, module
-        self._target, self._budget = target, budget_mb
+        self._target, self._budget, self._worst = target, budget_mb, worst
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._callbacks = [
             callback
@@ -144,7 +149,8 @@ class Trials:
             kept[id(datamodule)] = datamodule
         model, callbacks = copy.deepcopy((module, self._callbacks), dict(kept))
         model.trainer = trainer  # a LightningModule is copied without it
-        probe = Probe(size, self._budget, self.initial or None, length)
+        worst = self._worst if length is TRY else None
+        probe = Probe(size, self._budget, self.initial or None, length, worst)
         stack.callback(probe.stack.close)
 
         loop = _FitLoop(trainer, max_epochs=length.most)
@@ -213,24 +219,30 @@ def find_within(
     max_size: int | None,
     budget_mb: float | None,
     leave_out: Callback,
+    worst: Callable[[int], Any] | None = None,
 ) -> FoundSizes:
     """Search batch sizes from within ``Callback.setup``; see :func:`find_batch_size`."""
-    tries = Trials(trainer, module, target, budget_mb, leave_out)
-    first = tries.run(None)
-    known = {first.size: first}
+    tries = Trials(trainer, module, target, budget_mb, worst, leave_out)
+    with ExitStack() as stack:
+        if not gc.get_freeze_count():  # or each trial looks at all that was ever imported
+            gc.collect()
+            gc.freeze()
+            stack.callback(gc.unfreeze)
+        first = tries.run(None)
+        known = {first.size: first}
 
-    def run(size: int) -> Trial:
-        trial = known.pop(size, None) or tries.run(size)
-        log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
-        return trial
+        def run(size: int) -> Trial:
+            trial = known.pop(size, None) or tries.run(size)
+            log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
+            return trial
 
-    most = min(max_size or tries.samples, tries.samples)
-    found = search(run, first.size, max(1, most), target=target)
-    found.initial = tries.initial
-    if mode == "fastest" and found.largest:
-        found.fastest, timed = race(lambda size: tries.run(size, TIME), found.largest)
-        known = {trial.size: trial for trial in (*found.trials, *timed)}
-        found.trials = list(known.values())
+        most = min(max_size or tries.samples, tries.samples)
+        found = search(run, first.size, max(1, most), target=target)
+        found.initial = tries.initial
+        if mode == "fastest" and found.largest:
+            found.fastest, timed = race(lambda size: tries.run(size, TIME), found.largest)
+            known = {trial.size: trial for trial in (*found.trials, *timed)}
+            found.trials = list(known.values())
     return found
 
 
@@ -255,6 +267,7 @@ def find_batch_size(
     target: float = 0.9,
     max_size: int | None = None,
     budget_mb: float | None = None,
+    worst_batch: Callable[[int], Any] | str | None = None,
 ) -> FoundSizes:
     """Find the largest batch size that fits into memory, or the one with most samples a second.
 
@@ -269,10 +282,15 @@ def find_batch_size(
         train_dataloaders: As for ``fit``.
         datamodule: As for ``fit``.
         mode: ``"largest"``, or ``"fastest"`` for the size with most samples a second, which is
-            often smaller: the largest, its half, its quarter and so on are timed, loading included.
+            often smaller: the largest, its half, its quarter and so on are timed, loading and
+            copying included.
         target: Share of the nearest limit of memory that a size may take; 1 for all of it.
         max_size: The largest size to try; None for as many samples as there are.
         budget_mb: A limit of one's own.
+        worst_batch: A function of a number of samples, or its import path, that returns the batch
+            of so many that takes the most memory, such as the longest sequences, as the loader
+            would give it. It takes the place of the loader's where memory is measured, and not
+            where time is. None for what the loader gives first.
 
     Returns:
         Both sizes and all trials; ``report()`` prints them.
@@ -296,7 +314,13 @@ def find_batch_size(
     """
     if mode not in ("largest", "fastest"):
         raise ValueError(f"mode must be 'largest' or 'fastest', got {mode!r}.")
-    finding = _Finding(mode=mode, target=target, max_size=max_size, budget_mb=budget_mb)
+    finding = _Finding(
+        mode=mode,
+        target=target,
+        max_size=max_size,
+        budget_mb=budget_mb,
+        worst=function_named("worst_batch", worst_batch),
+    )
     with replaced(trainer, callbacks=[finding, *trainer.callbacks]):  # type: ignore[attr-defined]
         trainer.fit(model, train_dataloaders, datamodule=datamodule)
     if finding.found is None:

@@ -19,7 +19,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 from torch.nn import SyncBatchNorm
 from torch.nn.parallel import DistributedDataParallel
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
 from lightning_opt.batching.micro_batching.agreement import (
@@ -46,6 +46,7 @@ from lightning_opt.core.importing import function_named
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
+from lightning_opt.trainer.refusals import refuse_lbfgs
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -69,9 +70,9 @@ class MicroBatching(RunCallback):
     With ``size="auto"`` nothing is split as long as everything fits. A batch that runs out of
     memory in its forward or backward pass is taken back: random numbers, gradients, buffers,
     metrics, counters and logged values are as before it. Then it is run again in halves, quarters
-    and so on. What was learnt holds for batches whose samples have the same shape or more elements,
-    and is kept in checkpoints. ``regrow_every`` batches later the size doubles again; where that
-    proves wrong, the next attempt comes twice as late.
+    and so on. What was learned holds for batches whose samples have the same shape or more
+    elements, and is kept in checkpoints. ``regrow_every`` batches later the size doubles again;
+    where that proves wrong, the next attempt comes twice as late.
 
     Exact for losses that are means over samples, or over tokens
     that ``count`` counts, or sums. Not for
@@ -184,33 +185,23 @@ class MicroBatching(RunCallback):
 
     @staticmethod
     def _refuse_for_auto(strategy: ParallelStrategy) -> None:
-        name = type(strategy).__name__
+        reason = ""
         if isinstance(strategy, ModelParallelStrategy):
             if strategy.device_mesh["tensor_parallel"].size() > 1:
-                raise ValueError(
-                    "MicroBatching(size='auto') does not work with tensor parallelism. Give a "
-                    "number, such as MicroBatching(size=8)."
-                )
-            return
-        if not isinstance(strategy, DDPStrategy):
+                reason = "tensor parallelism"
+        elif not isinstance(strategy, DDPStrategy):
+            reason = f"{type(strategy).__name__}, where a rank may not run out of memory alone"
+        elif strategy._ddp_kwargs.get("static_graph"):
+            reason = "DDP's static_graph=True, which expects the same passes at every step"
+        if reason:
             raise ValueError(
-                f"MicroBatching(size='auto') does not work under {name}, where a rank that runs "
-                "out of memory alone would leave the others waiting. Give a number, such as "
+                f"MicroBatching(size='auto') does not work with {reason}. Give a number, such as "
                 "MicroBatching(size=8), which all ranks follow."
-            )
-        if strategy._ddp_kwargs.get("static_graph"):
-            raise ValueError(
-                "MicroBatching(size='auto') does not work with DDP's static_graph=True, which "
-                "expects the same backward passes at every step. Leave it out, or give a number."
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse optimizers that evaluate the loss more than once a step."""
-        if any(isinstance(optimizer, LBFGS) for optimizer in trainer.optimizers):
-            raise ValueError(
-                "MicroBatching does not work with torch.optim.LBFGS, which evaluates the loss "
-                "several times within one step. Use a first-order optimizer such as AdamW or SGD."
-            )
+        refuse_lbfgs("MicroBatching", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's closures."""
@@ -318,7 +309,7 @@ class MicroBatching(RunCallback):
     def report(self) -> Report:
         """Return the newest changes of size, one a row."""
         notes = [
-            f"{self._retries} attempts taken back; sizes learnt for {len(self._sizes.shapes)} "
+            f"{self._retries} attempts taken back; sizes learned for {len(self._sizes.shapes)} "
             "shapes."
         ]
         return Report(f"MicroBatching(size={self.size!r})", self.events, notes)
@@ -334,7 +325,7 @@ class MicroBatching(RunCallback):
         self._stack = self._shop = self._whole = self._update = self._changed = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was learnt, as plain types."""
+        """Return what was learned, as plain types."""
         return {
             "sizes": self._sizes.state_dict(),
             "planned": dict(self._planned),
@@ -356,12 +347,12 @@ def _ranks_of(trainer: pl.Trainer) -> Alone:
     assert isinstance(strategy, (DDPStrategy, ModelParallelStrategy))
     if isinstance(strategy, ModelParallelStrategy):
         return Sharded(strategy._timeout)
-    assert isinstance(model, DistributedDataParallel)
+    if not isinstance(model, DistributedDataParallel):
+        return Alone()  # under DiLoCo, where a rank reduces its gradients with nobody
     if any(isinstance(m, SyncBatchNorm) and m.training for m in model.modules()):
         raise ValueError(
-            "MicroBatching(size='auto') does not work with SyncBatchNorm, in which a rank that "
-            "runs out of memory would leave the others waiting. Give a number, such as "
-            "MicroBatching(size=8)."
+            "MicroBatching(size='auto') does not work with SyncBatchNorm, in which a rank may not "
+            "run out of memory alone. Give a number, such as MicroBatching(size=8)."
         )
     return Replicas(model, strategy._timeout)
 

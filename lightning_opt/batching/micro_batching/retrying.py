@@ -26,7 +26,7 @@ class Retrying:
 
     Args:
         shop: Of the run.
-        sizes: What was learnt, kept up to date.
+        sizes: What was learned, kept up to date.
         changed: Called with ``"split"`` or ``"grown"``, the samples of the batch and the size.
         split_first: Called when a batch is about to be split, with the batch and the parts.
     """

@@ -30,7 +30,7 @@ class LearnedSizes:
 
     What a shape needs binds those with more elements a sample, and none with fewer: one long
     sequence does not shrink the micro-batches of the short ones. All shapes grow at once, so that
-    ranks which have learnt the same need not talk about it.
+    ranks which have learned the same need not talk about it.
 
     Args:
         regrow_every: Batches from one change to the attempt at larger sizes.

@@ -104,7 +104,6 @@ def _measure(shop: Workshop, piece: Any, samples: int) -> float:
     failed = False
     try:
         with ExitStack() as stack:
-            _keep_parameters(shop.parameters, stack)
             for layer in shop.module.modules():
                 _switch_dropout_off(layer, stack)
             if mixed:
@@ -177,17 +176,6 @@ def _gradient(
 
 def _norm(tensors: Sequence[Tensor]) -> float:
     return float(torch.stack([tensor.norm() for tensor in tensors]).norm()) if tensors else 0.0
-
-
-def _keep_parameters(parameters: Sequence[nn.Parameter], stack: ExitStack) -> None:
-    """Put parameters back that ``training_step`` itself changes, such as a teacher's."""
-    for parameter in parameters:
-        stack.callback(_put_back, parameter, parameter.detach().clone(), parameter._version)
-
-
-def _put_back(parameter: nn.Parameter, copied: Tensor, version: int) -> None:
-    if parameter._version != version:
-        parameter.data.copy_(copied)
 
 
 def _switch_dropout_off(layer: nn.Module, stack: ExitStack) -> None:

@@ -359,6 +359,17 @@ def test_refusals():
         fit({"a": loader_of(), "b": loader_of()})
     with pytest.raises(ValueError, match="sets accumulate_grad_batches itself"):
         fit(loader_of(), lo.DynamicBatchSize(keep_effective=10), accumulate_grad_batches=2)
+    for window, settings in (
+        ({"schedule": {0: 1, 2: 4}}, {}),
+        ({"effective_batch": 20}, {}),
+        ({"effective_batch": 20}, {"scale_lr": "sqrt"}),
+    ):
+        for order in (1, -1):
+            both = [lo.Accumulation(**window), lo.DynamicBatchSize(**settings)][::order]
+            with pytest.raises(ValueError, match="both say how many samples"):
+                quiet_trainer(callbacks=both).fit(Net(), loader_of())
+    both = [lo.Accumulation(2), lo.DynamicBatchSize(scale_lr="sqrt", budget_mb=PLENTY)]
+    quiet_trainer(callbacks=both, max_epochs=2).fit(Net(), loader_of())
 
 
 class Limits:
@@ -378,7 +389,7 @@ class Peaks:
 
     units, samples = 0, False
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, fragments: bool) -> None:
         pass
 
     def start(self) -> None:

@@ -97,6 +97,47 @@ def test_leaves_no_trace(tmp_path):
     assert trainer.global_step == 0
 
 
+def longest(samples: int) -> list[Tensor]:
+    return [torch.ones(samples, 40)]
+
+
+class Lengths(Wide):
+    """Runs out of memory at 1000 elements, and notes what it was given."""
+
+    shapes: list[tuple[int, ...]] = []
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        self.shapes.append(tuple(batch[0].shape))
+        if batch[0].numel() > 1000:
+            raise torch.OutOfMemoryError("planted")
+        return super().training_step([batch[0][:, :8]], batch_idx)
+
+
+def test_the_largest_size_is_that_of_the_worst_batch_and_time_is_that_of_the_loaders():
+    settings = {"budget_mb": 10**6}
+    found = lo.find_batch_size(quiet_trainer(), Lengths(), loader_of(400), **settings)
+    assert found.largest in range(120, 126)  # 125 samples of 8
+    Lengths.shapes.clear()
+    path = f"{__name__}.longest"
+    frozen = gc.get_freeze_count()
+    found = lo.find_batch_size(
+        quiet_trainer(), Lengths(), loader_of(400), None, "fastest", worst_batch=path, **settings
+    )
+    assert found.largest in range(24, 26)  # 25 samples of 40
+    lengths = [shape[1] for shape in Lengths.shapes]
+    assert lengths == sorted(lengths, reverse=True)
+    assert set(lengths) == {40, 8}
+    assert gc.get_freeze_count() == frozen
+
+
+def test_the_rest_of_an_epoch_decides_nothing():
+    # 25 samples in twelves leave one, of which BatchNorm makes no statistics.
+    loader = DataLoader(TensorDataset(torch.randn(25, 8)), batch_size=5)
+    settings = {"budget_mb": 10**6, "max_size": 12}
+    assert lo.find_batch_size(quiet_trainer(), Wide(), loader, **settings).largest == 12
+    assert loader.batch_sampler.drop_last is loader.drop_last is False  # type: ignore[union-attr]
+
+
 def test_training_after_it_is_as_without_it():
     results = []
     for find in (False, True):
@@ -114,6 +155,9 @@ def limited(room: float) -> int:
     """Leave the process so many MB of address space, and return that limit."""
     import resource
 
+    # What threads, kernels and the first search load is no batch's.
+    lo.find_batch_size(quiet_trainer(), Wide(), loader_of(64), max_size=16)
+    let_go(torch.device("cpu"))  # as trials do: large blocks apart
     gc.collect()
     limit = psutil.Process().memory_info().vms + int(room * MB)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -121,19 +165,14 @@ def limited(room: float) -> int:
 
 
 def find_under_a_limit(room: float) -> dict[str, Any]:
-    model, loader = Wide(), loader_of()
-    quiet_trainer(max_steps=2).fit(Wide(), loader_of(64))  # warms up threads and kernels
-    let_go(torch.device("cpu"))
     limited(room)
-    found = lo.find_batch_size(quiet_trainer(), model, loader, target=1.0)
+    found = lo.find_batch_size(quiet_trainer(), Wide(), loader_of(), target=1.0)
     return {"found": found.largest, "trials": len(found.trials), "rows": found.report().rows}
 
 
 def fits(room: float, size: int) -> bool:
     """Train in a process of its own that has the limit, and say whether that goes through."""
-    quiet_trainer(max_steps=2).fit(Wide(), loader_of(64))
     loader = DataLoader(loader_of().dataset, batch_size=size)
-    let_go(torch.device("cpu"))  # as trials do: large blocks apart
     limited(room)
     try:
         quiet_trainer(max_steps=4, max_epochs=-1).fit(Wide(), loader)
