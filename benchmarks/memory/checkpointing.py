@@ -1,4 +1,4 @@
-"""What each checkpointing policy saves and costs on five kinds of model, and what "auto" does.
+"""What each checkpointing policy saves and costs on seven models, and what "auto" does.
 
 Supports the table of the documentation. The bytes held for the backward pass are those of all
 tensors that live when the forward pass ends, once a storage; with policy none they are those that a
@@ -6,7 +6,12 @@ saved-tensor hook sees. The peak is measured in a fresh process for each row: on
 of the process's resident memory to its peak within a step, on CUDA as torch's allocator counts it;
 both above parameters and gradients. Times of a step (forward and backward pass) are taken in turns
 and given as the median of the ratios to the unchecked model within a round. Runs in about twelve
-minutes.
+minutes; ``--models`` measures some.
+
+Two models of ``transformers`` stand beside torchtitan's selective way, which is rebuilt here from
+torch's ``checkpoint_wrapper``: of each block the outputs of attention and of every second matrix
+product are kept, the rest is recomputed (pytorch/torchtitan, torchtitan/distributed/
+activation_checkpoint.py, the option "op" as it was in 2025).
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import ctypes
 import gc
 import json
 import multiprocessing
+from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack
 from functools import partial
@@ -23,6 +29,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import (
     FlopCounterMode,
     sdpa_backward_flop_count,
@@ -33,8 +41,12 @@ import lightning_opt as lo
 from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved, wait
 from benchmarks.memory.checkpointing_models import MODELS
 from lightning_opt.core.blocks import find_blocks
-from lightning_opt.memory.checkpointing.activation_checkpointing import make_plan
-from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, Plan, Stretch
+from lightning_opt.memory.checkpointing.methods.policies import (
+    AppliedPlan,
+    Plan,
+    Stretch,
+    make_plan,
+)
 from lightning_opt.memory.checkpointing.methods.selective import KeepDear, Selection
 from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner
 from lightning_opt.memory.meters import measuring
@@ -49,6 +61,11 @@ POLICIES: dict[str, dict[str, Any]] = {
     "selective": {},
     "selective, 0.2": {"min_flops": 0.2},
 }
+SLOW = {"transformer", "GPT-2", "ViT"}
+"""Timed in fewer rounds."""
+OTHERS = {"GPT-2", "ViT"}
+"""Models of others: fewer policies, and torchtitan's way."""
+TORCHTITAN = "torchtitan"
 M_MMAP_THRESHOLD = -3
 """Of ``mallopt`` in glibc."""
 NOTES = [
@@ -88,6 +105,10 @@ class Step:
             wait(self.device)
             return time_interleaved({"": self}, rounds=1, warmup=0, device=self.device)[""][0]
 
+    def candidate(self, plan: str) -> Callable[[Callable[[], Any]], Any]:
+        """Return what calls a function under a plan that was described, or in torchtitan's way."""
+        return torchtitan(self) if plan == TORCHTITAN else self.under(read(plan, self))
+
     def plan(self, policy: str) -> Plan:
         settings = POLICIES[policy]
         name, blocks = policy.split(",")[0], find_blocks(self.model)
@@ -109,6 +130,46 @@ class Step:
                     del forward.module.forward
 
         return call
+
+
+def torchtitan(step: Step) -> Callable[[Callable[[], Any]], Any]:
+    """Return what calls a function with every block wrapped as torchtitan does it."""
+    aten = torch.ops.aten
+    products = {aten.mm.default, aten.addmm.default}
+    attention = {
+        aten._scaled_dot_product_flash_attention_for_cpu.default,
+        aten._scaled_dot_product_flash_attention.default,
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_cudnn_attention.default,
+    }
+
+    def contexts() -> Any:
+        counts: Counter[bool] = Counter()
+
+        def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+            counts[context.is_recompute] += operator in products
+            second = operator in products and counts[context.is_recompute] % 2 == 0
+            kept = operator in attention | products and not second
+            return CheckpointPolicy.MUST_SAVE if kept else CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    places = []
+    for block in find_blocks(step.model):
+        parent, _, name = block.name.rpartition(".")
+        children = step.model.get_submodule(parent)._modules
+        places.append((children, name, checkpoint_wrapper(block.modules[0], context_fn=contexts)))
+
+    def call(function: Callable[[], Any]) -> Any:
+        for children, name, wrapped in places:
+            children[name] = wrapped
+        try:
+            return function()
+        finally:
+            for children, name, wrapped in places:
+                children[name] = wrapped._checkpoint_wrapped_module
+
+    return call
 
 
 def count_flops(step: Step) -> int:
@@ -201,7 +262,7 @@ def put_peak(results: Any, name: str, plan: str, device: str, quick: bool) -> No
     # Each tensor in pages of its own: what is freed is gone, whatever lies above it on the heap.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     step = Step(name, device, quick)
-    call = step.under(read(plan, step))
+    call = step.candidate(plan)
     call(step)  # what is made once is there afterwards, and a selective policy has learnt
     results.put(call(partial(process_peak, step)))
 
@@ -215,9 +276,9 @@ class FreshProcesses:
             ["lightning_opt", "lightning_opt.memory.checkpointing.planning.step_planner"]
         )
 
-    def peak(self, name: str, plan: Plan, device: str, quick: bool) -> int:
+    def peak(self, name: str, plan: str, device: str, quick: bool) -> int:
         results = self._context.Queue()
-        arguments = (results, name, described(plan), device, quick)
+        arguments = (results, name, plan, device, quick)
         process = self._context.Process(target=put_peak, args=arguments)
         process.start()
         peak = int(results.get(timeout=300))
@@ -231,14 +292,18 @@ def measure(
     """Return the rows of one model."""
     step = Step(name, device, quick)
     step()
-    plans = {policy: step.plan(policy) for policy in POLICIES}
+    policies = [policy for policy in POLICIES if name not in OTHERS or "," not in policy]
+    plans = {policy: described(step.plan(policy)) for policy in policies}
+    if name in OTHERS:
+        plans[TORCHTITAN] = TORCHTITAN
     planner = StepPlanner(step, find_blocks(step.model), torch.device(device))
     unchecked = planner.unchecked_peak + planner.unseen
-    outcomes = {f"auto, {budget}": planner.plan(budget * unchecked) for budget in BUDGETS}
-    plans |= {label: outcome.plan for label, outcome in outcomes.items()}
+    budgets = (0.3, 0.5) if name in OTHERS else BUDGETS
+    outcomes = {f"auto, {budget}": planner.plan(budget * unchecked) for budget in budgets}
+    plans |= {label: described(outcome.plan) for label, outcome in outcomes.items()}
     peaks = {label: fresh.peak(name, plan, device, quick) for label, plan in plans.items()}
-    calls = {label: step.under(plan) for label, plan in plans.items()}
-    for policy in POLICIES:  # a selective one learns in its first step
+    calls = {label: step.candidate(plan) for label, plan in plans.items()}
+    for policy in policies:  # a selective one learns in its first step
         if policy.startswith("selective"):
             calls[policy](step)
     flops = {label: call(partial(count_flops, step)) for label, call in calls.items()}
@@ -264,7 +329,7 @@ def measure(
         }
         for label in plans
     ]
-    by_hand = [row for row in rows if row["policy"] in POLICIES]
+    by_hand = [row for row in rows if row["policy"] not in outcomes]
     for row in rows:
         if row["policy"] in outcomes:
             budget, outcome = float(row["policy"].split(", ")[1]), outcomes[row["policy"]]
@@ -284,12 +349,16 @@ def main() -> None:
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     own, rest = parser.parse_known_args()
     arguments = parse_arguments(__doc__ or "", rest)
-    fresh, rows = FreshProcesses(), []
-    for name in own.models:
-        rounds = 3 if name == "transformer" or arguments.quick else 9
-        rows += measure(name, arguments.device, arguments.quick, rounds, fresh)
-        title = "Activation checkpointing: everything as a share of policy none"
-        publish("checkpointing", lo.Report(title, rows, NOTES), arguments)
+    fresh = FreshProcesses()
+    for record, mine in (("checkpointing", False), ("checkpointing_others", True)):
+        rows: list[dict[str, Any]] = []
+        for name in own.models:
+            if (name in OTHERS) == mine:
+                rounds = 5 if name in SLOW else 9
+                rounds = 3 if arguments.quick else rounds
+                rows += measure(name, arguments.device, arguments.quick, rounds, fresh)
+                title = "Activation checkpointing: everything as a share of policy none"
+                publish(record, lo.Report(title, rows, [*NOTES]), arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The five kinds of model that the checkpointing benchmark measures."""
+"""The models that the checkpointing benchmark measures: five of ours, two of `transformers`."""
 
 from __future__ import annotations
 
@@ -123,6 +123,44 @@ class EncoderDecoder(nn.Module):
         return x
 
 
+class OfTransformers(nn.Module):
+    """A model of `transformers`, from its input to its logits."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, x: Tensor) -> Tensor:
+        settings = {} if x.is_floating_point() else {"use_cache": False}
+        return self.model(x, **settings).logits
+
+
+def gpt2(quick: bool) -> tuple[nn.Module, Tensor]:
+    """Twelve blocks of GPT-2 at a quarter of its width, with its dropout, on 128 tokens."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    sizes = {"vocab_size": 512, "n_positions": 128, "n_embd": 192, "n_layer": 12, "n_head": 3}
+    settings = GPT2Config(**sizes, bos_token_id=None, eos_token_id=None)
+    ids = torch.randint(512, (2 if quick else 4, 128))
+    return OfTransformers(GPT2LMHeadModel(settings)), ids
+
+
+def vit(quick: bool) -> tuple[nn.Module, Tensor]:
+    """Twelve blocks of ViT-Tiny, on 145 tokens."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    settings = ViTConfig(
+        image_size=96,
+        patch_size=8,
+        hidden_size=192,
+        num_hidden_layers=12,
+        num_attention_heads=3,
+        intermediate_size=768,
+        num_labels=10,
+    )
+    return OfTransformers(ViTForImageClassification(settings)), torch.randn(4, 3, 96, 96)
+
+
 def transformer(quick: bool) -> tuple[nn.Module, Tensor]:
     """Twenty-four layers of width 256."""
 
@@ -164,4 +202,6 @@ MODELS: dict[str, Callable[[bool], tuple[nn.Module, Tensor]]] = {
     "mlp": mlp,
     "unet": unet,
     "encoder-decoder": encoder_decoder,
+    "GPT-2": gpt2,
+    "ViT": vit,
 }

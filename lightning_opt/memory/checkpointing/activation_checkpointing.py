@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
@@ -12,32 +12,26 @@ from torch import nn
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.blocks import Block, find_blocks
-from lightning_opt.core.compiling import is_compiled
+from lightning_opt.core.compiling import has_compiled_parts, is_compiled, run_eagerly
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.memory import MB
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
+from lightning_opt.core.trial import TrialStep, as_delivered
 from lightning_opt.memory.checkpointing.methods.arguments import switch_caches_off
-from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
+from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, is_checkpointed
 from lightning_opt.memory.checkpointing.methods.offloading import Offload
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
     Plan,
     count_recomputed,
-    every_layer,
-    every_nth,
-    segments,
+    make_plan,
     select_modules,
-    selective,
-    square_root,
 )
-from lightning_opt.memory.checkpointing.methods.selective import KeepDear
 from lightning_opt.memory.checkpointing.planning.batch_planning import (
     Budget,
     Planning,
-    Shapes,
     batch_shapes,
-    covers,
     plan_for_batch,
 )
 from lightning_opt.trainer.run_callback import RunCallback
@@ -110,6 +104,9 @@ class ActivationCheckpointing(RunCallback):
         offload: Keep what is saved for the backward pass, of blocks that are recomputed and of the
             rest, in pinned memory of the host. On CUDA only; elsewhere training goes on without it,
             and says so. Not for ``"auto"``, which measures the device, and not under FSDP.
+        worst_batch: For ``"auto"``: a batch as the loader gives it, of the largest shapes that will
+            come. It is planned for in place of the first one, so that a budget that it cannot meet
+            is an error before the first step and not a warning when such a batch comes.
 
     Raises:
         ValueError: In ``__init__`` for an unknown policy or a setting that it has no use for; in
@@ -139,12 +136,15 @@ class ActivationCheckpointing(RunCallback):
         budget: float | None = None,
         strict: bool = True,
         offload: bool = False,
+        worst_batch: Any = None,
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}.")
         _refuse_unused(policy, ("block", "every_nth"), interval=interval)
         _refuse_unused(policy, ("selective",), min_flops=min_flops)
-        _refuse_unused(policy, ("auto",), budget_mb=budget_mb, budget=budget)
+        _refuse_unused(
+            policy, ("auto",), budget_mb=budget_mb, budget=budget, worst_batch=worst_batch
+        )
         if policy in ("block", "every_nth"):
             interval = at_least("interval", 3 if interval is None else interval, 1)
         if min_flops is not None:
@@ -156,7 +156,7 @@ class ActivationCheckpointing(RunCallback):
                 "offload=True changes what the plan of policy='auto' would be made from. Use it "
                 "with another policy, such as 'every_layer' or 'none'."
             )
-        self.offload = offload
+        self.offload, self.worst_batch = offload, worst_batch
         self.policy, self.interval, self.min_flops = policy, interval, min_flops
         self.modules = None if modules is None else list(modules)
         self.budget = Budget(budget_mb, budget, strict)
@@ -166,7 +166,7 @@ class ActivationCheckpointing(RunCallback):
         self._applied: AppliedPlan | None = None
         self._offload: Offload | None = None
         self._patches = ExitStack()
-        self._planned: list[Shapes] = []
+        self._planned: list[Planning] = []
         self._is_logged = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -198,10 +198,9 @@ class ActivationCheckpointing(RunCallback):
         """Find the blocks and apply the policy: strategies have wrapped the model by now."""
         self.release(trainer)
         refuse_checkpointed(pl_module)
-        if self.policy in ("auto", "selective"):
-            refuse_compiled(pl_module, f"ActivationCheckpointing({self.policy!r})")
-        if self.offload:
-            refuse_compiled(pl_module, "offload=True")
+        if self.offload or self.policy in ("auto", "selective"):
+            who = "offload=True" if self.offload else f"ActivationCheckpointing({self.policy!r})"
+            refuse_compiled(pl_module, who)
         self.blocks = self._choose_blocks(pl_module)
         self._is_logged = False
         if self.policy != "none":
@@ -234,19 +233,34 @@ class ActivationCheckpointing(RunCallback):
     ) -> None:
         """Under ``"auto"``, plan for the first batch, and for a larger one that may not fit."""
         if self.policy != "auto" or not self.blocks:
+            unknown = any(one.buffers.read_only is None for one in self._forwards())
+            if unknown and not self._is_logged and has_compiled_parts(pl_module):
+                # What writes buffers stays out of the graph, so that is found out before there is
+                # one: Dynamo never looks again at code that it had to break in a loop.
+                with run_eagerly():
+                    TrialStep(trainer, pl_module, batch, batch_idx).run()
             return
+        if self.worst_batch is not None and not self._planned:
+            worst_batch = as_delivered(trainer, pl_module, self.worst_batch)
+            self._plan_for(trainer, pl_module, worst_batch, batch_idx)
+        self._plan_for(trainer, pl_module, batch, batch_idx)
+
+    def _plan_for(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
+    ) -> None:
         shapes = batch_shapes(batch)
-        if any(covers(known, shapes) for known in self._planned):
-            return
-        self._undo()
-        planning = plan_for_batch(
-            trainer, pl_module, batch, batch_idx, self.blocks, self.budget, self.planning
-        )
-        self._apply(planning.plan)
-        self._planned.append(shapes)
-        if planning is not self.planning:
+        planning = next((one for one in self._planned if one.serves(shapes)), None)
+        if planning is None:
+            self._undo()
+            first = self._planned[0] if self._planned else None
+            planning = plan_for_batch(
+                trainer, pl_module, batch, batch_idx, self.blocks, self.budget, first
+            )
+            self._planned.append(planning)
             rank_zero_info(planning.summary())
             log_scalars(trainer, planning.scalars())
+        if planning is not self.planning:
+            self._apply(planning.plan)
         self.planning = planning
 
     def on_train_batch_end(
@@ -268,6 +282,14 @@ class ActivationCheckpointing(RunCallback):
         if self._offload is not None:
             counts["checkpointing/offloaded_mb"] = self._offload.nbytes / MB
         log_scalars(trainer, counts)
+        forwards = self._forwards()
+        left_out = sum(not forward.buffers.read_only for forward in forwards)
+        if left_out and has_compiled_parts(pl_module):
+            rank_zero_info(
+                f"ActivationCheckpointing({self.policy!r}): {left_out} of {len(forwards)} "
+                "recomputed modules write buffers (such as running statistics), and run outside of "
+                "the compiled graph: in it a recomputation would see what the first run wrote."
+            )
 
     def describe(self) -> Report:
         """Return one row a block: its class, its parameters, and what is done with it.
@@ -295,6 +317,9 @@ class ActivationCheckpointing(RunCallback):
         self._offload = None
         self._undo()
 
+    def _forwards(self) -> list[CheckpointedForward]:
+        return self._applied.forwards if self._applied is not None else []
+
     def _undo(self) -> None:
         if self._applied is not None:
             self._applied.undo()
@@ -318,22 +343,6 @@ class ActivationCheckpointing(RunCallback):
         self._undo()
         self._applied = AppliedPlan(plan)
         self.plan = plan
-
-
-def make_plan(
-    policy: str, blocks: Sequence[Block], interval: int | None, min_flops: float | None = None
-) -> Plan:
-    """Return what ``policy``, any but ``"auto"``, recomputes of ``blocks``."""
-    rules: dict[str, Callable[[], Plan]] = {
-        "none": list,
-        "every_layer": lambda: every_layer(blocks),
-        "custom": lambda: every_layer(blocks),
-        "sqrt": lambda: square_root(blocks),
-        "block": lambda: segments(blocks, interval or 1),
-        "every_nth": lambda: every_nth(blocks, interval or 1),
-        "selective": lambda: selective(blocks, KeepDear(min_flops)),
-    }
-    return rules[policy]()
 
 
 def _refuse_unused(policy: str, users: Sequence[str], **settings: Any) -> None:

@@ -231,7 +231,7 @@ class MemoryCleanup(RunCallback):
                 self._advised.add(usage.source)
                 log.warning(
                     "MemoryCleanup freed only %.1f MB of the %.0f MB in use (%s, %.0f%% full): "
-                    "this is what the training needs, not garbage. It tries again when half of "
+                    "this is what the run needs, not garbage. It tries again when half of "
                     "the rest is gone, three times at most. What helps: %s.",
                     gained / MB, now.used / MB, now.source, 100 * now.fraction,
                     advise(now, pl_module, trainer.optimizers),

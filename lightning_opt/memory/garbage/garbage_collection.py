@@ -51,8 +51,8 @@ class GarbageCollection(RunCallback):
         >>> trainer = L.Trainer(callbacks=[garbage], logger=False)
 
     References:
-        PyTorch team (2024), *TorchTitan*: ``GarbageCollection`` in ``tools/utils.py``, where
-        collections of 512 ranks at different steps had cost about 1.5% of the time.
+        PyTorch team (2024), *TorchTitan*: ``GarbageCollection`` in ``tools/utils.py``; pull request
+        148 reports steps about 1.5% faster on 512 GPUs.
     """
 
     only_one = True

@@ -150,10 +150,7 @@ class LeakDetector(RunCallback):
             slope = max(signals.growing().values(), default=0.0)
             log_scalars(
                 trainer,
-                {
-                    "leaks/kb_per_step": slope / 1024,
-                    "leaks/suspects": float(len(self._suspects)),
-                },
+                {"leaks/kb_per_step": slope / 1024, "leaks/suspects": float(len(self._suspects))},
             )
         self._raise_together(trainer, found)
 

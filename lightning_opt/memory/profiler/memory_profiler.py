@@ -1,4 +1,4 @@
-"""Where the memory of a training goes: records, peaks by phase, and what was alive at the end."""
+"""Where the memory of a run goes: records, peaks by phase, and what was alive at the end."""
 
 from __future__ import annotations
 

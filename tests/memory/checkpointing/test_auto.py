@@ -18,7 +18,6 @@ from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan
 from lightning_opt.memory.checkpointing.planning.batch_planning import (
     BudgetError,
     batch_shapes,
-    covers,
     growth,
 )
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
@@ -144,10 +143,54 @@ def test_a_larger_batch_is_planned_anew() -> None:
 
     callback = Recording("auto", budget_mb=allowed / MB)
     fit(callback, model, max_steps=4)
-    assert plans[0] == 0
-    assert plans[1] > 0
-    assert plans[1:] == [plans[1]] * 3
+    assert plans[0] == plans[3] == 0
+    assert plans[1] == plans[2] > 0
+    callback.plan = callback._planned[1].plan
     assert peak_of_a_real_step(callback, model) <= allowed - standing
+
+
+def test_the_worst_batch_is_planned_for_before_the_first_step() -> None:
+    model = Wide()
+    model.sizes = [32, 128, 64, 128]
+    fit(probe := ActivationCheckpointing("auto", budget=1.0), Wide(), max_steps=1)
+    assert probe.planning is not None
+    limit = 0.6 * probe.planning.planner.unchecked_peak  # of a batch of 128
+    budgets = []
+
+    class Recording(ActivationCheckpointing):
+        def on_train_batch_end(self, *args: Any) -> None:
+            assert self.planning is not None
+            budgets.append((id(self.planning), self.planning.budget))
+
+    callback = Recording("auto", budget=0.6, worst_batch=torch.randn(128, 64))
+    fit(callback, model, max_steps=4)
+    assert len(set(budgets)) == 1
+    assert budgets[0][1] == pytest.approx(limit, rel=0.05)
+    assert peak_of_a_real_step(callback, model) <= limit
+    model = Wide()
+    model.sizes = [8, 128]
+    with pytest.raises(BudgetError):  # and not a warning at the second step
+        fit(ActivationCheckpointing("auto", budget=0.01, worst_batch=torch.randn(128, 64)), model)
+    with pytest.raises(ValueError, match=r"worst_batch=.* is for policy 'auto'"):
+        ActivationCheckpointing("every_layer", worst_batch=torch.randn(2))
+
+
+def test_the_worst_batch_comes_as_the_loader_gives_it() -> None:
+    seen = []
+
+    class Preparing(Wide):
+        def on_before_batch_transfer(self, batch: Any, dataloader_idx: int) -> Any:
+            seen.append(len(batch["x"]))
+            return batch["x"]
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            return DataLoader([{"x": torch.randn(8, 64)}] * 2, batch_size=None)
+
+    callback = ActivationCheckpointing("auto", budget=0.6, worst_batch={"x": torch.randn(64, 64)})
+    fit(callback, Preparing())
+    assert sorted(seen) == [8, 8, 64]
+    assert callback.planning is not None
+    assert callback.planning.shapes == ((64, 64),)
 
 
 @dataclass
@@ -189,9 +232,8 @@ def test_a_batch_is_seen_whatever_it_is_made_of(wrap: Any) -> None:
 
 
 def test_growth_is_that_of_shapes() -> None:
-    assert covers(((4, 8), (2,)), ((4, 7), (1,)))
-    assert not covers(((4, 8),), ((1, 32),))  # fewer elements in one dimension, more in another
-    assert not covers(((4, 8),), ((4, 8), (1,)))
+    assert growth(((4, 8), (2,)), ((4, 7), (1,))) < 1
+    assert growth(((4, 8),), ((1, 8), (1,))) == 1
     assert growth(((4, 8),), ((4, 8),)) == 1
     assert growth(((4, 8),), ((4, 16),)) == 4  # attention
     assert growth(((32, 16),), ((1, 512),)) == 32  # as many elements
@@ -220,7 +262,60 @@ def test_a_longer_batch_of_as_many_elements_is_planned_anew_within_the_first_lim
 
     fit(Recording("auto", budget=0.7), Attention(), max_steps=4)
     assert len(set(limits)) == 1
-    assert [plan == plans[0] for plan in plans] == [True, True, False, False]
+    assert [plan == plans[0] for plan in plans] == [True, True, False, True]
+
+
+class Attention(nn.Module):
+    """As it is written out, which holds a matrix of scores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key = nn.Linear(16, 16), nn.Linear(16, 16)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.query(x) @ self.key(x).mT).softmax(-1) @ x
+
+
+@pytest.mark.parametrize("worst", [False, True])
+def test_32_by_16_then_1_by_512_stays_within_the_plan(worst: bool) -> None:
+    class Sequences(Wide):
+        blocks = 6
+
+        def block(self) -> nn.Module:
+            return Attention()
+
+        def train_dataloader(self) -> DataLoader[Any]:
+            shapes = [(32, 16), (1, 512), (32, 16), (1, 512)]
+            return DataLoader([torch.randn(*shape, 16) for shape in shapes], batch_size=None)
+
+    peaks = []
+
+    class Measuring(ActivationCheckpointing):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            super().on_train_batch_start(trainer, module, batch, index)
+            for parameter in module.parameters():
+                parameter.grad = torch.zeros_like(parameter)
+            with StorageMeter() as meter:
+                module.training_step(batch, index).backward()
+            assert self.planning is not None
+            peaks.append((meter.mark(), self.planning.budget, id(self.plan)))
+
+    settings = {"worst_batch": torch.randn(1, 512, 16)} if worst else {}
+    fit(callback := Measuring("auto", budget_mb=4, **settings), Sequences(), max_steps=4)
+    assert callback.planning is not None
+    assert callback.planning.planner.unchecked_peak > callback.planning.budget
+    assert all(peak <= limit for peak, limit, _ in peaks), peaks
+    assert len({limit for _, limit, _ in peaks}) == 1
+    assert peaks[0][2] == peaks[2][2], "each batch has the plan that was made for its kind"
+
+
+@pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget")
+def test_growing_lengths_keep_the_first_limit_and_end_no_run() -> None:
+    model = Wide()
+    model.sizes = [32, 64, 128, 256]
+    fit(callback := ActivationCheckpointing("auto", budget=0.5), model, max_steps=4)
+    assert len({planning.budget for planning in callback._planned}) == 1
+    assert len(callback._planned) > 2
 
 
 def test_the_measurement_leaves_no_trace() -> None:

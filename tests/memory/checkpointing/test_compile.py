@@ -5,13 +5,17 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.data import DataLoader
 
 from lightning_opt.core.blocks import find_blocks
+from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
     every_layer,
     square_root,
 )
+from tests.helpers.trainers import quiet_trainer
+from tests.memory.architectures import Architecture
 
 pytestmark = [
     pytest.mark.slow,
@@ -90,6 +94,17 @@ class Masked(nn.Module):
         return x * self.mask
 
 
+class Unmasked(nn.Module):
+    """The same without a buffer."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.mask = 1.0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.mask
+
+
 def test_blocks_without_buffers_stay_in_one_graph() -> None:
     from torch._dynamo.testing import CompileCounter
 
@@ -117,3 +132,55 @@ def test_blocks_that_only_read_buffers_are_in_graphs_from_the_second_step_on() -
     applied.undo()
     assert counter.op_count > 0
     torch._dynamo.reset()
+
+
+class Compiled(Architecture):
+    def __init__(self, norm: Any, where: str, backend: Any) -> None:
+        super().__init__()
+        self.net = Model(norm)
+        for module in [self.net] if where == "model" else self.net.layers:
+            module.compile(backend=backend)
+
+    def build(self) -> None: ...
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.net(x)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.ones(12, 8), batch_size=4)
+
+
+def fit(norm: Any, where: str, backend: Any) -> Compiled:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model = Compiled(norm, where, backend)
+    callback = ActivationCheckpointing("custom", modules=[Block])
+    quiet_trainer(callbacks=[callback], max_steps=3, limit_val_batches=0).fit(model)
+    torch._dynamo.reset()
+    return model
+
+
+@pytest.mark.parametrize("where", ["model", "blocks"])
+def test_blocks_that_read_a_mask_are_in_the_graph_of_those_without(where: str) -> None:
+    """As many graphs with as many operators, from the first step on."""
+    from torch._dynamo.testing import CompileCounter
+
+    counters = {norm: CompileCounter() for norm in (Unmasked, Masked)}
+    for norm, counter in counters.items():
+        fit(norm, where, counter)
+    plain, masked = ((counter.frame_count, counter.op_count) for counter in counters.values())
+    assert plain == masked
+    assert plain[0] == (1 if where == "model" else plain[0]) > 0
+
+
+@pytest.mark.parametrize(("norm", "left_out"), [(nn.BatchNorm1d, True), (Masked, False)])
+def test_blocks_left_out_of_the_graph_are_told_once(
+    norm: Any, left_out: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO", "lightning"):
+        model = fit(norm, "model", "eager")
+    said = [text for text in caplog.messages if "outside of the compiled" in text]
+    assert len(said) == left_out
+    assert not left_out or "3 of 3 recomputed modules write buffers" in said[0]
+    counts = [value for name, value in model.named_buffers() if "num_batches" in name]
+    assert counts == [3] * len(counts), "the look at buffers leaves none written"

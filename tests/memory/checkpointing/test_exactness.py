@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.methods.restored_state import GlobalState, WrittenBuffers
+from lightning_opt.memory.checkpointing.methods.restored_state import Surroundings, WrittenBuffers
 from lightning_opt.memory.checkpointing.methods.segments import Segment
 from tests.memory.architectures import ARCHITECTURES, Architecture
 from tests.memory.runs import assert_identical, train
@@ -61,10 +61,7 @@ def test_without_random_numbers_put_back_it_differs(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Shows that the comparison sees it."""
-    if policy == "block":
-        monkeypatch.setattr(GlobalState, "restored", lambda self: torch.enable_grad())
-    else:
-        monkeypatch.setattr(torch, "set_rng_state", lambda state: None)
+    monkeypatch.setattr(Surroundings, "restored", lambda self: torch.enable_grad())
     model = train("Transformer", ActivationCheckpointing(policy))
     with pytest.raises(AssertionError):
         assert_identical(model, unchecked("Transformer"))
@@ -101,11 +98,15 @@ def test_a_graph_can_be_walked_again() -> None:
             callback.release(None)
 
 
+def run_in(segment: Segment, function: Any, args: tuple[Any, ...]) -> Any:
+    return segment.run(function, function, args, {})
+
+
 def test_an_input_changed_in_place_afterwards_is_noticed() -> None:
     segment = Segment()
     weight = torch.ones(3, requires_grad=True)
     x = torch.ones(3)
-    output = segment.run(lambda value: (value * weight).sin(), (x,), {})
+    output = run_in(segment, lambda value: (value * weight).sin(), (x,))
     x.add_(1)
     with pytest.raises(RuntimeError, match="changed in place after the block had run"):
         output.sum().backward()
@@ -115,7 +116,7 @@ def test_a_block_that_does_not_compute_the_same_twice_is_noticed() -> None:
     sizes = iter([3, 4])
     segment = Segment()
     weight = torch.ones((), requires_grad=True)
-    output = segment.run(lambda x: (x * weight).expand(next(sizes)).sin(), (torch.ones(()),), {})
+    output = run_in(segment, lambda x: (x * weight).expand(next(sizes)).sin(), (torch.ones(()),))
     with pytest.raises(RuntimeError, match="do not compute the same twice"):
         output.sum().backward()
 
@@ -129,9 +130,9 @@ def test_a_segment_leaves_no_cycle_behind() -> None:
     try:
         segment = Segment()
         weight = torch.ones(3, requires_grad=True)
-        hidden = segment.run(lambda value: (value * weight).sin(), (torch.ones(3),), {})
+        hidden = run_in(segment, lambda value: (value * weight).sin(), (torch.ones(3),))
         between = hidden + 1
-        output = segment.run(lambda value: (value * weight).sin(), (between,), {})
+        output = run_in(segment, lambda value: (value * weight).sin(), (between,))
         watched = ref(segment)
         del segment, hidden, between, output
         assert watched() is None

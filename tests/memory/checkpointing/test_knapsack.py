@@ -5,6 +5,9 @@ import random
 
 import pytest
 
+from lightning_opt.core.blocks import Block
+from lightning_opt.memory.checkpointing.planning import knapsack
+from lightning_opt.memory.checkpointing.planning.block_profile import Unit
 from lightning_opt.memory.checkpointing.planning.knapsack import (
     Item,
     Option,
@@ -12,6 +15,7 @@ from lightning_opt.memory.checkpointing.planning.knapsack import (
     smallest_peak,
     solve,
 )
+from lightning_opt.memory.checkpointing.planning.step_planner import longest_segment
 
 
 def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]:
@@ -127,3 +131,54 @@ def test_a_segment_pays_for_the_rest_of_all_but_its_last() -> None:
     )
     found = [seconds for _, _, seconds, _ in _steps(items, 0, 3)]
     assert found == [1.0, 2.25, 3.5]
+
+
+@pytest.mark.parametrize(
+    ("inputs", "internals", "count", "longest"),
+    [
+        (1, 16, 24, 1),  # a transformer: one input beside sixteen tensors inside
+        (1, 3, 12, 4),  # residual convolutions
+        (1, 2, 32, 8),  # linear, norm, activation
+        (1, 0, 0, 1),
+    ],
+)
+def test_segments_are_offered_where_they_win(
+    inputs: int, internals: int, count: int, longest: int
+) -> None:
+    """Against every length: no other holds much less, with all in segments of one length."""
+    units = [Unit(Block(str(i), ()), inputs=inputs, internals=internals) for i in range(count)]
+    assert longest_segment(units) == longest
+    if count:
+        held = {k: count / k * inputs + k * internals for k in range(1, count + 1)}
+        best = min(held, key=lambda k: held[k])
+        assert held[max(1, longest // 2)] <= 1.05 * held[best]
+
+
+def test_96_blocks_of_eight_options_are_solved_as_well_with_400_states_as_with_10_000(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    generator = random.Random(1)
+    items = []
+    for _ in range(96):
+        internals = generator.randint(900_000, 1_100_000)
+        recompute = Option("recompute", 0, 1.0)
+        levels = [Option(str(n), internals * n // 9, 1.0 - 0.12 * n) for n in range(1, 8)]
+        items.append(
+            Item(
+                (recompute, Option("keep", internals, 0.0), *levels),
+                recompute,
+                True,
+                60_000,
+                internals,
+                internals,
+                2 * internals,
+            )
+        )
+    for share in (0.2, 0.5):
+        monkeypatch.setattr(knapsack, "STATES", 400)
+        found = solve(items, 0, share * 96 * 10**6, longest=2)
+        monkeypatch.setattr(knapsack, "STATES", 10_000)
+        finer = solve(items, 0, share * 96 * 10**6, longest=2)
+        assert found is not None
+        assert finer is not None
+        assert finer.seconds <= found.seconds <= 1.02 * finer.seconds

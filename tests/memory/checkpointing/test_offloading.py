@@ -1,14 +1,16 @@
 """Saved tensors on the host: what is moved, what is refused, and how it is said."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_opt.memory.checkpointing.methods import offloading
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import Architecture, Transformer
 from tests.memory.runs import assert_identical, train, warnings_of
@@ -66,6 +68,41 @@ def test_offloading_is_exact_and_saves_memory(policy: str) -> None:
     assert "training_step" not in vars(offloaded)
     if policy == "none":
         assert lower < 0.8 * peak
+
+
+class SlowLink:
+    """Copies that end when somebody waits for them, pretended where there is no CUDA."""
+
+    def __init__(self) -> None:
+        self.under_way: list[int] = []
+        self.most = 0
+
+    def on_host(self, tensor: Tensor, stream: Any, order: list[Any]) -> Any:
+        self.under_way.append(tensor.nbytes)
+        self.most = max(self.most, sum(self.under_way))
+        return SimpleNamespaceWithRef(SimpleNamespace(synchronize=lambda: self.under_way.pop(0)))
+
+
+class SimpleNamespaceWithRef:
+    def __init__(self, copied: Any) -> None:
+        self.copied = copied
+
+
+@pytest.mark.parametrize(("sizes", "most"), [([100] * 12, 400), ([100, 1000, 100], 1100)])
+def test_copies_under_way_are_bounded(
+    sizes: list[int], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A link slower than the computation: what is not copied yet fills the device as well."""
+    link = SlowLink()
+    monkeypatch.setattr(offloading, "OnHost", link.on_host)
+    monkeypatch.setattr(offloading, "IN_FLIGHT", 300)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    offload = offloading.Offload(torch.device("cuda"))
+    kept = [offload.pack(torch.empty(size, dtype=torch.uint8)) for size in sizes]
+    assert link.most == most
+    assert offload.nbytes == sum(sizes)
+    assert len(kept) == len(sizes)
 
 
 def test_arguments_are_checked_at_once() -> None:

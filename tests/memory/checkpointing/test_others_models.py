@@ -8,9 +8,8 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from lightning_opt.core.blocks import find_blocks
-from lightning_opt.memory.checkpointing.activation_checkpointing import make_plan
 from lightning_opt.memory.checkpointing.methods.forward import InputChangedError
-from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan
+from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, make_plan
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 from tests.zoo.models import Learner, make

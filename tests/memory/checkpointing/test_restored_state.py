@@ -1,17 +1,22 @@
 """What a block reads and writes besides its inputs: random numbers of all kinds, and buffers."""
 
 import random
+from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
+from lightning_opt.core.blocks import Block as Found
 from lightning_opt.core.blocks import find_blocks
-from lightning_opt.memory.checkpointing.activation_checkpointing import make_plan
-from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan
+from lightning_opt.core.preserve import random_states
+from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, make_plan
+from lightning_opt.memory.checkpointing.methods.segments import Chain, Segment
 
 POLICIES = ("every_layer", "sqrt", "selective")
 
@@ -112,3 +117,150 @@ def test_gradients_and_buffers_are_those_without_it(policy: str, kind: type[Bloc
         return [p.grad for p in model.parameters()], dict(model.named_buffers()), drawn
 
     torch.testing.assert_close(run(policy), run("none"), rtol=0, atol=0)
+
+
+@dataclass
+class Hidden:
+    """As blocks of others return it; torch's own pytrees do not look into it."""
+
+    mask: Tensor
+    x: Tensor
+
+
+class ReturnsDataclass(Block):
+    def forward(self, x: Tensor) -> Hidden:
+        return Hidden(x.detach() > 0, torch.dropout(self.linear(x).sin(), 0.5, True))
+
+
+class TakesDataclass(Block):
+    def forward(self, hidden: Hidden) -> Hidden:
+        return Hidden(hidden.mask, torch.dropout(self.linear(hidden.x).sin(), 0.5, True))
+
+
+class Passing(nn.Module):
+    def __init__(self, block: type[Block]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(block() for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = Hidden(x, x)
+        for layer in self.layers:
+            hidden = layer(hidden if isinstance(layer, TakesDataclass) else hidden.x)
+        return hidden.x
+
+
+@pytest.mark.parametrize("kind", [ReturnsDataclass, TakesDataclass])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tensors_in_dataclasses(
+    policy: str, kind: type[Block], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths: list[int] = []
+    run = Segment.run
+    monkeypatch.setattr(
+        Segment, "run", lambda self, *a: (lengths.append(len(self)), run(self, *a))[1]
+    )
+
+    def gradients(policy: str) -> Any:
+        torch.manual_seed(0)
+        model = Passing(kind)
+        applied = AppliedPlan(make_plan(policy, find_blocks(model), None))
+        for _ in range(2):
+            model(torch.randn(3, 8)).sum().backward()
+        applied.undo()
+        return [p.grad for p in model.parameters()]
+
+    torch.testing.assert_close(gradients(policy), gradients("none"), rtol=0, atol=0)
+    if policy == "sqrt" and kind is ReturnsDataclass:
+        assert lengths == [0, 1, 0, 1] * 2, "blocks are joined by what a dataclass holds"
+
+
+class Keyed(Block):
+    """Returns a dict in an order of its own, of which the next block takes one."""
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        hidden = self.linear(x)
+        return {"z": hidden.sin(), "a": hidden.cos()}
+
+
+class Choosing(Stacked):
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = layer(x)["za"[number % 2]]
+        return x
+
+
+def test_the_order_of_outputs_is_that_of_the_dict() -> None:
+    def gradients(policy: str) -> Any:
+        torch.manual_seed(0)
+        model = Choosing(Keyed)
+        applied = AppliedPlan(make_plan(policy, find_blocks(model), 4))
+        model(torch.randn(3, 8)).square().sum().backward()
+        applied.undo()
+        return [p.grad for p in model.parameters()]
+
+    torch.testing.assert_close(gradients("block"), gradients("none"), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("policy", ["every_layer", "block"])
+def test_a_device_that_no_argument_is_on(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the parameters are is where it runs, whatever its inputs come in."""
+    drawn, entered = [7], []
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: list(drawn))
+    monkeypatch.setattr(
+        torch.cuda, "set_rng_state", lambda state, device: drawn.__setitem__(slice(None), state)
+    )
+
+    def autocast(kind: str, **settings: Any) -> nullcontext[None]:
+        entered.append((kind, settings["enabled"], settings["dtype"]))
+        return nullcontext()
+
+    class OnDevice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            with FakeTensorMode():
+                self.weight = nn.Parameter(torch.empty(2, device="cuda"))
+
+        def forward(self, hidden: Hidden) -> Tensor:
+            drawn[0] += 1
+            seen.append(drawn[0])
+            return hidden.x.exp()
+
+    seen: list[int] = []
+    module = OnDevice()
+    applied = AppliedPlan(make_plan(policy, [Found("one", (module,))], 1))
+    applied.forwards[0].chain = Chain(2) if policy == "block" else None
+    before = torch.get_autocast_dtype("cuda")
+    torch.set_autocast_enabled("cuda", True)
+    torch.set_autocast_dtype("cuda", torch.bfloat16)
+    try:
+        loss = module(Hidden(torch.ones(2), torch.ones(2, requires_grad=True))).sum()
+    finally:
+        torch.set_autocast_enabled("cuda", False)
+        torch.set_autocast_dtype("cuda", before)
+    drawn[0] = 99
+    monkeypatch.setattr(torch, "autocast", autocast)
+    loss.backward()
+    assert seen == [8, 8]
+    assert drawn == [99]
+    assert ("cuda", True, torch.bfloat16) in entered
+
+
+def test_numpys_state_is_read_and_written_only_where_it_has_moved() -> None:
+    state = np.random.get_state(legacy=False)  # noqa: NPY002
+    try:
+        np.random.seed(0)  # noqa: NPY002
+        reads = []
+        for draw in (None, np.random.rand, np.random.randn, np.random.randn, None):
+            undo = list(random_states([]))
+            reads.append(np.random.get_state(legacy=False))  # noqa: NPY002
+            expected = np.random.randn(3)  # noqa: NPY002
+            for put_back in undo:
+                put_back()
+            np.testing.assert_equal(np.random.get_state(legacy=False), reads[-1])  # noqa: NPY002
+            np.testing.assert_equal(np.random.randn(3), expected)  # noqa: NPY002
+            for put_back in undo:
+                put_back()
+            if draw:
+                draw()
+    finally:
+        np.random.set_state(state)  # noqa: NPY002

@@ -2,12 +2,14 @@
 
 import ctypes
 import gc
+import logging
 import os
 import random
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -155,32 +157,54 @@ def test_finds_a_list_of_a_module_that_was_frozen():
 # --- until the end of the epoch -----------------------------------------------------------------
 
 
+def epoch_outputs(room: int) -> list[str]:
+    def read(limits: MemoryLimits) -> list[Usage]:
+        return [Usage("system", 10, 10 + room)]
+
+    gc.freeze()
+    with mock.patch.object(MemoryLimits, "read", read), mock.patch.object(leaky, "BATCHES", 300):
+        detector = train(leaky.EpochOutputs(), lo.LeakDetector(), max_epochs=1)
+    return [suspect.where for suspect in detector.suspects]
+
+
 @needs_heap
 @pytest.mark.parametrize("room", [10**15, 10**5])
-def test_what_an_epoch_may_keep_has_to_fit_until_its_end(room, monkeypatch):
-    monkeypatch.setattr(MemoryLimits, "read", lambda self: [Usage("system", 10, 10 + room)])
-    monkeypatch.setattr(leaky, "BATCHES", 300)
-    detector = train(leaky.EpochOutputs(), lo.LeakDetector(), max_epochs=1)
-    assert [s.where for s in detector.suspects] == ["EpochOutputs.outputs"] * (room == 10**5)
+def test_what_an_epoch_may_keep_has_to_fit_until_its_end(room):
+    assert launch(epoch_outputs, room, processes=1) == [["EpochOutputs.outputs"] * (room == 10**5)]
 
 
 # --- what happens then --------------------------------------------------------------------------
 
 
+def raised(model: type[Net]) -> str:
+    gc.freeze()
+    try:
+        train(model(), lo.LeakDetector(action="raise"))
+    except RuntimeError as error:
+        return str(error)
+    return "went on"
+
+
 @needs_heap
 def test_raises_if_told_so():
-    with pytest.raises(RuntimeError, match=r"at step 210\. graph: LossList\.losses"):
-        train(leaky.LossList(), lo.LeakDetector(action="raise"))
+    (message,) = launch(raised, leaky.LossList, processes=1)
+    assert "at step 210. graph: LossList.losses" in message
+
+
+def warned() -> tuple[list[str], MemoryLogger]:
+    gc.freeze()
+    logger, handler, messages = MemoryLogger(), logging.Handler(), []
+    handler.emit = lambda record: messages.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("lightning_opt").addHandler(handler)
+    train(leaky.LossList(), lo.LeakDetector(), logger=logger, max_epochs=12)
+    return [text for text in messages if "LeakDetector" in text], logger
 
 
 @needs_heap
-def test_warns_once_and_logs(caplog):
-    logger = MemoryLogger()
-    train(leaky.LossList(), lo.LeakDetector(), logger=logger, max_epochs=12)
-    messages = [text for text in caplog.messages if "LeakDetector" in text]
-    assert len(messages) == 1
-    assert "grows by 1 Tensor a step" in messages[0]
-    assert "detach()" in messages[0]
+def test_warns_once_and_logs():
+    (((message,), logger),) = launch(warned, processes=1)
+    assert "grows by 1 Tensor a step" in message
+    assert "detach()" in message
     assert logger.series("leaks/suspects")[-1] == 1
     # A step's graph: the activations of 4 rows, in 32 + 32 + 1 units, and autograd's nodes.
     assert 2 < logger.series("leaks/kb_per_step")[-1] < 40

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
 
@@ -32,13 +32,17 @@ def _content(value: Any, depth: int) -> Any:
         return id(value), value._version, value.shape
     if isinstance(value, PLAIN):
         return value if isinstance(value, (bool, int, str)) else repr(type(value))
+    parts = parts_of(value)
+    return id(value), [_content(part, depth - 1) for part in parts] if depth else len(parts)
+
+
+def parts_of(value: Any) -> Collection[Any]:
+    """Return what is in a container, or what the attributes of any other object are."""
     if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple, set, frozenset)):
-        parts = value
-    else:
-        parts = getattr(value, "__dict__", {}).values()
-    return id(value), [_content(part, depth - 1) for part in parts] if depth else len(list(parts))
+        return value.values()
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return value
+    return getattr(value, "__dict__", {}).values()  # a dataclass, a cache, a graph
 
 
 def switch_caches_off(model: nn.Module) -> ExitStack:

@@ -9,34 +9,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from itertools import islice
 from types import MethodType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import checkpoint, noop_context_fn
+from torch.utils.checkpoint import checkpoint
 
 from lightning_opt.core import replacing
 from lightning_opt.core.preserve import GENERATORS
 from lightning_opt.core.splitting import tensors_of
 from lightning_opt.memory.checkpointing.methods.arguments import contents_of, objects_in
-from lightning_opt.memory.checkpointing.methods.restored_state import (
-    BufferKey,
-    HostRandom,
-    WrittenBuffers,
-)
+from lightning_opt.memory.checkpointing.methods.restored_state import Surroundings, WrittenBuffers
 from lightning_opt.memory.checkpointing.methods.segments import Chain
-
-ContextPair = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
-
-
-class Choice(Protocol):
-    """Decides which operators' outputs are kept: what selective checkpointing adds."""
-
-    def contexts(self) -> ContextPair:
-        """Return the contexts of the forward pass and of its recomputation."""
-        ...
+from lightning_opt.memory.checkpointing.methods.selective import ContextPair, Selection
 
 
 class Probe:
@@ -71,17 +59,13 @@ class CheckpointedForward(replacing.Replacement):
         self,
         module: nn.Module,
         chain: Chain | None = None,
-        choice: Choice | None = None,
+        choice: Selection | None = None,
         keep_all: bool = False,
     ) -> None:
         self.module, self.chain, self.choice, self.keep_all = module, chain, choice, keep_all
         self.buffers = WrittenBuffers(module)
-        self.generators = [
-            value
-            for part in module.modules()
-            for value in vars(part).values()
-            if isinstance(value, GENERATORS)
-        ]
+        values = (value for part in module.modules() for value in vars(part).values())
+        self.generators = [value for value in values if isinstance(value, GENERATORS)]
         self.probe = NOBODY
         # Someone else's replacement of `forward` stays in use, below this one.
         self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
@@ -116,12 +100,13 @@ class CheckpointedForward(replacing.Replacement):
             return run.first(*args, **kwargs)
         if self.chain is not None:
             segment = self.chain.segment_for(args, kwargs)
-            return segment.run(run.first, args, kwargs, repeat=run.again)
-        # Tensors as arguments of their own, wherever they were: torch looks only there for devices
-        # whose generators it must remember, and for inputs that were changed in place.
+            return segment.run(run.first, run.again, args, kwargs)
+        # Tensors as arguments of their own, wherever they were: torch looks only there for inputs
+        # that were changed in place.
         leaves, run.spec = tree_flatten((args, kwargs))
-        context_fn = noop_context_fn if self.choice is None else run.contexts
-        return checkpoint(run, *leaves, use_reentrant=False, context_fn=context_fn)
+        return checkpoint(
+            run, *leaves, use_reentrant=False, preserve_rng_state=False, context_fn=run.contexts
+        )
 
 
 class _Run:
@@ -134,25 +119,27 @@ class _Run:
         self.given: Any = (args, kwargs)
         self.spec: Any = None
         self.done = False
-        self.start: dict[BufferKey, Tensor] = {}
+        self.start: dict[tuple[nn.Module, str], Tensor] = {}
         self._before = owner.buffers.before()
         given = (thing for thing in objects_in(self.given) if isinstance(thing, GENERATORS))
-        self._random = HostRandom([*owner.generators, *given])
+        # Of a device whatever its tensors come in, even if there are none among the arguments.
+        places = (*islice(owner.module.parameters(), 1), *tensors_of(self.given))
+        self.surroundings = Surroundings(
+            (tensor.device for tensor in places), [*owner.generators, *given]
+        )
 
     def __call__(self, *leaves: Any) -> Any:
         if not self.done:  # with the very containers that were given: a block may append to one
             args, kwargs = self.given
             return self.first(*args, **kwargs)
         args, kwargs = tree_unflatten(list(leaves), self.spec)
-        if self.owner.choice is not None:  # the buffers are cared for outside of its context
-            return self._repeat(*args, **kwargs)
-        return self.again(*args, **kwargs)
+        return self._repeat(*args, **kwargs)
 
     def contexts(self) -> ContextPair:
         """Return those of the choice; for it, copying buffers is no operator of the module."""
-        assert self.owner.choice is not None
-        forward, recompute = self.owner.choice.contexts()
-        return forward, _OnScratch(self, recompute)
+        choice = self.owner.choice
+        forward, recompute = choice.contexts() if choice else (nullcontext(), nullcontext())
+        return forward, _AsThen(self, recompute)
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         owner, self.given = self.owner, None
@@ -172,17 +159,16 @@ class _Run:
         return output
 
     def again(self, *args: Any, **kwargs: Any) -> Any:
-        with self.owner.buffers.scratch(self.start):
+        with _AsThen(self, nullcontext()):
             return self._repeat(*args, **kwargs)
 
     def _repeat(self, *args: Any, **kwargs: Any) -> Any:
-        owner = self.owner
-        with self._random.restored(), owner.probe.recompute(owner.module):
-            return owner.original(*args, **kwargs)
+        with self.owner.probe.recompute(self.owner.module):
+            return self.owner.original(*args, **kwargs)
 
 
-class _OnScratch:
-    """The context of a recomputation, around it copies of the buffers that it writes.
+class _AsThen:
+    """The context of a recomputation, around it what surrounded the first run.
 
     It can be entered again and again, for a graph can be walked more than once.
     """
@@ -193,6 +179,7 @@ class _OnScratch:
 
     def __enter__(self) -> None:
         with ExitStack() as stack:
+            stack.enter_context(self._run.surroundings.restored())
             stack.enter_context(self._run.owner.buffers.scratch(self._run.start))
             stack.enter_context(self._inner)
             self._stack = stack.pop_all()
@@ -236,11 +223,6 @@ def put_on(forward: CheckpointedForward) -> None:
     if is_checkpointed(forward.module):
         raise RuntimeError(f"{type(forward.module).__name__} is checkpointed already.")
     forward.module.forward = forward
-
-
-def take_off(forward: CheckpointedForward) -> None:
-    """Give the module back the ``forward`` it had; nothing happens if that has been done."""
-    replacing.take_off(forward)
 
 
 @contextmanager

@@ -6,6 +6,7 @@ pass. What belongs to the model or to the batch is there anyway and stays where 
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
@@ -16,10 +17,15 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from lightning_opt.core.memory import MB
 from lightning_opt.core.splitting import tensors_of
 
 AHEAD = 2
 """So many tensors are on their way back from the host before they are asked for."""
+
+
+IN_FLIGHT = 256 * MB
+"""So much may be on its way to the host: until it is there, it fills the device as well."""
 
 
 class OnHost:
@@ -40,6 +46,7 @@ class OnHost:
         with torch.cuda.stream(stream):
             self._host = torch.empty_like(tensor, device="cpu", pin_memory=True)
             self._host.copy_(tensor.detach(), non_blocking=True)
+        self.copied = stream.record_event()
         tensor.record_stream(stream)  # its memory is not given away before it is copied
         self._back: Tensor | None = None
         self._place = len(order)
@@ -79,6 +86,7 @@ class Offload:
         self.nbytes = 0
         self._stream = torch.cuda.Stream(device)
         self._owned: set[int] = set()
+        self._copies: deque[tuple[torch.cuda.Event, int]] = deque()
         self._order: list[ref[OnHost]] = []
         self._known: dict[Any, tuple[ref[Any], ref[OnHost]]] = {}
 
@@ -123,6 +131,11 @@ class Offload:
         moved = OnHost(tensor, self._stream, self._order)
         self._known[key] = ref(storage), ref(moved)
         self.nbytes += tensor.nbytes
+        self._copies.append((moved.copied, tensor.nbytes))
+        while len(self._copies) > 1 and sum(nbytes for _, nbytes in self._copies) > IN_FLIGHT:
+            # The host itself must wait: the device's memory is given out in its time, so that
+            # computation faster than the link would leave all of its tensors there.
+            self._copies.popleft()[0].synchronize()
         return moved
 
 

@@ -11,15 +11,16 @@ from typing import TypeAlias
 
 from torch import nn
 
+from lightning_opt.core import replacing
 from lightning_opt.core.blocks import Block
-from lightning_opt.memory.checkpointing.methods.forward import (
-    CheckpointedForward,
-    Choice,
-    put_on,
-    take_off,
-)
+from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, put_on
 from lightning_opt.memory.checkpointing.methods.segments import Chain
-from lightning_opt.memory.checkpointing.methods.selective import Operator, Place, Selection
+from lightning_opt.memory.checkpointing.methods.selective import (
+    KeepDear,
+    Operator,
+    Place,
+    Selection,
+)
 
 
 @dataclass(frozen=True)
@@ -35,7 +36,7 @@ class Stretch:
     """
 
     blocks: tuple[Block, ...]
-    choice: Callable[[], Choice] | None = None
+    choice: Callable[[], Selection] | None = None
 
     @property
     def name(self) -> str:
@@ -92,7 +93,7 @@ class AppliedPlan:
     def undo(self) -> None:
         """Leave the model as it was; more than once does no harm."""
         while self.forwards:
-            take_off(self.forwards.pop())
+            replacing.take_off(self.forwards.pop())
 
 
 def every_layer(blocks: Sequence[Block]) -> Plan:
@@ -132,6 +133,22 @@ def selective(
     ]
 
 
+def make_plan(
+    policy: str, blocks: Sequence[Block], interval: int | None, min_flops: float | None = None
+) -> Plan:
+    """Return what ``policy``, any but ``"auto"``, recomputes of ``blocks``."""
+    rules: dict[str, Callable[[], Plan]] = {
+        "none": list,
+        "every_layer": lambda: every_layer(blocks),
+        "custom": lambda: every_layer(blocks),
+        "sqrt": lambda: square_root(blocks),
+        "block": lambda: segments(blocks, interval or 1),
+        "every_nth": lambda: every_nth(blocks, interval or 1),
+        "selective": lambda: selective(blocks, KeepDear(min_flops)),
+    }
+    return rules[policy]()
+
+
 def select_modules(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> list[Block]:
     """Return the modules that are called for, by qualified name, pattern, class or class name.
 
@@ -145,10 +162,11 @@ def select_modules(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) ->
     for entry in wanted:
         fitting = [module for name, module in model.named_modules() if _fits(entry, name, module)]
         if not fitting:
+            names = ", ".join([repr(name) for name, _ in model.named_modules() if name][:3])
             raise ValueError(
                 f"ActivationCheckpointing(modules=...): {entry!r} fits no module of "
                 f"{type(model).__name__}. Give qualified names as in named_modules() (such as "
-                f"{_some_names(model)}), shell patterns ('encoder.*'), classes or their names."
+                f"{names}), shell patterns ('encoder.*'), classes or their names."
             )
         for module in fitting:
             # A ModuleList is never called itself: its members are meant.
@@ -167,12 +185,5 @@ def _fits(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
     if not isinstance(entry, str):
         return isinstance(module, entry)
     kind = type(module)
-    return fnmatchcase(name, entry) or entry in (
-        kind.__name__,
-        f"{kind.__module__}.{kind.__qualname__}",
-    )
-
-
-def _some_names(model: nn.Module) -> str:
-    names = [repr(name) for name, _ in model.named_modules() if name]
-    return ", ".join(names[:3]) or "none here"
+    names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    return entry in names or fnmatchcase(name, entry)

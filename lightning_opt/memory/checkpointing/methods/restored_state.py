@@ -14,70 +14,44 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
-from torch.utils.checkpoint import get_device_states, set_device_states
 
-from lightning_opt.core.preserve import host_random_states
+from lightning_opt.core.preserve import random_states
 
 BufferKey: TypeAlias = tuple[nn.Module, str]
 """A buffer by the module that has it and its name there."""
 
 
-class GlobalState:
-    """Random number generators and autocast as they are now.
+class Surroundings:
+    """Random numbers of all kinds and autocast as they are now.
 
     Args:
-        tensors: Inputs of what will run; their devices' generators are remembered beside the CPU's.
+        devices: Where something will run, beside the CPU.
+        generators: Those of the modules that will run, and of what they are given.
     """
 
-    def __init__(self, tensors: Iterable[Tensor]) -> None:
-        tensors = list(tensors)
-        self._device_type = next((t.device.type for t in tensors if t.device.type != "cpu"), "cpu")
-        self._cpu = torch.get_rng_state()
-        self._devices, self._states = get_device_states(*tensors)
+    def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any]) -> None:
+        self._devices, self._generators = set(devices), list(generators)
+        self._random = list(random_states(self._devices, self._generators))
         self._autocast: dict[str, dict[str, Any]] = {
-            device_type: {
-                "enabled": torch.is_autocast_enabled(device_type),
-                "dtype": torch.get_autocast_dtype(device_type),
+            kind: {
+                "enabled": torch.is_autocast_enabled(kind),
+                "dtype": torch.get_autocast_dtype(kind),
                 "cache_enabled": torch.is_autocast_cache_enabled(),
             }
-            for device_type in {self._device_type, "cpu"}
-            if torch.amp.is_autocast_available(device_type)
+            for kind in {"cpu", *(device.type for device in self._devices)}
+            if torch.amp.is_autocast_available(kind)
         }
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Put them back; afterwards they are as before."""
-        fork: dict[str, Any] = {"devices": self._devices}
-        if self._devices:
-            fork["device_type"] = self._device_type
-        with torch.random.fork_rng(**fork), ExitStack() as stack:
-            torch.set_rng_state(self._cpu)
-            if self._devices:
-                set_device_states(self._devices, self._states, device_type=self._device_type)
-            for device_type, settings in self._autocast.items():
-                stack.enter_context(torch.autocast(device_type, **settings))
-            yield
-
-
-class HostRandom:
-    """Python's and NumPy's random numbers and some generators as they are now.
-
-    Args:
-        generators: Those of the modules that will run, and of what they are given.
-    """
-
-    def __init__(self, generators: Iterable[Any]) -> None:
-        self._generators = list(generators)
-        self._undo = list(host_random_states(self._generators))
-
-    @contextmanager
-    def restored(self) -> Iterator[None]:
-        """Put them back; afterwards they are as before."""
         with ExitStack() as stack:
-            for undo in host_random_states(self._generators):
+            for undo in random_states(self._devices, self._generators):
                 stack.callback(undo)
-            for undo in self._undo:
+            for undo in self._random:
                 undo()
+            for kind, settings in self._autocast.items():
+                stack.enter_context(torch.autocast(kind, **settings))
             yield
 
 

@@ -18,8 +18,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
+from lightning_opt.core.splitting import tensors_of
 from lightning_opt.memory.checkpointing.methods.offloading import fetched, put_away
-from lightning_opt.memory.checkpointing.methods.restored_state import GlobalState
 
 Function = Callable[..., Any]
 
@@ -27,24 +27,18 @@ Function = Callable[..., Any]
 class _Placeholder:
     """Stands in the graph for a saved tensor, and holds it from the recomputation to its use."""
 
-    __slots__ = ("__weakref__", "index", "tensor")
-
-    def __init__(self, index: int) -> None:
-        self.index = index
-        self.tensor: Tensor | None = None
+    tensor: Tensor | None = None
 
 
 class _OutputOf(NamedTuple):
     """Stands among the inputs of a call for an output of an earlier call of the segment."""
 
     call: int
-    leaf: int
+    place: int
 
 
 class _Input:
     """A tensor from outside, held without its graph, for the graph leads back to the segment."""
-
-    __slots__ = ("held", "requires_grad", "version")
 
     def __init__(self, tensor: Tensor) -> None:
         self.held, self.version = put_away(tensor), tensor._version
@@ -64,43 +58,36 @@ class _Input:
 class _Output:
     """Recognises an output of a call among the inputs of a later one."""
 
-    __slots__ = ("tensor", "version")
-
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = ref(tensor)
         self.version = tensor._version
 
     def is_still(self, value: Any) -> bool:
         """Return whether ``value`` is this very tensor, not written since."""
-        return (
-            isinstance(value, Tensor)
-            and value is self.tensor()
-            and (value._version == self.version)
-        )
+        tensor = self.tensor()
+        return tensor is not None and tensor is value and tensor._version == self.version
 
 
 class _EnoughError(Exception):
     """Ends a recomputation as soon as every saved tensor is there again."""
 
 
-class _Call:
-    def __init__(
-        self, function: Function, leaves: list[Any], spec: TreeSpec, state: GlobalState
-    ) -> None:
-        self.function, self.leaves, self.spec, self.state = function, leaves, spec, state
+class _Call(NamedTuple):
+    function: Function
+    leaves: list[Any]
+    spec: TreeSpec
 
-    def repeat(self, outputs: list[list[Any]]) -> Any:
+    def repeat(self, outputs: list[list[Tensor]]) -> Any:
         leaves = [
             leaf.get()
             if isinstance(leaf, _Input)
-            else outputs[leaf.call][leaf.leaf]
+            else outputs[leaf.call][leaf.place]
             if isinstance(leaf, _OutputOf)
             else leaf
             for leaf in self.leaves
         ]
         args, kwargs = tree_unflatten(leaves, self.spec)
-        with self.state.restored():
-            return self.function(*args, **kwargs)
+        return self.function(*args, **kwargs)
 
 
 class Segment:
@@ -111,7 +98,7 @@ class Segment:
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
-        self._outputs: list[list[_Output | None]] = []
+        self._outputs: list[list[_Output]] = []
         self._saved: list[ref[_Placeholder]] = []
         self._shapes: list[tuple[torch.Size, torch.dtype]] = []
         self._refilled = 0
@@ -122,31 +109,21 @@ class Segment:
     def continues(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Return whether an input is an output of the latest call, unchanged."""
         return any(
-            output is not None and output.is_still(leaf)
+            output.is_still(leaf)
             for leaf in tree_flatten((args, kwargs))[0]
             for output in self._outputs[-1]
         )
 
     def run(
-        self,
-        function: Function,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        repeat: Function | None = None,
+        self, function: Function, repeat: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call ``function``, and ``repeat`` in its place when it is recomputed."""
+        """Call ``function``, and ``repeat`` when it is recomputed."""
         leaves, spec = tree_flatten((args, kwargs))
         kept = [self._keep(leaf) for leaf in leaves]
-        state = GlobalState(leaf for leaf in leaves if isinstance(leaf, Tensor))
-        self._calls.append(_Call(repeat or function, kept, spec, state))
+        self._calls.append(_Call(repeat, kept, spec))
         with saved_tensors_hooks(self._pack, self._unpack):
             output = function(*args, **kwargs)
-        self._outputs.append(
-            [
-                _Output(leaf) if isinstance(leaf, Tensor) else None
-                for leaf in tree_flatten(output)[0]
-            ]
-        )
+        self._outputs.append([_Output(tensor) for tensor in tensors_of(output)])
         return output
 
     def _keep(self, leaf: Any) -> Any:
@@ -154,12 +131,12 @@ class Segment:
             return leaf
         for call, outputs in enumerate(self._outputs):
             for place, output in enumerate(outputs):
-                if output is not None and output.is_still(leaf):
+                if output.is_still(leaf):
                     return _OutputOf(call, place)
         return _Input(leaf)
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
-        placeholder = _Placeholder(len(self._saved))
+        placeholder = _Placeholder()
         self._saved.append(ref(placeholder))
         self._shapes.append((tensor.shape, tensor.dtype))
         return placeholder
@@ -173,11 +150,11 @@ class Segment:
 
     def _recompute(self) -> None:
         self._refilled = 0
-        outputs: list[list[Any]] = []
+        outputs: list[list[Tensor]] = []
         try:
             with torch.enable_grad(), saved_tensors_hooks(self._refill, lambda tensor: tensor):
                 for call in self._calls:
-                    outputs.append(tree_flatten(call.repeat(outputs))[0])
+                    outputs.append(list(tensors_of(call.repeat(outputs))))
         except _EnoughError:
             return
         raise RuntimeError(

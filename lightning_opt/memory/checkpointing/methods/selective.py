@@ -21,7 +21,8 @@ from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
 from lightning_opt.core.operators import returns_views, written_by
 from lightning_opt.core.splitting import tensors_of
-from lightning_opt.memory.checkpointing.methods.forward import ContextPair
+
+ContextPair: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
 Place: TypeAlias = tuple[str, int]
 """An operator's name, and how many of that name ran before it in the block."""
@@ -61,16 +62,18 @@ class OperatorProfile:
         operators: In order of execution.
         recomputed: How many of them run again: up to the last tensor that is saved. ``None`` until
             there was a recomputation.
-        walked_twice: Whether one run was recomputed more than once, as for a gradient penalty:
-            torch hands out what selective checkpointing has kept only once.
+        runs: How many first runs there were.
+        repetitions: How many recomputations.
     """
 
     operators: list[Operator] = field(default_factory=list)
     recomputed: int | None = None
-    walked_twice: bool = False
+    runs: int = 0
+    repetitions: int = 0
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context of a first run, in which operators are recorded."""
+        self.runs += 1
         return _Recorder(self)
 
     def recompute(self) -> AbstractContextManager[Any]:
@@ -80,6 +83,14 @@ class OperatorProfile:
     def again(self) -> list[Operator]:
         """Return the operators that a recomputation runs; none before there was one."""
         return self.operators[: self.recomputed or 0]
+
+    @property
+    def walked_twice(self) -> bool:
+        """Whether one run was recomputed more than once, as for a gradient penalty.
+
+        Torch hands out what selective checkpointing has kept only once.
+        """
+        return self.repetitions > self.runs
 
     @property
     def remakes_output(self) -> bool:
@@ -92,11 +103,9 @@ class _Counter(TorchDispatchMode):
     def __init__(self, profile: OperatorProfile) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._profile = profile
-        self._entered = 0
 
     def __enter__(self) -> Any:
-        self._entered += 1
-        self._profile.walked_twice |= self._entered > 1
+        self._profile.repetitions += 1
         self._profile.recomputed = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 

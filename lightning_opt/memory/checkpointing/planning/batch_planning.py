@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
@@ -16,6 +16,7 @@ from lightning_opt.core.arguments import positive
 from lightning_opt.core.blocks import Block
 from lightning_opt.core.memory import MB, MemoryLimits
 from lightning_opt.core.trial import TrialStep
+from lightning_opt.memory.checkpointing.methods.arguments import parts_of
 from lightning_opt.memory.checkpointing.methods.policies import Plan, count_recomputed
 from lightning_opt.memory.checkpointing.planning.standing_memory import (
     bucket_bytes,
@@ -55,7 +56,7 @@ class Budget:
     """A bound for the memory of a step.
 
     Args:
-        budget_mb: Megabytes for all that the training holds; or
+        budget_mb: Megabytes for all that the run holds; or
         budget: a share of the activations' peak without recomputation; or
             neither, for what the device has free.
         strict: Whether missing it is an error.
@@ -109,6 +110,11 @@ class Planning:
         """What is recomputed."""
         return self.outcome.plan
 
+    def serves(self, shapes: Shapes) -> bool:
+        """Return whether a batch of these shapes surely stays within the budget under the plan."""
+        factor = growth(self.shapes, shapes)
+        return factor <= 1 or factor * (self.outcome.peak + self.planner.unseen) <= self.budget
+
     def scalars(self) -> dict[str, float]:
         """Return what is logged."""
         before, after = self.seconds
@@ -155,34 +161,33 @@ def plan_for_batch(
     batch_idx: int,
     blocks: Sequence[Block],
     budget: Budget,
-    known: Planning | None,
+    first: Planning | None,
 ) -> Planning:
-    """Return a plan for this batch: the known one if that will do, else a new one.
+    """Return a plan for this batch.
 
     With several processes only the first batch is measured, when all of them do it. For a larger
     batch that may miss the budget, and may be one rank's alone, that rank recomputes as much as
-    there is; with sharded parameters the plan stays, with a warning.
+    there is; with sharded parameters the first plan stays, with a warning.
 
     Raises:
         BudgetError: If none meets the budget and that is strict.
     """
     shapes = batch_shapes(batch)
     sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
-    if known is not None:
-        factor = growth(known.shapes, shapes)
-        if factor * (known.outcome.peak + known.planner.unseen) <= known.budget:
-            return known
+    if first is not None:
         if sharded:
             warnings.warn(
                 "ActivationCheckpointing('auto'): a larger batch has come, and may miss "
                 f"{budget}. With sharded parameters all processes must recompute alike, and the "
                 "others know nothing of this batch, so the plan stays. Have the largest batch "
-                "first, or lower the budget.",
+                "first or as worst_batch, or lower the budget.",
                 stacklevel=2,
             )
-            return known
+            return replace(first, shapes=shapes)
         if trainer.world_size > 1:
-            return _smallest(known)
+            least = first.planner.smallest()
+            outcome = replace(first.outcome, plan=first.planner.make_plan(least), solution=least)
+            return replace(first, outcome=outcome, shapes=shapes)
     step = TrialStep(trainer, pl_module, batch, batch_idx)
     buckets = bucket_bytes(trainer.strategy.model)
     standing = standing_bytes(pl_module, trainer.optimizers, buckets)
@@ -196,12 +201,12 @@ def plan_for_batch(
     )
     unchecked_peak = planner.unchecked_peak + planner.unseen
     # What a share is of was settled by the first batch: a longer one has no larger budget.
-    limit = known.budget if known else budget.activations(unchecked_peak, standing, room)
+    limit = first.budget if first else budget.activations(unchecked_peak, standing, room)
     outcome = planner.plan(limit)
     if not outcome.fits:
         peak = outcome.peak + planner.unseen
         error = BudgetError(str(budget), (peak + standing) / MB, peak / unchecked_peak)
-        if budget.strict and known is None:  # later it would end a run in mid-epoch
+        if budget.strict and first is None:  # later it would end a run in mid-epoch
             raise error
         warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)
     before = min(planner.time([]) for _ in range(2)) if planner.unchecked_measured else None
@@ -221,12 +226,6 @@ def _agreement(trainer: pl.Trainer) -> Agreement:
     return Agreement(trainer.strategy.broadcast, largest)
 
 
-def _smallest(known: Planning) -> Planning:
-    solution = known.planner.smallest()
-    outcome = replace(known.outcome, plan=known.planner.make_plan(solution), solution=solution)
-    return replace(known, outcome=outcome)
-
-
 Shapes: TypeAlias = tuple[tuple[int, ...], ...]
 """Of the tensors of a batch, in order."""
 
@@ -239,36 +238,21 @@ def batch_shapes(batch: Any) -> Shapes:
 def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
-        return
-    if isinstance(value, Mapping):
-        parts: Iterable[Any] = value.values()
-    elif isinstance(value, (list, tuple)):
-        parts = value
-    else:  # a dataclass, a graph: whatever has attributes
-        parts = getattr(value, "__dict__", {}).values()
-    if id(value) not in seen:
+    elif id(value) not in seen:
         seen.add(id(value))
-        for part in parts:
+        for part in parts_of(value):
             yield from _tensors(part, seen)
-
-
-def covers(known: Shapes, other: Shapes) -> bool:
-    """Return whether nothing in ``other`` is larger than in ``known``."""
-    return _alike(known, other) and all(
-        size <= limit
-        for shape, bound in zip(other, known, strict=True)
-        for size, limit in zip(shape, bound, strict=True)
-    )
 
 
 def growth(known: Shapes, other: Shapes) -> float:
     """Return by what factor activations grow at most from one batch to another.
 
-    They grow with the number of elements, and those of attention with one dimension once more.
+    They grow with the number of elements, and those of attention with one dimension once more. Of
+    smaller batches it is at most 1.
     """
     elements = [sum(map(math.prod, shapes)) for shapes in (known, other)]
     more = elements[1] / max(1, elements[0])
-    if not _alike(known, other):
+    if [*map(len, known)] != [*map(len, other)]:
         return max(1.0, more) ** 2
     longer = (
         size / max(1, before)
@@ -276,7 +260,3 @@ def growth(known: Shapes, other: Shapes) -> float:
         for size, before in zip(shape, bound, strict=True)
     )
     return more * max(1.0, *longer) if known else 1.0
-
-
-def _alike(one: Shapes, other: Shapes) -> bool:
-    return [len(shape) for shape in one] == [len(shape) for shape in other]

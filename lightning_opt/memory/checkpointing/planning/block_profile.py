@@ -7,7 +7,6 @@ add: what a recomputation brings back is what keeping would have held.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -183,17 +182,11 @@ class OperatorWatch(Probe):
 
     def __init__(self, profiles: Mapping[nn.Module, OperatorProfile]) -> None:
         self._profiles = profiles
-        self._runs: Counter[nn.Module] = Counter()
-        self._repetitions: Counter[nn.Module] = Counter()
 
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Record a first run."""
-        self._runs[module] += 1
         return self._profiles[module].forward()
 
     def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
         """Count what a recomputation runs."""
-        self._repetitions[module] += 1
-        profile = self._profiles[module]
-        profile.walked_twice |= self._repetitions[module] > self._runs[module]
-        return profile.recompute()
+        return self._profiles[module].recompute()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 STATES = 400
 """About so many different sums of bytes are followed, so that a plan may be slower than the best by
@@ -96,7 +96,7 @@ class _State:
     held: int = 0
     seconds: float = 0.0
     peak: int = 0
-    decisions: tuple[Decision, ...] = ()
+    chain: Any = ()  # the latest decision, behind the chain of those before it
 
 
 def solve(
@@ -124,14 +124,17 @@ def solve(
     if not ends:
         return None
     best = min(ends, key=lambda state: (state.seconds, state.peak))
-    return Solution(best.decisions, max(best.peak, best.held + head_peak), best.seconds)
+    chain, decisions = best.chain, list[Decision]()
+    while chain:
+        chain, decision = chain
+        decisions.insert(0, decision)
+    return Solution(tuple(decisions), max(best.peak, best.held + head_peak), best.seconds)
 
 
 def smallest_peak(items: Sequence[Item], head_peak: int, longest: int = 1) -> Solution:
     """Return the plan with the smallest predicted peak."""
-    low, high = 0.0, float(head_peak)
-    for item in items:
-        high = max(high, item.forward_peak, item.backward_peak)
+    peaks = [max(item.forward_peak, item.backward_peak) for item in items]
+    low, high = 0.0, float(max(head_peak, *peaks, 0))
     best = solve(items, head_peak, high, longest)
     assert best is not None, "recomputing every unit is the step that was measured"
     while (high - low) > 0.002 * high:
@@ -176,9 +179,7 @@ def _offer(states: dict[int, _State], state: _State, step: Step, grain: int) -> 
     fastest = known is None or (seconds, held) < (known.seconds, known.held)
     smallest = least is None or (held, seconds) < (least.held, least.seconds)
     if fastest or smallest:
-        new = _State(
-            held, seconds, max(state.peak, state.held + peak), (*state.decisions, decision)
-        )
+        new = _State(held, seconds, max(state.peak, state.held + peak), (state.chain, decision))
         states.update({held // grain: new} if fastest else {})
         states.update({LEAST: new} if smallest else {})
 

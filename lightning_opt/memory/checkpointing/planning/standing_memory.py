@@ -1,4 +1,4 @@
-"""What a training holds besides activations."""
+"""What a run holds besides activations."""
 
 from __future__ import annotations
 

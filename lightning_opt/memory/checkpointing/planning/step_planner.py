@@ -26,6 +26,7 @@ from lightning_opt.memory.checkpointing.planning.block_profile import (
     StepProfile,
     Stopwatch,
     Timeline,
+    Unit,
 )
 from lightning_opt.memory.checkpointing.planning.knapsack import (
     Decision,
@@ -49,8 +50,6 @@ ROUNDS = 3
 UNSEEN = 0.02
 """What kernels need inside of themselves, as a share of the peak, where the meter does not see it:
 convolutions on a CPU took so much."""
-LONGEST = 8
-"""Blocks in a planned segment, at most; or twice the square root of their number."""
 
 
 @dataclass(frozen=True)
@@ -114,8 +113,8 @@ class StepPlanner:
         self._step, self._device = step, device
         self._agreement = agreement or Agreement()
         self._blocks = list(blocks)
-        self._longest = max(LONGEST, round(2 * math.sqrt(len(blocks)))) if segments else 1
         self.profile = self._profile()
+        self._longest = longest_segment(self.profile.units) if segments else 1
         # One list a unit: the sets of operators to try keeping, each containing the one before.
         self._levels: list[list[frozenset[Place]]] = self._agreement.first(self._choose_levels())
         self.unchecked_peak = round(_peak_of_keeping(self.profile, 1.0))
@@ -132,7 +131,7 @@ class StepPlanner:
         """Run the step with every block recomputed by itself, for memory and for operators."""
         profile = self._run_timeline()
         profiles = {m: OperatorProfile() for unit in profile.units for m in unit.block.modules}
-        self._run([unit.block for unit in profile.units], OperatorWatch(profiles))
+        self._run(every_layer([unit.block for unit in profile.units]), OperatorWatch(profiles))
         for unit in profile.units:
             unit.profiles = tuple(profiles[module] for module in unit.block.modules)
         for unit, following in zip(profile.units, profile.units[1:], strict=False):
@@ -142,27 +141,26 @@ class StepPlanner:
         return profile
 
     def _run_timeline(self) -> StepProfile:
-        while True:
-            try:
-                return self._try_timeline()
-            except InputChangedError as error:
-                # Its input is gone when it is needed again: such a block is left alone.
-                self._blocks = [b for b in self._blocks if error.module not in b.modules]
-
-    def _try_timeline(self) -> StepProfile:
         found: list[Timeline] = []
 
         def inside(stack: ExitStack) -> None:
             found.append(Timeline(self._blocks, stack.enter_context(measuring(self._device))))
             stack.enter_context(probed(applied.forwards, found[0]))
 
-        with AppliedPlan(every_layer(self._blocks)) as applied:
-            self._step.run()  # what happens only once, as the learning of buffers, is over then
-            self._step.run(inside)
-            return found[0].finish()
+        while not found:
+            with AppliedPlan(every_layer(self._blocks)) as applied:
+                try:
+                    self._step.run()  # what happens only once, as learning of buffers, is over then
+                    self._step.run(inside)
+                except InputChangedError as error:
+                    # Its input is gone when it is needed again: such a block is left alone.
+                    self._blocks = [b for b in self._blocks if error.module not in b.modules]
+        return found[0].finish()
 
-    def _run(self, blocks: Sequence[Block], probe: Probe) -> None:
-        with AppliedPlan(every_layer(blocks)) as applied:
+    def _run(self, plan: Plan, probe: Probe, keep_all: bool = False) -> None:
+        with AppliedPlan(plan) as applied:
+            for forward in applied.forwards:
+                forward.keep_all = keep_all
             self._step.run(lambda stack: stack.enter_context(probed(applied.forwards, probe)))
 
     def measure_peak(self, plan: Plan) -> int:
@@ -262,10 +260,7 @@ class StepPlanner:
     def _stopwatch(self, plan: Plan, keep_all: bool = False) -> dict[Block, float]:
         """Return for each block the seconds of its runs and recomputations."""
         watch = Stopwatch([block for stretch in plan for block in stretch.blocks], self._device)
-        with AppliedPlan(plan) as applied:
-            for forward in applied.forwards:
-                forward.keep_all = keep_all
-            self._step.run(lambda stack: stack.enter_context(probed(applied.forwards, watch)))
+        self._run(plan, watch, keep_all)
         return {
             block: watch.forwards[block] + again for block, again in watch.recomputations.items()
         }
@@ -328,6 +323,18 @@ class StepPlanner:
     def _selection(self, order: int, level: int) -> Callable[[], Selection] | None:
         levels = self._levels[order]
         return partial(Selection, None, levels[level]) if levels else None
+
+
+def longest_segment(units: Sequence[Unit]) -> int:
+    """Return how many blocks a segment may have: one where segments cannot win.
+
+    Of n blocks, segments of k hold n / k inputs, and bring back the internals of k. Their sum is
+    smallest at a k of sqrt(n * inputs / internals): about one in transformers, four in an MLP. The
+    last segments of a plan are longer than that, since fewer blocks come after them.
+    """
+    inputs, internals = (sum(getattr(u, name) for u in units) for name in ("inputs", "internals"))
+    best = round(math.sqrt(len(units) * inputs / max(1, internals)))
+    return min(8, 2 * best) if best > 1 else 1  # longer ones win little, and take long to plan
 
 
 def _peak_of_keeping(profile: StepProfile, scale: float) -> float:

@@ -1,0 +1,200 @@
+"""Checkpointing a GPT beside what torchtitan does and beside torch's activation_memory_budget.
+
+Supports the choice of a policy on a GPU: peak and time of a step (forward and backward pass in bf16
+autocast) of GPT-2 with 124M and 350M parameters, plain, with this package's policies, with every
+block under ``checkpoint_wrapper`` and with torchtitan's selective operators (every second matrix
+product is recomputed), and compiled with ``activation_memory_budget``. Each row runs in a process
+of its own. A CPU rehearses it with a tiny model, where the peak is that of the process.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import statistics
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lightning_opt as lo
+from benchmarks.gpt import GPT, size_for
+from benchmarks.harness import parse_arguments, publish, wait
+from benchmarks.memory.checkpointing import Step, process_peak
+from lightning_opt.core.blocks import find_blocks
+from lightning_opt.memory.checkpointing.methods.policies import Plan
+from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner
+
+GPU = True
+LIMIT = 200.0
+"""Seconds for one row."""
+
+
+def every_block(model: GPT) -> None:
+    """Recompute each block, as torchtitan's full activation checkpointing does."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = checkpoint_wrapper(block, preserve_rng_state=False)
+
+
+def selected_operators(model: GPT) -> None:
+    """Save attention and every second matrix product, as torchtitan's selective mode does."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+    from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+
+    aten = torch.ops.aten
+    products = {aten.mm.default, aten.addmm.default}
+    saved = {
+        aten._scaled_dot_product_efficient_attention.default,
+        aten._scaled_dot_product_flash_attention.default,
+        *products,
+    }
+
+    def contexts() -> Any:
+        met = {True: 0, False: 0}
+
+        def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
+            if func in products:
+                met[context.is_recompute] += 1
+            if func in saved and not (func in products and met[context.is_recompute] % 2 == 0):
+                return CheckpointPolicy.MUST_SAVE
+            return CheckpointPolicy.PREFER_RECOMPUTE
+
+        return create_selective_checkpoint_contexts(policy)
+
+    for place, block in enumerate(model.blocks):
+        model.blocks[place] = checkpoint_wrapper(
+            block, context_fn=contexts, preserve_rng_state=False
+        )
+
+
+def budget(share: float) -> Callable[[GPT], nn.Module]:
+    """Let the compiler decide what to recompute."""
+
+    def compiled(model: GPT) -> nn.Module:
+        import torch._functorch.config as config
+
+        config.activation_memory_budget = share
+        return torch.compile(model)  # type: ignore[return-value]
+
+    return compiled
+
+
+def ours(policy: str) -> Callable[[GPT], Any]:
+    """Return what applies a policy of this package."""
+    return lambda model: policy
+
+
+WAYS: dict[str, Callable[[GPT], Any]] = {
+    "plain": lambda model: None,
+    "ActivationCheckpointing('every_layer')": ours("every_layer"),
+    "ActivationCheckpointing('selective')": ours("selective"),
+    "ActivationCheckpointing('auto'), half": ours("auto"),
+    "torchtitan, full": every_block,
+    "torchtitan, selective operators": selected_operators,
+    "torch.compile": budget(1.0),
+    "torch.compile, activation_memory_budget=0.5": budget(0.5),
+}
+
+
+class GPTStep(Step):
+    """The step of the benchmark of policies, on a GPT."""
+
+    def __init__(self, size: str, device: str, samples: int) -> None:
+        torch.manual_seed(0)
+        self.device = device
+        self.model = GPT(size).to(device)
+        self.batch = self.model.batch(samples, device)
+        for parameter in self.model.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+
+    def half(self) -> Plan:
+        """Return what the planner takes to halve the peak."""
+        self()
+        planner = StepPlanner(self, find_blocks(self.model), torch.device(self.device))
+        return planner.plan(0.5 * (planner.unchecked_peak + planner.unseen)).plan
+
+    def loss(self) -> Tensor:
+        with torch.autocast(self.device.split(":")[0], torch.bfloat16):
+            return self.model(self.batch)
+
+
+def measure(pipe: Any, way: str, size: str, device: str, samples: int, rounds: int) -> None:
+    """Send the peak and the seconds of a step, or what went wrong."""
+    try:
+        step = GPTStep(size, device, samples)
+        changed = WAYS[way](step.model)
+        if isinstance(changed, str):
+            plan = step.half() if changed == "auto" else step.plan(changed)
+            call = step.under(plan)
+            call(step)  # a selective policy learns
+        else:
+            step.model = changed or step.model
+            call = lambda function: function()  # noqa: E731
+
+        def run() -> tuple[int, list[float]]:
+            for _ in range(3):
+                step()
+            seconds = []
+            for _ in range(rounds):
+                wait(device)
+                start = time.perf_counter()
+                step()
+                wait(device)
+                seconds.append(time.perf_counter() - start)
+            return process_peak(step), seconds
+
+        pipe.send(call(run))
+    except BaseException:  # noqa: BLE001 - the parent has to hear of it
+        pipe.send(traceback.format_exc())
+
+
+def main() -> None:
+    """Measure each way in a process, and publish after each."""
+    parser = argparse.ArgumentParser(add_help=False)
+    parser.add_argument("--sizes", nargs="+", default=["124M", "350M"])
+    parser.add_argument("--samples", type=int, default=8)
+    own, rest = parser.parse_known_args()
+    arguments = parse_arguments(__doc__ or "", rest)
+    sizes = dict.fromkeys(size_for(arguments.device, size) for size in own.sizes)
+    rows: list[dict[str, Any]] = []
+    context = multiprocessing.get_context("spawn")
+    for size in sizes:
+        plain: dict[str, float] = {}
+        for way in WAYS:
+            if arguments.quick and "compile" in way:
+                continue  # a compiler's minutes are no part of a rehearsal
+            mine, others = context.Pipe()
+            rounds = 3 if arguments.quick else 10
+            values = (others, way, size, arguments.device, own.samples, rounds)
+            process = context.Process(target=measure, args=values)
+            process.start()
+            told = mine.recv() if mine.poll(LIMIT) else f"no answer within {LIMIT:.0f} s"
+            process.kill()
+            process.join()
+            row: dict[str, Any] = {"model": size, "way": way}
+            if isinstance(told, str):
+                row["failed"] = told.strip().splitlines()[-1]
+                print(told)
+            else:
+                peak, seconds = told
+                row |= {"peak MiB": round(peak / 2**20, 1)}
+                row |= {"ms": round(1e3 * statistics.median(seconds), 2)}
+                plain = plain or row
+                row["peak of plain"] = round(row["peak MiB"] / max(plain["peak MiB"], 0.1), 3)
+                row["time of plain"] = round(row["ms"] / plain["ms"], 3)
+            rows.append(row)
+            report = lo.Report(
+                f"Checkpointing GPT-2 in bf16 autocast, {own.samples} samples",
+                rows,
+                ["Peak above parameters and gradients; time of a forward and a backward pass."],
+            )
+            publish("gpt_checkpointing", report, arguments)
+
+
+if __name__ == "__main__":
+    main()
