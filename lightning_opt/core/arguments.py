@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeVar
 
 Choice = TypeVar("Choice")
@@ -77,3 +78,9 @@ def one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def did_you_mean(name: object, known: Iterable[str]) -> str:
+    """Return the end of a sentence about an unknown name: the nearest one, or a full stop."""
+    near = difflib.get_close_matches(str(name), list(known), n=1)
+    return f"; did you mean {near[0]!r}?" if near else "."

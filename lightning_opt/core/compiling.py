@@ -6,6 +6,7 @@ import contextlib
 import time
 from typing import Any
 
+import torch
 from torch import nn
 
 
@@ -17,6 +18,12 @@ def is_compiled(module: nn.Module) -> bool:
 def has_compiled_parts(model: nn.Module) -> bool:
     """Return whether torch.compile runs ``model`` or any module inside of it."""
     return any(map(is_compiled, model.modules()))
+
+
+def run_eagerly() -> Any:
+    """Return the context in which compiled modules run as they are written."""
+    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
+    return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
 
 
 def hooks_are_compiled(module: nn.Module) -> bool:

@@ -34,10 +34,12 @@ class DelayedReads(Generic[Note]):
         """Start copying ``values`` (1-dimensional) to the host; ``note`` comes back with them."""
         copied = None
         if values.is_cuda:
-            # A copy from CUDA that does not block lands in pinned memory; the event says when.
+            # A copy from CUDA that does not block lands in pinned memory; the event says when. It
+            # runs on a stream of the values' device, which need not be the current one.
+            stream = torch.cuda.current_stream(values.device)
             values = values.to("cpu", non_blocking=True)
             copied = torch.cuda.Event()
-            copied.record()
+            copied.record(stream)
         self._queue.append((values, copied, note))
 
     def due(self) -> Iterator[tuple[list[float], Note]]:

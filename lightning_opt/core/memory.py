@@ -163,14 +163,17 @@ def live_source(device: torch.device) -> str:
 class PeakMeter:
     """The peak of memory from its start on, whoever else measures peaks at the same time.
 
-    On CUDA it is what tensors hold. Elsewhere it is resident memory, of which Linux keeps the peak;
-    on other systems :meth:`sample` has to be called now and then.
+    On CUDA it is what tensors hold, or with ``fragments`` what the allocator cannot give back:
+    also what lies unused in blocks of which a part is in use, but not more than it had taken from
+    the device. Elsewhere it is resident memory, of which Linux keeps the peak; on other systems
+    :meth:`sample` has to be called now and then.
 
     Torch's allocator and the kernel keep one peak for the whole process, which begins anew for all
     at once. So the meter that starts anew first hands what was reached to all the others.
 
     Args:
         device: The device that trains.
+        fragments: Whether memory counts that fragmentation makes useless.
 
     Attributes:
         samples: Whether the peak is only that of the samples.
@@ -178,8 +181,8 @@ class PeakMeter:
 
     _running: ClassVar[WeakSet[PeakMeter]] = WeakSet()
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, fragments: bool = False) -> None:
+        self._device, self._fragments = device, fragments
         self._counter = str(device) if device.type == "cuda" else "process"
         if self._counter == "cuda":
             self._counter = f"cuda:{torch.cuda.current_device()}"
@@ -204,6 +207,10 @@ class PeakMeter:
         """Take note of what was reached, or, where nobody keeps a peak, of what is held now."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
+            if self._fragments:
+                stats = torch.cuda.memory_stats(self._device)  # empty before the first tensor
+                peak += stats.get("inactive_split_bytes.all.peak", 0)
+                peak = min(peak, torch.cuda.max_memory_reserved(self._device))
         else:
             peak = resident_memory() if self.samples else _peak_resident()
         self._largest = max(self._largest, peak)

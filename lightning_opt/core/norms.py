@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_opt.core.scalars import Scalar, wide_dtype
+from lightning_opt.core.scalars import Scalar, move, wide_dtype
 from lightning_opt.core.sharding import (
     Groups,
     combine_shards,
@@ -67,7 +67,7 @@ class Gradients:
             for (device, dtype), places in by_kind(self.tensors).items():
                 # The gradients' own dtype keeps the fused kernel; 1 is exact in every dtype, so a
                 # gradient that is not clipped is not changed.
-                factor = coefficient.to(device=device, dtype=dtype, non_blocking=True)
+                factor = move(coefficient, device).to(dtype)
                 torch._foreach_mul_([self.tensors[place] for place in places], factor)
         elif self.tensors:
             torch._foreach_mul_(self.tensors, coefficient)
@@ -201,7 +201,7 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
 @torch.no_grad()  # the host's floats have no graph, but these tensors stay
 def _measure_on_device(gradients: Gradients, grad_scale: Scalar) -> GradientNorms:
     device = gradients.tensors[0].device
-    norms = torch.stack([n.to(device, non_blocking=True) for n in _device_norms(gradients.tensors)])
+    norms = torch.stack([move(norm, device) for norm in _device_norms(gradients.tensors)])
     norms = norms.to(wide_dtype(device))
     if gradients.groups:
         norms = combine_shards(norms.square(), gradients.groups).sqrt()

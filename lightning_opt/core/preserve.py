@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 import random
+import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -20,6 +22,12 @@ PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tup
 LONGEST_COPIED = 1000
 """Entries of a container that is copied; of longer ones only the length is kept."""
 
+LONGEST_SEARCHED = 100
+"""Entries of a container that is searched for containers, tensors and generators in turn."""
+
+DEEPEST = 5
+"""Containers and objects within each other that are looked into."""
+
 SMALL = 64 * 2**10
 """Bytes of a tensor that is copied whether a step has been seen to write it or not."""
 
@@ -29,7 +37,11 @@ whether it is written. Buffers of any size are."""
 
 _CONTAINERS = (list, dict, set, deque)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
+_STANDARD = sys.stdlib_module_names - {"__main__"}
 _OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+
+MERSENNE_TWISTER = 625 * 4
+"""Bytes of what NumPy's global generator is in: 624 words and a place among them."""
 
 Undo = Callable[[], object]
 
@@ -42,8 +54,10 @@ class Before:
     """The state that a training step may change, as it is before each batch.
 
     Random numbers (Python's, NumPy's, torch's, and generators that modules hold), buffers, tensors
-    that are attributes, metrics, and counters, flags and collections of the modules. Not gradients,
-    and not parameters, of which it only sees that they were written. Taking it waits for no device.
+    and small arrays that are attributes, metrics, and counters, flags and collections of the
+    modules, those within collections and within objects of the user's own classes too. Not
+    gradients, and not parameters, of which it only sees that they were written. Taking it waits for
+    no device.
 
     The first batch shows which tensors it writes; from then on large ones are copied if they are
     among these.
@@ -60,7 +74,7 @@ class Before:
         self._buffers = [owner._buffers for owner in modules if owner._buffers]
         # Layers of torch count nothing, and most modules are such layers.
         self._attributes = [vars(owner) for owner in modules if _is_users(type(owner))]
-        self._written: set[tuple[int, str]] | None = None
+        self._written: set[tuple[int, Any]] | None = None
         self.forget()
 
     def forget(self) -> None:
@@ -72,41 +86,40 @@ class Before:
     def take(self) -> None:
         """Remember the state as it is."""
         self._weights = [parameter._version for parameter in self._parameters]
-        self._undo, self._tensors = list(_random_states(self._device)), []
+        self._undo, self._tensors = list(random_states([self._device])), []
         for buffers in self._buffers:
             self._undo.append(functools.partial(buffers.update, buffers.copy()))
             for name, buffer in buffers.items():
                 if buffer is not None:
                     self._keep(buffers, name, buffer, math.inf)
+        seen: set[int] = set()
         for attributes in self._attributes:
-            self._undo.append(self._remember(attributes))
+            self._remember(attributes, seen)
 
-    def _keep(self, place: dict[str, Any], name: str, tensor: Tensor, most: float) -> None:
+    def _keep(
+        self, place: Any, name: Any, tensor: Tensor, most: float, unseen: float = SMALL
+    ) -> None:
         seen = self._written is None or (id(place), name) in self._written
         bytes_ = tensor.numel() * tensor.element_size()  # `nbytes` fails for sparse ones
-        copied = bytes_ <= (most if seen else SMALL) and not tensor.is_inference()
+        copied = bytes_ <= (most if seen else unseen) and not tensor.is_inference()
         copy = tensor.detach().clone() if copied else None
         self._tensors.append(_Kept(place, name, tensor, _version(tensor), copy))
 
-    def _remember(self, attributes: dict[str, Any]) -> Undo:
-        """Return what puts back attributes of plain types, their contents, and generators."""
+    def _remember(self, attributes: dict[str, Any], seen: set[int], depth: int = 0) -> None:
+        """Remember attributes of plain types, what is in them, and generators."""
         before: dict[str, Any] = {}
-        inside: list[Undo] = []
         for name, value in attributes.items():  # of all modules of the user's, at each batch
             kind = _kind(type(value))  # type: ignore[arg-type]
-            if not kind or name in _OWN or name.endswith("hooks"):
+            if not kind or name in _OWN or "_hooks" in name:
                 continue
-            if kind == "generator":
-                inside.append(_generator_state(value))
-            elif kind == "tensor":
+            if kind == "tensor":
                 # One that belongs to a graph is made anew by each step, and would keep it alive.
                 if value.grad_fn is None:
                     self._keep(attributes, name, value, LARGE)
             else:
                 before[name] = value
-                if kind == "container":
-                    content = len(value) if len(value) > LONGEST_COPIED else value.copy()
-                    inside.append(functools.partial(_refill, value, content))
+                if kind != "plain":
+                    self._look_into(value, kind, seen, depth + 1)
         names = set(attributes)
 
         def undo() -> None:
@@ -115,10 +128,33 @@ class Before:
                 if isinstance(attributes[name], PLAIN):
                     del attributes[name]
             attributes.update(before)
-            for put_back in inside:
-                put_back()
 
-        return undo
+        self._undo.append(undo)
+
+    def _look_into(self, value: Any, kind: str, seen: set[int], depth: int) -> None:
+        """Remember what a value holds that is neither plain nor a tensor, once."""
+        if id(value) in seen or depth > DEEPEST:
+            return
+        seen.add(id(value))
+        if kind == "generator":
+            self._undo.append(_generator_state(value))
+        elif kind == "object":
+            self._remember(getattr(value, "__dict__", {}), seen, depth)
+        elif kind == "array":
+            if value.nbytes <= SMALL and value.flags.writeable:
+                self._undo.append(functools.partial(np.copyto, value, value.copy()))
+        else:
+            if kind == "container":
+                content = len(value) if len(value) > LONGEST_COPIED else value.copy()
+                self._undo.append(functools.partial(_refill, value, content))
+            if len(value) <= LONGEST_SEARCHED:
+                entries = value.items() if isinstance(value, dict) else enumerate(value)
+                for name, entry in entries:
+                    inner = _kind(type(entry))  # type: ignore[arg-type]
+                    if inner == "tensor" and entry.grad_fn is None:
+                        self._keep(value, name, entry, SMALL, unseen=0)
+                    elif inner not in ("", "plain", "tensor"):
+                        self._look_into(entry, inner, seen, depth + 1)
 
     def learn(self) -> None:
         """Note, after the first batch that succeeded, which tensors the step writes."""
@@ -149,7 +185,8 @@ class Before:
                 "cannot be taken back and tried again."
             )
         for kept in self._tensors:
-            kept.place[kept.name] = kept.tensor
+            if isinstance(kept.place, dict):  # entries of lists are put back with these
+                kept.place[kept.name] = kept.tensor
             if kept.copy is not None:
                 kept.tensor.data.copy_(kept.copy)  # `.data`: autograd need not know
         for undo in self._undo:
@@ -159,8 +196,8 @@ class Before:
 class _Kept(NamedTuple):
     """A tensor as it was, and where it belongs."""
 
-    place: dict[str, Any]
-    name: str
+    place: Any
+    name: Any
     tensor: Tensor
     version: int
     copy: Tensor | None
@@ -179,7 +216,7 @@ def _version(tensor: Tensor) -> int:
 def isolated_random(device: torch.device) -> Iterator[None]:
     """Put the random numbers back: Python's, NumPy's, torch's of the CPU and of ``device``."""
     with ExitStack() as stack:
-        for undo in _random_states(device):
+        for undo in random_states([device]):
             stack.callback(undo)
         yield
 
@@ -212,18 +249,51 @@ def _is_users(kind: type) -> bool:
     return any(not base.__module__.startswith("torch.") for base in kind.__mro__[:-1])
 
 
-def host_random_states(generators: Iterable[Any] = ()) -> Iterator[Undo]:
-    """Yield what puts Python's and NumPy's random numbers back, and those of ``generators``."""
+def random_states(
+    devices: Iterable[torch.device], generators: Iterable[Any] = ()
+) -> Iterator[Undo]:
+    """Yield what puts random numbers back: Python's, NumPy's, torch's, those of ``generators``.
+
+    Args:
+        devices: Whose generators, beside the CPU's.
+        generators: Others.
+    """
     yield functools.partial(random.setstate, random.getstate())
-    yield functools.partial(np.random.set_state, np.random.get_state(legacy=False))  # noqa: NPY002
+    yield _NumpyState.now().put_back
+    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
+    for device in devices:
+        if device.type == "cuda":
+            state = torch.cuda.get_rng_state(device)
+            yield functools.partial(torch.cuda.set_rng_state, state, device)
+        elif device.type == "mps":
+            yield functools.partial(torch.mps.set_rng_state, torch.mps.get_rng_state())
     yield from map(_generator_state, generators)
 
 
-def _random_states(device: torch.device) -> Iterator[Undo]:
-    yield from host_random_states()
-    yield functools.partial(torch.set_rng_state, torch.get_rng_state())
-    if device.type == "cuda":
-        yield functools.partial(torch.cuda.set_rng_state, torch.cuda.get_rng_state(device), device)
+class _NumpyState(NamedTuple):
+    """NumPy's random numbers, which take 0.1 ms to read and to write: done if they have moved."""
+
+    raw: bytes
+    state: dict[str, Any]
+
+    @staticmethod
+    def now() -> _NumpyState:
+        bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
+        twister = type(bits) is np.random.MT19937  # as long as nobody sets another
+        raw = ctypes.string_at(bits.ctypes.state_address, MERSENNE_TWISTER) if twister else b""
+        known = _LAST_NUMPY[-1] if twister and _LAST_NUMPY else None
+        # A second normal number is drawn without a move.
+        if known is None or known.raw != raw or known.state["has_gauss"]:
+            known = _NumpyState(raw, np.random.get_state(legacy=False))  # noqa: NPY002
+            _LAST_NUMPY[:] = [known]
+        return known
+
+    def put_back(self) -> None:
+        if _NumpyState.now() is not self:
+            np.random.set_state(self.state)  # noqa: NPY002
+
+
+_LAST_NUMPY: list[_NumpyState] = []
 
 
 def _generator_state(generator: Any) -> Undo:
@@ -243,9 +313,21 @@ def _kind(kind: Any) -> str:
         return "generator"
     if issubclass(kind, Tensor):
         return "tensor"
+    if issubclass(kind, np.ndarray):
+        return "array"
     if issubclass(kind, _CONTAINERS) and _is_refillable(kind):
         return "container"
-    return "plain" if issubclass(kind, PLAIN) else ""
+    if issubclass(kind, PLAIN):
+        return "tuple" if issubclass(kind, tuple) else "plain"
+    return "object" if _is_own(kind) else ""
+
+
+def _is_own(kind: type) -> bool:
+    """Whether a class and its bases are the user's own: a meter, a state, a moving average."""
+    names = {base.__module__.partition(".")[0] for base in kind.__mro__[:-1]}
+    if names & {"torch", "lightning", "lightning_opt"} or kind.__module__ in _STANDARD:
+        return False
+    return "site-packages" not in str(getattr(sys.modules.get(kind.__module__), "__file__", ""))
 
 
 def _is_refillable(kind: Any) -> bool:

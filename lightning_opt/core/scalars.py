@@ -20,78 +20,30 @@ Scalar: TypeAlias = "float | Tensor"
 
 Condition: TypeAlias = "bool | Tensor"
 
-
-def isfinite(x: Scalar) -> Condition:
-    """Return whether ``x`` is neither infinite nor NaN."""
-    return torch.isfinite(x) if isinstance(x, Tensor) else math.isfinite(x)
+HOST = torch.device("cpu")
 
 
-def log(x: Scalar) -> Scalar:
-    """Return the natural logarithm; minus infinity at 0, NaN below (on the host too)."""
-    if isinstance(x, Tensor):
-        return torch.log(x)
-    if x > 0:
-        return math.log(x)
-    return -math.inf if x == 0 else math.nan
-
-
-def exp(x: Scalar) -> Scalar:
-    """Return e to the power of ``x``; infinity where that overflows (on the host too)."""
-    if isinstance(x, Tensor):
-        return torch.exp(x)
+def exp(x: float) -> float:
+    """Return e to the power of ``x``; infinity where that overflows, as on a device."""
     try:
         return math.exp(x)
     except OverflowError:
         return math.inf
 
 
-def sqrt(x: Scalar) -> Scalar:
-    """Return the square root."""
-    return torch.sqrt(x) if isinstance(x, Tensor) else math.sqrt(x)
+class DeviceCopy:
+    """What a device works with in place of a state that stands beside it, and its constants."""
+
+    def __init__(self, device: torch.device, **tensors: Any) -> None:
+        self.device = device
+        self.tensors: dict[str, Tensor] = {
+            name: constant(value, device) for name, value in tensors.items()
+        }
 
 
-def minimum(a: Scalar, b: Scalar) -> Scalar:
-    """Return the smaller of two scalars, of which ``b`` wins where ``a`` is NaN on the host."""
-    return where(a < b, a, b)
-
-
-def maximum(a: Scalar, b: Scalar) -> Scalar:
-    """Return the larger of two scalars, of which ``b`` wins where ``a`` is NaN on the host."""
-    return where(a > b, a, b)
-
-
-def clamp(x: Scalar, bound: Scalar) -> Scalar:
-    """Return ``x`` brought into ``[-bound, bound]``."""
-    return maximum(minimum(x, bound), -bound)
-
-
-def logical_and(a: Condition, b: Condition) -> Condition:
-    """Return ``a and b`` without reading either of them."""
-    if isinstance(a, Tensor) or isinstance(b, Tensor):
-        return a & b
-    return a and b
-
-
-def where(condition: Condition, a: Scalar, b: Scalar) -> Scalar:
-    """Return ``a`` where ``condition`` holds and ``b`` elsewhere; both are already evaluated."""
-    if not isinstance(condition, Tensor):
-        return a if condition else b
-    if not isinstance(a, Tensor) and not isinstance(b, Tensor):
-        # Two Python numbers would give the default dtype, float32, and lose digits.
-        a = fill_like(condition, a)
-    return torch.where(condition, a, b)
-
-
-def as_kind_of(like: Scalar, value: Scalar) -> Scalar:
-    """Return ``value`` as a tensor if ``like`` is one: a resumed state is numbers at first."""
-    if isinstance(like, Tensor) and not isinstance(value, Tensor):
-        return fill_like(like, value)
-    return value
-
-
-def fill_like(like: Tensor, value: float) -> Tensor:
-    """Return a 0-dimensional tensor of ``value`` on the device of ``like``, made on that device."""
-    return torch.full((), value, dtype=wide_dtype(like.device), device=like.device)
+def constant(values: Any, device: torch.device) -> Tensor:
+    """Return a number, or lists of them, as a tensor on ``device``. A copy from the host."""
+    return torch.as_tensor(values, dtype=wide_dtype(device), device=device)
 
 
 def wide_dtype(device: torch.device) -> torch.dtype:
@@ -99,17 +51,24 @@ def wide_dtype(device: torch.device) -> torch.dtype:
     return torch.float32 if device.type == "mps" else torch.float64
 
 
+def move(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return ``tensor`` on ``device``, without waiting unless that is the host.
+
+    A copy to the host that does not wait is garbage until the device has caught up.
+    """
+    return tensor.to(device, non_blocking=device.type != "cpu")
+
+
 def stack_scalars(values: Sequence[Scalar]) -> Tensor:
-    """Return scalars, of which at least one is a tensor, as a tensor on its device; reads none."""
-    like = next(value for value in values if isinstance(value, Tensor))
-    return torch.stack(
-        [
-            value.to(like.device, wide_dtype(like.device), non_blocking=True)
-            if isinstance(value, Tensor)
-            else fill_like(like, value)
-            for value in values
-        ]
-    )
+    """Return scalars as a tensor on the first of their devices but the host, and read none."""
+    devices = [value.device for value in values if isinstance(value, Tensor)] or [HOST]
+    home = next((device for device in devices if device.type != "cpu"), devices[0])
+    wide = wide_dtype(home)
+    tensors = [
+        move(v, home) if isinstance(v, Tensor) else torch.full((), v, dtype=wide, device=home)
+        for v in values
+    ]
+    return torch.stack(tensors).to(wide)
 
 
 def read_scalars(values: Sequence[Scalar]) -> list[float]:
@@ -122,12 +81,13 @@ def read_scalars(values: Sequence[Scalar]) -> list[float]:
 def to_plain(value: Any) -> Any:
     """Return ``value`` with every tensor in it on the CPU and every 0-dimensional one a number.
 
-    This waits for the device. It is meant for checkpoints and reports.
+    This waits for the device. It is meant for checkpoints and reports. A :class:`DeviceCopy` in a
+    dict is left out.
     """
     if isinstance(value, Tensor):
         return value.item() if value.ndim == 0 else value.detach().cpu().clone()  # see above
     if isinstance(value, dict):
-        return {key: to_plain(item) for key, item in value.items()}
+        return {key: to_plain(own) for key, own in value.items() if not isinstance(own, DeviceCopy)}
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
     return value

@@ -87,7 +87,12 @@ def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
 def sum_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
     """Sum ``values``, or reduce them by ``op``, in place over each group, and return them."""
     for group in groups:
-        dist.all_reduce(values, op=dist.ReduceOp.SUM if op is None else op, group=group)
+        backends = dist.get_backend_config(group)
+        # NCCL takes no tensors of the host, where FSDP(cpu_offload=True) keeps gradients. It has
+        # waited for them already.
+        own = values if values.device.type in backends else values.to(backends.split(":")[0])
+        dist.all_reduce(own, op=dist.ReduceOp.SUM if op is None else op, group=group)
+        values.copy_(own)  # nothing, for themselves
     return values
 
 
@@ -95,8 +100,7 @@ def mean_over_ranks(values: Tensor) -> Tensor:
     """Return the mean of ``values`` over all processes; themselves where there is only one."""
     if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
         return values
-    dist.all_reduce(values)
-    return values / dist.get_world_size()
+    return sum_over(values, (dist.group.WORLD,)) / dist.get_world_size()
 
 
 def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:

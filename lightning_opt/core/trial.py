@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import inspect
 import time
 from collections.abc import Callable, Iterator
@@ -24,14 +25,23 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def without_a_trace(trainer: pl.Trainer, module: pl.LightningModule) -> Iterator[None]:
+def without_a_trace(
+    trainer: pl.Trainer, module: pl.LightningModule, written: WrittenParameters | None = None
+) -> Iterator[None]:
     """Let training steps run that change, log and step nothing.
 
-    Random numbers, gradients, buffers, metrics, counters and collected outputs are afterwards as
-    before. Nothing is logged, optimizers and schedulers do not step. What ``training_step`` does to
-    the world outside (a file, an environment) it does.
+    Random numbers, gradients, buffers, metrics, counters, collected outputs and parameters that
+    ``training_step`` itself writes are afterwards as before. Nothing is logged, optimizers and
+    schedulers do not step. What ``training_step`` does to the world outside (a file, an
+    environment) it does.
+
+    Args:
+        trainer: The Trainer.
+        module: Its module.
+        written: What is known of those parameters already, where steps are timed.
     """
     with ExitStack() as stack:
+        stack.enter_context((written or WrittenParameters(module)).put_back())
         stack.enter_context(isolated_random(module.device))
         stack.enter_context(preserved(module))
         stack.enter_context(
@@ -63,6 +73,13 @@ def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
     return loss.get("loss") if isinstance(loss, dict) else loss
 
 
+def as_delivered(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+    """Return a batch of a loader as ``training_step`` gets it: converted, on the device."""
+    batch = trainer.precision_plugin.convert_input(batch)
+    batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
+    return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+
+
 def _arguments(training_step: Callable[..., Any]) -> int:
     """Return whether ``training_step`` takes a batch alone (1), or its index too (2)."""
     kinds = [p.kind for p in inspect.signature(training_step).parameters.values()]
@@ -87,7 +104,7 @@ class TrialStep:
     ) -> None:
         self._trainer, self._module = trainer, pl_module
         self._batch, self._batch_idx = batch, batch_idx
-        self._written: list[nn.Parameter] | None = None
+        self._written = WrittenParameters(pl_module)
 
     def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
         """Run it once.
@@ -100,7 +117,7 @@ class TrialStep:
             Seconds from the start of the forward to the end of the backward pass.
         """
         module = self._module
-        with without_a_trace(self._trainer, module), self._parameters_put_back():
+        with without_a_trace(self._trainer, module, self._written):
             batch = copy.deepcopy(self._batch)  # before anything measures
             self._make_gradients()
             wait_for(module.device)
@@ -116,25 +133,6 @@ class TrialStep:
                 wait_for(module.device)
                 return time.perf_counter() - start
 
-    @contextmanager
-    def _parameters_put_back(self) -> Iterator[None]:
-        """Put back what the step itself writes, such as a teacher that is a moving average.
-
-        The first run shows which parameters that are, each copied right before it is written; later
-        runs, which may be timed, copy these and watch no more.
-        """
-        watch = _WriteWatch(self._module)
-        if self._written is None and not has_compiled_parts(self._module):
-            with watch:
-                yield
-            self._written = list(watch.copies)
-        else:
-            watch.copies = {p: p.detach().clone() for p in self._written or ()}
-            yield
-        with torch.no_grad():
-            for parameter, copy_ in watch.copies.items():
-                parameter.data.copy_(copy_)  # `.data`: autograd need not know
-
     def _make_gradients(self) -> None:
         """Have the gradients there before the measurement, which is of activations."""
         parameters = list(self._module.parameters())
@@ -144,6 +142,45 @@ class TrialStep:
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
+
+
+class WrittenParameters:
+    """The parameters that ``training_step`` itself writes, such as a teacher that is an average.
+
+    The first time they are found, each copied right before it is written; afterwards, when steps
+    may be timed, these are copied at once and nothing is watched. Where parts are compiled, whose
+    writes cannot be seen coming, all are copied.
+
+    Args:
+        module: Whose step it is.
+    """
+
+    def __init__(self, module: pl.LightningModule) -> None:
+        self._module = module
+        self._known = list(module.parameters()) if has_compiled_parts(module) else None
+
+    @contextmanager
+    def put_back(self) -> Iterator[None]:
+        """Let steps run, and leave the parameters as they were."""
+        watch, step = _WriteWatch(self._module), self._module.training_step
+        watch.copies = {p: p.detach().clone() for p in self._known or ()}
+        versions = {p: p._version for p in watch.copies}
+
+        @functools.wraps(step)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            with watch:
+                return step(*args, **kwargs)
+
+        watching = {"training_step": watched} if self._known is None else {}
+        try:
+            with replaced(self._module, **watching):
+                yield
+            self._known = list(watch.copies)
+        finally:
+            with torch.no_grad():
+                for parameter, copy_ in watch.copies.items():
+                    if parameter._version != versions.get(parameter):
+                        parameter.data.copy_(copy_)  # `.data`: autograd need not know
 
 
 class _WriteWatch(TorchDispatchMode):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, ClassVar
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_opt.core.norms import (
     GradientNorms,
@@ -20,6 +20,7 @@ from lightning_opt.core.scalars import Scalar
 from lightning_opt.core.sharding import Groups, flat_parameter_groups
 from lightning_opt.gradients.loss_scale import grad_scale
 from lightning_opt.gradients.names import plain_name
+from lightning_opt.trainer.refusals import refuse_lbfgs
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -36,6 +37,8 @@ class GradientCallback(RunCallback):
         names: The model's parameters by name; empty outside of a fit.
         withheld: The optimizers, by index, whose update of this step a subclass leaves out. Those
             behind it then find no gradients.
+        barriers: Where only the device knows whether an update is left out, what is added to the
+            norm for those behind: infinity if it is, else 0.
 
     Raises:
         ValueError: In ``setup`` under DeepSpeed, which keeps gradients in buffers of its own; in
@@ -50,6 +53,7 @@ class GradientCallback(RunCallback):
     def __init__(self) -> None:
         self.names: dict[Tensor, str] = {}
         self.withheld: set[int] = set()
+        self.barriers: dict[int, Scalar] = {}
         self._flat: dict[Tensor, Groups] = {}
         self._ahead: list[GradientCallback] = []
         self._neighbour: GradientCallback | None = None
@@ -68,13 +72,7 @@ class GradientCallback(RunCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Learn the names and shards of the parameters, and who stands in front."""
-        for optimizer in trainer.optimizers:
-            if isinstance(optimizer, LBFGS):
-                raise ValueError(
-                    f"{type(self).__name__} does not work with torch.optim.LBFGS: it evaluates the "
-                    "gradient several times within one step and needs it unchanged. Use a "
-                    "first-order optimizer such as AdamW or SGD."
-                )
+        refuse_lbfgs(type(self).__name__, trainer.optimizers)
         GradientCallback.release(self, trainer)
         for name, parameter in pl_module.named_parameters():
             self.names[parameter] = plain_name(name)
@@ -92,7 +90,7 @@ class GradientCallback(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""
         self.names, self._flat, self._ahead, self._neighbour = {}, {}, [], None
-        self.withheld, self._measured = set(), {}
+        self.withheld, self.barriers, self._measured = set(), {}, {}
 
     def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, Gradients, Scalar]:
         """Return the optimizer's index, its gradients, and what they are multiplied with."""
@@ -114,4 +112,8 @@ class GradientCallback(RunCallback):
         if known is None or known[0] != state:
             known = (state, measure_norms(gradients, grad_scale=scale))
         self._measured[index] = known
-        return index, GradientStep(gradients, known[1], scale, self.names)
+        norms = known[1]
+        for other in self._ahead:
+            if index in other.barriers:
+                norms = GradientNorms(norms.per_tensor, norms.total + other.barriers[index])
+        return index, GradientStep(gradients, norms, scale, self.names)

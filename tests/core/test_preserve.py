@@ -11,6 +11,14 @@ from torch import nn
 from lightning_opt.core.preserve import SMALL, Before, CannotUndoError, preserved, replaced
 
 
+class Meter:
+    """An object of the user's, as in many a training script."""
+
+    def __init__(self) -> None:
+        self.total, self.values, self.mean = 0.0, [], torch.zeros(2)
+        self.itself = self
+
+
 class Busy(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -25,6 +33,9 @@ class Busy(nn.Module):
         self.draw, self.rng = torch.Generator(), random.Random(1)
         self.numpy, self.legacy = np.random.default_rng(1), np.random.RandomState(1)
         self.count, self.seen, self.options = 0, [], {"a": 1}
+        self.meter, self.histogram = Meter(), np.zeros(3)
+        self.outputs = {"train": [], "state": {"ema": torch.zeros(2)}}
+        self.draws = ([torch.Generator()], np.random.default_rng(2))
 
     def forward(self, x):
         noise = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002
@@ -40,6 +51,13 @@ class Busy(nn.Module):
         self.seen.append(self.count)
         self.options["b"] = self.count
         self.late = True
+        self.meter.total += 1.0
+        self.meter.values.append(self.count)
+        self.meter.mean += 1
+        self.histogram[1] += 1
+        self.outputs["train"].append(x.sum())
+        self.outputs["state"]["ema"].add_(1)
+        noise += torch.rand((), generator=self.draws[0][0]).item() + self.draws[1].random()
         return noise
 
 
@@ -47,7 +65,10 @@ def state_of(module):
     tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
     metric = {name: getattr(module.error, name).clone() for name in module.error._defaults}
     tensors |= {name: getattr(module, name).clone() for name in ("ema", "mean", "large")}
+    tensors |= {"meter": module.meter.mean.clone(), "inner": module.outputs["state"]["ema"].clone()}
+    tensors["histogram"] = torch.tensor(module.histogram)
     plain = (module.count, list(module.seen), dict(module.options), hasattr(module, "late"))
+    plain = (*plain, module.meter.total, list(module.meter.values), len(module.outputs["train"]))
     return tensors, metric, (*plain, module.error._update_count, module.error._computed)
 
 

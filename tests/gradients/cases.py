@@ -53,6 +53,8 @@ both_taken = pytest.mark.parametrize("path", ["host", "device"], indirect=True)
 
 
 def as_scalar(norm: float, path: str) -> float | Tensor:
+    """Return a norm as a rule gets it: 0 where it is not finite."""
+    norm = norm if norm < math.inf else 0.0
     return torch.tensor(norm, dtype=torch.float64) if path == "device" else norm
 
 
@@ -68,20 +70,23 @@ def thresholds_of(
 def statistics_of(state: dict[str, Any]) -> dict[str, Any]:
     """Return what a rule has learnt, without what depends on how it is kept.
 
-    A window's buffer on a device has room for norms that were not finite, and counts them.
+    A window's buffer on a device has room for more, filled with NaN, and counts what was offered.
+    A band's matrix there has a place for what a step adds to the variance.
     """
     plain: dict[str, Any] = to_plain(state)
     if "values" in plain:
         count = int(plain["count"])
-        values = plain["values"]
-        held = values.tolist() if isinstance(values, Tensor) else list(values)
-        return {"count": count, "values": held[:count]}
+        values = torch.as_tensor(plain["values"], dtype=torch.float64)
+        return {"count": count, "values": values[~values.isnan()].tolist()}
     if "averages" in plain:
         averages = torch.as_tensor(plain["averages"]).tolist()
         known = dict(zip(plain["names"], averages, strict=True))
         finite = {name: value for name, value in known.items() if math.isfinite(value)}
         return {"count": int(plain["count"]), **finite}
-    return plain
+    statistics = {name: torch.as_tensor(value).tolist() for name, value in plain.items()}
+    if "band" in statistics:
+        statistics["band"][0][1] = 0.0  # a step's own part of the variance, made anew by the next
+    return statistics
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:

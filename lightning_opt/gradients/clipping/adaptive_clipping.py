@@ -25,7 +25,7 @@ OFTEN = 0.3
 
 
 class AdaptiveClipping(GradientCallback):
-    """Clips gradients before each optimizer step, at a threshold learnt from the run itself.
+    """Clips gradients before each optimizer step, at a threshold learned from the run itself.
 
     A fixed ``gradient_clip_val`` has to be found anew for each model and is wrong for most of a
     run, since norms shrink by orders of magnitude. This callback learns what is normal and clips

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.arguments import one_of
 from lightning_opt.core.norms import GradientStep, collect_gradients, measure_norms
-from lightning_opt.core.scalars import Scalar, isfinite, read_scalars, to_plain, where
+from lightning_opt.core.scalars import Scalar, read_scalars, stack_scalars, to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
     Clip,
     ClippingRule,
@@ -51,6 +52,10 @@ def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
     return RULES[one_of("rule", rule, sorted(RULES))]()
 
 
+UNCOUNTED = 1024
+"""Steps whose counts a device may owe; to add them up at every one of them would be launches."""
+
+
 class ClipTally:
     """The state of a rule and the counts of what it did, for one optimizer.
 
@@ -69,26 +74,37 @@ class ClipTally:
         self.nonfinite: Scalar = 0
         self.clipped: Scalar = 0.0
         self.last: dict[str, Scalar] = {}
+        self._uncounted: list[tuple[Scalar, Scalar]] = []
 
     def apply(self, rule: ClippingRule, step: GradientStep) -> None:
         """Clip one step's gradients in place and count. A step without gradients does not count."""
         if not step.gradients.tensors:
             return
-        norm = step.norms.total
-        clip = rule.clip(step, self.state)
+        norm, clip = step.norms.total, rule.clip(step, self.state)
         if step.gradients.on_host:
             clip = Clip(*map(to_plain, (clip.clipped, clip.threshold, clip.coefficient)))
         self.steps += 1
-        # Never a sum of conditions: its type would be the default one, which may be bfloat16.
-        self.nonfinite = self.nonfinite + where(isfinite(norm), 0.0, 1.0)
-        self.clipped = self.clipped + clip.clipped
         last = {"norm": norm, "threshold": clip.threshold, "coefficient": clip.coefficient}
         self.last = {name: value for name, value in last.items() if value is not None}
+        if clip.clipped is not None:
+            self.clipped = self.clipped + clip.clipped
+        self._uncounted.append((norm, self.last["coefficient"] if clip.clipped is None else 1.0))
+        if len(self._uncounted) >= UNCOUNTED:
+            self._count()
+
+    def _count(self) -> None:
+        """Add up the steps that are not yet counted, and read nothing."""
+        if self._uncounted:
+            norms, coefficients = map(stack_scalars, zip(*self._uncounted, strict=True))
+            self._uncounted = []
+            self.nonfinite = self.nonfinite + (~(norms < math.inf)).sum()
+            self.clipped = self.clipped + (coefficients < 1.0).sum(dtype=norms.dtype)
 
     def read(self) -> dict[str, float]:
         """Return the latest values and the counts as floats. Waits for the device once."""
         if not self.last:
             return {}
+        self._count()
         values = {**self.last, "clipped": self.clipped, "nonfinite": self.nonfinite}
         read = dict(zip(values, read_scalars(list(values.values())), strict=True))
         read["fraction"] = read.pop("clipped") / max(self.steps - read["nonfinite"], 1.0)
@@ -96,6 +112,7 @@ class ClipTally:
 
     def state_dict(self) -> dict[str, Any]:
         """Return everything that a resumed run needs, as plain types. Waits for the device."""
+        self._count()
         return {
             "rule": to_plain(self.state),
             "steps": self.steps,

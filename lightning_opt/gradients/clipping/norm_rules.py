@@ -2,8 +2,8 @@
 
 A rule holds its settings only. Its state is a plain ``dict`` made by :meth:`ClippingRule.init` and
 kept by whoever applies the rule, one for each optimizer, so that a checkpoint can take it as it is.
-A rule is written once for Python floats and for tensors on a device (see
-:mod:`lightning_opt.core.scalars`).
+On a CPU a rule gets Python floats. On a device it gets 0-dimensional tensors, where each operator
+costs a launch whatever it does: what is done there is a fixed polynomial of few operators.
 """
 
 from __future__ import annotations
@@ -13,23 +13,13 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import ClassVar, Literal
 
+import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.arguments import at_least, between, fraction, positive
 from lightning_opt.core.norms import GradientStep
-from lightning_opt.core.scalars import (
-    Condition,
-    Scalar,
-    isfinite,
-    logical_and,
-    minimum,
-    sqrt,
-    where,
-)
+from lightning_opt.core.scalars import DeviceCopy, Scalar, constant
 from lightning_opt.core.statistics import LogBand, State, Window
-
-NORM_EPSILON = 1e-6
-"""Added to a norm before a threshold is divided by it, as in ``torch.nn.utils.clip_grad_norm_``."""
 
 
 @dataclass(slots=True)
@@ -38,13 +28,14 @@ class Clip:
 
     Attributes:
         clipped: Share of the gradient that was over its threshold: 0 or 1 for a rule on the total
-            norm, the share of tensors, units or elements for the others.
+            norm, the share of tensors, units or elements for the others. None says that it is
+            whether the coefficient is below 1, which nobody has to compute at every step.
         threshold: The threshold on the total norm; None for rules that have no such thing.
         coefficient: What the gradients were multiplied with; the smallest of them where there are
             several; None where nothing was multiplied.
     """
 
-    clipped: Scalar
+    clipped: Scalar | None = None
     threshold: Scalar | None = None
     coefficient: Scalar | None = None
 
@@ -80,14 +71,6 @@ class ClippingRule(ABC):
         return f"{type(self).__name__}({settings})"
 
 
-def tells(norm: Scalar) -> Condition:
-    """Return whether ``norm`` tells anything of how large norms are; NaN, infinity and 0 do not.
-
-    A statistic of zeros alone would be a threshold of 0, which nothing passes ever after.
-    """
-    return logical_and(norm > 0.0, norm < math.inf)
-
-
 class NormRule(ClippingRule):
     """A rule with a threshold on the total norm of all gradients of an optimizer."""
 
@@ -96,8 +79,9 @@ class NormRule(ClippingRule):
         """Return the threshold for a step of total norm ``norm`` and take the norm into ``state``.
 
         Args:
-            norm: The total norm, a float or a 0-dimensional tensor. It may be NaN, infinite or 0:
-                such a norm must leave ``state`` as it was (see :func:`tells`).
+            norm: The total norm, a float or a 0-dimensional tensor. It is 0 where the gradient is,
+                and where it is not finite: such a norm must leave ``state`` as it was. A statistic
+                of zeros would be a threshold that nothing passes ever after.
             state: The rule's state, updated in place.
 
         Returns:
@@ -110,12 +94,23 @@ class NormRule(ClippingRule):
         A gradient whose norm is NaN or infinite is left as it is.
         """
         norm = step.norms.total
-        threshold = self.limit(norm, state)
-        over = logical_and(norm > threshold, isfinite(norm))
-        coefficient = where(over, threshold / (norm + NORM_EPSILON), 1.0)
-        if isinstance(over, Tensor) or over:
+        if isinstance(norm, Tensor):
+            norm = norm.nan_to_num(0.0, 0.0)
+            threshold = self.limit(norm, state)
+            one = state.get("one")
+            if one is None or one.device != norm.device:
+                one = state["one"] = DeviceCopy(norm.device, one=1.0)
+            # Without a norm the ratio is infinity, or NaN for a threshold of 0, which `fmin` passes
+            # over.
+            coefficient = torch.fmin(threshold / norm, one.tensors["one"])
             step.gradients.scale_(coefficient)
-        return Clip(where(over, 1.0, 0.0), threshold, coefficient)
+            return Clip(None, threshold, coefficient)
+        norm = norm if norm < math.inf else 0.0
+        threshold = self.limit(norm, state)
+        if not norm > threshold:
+            return Clip(0.0, threshold, 1.0)
+        step.gradients.scale_(threshold / norm)
+        return Clip(1.0, threshold, threshold / norm)
 
 
 class FixedNorm(NormRule):
@@ -175,9 +170,14 @@ class MeanStd(NormRule):
         """Return the threshold from the history, then let the norm into it."""
         self._norms.place(state, norm)
         mean, std = self._norms.mean_std(state)
-        threshold = where(state["count"] >= self.warmup, mean + self.k * std, math.inf)
-        passed = minimum(threshold, norm) if self.history == "clipped" else norm
-        self._norms.update(state, where(tells(norm), passed, math.nan))
+        warm, passed, threshold = state["count"] < self.warmup, norm, mean
+        if isinstance(norm, Tensor):
+            threshold = torch.add(mean, std, alpha=self.k).masked_fill_(warm, math.inf)
+            passed = norm.minimum(threshold) if self.history == "clipped" else norm
+        else:
+            threshold = math.inf if warm else mean + self.k * std
+            passed = min(norm, threshold) if self.history == "clipped" else norm
+        self._norms.update(state, passed)
         return threshold
 
 
@@ -207,7 +207,7 @@ class Percentile(NormRule):
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Let the norm into the history and return its percentile."""
-        self._norms.update(state, where(tells(norm), norm, math.nan))
+        self._norms.update(state, norm)
         return self._norms.quantile(state, self.percentile / 100.0)
 
 
@@ -232,40 +232,65 @@ class ZClip(NormRule):
     """
 
     def __init__(
-        self,
-        alpha: float = 0.97,
-        z: float = 2.5,
-        warmup: int = 25,
-        max_norm: float | None = None,
+        self, alpha: float = 0.97, z: float = 2.5, warmup: int = 25, max_norm: float | None = None
     ) -> None:
         self.alpha, self.z = fraction("alpha", alpha), positive("z", z)
         self.warmup = at_least("warmup", warmup, 2)
         self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
 
     def init(self) -> State:
-        """Return the state before any norm."""
-        return {"count": 0, "mean": 0.0, "var": 0.0}
+        """Return the state before any norm: mean, variance and count."""
+        return {"moments": [0.0, 0.0, 0.0]}
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Return the threshold for this norm, then average the norm that passes."""
-        count, mean, var = state["count"], state["mean"], state["var"]
-        warm = count < self.warmup
-        std = sqrt(var)
+        if isinstance(norm, Tensor):
+            return self._limit_on_device(norm, state)
+        mean, var, count = map(float, state["moments"])
+        std, threshold = math.sqrt(var), math.inf
         score = (norm - mean) / (std + 1e-6)
-        over = logical_and(score > self.z, count >= self.warmup)
-        adaptive = where(over, mean + self.z * std * self.z / where(over, score, 1.0), math.inf)
-        passed = where(over, adaptive, norm)
+        if score > self.z and count >= self.warmup:
+            threshold = mean + self.z * std * self.z / score
+        keep, weight, gain = self._weights(count)
+        away = min(norm, threshold) - mean
+        new_var = keep * var + gain * (away * away)
+        if norm > 0.0 and new_var < math.inf:  # the square of 1e155 overflows
+            state["moments"] = [mean + weight * away, new_var, count + 1.0]
+        return threshold if self.max_norm is None else min(threshold, self.max_norm)
 
-        # The plain mean and population variance of the warm-up, then exponential averages.
-        weight = where(warm, 1.0 / (count + 1), 1.0 - self.alpha)
-        new_mean = mean + weight * (passed - mean)
-        deviation = (passed - new_mean) * where(warm, passed - mean, passed - new_mean)
-        new_var = (1.0 - weight) * var + weight * deviation
-        taken = logical_and(tells(norm), isfinite(new_var))  # the square of 1e155 overflows
-        state["mean"] = where(taken, new_mean, mean)
-        state["var"] = where(taken, new_var, var)
-        state["count"] = count + where(taken, 1, 0)
-        return adaptive if self.max_norm is None else minimum(adaptive, self.max_norm)
+    def _weights(self, count: float) -> tuple[float, float, float]:
+        """Return what is kept of the variance, and the weights of a deviation and of its square.
+
+        They make the plain mean and population variance in the warm-up, then exponential averages.
+        """
+        weight = 1.0 / (count + 1) if count < self.warmup else 1.0 - self.alpha
+        square = weight * (1.0 - weight)
+        return 1.0 - weight, weight, square if count < self.warmup else square * (1.0 - weight)
+
+    def _limit_on_device(self, norm: Tensor, state: State) -> Tensor:
+        """Do the same as ``moments = keep * moments + gain * deviation ** [1, 2, 0]``."""
+        copy = state.get("device")
+        if copy is None or copy.device != norm.device:
+            table = []
+            for count in range(self.warmup + 1):
+                keep, weight, gain = self._weights(count)
+                warm = count < self.warmup
+                bound = math.inf if warm else self.z
+                table.append([1.0, keep, 1.0, weight, gain, float(warm), bound])
+            copy = DeviceCopy(norm.device, table=table, powers=[1.0, 2.0, 0.0])
+            state["device"], state["moments"] = copy, constant(state["moments"], norm.device)
+            state["moments"][2].clamp_(max=self.warmup)
+        before = state["moments"]
+        weights = copy.tensors["table"].index_select(0, before[2:].long())[0]
+        mean, std = before[0], before[1].sqrt()
+        score = (norm - mean) / (std + 1e-6)
+        threshold = torch.addcdiv(mean, std, score, value=self.z * self.z)
+        threshold = threshold.masked_fill_(score <= weights[6], math.inf)
+        powers = (norm.minimum(threshold) - mean).pow(copy.tensors["powers"])
+        after = torch.addcmul(before * weights[:3], weights[3:6], powers)
+        taken = after[1] < norm * math.inf  # neither a norm of 0 nor a square that overflows
+        state["moments"] = torch.where(taken, after, before)
+        return threshold if self.max_norm is None else threshold.clamp(max=self.max_norm)
 
 
 class Robust(LogBand, NormRule):
@@ -276,7 +301,7 @@ class Robust(LogBand, NormRule):
     changed learning rate), and the band moves to their level. That lets a run through that truly
     diverges, 25 steps late: put a guard behind it.
 
-    A training begins with norms that fall, often tenfold within a hundred steps; the band follows
+    A run begins with norms that fall, often tenfold within a hundred steps; the band follows
     them down in its warm-up.
 
     Args:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.arguments import at_least, fraction, positive
-from lightning_opt.core.norms import GradientStep, as_real
-from lightning_opt.core.scalars import isfinite, where, wide_dtype
+from lightning_opt.core.norms import GradientStep, as_real, by_kind
+from lightning_opt.core.scalars import move, stack_scalars, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
 from lightning_opt.core.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
@@ -20,6 +20,10 @@ from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.names import plain_name
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
+
+STACKED = 2**20
+"""Elements up to which tensors of one shape are copied together on a device, to measure their units
+in one launch. What is larger keeps it busy by itself, and would need memory."""
 
 
 class FixedValue(ClippingRule):
@@ -43,17 +47,21 @@ class FixedValue(ClippingRule):
         tensors = [tensor for tensor in step.gradients.tensors if tensor.numel()]
         if not tensors:
             return Clip(0.0)
-        home = tensors[0].device
-        finite, wide = isfinite(step.norms.total), wide_dtype(home)
-        bound = where(finite, self.max_value * step.grad_scale, math.inf)
-        limit = torch.as_tensor(bound, dtype=wide, device=home)
-        maxima = torch._foreach_norm(tensors, math.inf)
-        over = torch.stack([largest.to(home, wide) for largest in maxima]) > limit
-        if not step.gradients.on_host or over.any():  # on a CPU
-            for tensor in tensors:
-                high = limit.to(device=tensor.device, dtype=tensor.dtype)
-                tensor.clamp_(min=-high, max=high)
-        return Clip(over.to(wide).mean())
+        home, total = tensors[0].device, step.norms.total
+        largest = torch.stack([move(own, home) for own in torch._foreach_norm(tensors, math.inf)])
+        if step.gradients.on_host:
+            bound = self.max_value * float(step.grad_scale) if total < math.inf else math.inf
+            over = largest > bound
+            for tensor in tensors if over.any() else ():  # on a CPU
+                tensor.clamp_(-bound, bound)
+            return Clip(over.double().mean())
+        # No limit where the gradient is not finite: 0 times its norm is NaN.
+        limit = torch.as_tensor(total * 0.0 + self.max_value * step.grad_scale).nan_to_num(math.inf)
+        for (device, dtype), places in by_kind(tensors).items():
+            kind, high = [tensors[place] for place in places], move(limit, device).to(dtype)
+            torch._foreach_clamp_max_(kind, [high] * len(kind))
+            torch._foreach_clamp_min_(kind, [-high] * len(kind))
+        return Clip((largest > limit).mean(dtype=wide_dtype(home)))
 
 
 class PerParameter(ClippingRule):
@@ -109,25 +117,25 @@ class PerParameter(ClippingRule):
             norms = torch.tensor(norms, dtype=torch.float64)
         total = torch.as_tensor(step.norms.total, dtype=norms.dtype)
         average = self._averages(step, state, norms)
-        finite = torch.isfinite(total)
+        finite = total < math.inf
         warm = state["count"] < self.warmup
         if not isinstance(warm, Tensor):
             warm = torch.full((), warm, device=norms.device)
         # Averages start at infinity: nothing is clipped against an average of nothing.
         limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
         over = (norms > limit) & finite
-        coefficient = torch.where(over, limit / norms, 1.0)
+        coefficient = (limit / norms).masked_fill_(over.logical_not(), 1.0)
         passed = norms * coefficient
-        following = self.decay * average + (1.0 - self.decay) * passed
-        starting = warm | torch.isinf(average)
+        following = average.lerp(passed, 1.0 - self.decay)
+        starting = warm | (average == math.inf)
         updated = torch.where(starting, torch.minimum(average, passed), following)
         state["averages"] = torch.where(finite & (passed > 0), updated, average)
         state["count"] = state["count"] + finite
 
         if not step.gradients.on_host or over.any():  # on a CPU
-            for tensor, factor in zip(tensors, coefficient.unbind(), strict=True):
-                tensor.mul_(factor.to(tensor.device))
-        return Clip(over.to(norms.dtype).mean(), coefficient=coefficient.min())
+            pairs = zip(coefficient.unbind(), tensors, strict=True)
+            torch._foreach_mul_(tensors, [move(factor, own.device) for factor, own in pairs])
+        return Clip(over.mean(dtype=norms.dtype), coefficient=coefficient.min())
 
     @staticmethod
     def _averages(step: GradientStep, state: State, norms: Tensor) -> Tensor:
@@ -136,12 +144,12 @@ class PerParameter(ClippingRule):
         averages = state["averages"]
         if isinstance(averages, Tensor) and state["names"] == names:
             return averages.to(norms.device)
-        # The first step, a resumed run, or a change of what is trained; the only copy to the host.
-        known = dict(zip(state["names"], torch.as_tensor(averages).tolist(), strict=True))  # rare
-        known = {**state["absent"], **known}
+        # The first step, a resumed run, or a change of what is trained.
+        averages = torch.as_tensor(averages, dtype=norms.dtype, device=norms.device)
+        known = {**state["absent"], **dict(zip(state["names"], averages.unbind(), strict=True))}
         current = [known.pop(name, math.inf) for name in names]
         state["names"], state["absent"] = names, known
-        return torch.tensor(current, dtype=norms.dtype, device=norms.device)
+        return stack_scalars(current).to(norms.device)
 
 
 class UnitWise(ClippingRule):
@@ -219,7 +227,7 @@ class UnitWise(ClippingRule):
     @torch.no_grad()
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Scale each unit's gradient in place by its own coefficient."""
-        finite = isfinite(step.norms.total)
+        finite = step.norms.total < math.inf
         accumulated = torch.float32
         if not isinstance(finite, Tensor):
             if not finite:
@@ -240,14 +248,14 @@ class UnitWise(ClippingRule):
         units = [self._unit(parameter) for parameter, _ in pairs]
         dims = [extended for extended, _ in units]
         groups = [members for _, members in units]
-        weights = [_unit_norms(_real(p), d) for (p, _), d in zip(pairs, dims, strict=True)]
-        owns = [_unit_norms(g, d, accumulated) for (_, g), d in zip(pairs, dims, strict=True)]
+        weights = _unit_norms([_real(parameter) for parameter, _ in pairs], dims)
+        owns = _unit_norms([gradient for _, gradient in pairs], dims, accumulated)
         if any(members != COMPLETE for members in groups):
             weights, owns = _whole_norms(weights, groups), _whole_norms(owns, groups)
 
         home = pairs[0][1].device
         own, weight = (
-            torch.cat([n.flatten().to(home) for n in norms]) for norms in (owns, weights)
+            torch.cat([move(n, home).flatten() for n in norms]) for norms in (owns, weights)
         )
         if not own.numel():
             return Clip(0.0)  # this rank holds nothing of these parameters
@@ -257,12 +265,15 @@ class UnitWise(ClippingRule):
             over &= finite
         elif not over.any():  # on a CPU
             return Clip(0.0, coefficient=1.0)
-        coefficient = torch.where(over, limit / own, 1.0)
-        for (_, gradient), part, shape in zip(
-            pairs, coefficient.split([norm.numel() for norm in owns]), owns, strict=True
-        ):
-            gradient.mul_(part.view_as(shape).to(device=gradient.device, dtype=gradient.dtype))
-        return Clip(over.to(wide_dtype(home)).mean(), coefficient=coefficient.min())
+        coefficient = (limit / own).masked_fill_(over.logical_not(), 1.0)
+        gradients = [gradient for _, gradient in pairs]
+        parts = coefficient.split([norm.numel() for norm in owns])
+        factors = [
+            move(part, gradient.device).view_as(shape)
+            for part, gradient, shape in zip(parts, gradients, owns, strict=True)
+        ]
+        torch._foreach_mul_(gradients, factors)
+        return Clip(over.mean(dtype=wide_dtype(home)), coefficient=coefficient.min())
 
     def _excluded(self, step: GradientStep) -> set[Tensor]:
         if isinstance(self.exclude, list):
@@ -303,11 +314,29 @@ def _real(parameter: Tensor) -> Tensor:
 
 
 def _unit_norms(
-    values: Tensor, dims: tuple[int, ...], accumulated: torch.dtype = torch.float32
-) -> Tensor:
-    """Return the L2 norm of each unit, with the unit's dimensions kept at size 1."""
-    dtype = torch.promote_types(values.dtype, accumulated)
-    norms: Tensor = torch.linalg.vector_norm(values, 2, dims, keepdim=True, dtype=dtype)
+    tensors: Sequence[Tensor],
+    dims: Sequence[tuple[int, ...]],
+    accumulated: torch.dtype = torch.float32,
+) -> list[Tensor]:
+    """Return the L2 norms of each tensor's units, with the units' dimensions kept at size 1."""
+    alike: dict[object, list[int]] = {}
+    for place, (tensor, extended) in enumerate(zip(tensors, dims, strict=True)):
+        own: object = (tensor.device, tensor.dtype, tensor.shape, extended)
+        if not extended or not 0 < tensor.numel() <= STACKED:
+            own = place  # nothing to reduce, or worth a launch of its own
+        alike.setdefault(own, []).append(place)
+    norms = list(tensors)
+    for places in alike.values():
+        first, extended = tensors[places[0]], dims[places[0]]
+        dtype = torch.promote_types(first.dtype, accumulated)
+        if len(places) == 1:
+            norms[places[0]] = torch.linalg.vector_norm(first, 2, extended, True, dtype=dtype)
+            continue
+        stacked = torch.stack([tensors[place] for place in places])
+        inner = tuple(dim + 1 for dim in extended)
+        measured = torch.linalg.vector_norm(stacked, 2, inner, True, dtype=dtype)
+        for place, norm in zip(places, measured.unbind(), strict=True):
+            norms[place] = norm
     return norms
 
 

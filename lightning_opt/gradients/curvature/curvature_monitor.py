@@ -1,4 +1,4 @@
-"""How sharp the loss is where the training stands."""
+"""How sharp the loss is at the current weights."""
 
 from __future__ import annotations
 
@@ -17,11 +17,7 @@ from lightning_opt.gradients.curvature.curved_step import (
     mean_of_parts,
     twice_differentiable_loss,
 )
-from lightning_opt.gradients.curvature.hessian import (
-    Product,
-    estimate_trace,
-    hessian_product,
-)
+from lightning_opt.gradients.curvature.hessian import Product, estimate_trace, hessian_product
 from lightning_opt.gradients.curvature.lanczos import largest_eigenvalue
 from lightning_opt.trainer.run_callback import RunCallback
 

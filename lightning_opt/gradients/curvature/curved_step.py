@@ -13,6 +13,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_opt.core.compiling import run_eagerly
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.sharding import mean_over_ranks
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, split_into
@@ -108,7 +109,7 @@ def twice_differentiable_loss(
         stack.enter_context(without_a_trace(trainer, module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fast kernels have no second one
-        stack.enter_context(_eager())
+        stack.enter_context(run_eagerly())  # graphs have no second order
         no_autocast = torch.autocast(module.device.type, enabled=False)
         with replaced(precision, train_step_context=lambda: no_autocast):
             loss = loss_of(trainer, module, batch, batch_idx)
@@ -129,9 +130,3 @@ def mean_of_parts(parts: list[Tensor]) -> list[Tensor]:
     flat = mean_over_ranks(torch.cat([part.float().flatten() for part in parts]))
     own = flat.split([part.numel() for part in parts])
     return [mean.view_as(part) for mean, part in zip(own, parts, strict=True)]
-
-
-def _eager() -> Any:
-    """Return the context in which compiled modules run as written: graphs have no second order."""
-    set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
-    return set_stance("force_eager") if set_stance is not None else ExitStack()

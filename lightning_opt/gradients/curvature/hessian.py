@@ -76,10 +76,7 @@ def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> t
 
 
 def hessian_diagonal(
-    loss: Tensor,
-    params: Tensors,
-    n_samples: int = 1,
-    generator: torch.Generator | None = None,
+    loss: Tensor, params: Tensors, n_samples: int = 1, generator: torch.Generator | None = None
 ) -> Estimate[tuple[Tensor, ...]]:
     r"""Return the diagonal of the loss's Hessian, by Hutchinson's estimator.
 
@@ -121,10 +118,7 @@ def hessian_diagonal(
 
 
 def hessian_trace(
-    loss: Tensor,
-    params: Tensors,
-    n_samples: int = 10,
-    generator: torch.Generator | None = None,
+    loss: Tensor, params: Tensors, n_samples: int = 10, generator: torch.Generator | None = None
 ) -> Estimate[Tensor]:
     r"""Return the trace of the loss's Hessian, which is the sum of its eigenvalues.
 

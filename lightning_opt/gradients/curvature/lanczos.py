@@ -38,6 +38,8 @@ def largest_eigenvalue(
 ) -> Eigenvalue:
     """Run Lanczos's iteration from a random start, in the space of tensors shaped as ``like``.
 
+    Waits for the device once an iteration, to know whether the next is worth its backward passes.
+
     Args:
         product: Multiplies the matrix with a vector, which is a list of tensors.
         like: Tensors of the vector's shapes, types and devices.
@@ -63,27 +65,31 @@ def largest_eigenvalue(
             for part in like
         ]
     )
-    current /= _norm(current)
+    current /= torch.linalg.vector_norm(current, dtype=torch.float64)
     before = torch.zeros_like(current)
+    length = current.new_zeros((), dtype=torch.float64)
     diagonal: list[float] = []
     beside: list[float] = [0.0]
     best = Eigenvalue(math.nan, math.inf, 0)
     for iteration in range(1, max_iterations + 1):
-        following = multiply(current).sub_(before, alpha=beside[-1])
-        diagonal.append(float((following * current).sum(dtype=torch.float64)))
-        following.sub_(current, alpha=diagonal[-1])
-        length = _norm(following)
-        if not math.isfinite(diagonal[-1]) or not math.isfinite(length):
+        following = multiply(current).addcmul_(before, length, value=-1)
+        along = (following * current).sum(dtype=torch.float64)
+        following.addcmul_(current, along, value=-1)
+        length = torch.linalg.vector_norm(following, dtype=torch.float64)
+        # The one wait of an iteration: whether to go on saves whole double-backward passes.
+        center, beyond = torch.stack([along, length]).tolist()
+        diagonal.append(center)
+        if not math.isfinite(center) or not math.isfinite(beyond):
             return Eigenvalue(math.nan, math.inf, iteration)
         value, last = _top_of_tridiagonal(diagonal, beside[1:])
-        best = Eigenvalue(value, abs(length * last), iteration)
+        best = Eigenvalue(value, abs(beyond * last), iteration)
         scale = max(map(abs, (*diagonal, *beside)))
         # The start may lie in a space that the matrix does not leave: values are exact there.
-        exact = length <= TINY * scale or iteration == len(current)
+        exact = beyond <= TINY * scale or iteration == len(current)
         if exact or best.residual <= tolerance * abs(value):
             return best
         before, current = current, following / length
-        beside.append(length)
+        beside.append(beyond)
     return best
 
 
@@ -92,7 +98,3 @@ def _top_of_tridiagonal(diagonal: list[float], beside: list[float]) -> tuple[flo
     middle, edge = (torch.tensor(part, dtype=torch.float64) for part in (diagonal, beside))
     values, vectors = torch.linalg.eigh(torch.diag(middle) + torch.diag(edge, -1))  # lower half
     return float(values[-1]), float(vectors[-1, -1])
-
-
-def _norm(vector: Tensor) -> float:
-    return float(torch.linalg.vector_norm(vector, dtype=torch.float64))

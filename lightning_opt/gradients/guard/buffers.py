@@ -65,6 +65,7 @@ class BufferKeeper:
             # The model has other buffers than before; there is nothing to put back into them.
             self.keep()
         elif isinstance(skip, Tensor):
+            skip = skip.bool()
             for places, whole in self._kinds:
                 torch.where(skip, whole, _join(live, places), out=whole)
             torch._foreach_copy_(live, self._kept)

@@ -1,28 +1,20 @@
 """What is wrong with a step, told from its loss and the norm of its gradient.
 
-Written once for Python floats and for tensors on a device (see :mod:`lightning_opt.core.scalars`).
+On a CPU that is arithmetic of floats. On a device a table is asked, which costs few launches.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from itertools import product
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.scalars import (
-    Condition,
-    Scalar,
-    isfinite,
-    logical_and,
-    read_scalars,
-    stack_scalars,
-    where,
-)
-from lightning_opt.core.sharding import mean_over_ranks
-from lightning_opt.core.statistics import LogBand
+from lightning_opt.core.scalars import Condition, DeviceCopy, Scalar, move, stack_scalars
+from lightning_opt.core.statistics import BEYOND, WITHIN, DeviceBands, LogBand
 
 Kind: TypeAlias = Literal[
     "nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_spike", "nonfinite_weight"
@@ -46,32 +38,55 @@ class Symptoms(NamedTuple):
 
     Attributes:
         loss: Loss of the step, the mean over its micro-batches and over ranks.
-        norm: Total norm of the gradient.
+        norm: Total norm of the gradient, the largest over ranks.
         verdict: A place in :data:`VERDICTS`.
+        skip: Whether the update must not happen, for a fault or an overflow; 0 or 1 on a device.
+        fault: Whether the step is to leave no trace at all; the data of an overflow is sound.
+        barrier: On a device what keeps a skipped step out of statistics if it is added to the norm.
     """
 
     loss: Scalar
     norm: Scalar
     verdict: Scalar
-
-    @property
-    def skip(self) -> Condition:
-        """Whether the update must not happen, for a fault or an overflow."""
-        return self.verdict > 0
-
-    @property
-    def fault(self) -> Condition:
-        """Whether the step is to leave no trace at all; the data of an overflow is sound."""
-        return self.verdict > OVERFLOW
+    skip: Condition
+    fault: Condition
+    barrier: Scalar = 0.0
 
     @property
     def kind(self) -> Kind | None:
         """The fault; None for a good step. Only for symptoms that were read to the host."""
         return VERDICTS[int(self.verdict)]
 
-    def read(self) -> Symptoms:
-        """Return the same as floats; waits for the device, once."""
-        return Symptoms(*read_scalars(self))
+    def known(self, verdict: float) -> Symptoms:
+        """Return the same with a verdict that was read."""
+        return Symptoms(self.loss, self.norm, verdict, verdict > 0, verdict > OVERFLOW)
+
+
+def judge(bad_loss: bool, bad_norm: bool, high_loss: bool, high_norm: bool, scaled: bool) -> int:
+    """Return the place in :data:`VERDICTS` for what was found; the gravest counts.
+
+    Args:
+        bad_loss: Whether the loss is NaN or infinite.
+        bad_norm: Whether the norm is, or beyond :data:`LARGEST_NORM`.
+        high_loss: Whether the loss is a spike.
+        high_norm: Whether the norm is.
+        scaled: Whether a loss scale of 1 or more is to blame for a bad gradient.
+    """
+    found = (bad_loss, 5), (bad_norm, OVERFLOW if scaled else 4), (high_loss, 3), (high_norm, 2)
+    return next((place for here, place in found if here), 0)
+
+
+def verdict_table() -> Tensor:
+    """Return verdicts, by what was found of loss and norm, and what :class:`Symptoms` says of them.
+
+    The first two dimensions are places among the finite numbers, which is 1 for those; the next two
+    places in the band; the fifth whether there is a loss scale.
+    """
+    cases = product(*map(range, (3, 3, 3, 3, 2)))
+    places = [judge(a != 1, b != 1, c == BEYOND, d == BEYOND, bool(e)) for a, b, c, d, e in cases]
+    verdict = torch.tensor(places, dtype=torch.float32).view(3, 3, 3, 3, 2)
+    barrier = torch.where(verdict > 0, math.inf, 0.0)
+    return torch.stack([verdict, verdict > 0, verdict > OVERFLOW, barrier], -1)
 
 
 class Detector:
@@ -108,33 +123,54 @@ class Detector:
             norm: Total norm of the gradient, without loss scale.
             state: From :meth:`init`, updated in place.
             loss_scale: The scale of an fp16 loss scaler. A gradient that is not finite while the
-                loss is is then an overflow: the scaler's business, which halves the scale. At a
-                scale below 1 there is nothing left to blame on it.
-            reduce_on: The device on which ranks reduce; None for a single process. All ranks then
-                get the same symptoms, from one all-reduce of three numbers.
+            reduce_on: The device on which ranks gather; None for a single process. All ranks then
+                get the same symptoms, from one all-gather of two numbers.
         """
-        bad_norm = where(norm <= LARGEST_NORM, 0.0, 1.0)
-        high_norm = self._is_spike(norm, state, "norm")
         if reduce_on is not None:
-            # A NaN or an infinity of one rank is in the sum, so that the loss needs no flag.
-            loss, bad_norm, high_norm = _of_all_ranks([loss, bad_norm, high_norm], reduce_on)
-        spike = where(self._is_spike(loss, state, "loss") > 0, 3.0, where(high_norm > 0, 2.0, 0.0))
-        bad_gradient: Scalar = 4.0
+            loss, norm = _of_all_ranks(loss, norm, reduce_on)
+        if isinstance(loss, Tensor) or isinstance(norm, Tensor):
+            return self._examine_on_device(stack_scalars([loss, norm]), state, loss_scale)
+        high = []
+        for name, value in (("loss", loss), ("norm", norm)):
+            limit = math.inf if self._usual is None else self._usual.limit(value, state[name])
+            high.append(bool(limit < value < math.inf))
+        scaled = loss_scale is not None and bool(loss_scale >= 1.0)
+        bad = not math.isfinite(loss), not norm <= LARGEST_NORM
+        verdict = judge(*bad, high[0], high[1], scaled)
+        return Symptoms(loss, norm, 0, False, False).known(verdict)
+
+    def _examine_on_device(
+        self, both: Tensor, state: dict[str, Any], loss_scale: Scalar | None
+    ) -> Symptoms:
+        copy = state.get("device")
+        if copy is None or copy.device != both.device:
+            largest = torch.finfo(both.dtype).max
+            bounds = [[-largest, largest], [-largest, LARGEST_NORM]]
+            copy = state["device"] = DeviceCopy(both.device, bounds=bounds)
+            copy.tensors["verdicts"] = verdict_table().to(both.device)
+            if self._usual is not None:
+                states = [state["loss"], state["norm"]]
+                state["bands"] = DeviceBands(self._usual, states, both.device)
+        places = torch.searchsorted(copy.tensors["bounds"], both[:, None])[:, 0]  # NaN is last
+        high: list[Any] = [WITHIN, WITHIN]
+        if self._usual is not None:
+            x = both.log().nan_to_num(-math.inf, -math.inf, -math.inf)
+            high = list(state["bands"].advance(x).split(1))
+        scaled: Any = 0
         if loss_scale is not None:
-            bad_gradient = where(loss_scale >= 1.0, float(OVERFLOW), 4.0)
-        finite = where(bad_norm > 0, bad_gradient, spike)
-        return Symptoms(loss, norm, where(isfinite(loss), finite, 5.0))
-
-    def _is_spike(self, value: Scalar, state: dict[str, Any], name: str) -> Scalar:
-        if self._usual is None:
-            return 0.0
-        threshold = self._usual.limit(value, state[name])
-        return where(logical_and(value > threshold, isfinite(value)), 1.0, 0.0)
+            scaled = move(torch.as_tensor(loss_scale), both.device).ge(1.0).long().view(1)
+        # An index of no dimension would be read by the host.
+        found = copy.tensors["verdicts"][(*places.split(1), *high, scaled)][0]
+        return Symptoms(*both.unbind(), *found.unbind())
 
 
-def _of_all_ranks(values: Sequence[Scalar], device: torch.device) -> list[Scalar]:
-    """Return the mean of each over all ranks: floats for floats, else tensors that nobody read."""
-    if any(isinstance(value, Tensor) for value in values):
-        return list(mean_over_ranks(stack_scalars(values).to(device)).unbind())
-    # Numbers that were on the host go back there, which waits.
-    return mean_over_ranks(torch.tensor(values, dtype=torch.float64, device=device)).tolist()
+def _of_all_ranks(loss: Scalar, norm: Scalar, device: torch.device) -> tuple[Scalar, Scalar]:
+    """Return the mean loss and the largest norm: floats for floats, else tensors, unread."""
+    on_host = not (isinstance(loss, Tensor) or isinstance(norm, Tensor))
+    own = stack_scalars([loss, norm]).to(device)
+    every = own.new_empty(dist.get_world_size(), 2)
+    dist.all_gather(list(every.unbind()), own)
+    # A NaN or an infinity of one rank is in both.
+    both = torch.stack([every[:, 0].mean(), every[:, 1].amax()])
+    mean, largest = both.tolist() if on_host else both.unbind()  # what was on the host goes back
+    return mean, largest

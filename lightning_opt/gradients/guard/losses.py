@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.norms import parameters_of
-from lightning_opt.core.scalars import Scalar, wide_dtype
+from lightning_opt.core.scalars import Scalar, move, wide_dtype
 from lightning_opt.core.sharding import is_dtensor
 
 if TYPE_CHECKING:
@@ -79,9 +79,12 @@ def mean_loss(
     if not losses:
         return 0.0
     device = losses[0].device
-    summed = torch.stack([loss.to(device, wide_dtype(device)) for loss in losses]).sum()
+    summed = losses[0]
+    if len(losses) > 1:
+        summed = torch.stack([move(loss, device) for loss in losses]).sum(dtype=wide_dtype(device))
     total: Scalar = summed.item() if read else summed  # as its caller asked
     if loss_scale is not None:
         total = total / loss_scale
     # A short last window was divided by the length of a full one too.
-    return total * (trainer.accumulate_grad_batches / len(losses))
+    part = trainer.accumulate_grad_batches / len(losses)
+    return total if part == 1.0 else total * part

@@ -13,21 +13,13 @@ from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
-from lightning_opt.core.scalars import stack_scalars
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.guard.buffers import BufferKeeper
 from lightning_opt.gradients.guard.damage import DamageWatch
 from lightning_opt.gradients.guard.detector import Symptoms
-from lightning_opt.gradients.guard.incidents import (
-    DONE,
-    KINDS,
-    Event,
-    EventLog,
-    Incident,
-    describe,
-)
+from lightning_opt.gradients.guard.incidents import DONE, KINDS, Event, EventLog, Incident, describe
 from lightning_opt.gradients.guard.ladder import Judge, Ladder, Policy
 from lightning_opt.gradients.guard.losses import LossLedger, mean_loss
 from lightning_opt.gradients.guard.snapshot import Snapshot
@@ -62,7 +54,7 @@ class NonFiniteGuard(GradientCallback):
     NaN in a weight cannot be skipped away: it leads to 3 at once, or to 4 where there is no
     snapshot. Spikes alone never stop a run: if they go on after 3, their level is the new normal.
 
-    All ranks decide together, by one all-reduce of three numbers a step. With fused Adam, AdamW,
+    All ranks decide together, by one all-gather of two numbers a step. With fused Adam, AdamW,
     SGD or Adagrad on an accelerator the host never waits: the device leaves the step out by itself,
     and the host learns of it, for rungs 2 to 4, two steps later. With other optimizers it reads one
     small tensor a step. On a CPU reading is free.
@@ -144,7 +136,7 @@ class NonFiniteGuard(GradientCallback):
         self._losses = LossLedger(optimizers)
         self._batches: list[tuple[int, Any]] = []
         self._faults: list[Incident] = []
-        self._delayed: DelayedReads[Incident] = DelayedReads()
+        self._delayed: DelayedReads[tuple[Symptoms, Incident]] = DelayedReads()
         self._stepped = self._log_due = False
         self._good_batches = self._restores = 0
         self._damage, self._snapshot, self._buffers = DamageWatch(), Snapshot(), buffers
@@ -229,7 +221,7 @@ class NonFiniteGuard(GradientCallback):
         )
         deferred = not on_host and skips_on_device(optimizer)
         if not deferred:
-            symptoms = symptoms.read()
+            symptoms = symptoms.known(float(symptoms.verdict))
         skip = symptoms.skip
         incident = Incident(
             trainer.global_step,
@@ -241,7 +233,9 @@ class NonFiniteGuard(GradientCallback):
             step.norms,
         )
         if deferred:
-            self._delayed.push(stack_scalars(symptoms), incident)
+            assert isinstance(symptoms.verdict, Tensor)
+            self.barriers[index] = symptoms.barrier
+            self._delayed.push(symptoms.verdict[None], (symptoms, incident))
             self._hear(self._delayed.due())
         else:
             self._note(symptoms, incident)
@@ -268,6 +262,7 @@ class NonFiniteGuard(GradientCallback):
         log_due, self._log_due = self._log_due, False
         self._batches = []
         self.withheld.clear()
+        self.barriers.clear()
         for control in self._controls:
             control.forget()
         if self._faults:
@@ -296,10 +291,10 @@ class NonFiniteGuard(GradientCallback):
             incident.loss, incident.norm = float(symptoms.loss), float(symptoms.norm)
             self._faults.append(incident)
 
-    def _hear(self, reads: Iterator[tuple[list[float], Incident]]) -> None:
-        """Take note of earlier steps, whose symptoms come from the device only now."""
-        for values, incident in reads:
-            self._note(Symptoms(*values), incident)
+    def _hear(self, reads: Iterator[tuple[list[float], tuple[Symptoms, Incident]]]) -> None:
+        """Take note of earlier steps, whose verdict comes from the device only now."""
+        for (verdict,), (symptoms, incident) in reads:
+            self._note(symptoms.known(verdict), incident)
 
     def _respond(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, damaged: list[str]

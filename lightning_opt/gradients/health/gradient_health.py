@@ -20,17 +20,8 @@ from lightning_opt.gradients.health.activations import ActivationWatch
 from lightning_opt.gradients.health.issues import CRITICAL, Issue
 from lightning_opt.gradients.health.optimizer_health import OptimizerHealth
 from lightning_opt.gradients.health.plot import draw_health
-from lightning_opt.gradients.health.report import (
-    HealthSummary,
-    layer_rows,
-    summarise,
-)
-from lightning_opt.gradients.health.vitals import (
-    ROOT,
-    LayerVitals,
-    group_layers,
-    unheld_vitals,
-)
+from lightning_opt.gradients.health.report import HealthSummary, layer_rows, summarise
+from lightning_opt.gradients.health.vitals import ROOT, LayerVitals, group_layers, unheld_vitals
 from lightning_opt.gradients.loss_scale import loss_scale
 from lightning_opt.gradients.names import plain_name
 

@@ -185,9 +185,7 @@ def unheld_vitals(module: nn.Module, held: Collection[Tensor]) -> list[Parameter
 
 
 def window_vitals(
-    parameters: Mapping[str, Tensor],
-    blocks: Sequence[tuple[list[str], NDArray[Any]]],
-    first: int,
+    parameters: Mapping[str, Tensor], blocks: Sequence[tuple[list[str], NDArray[Any]]], first: int
 ) -> tuple[dict[str, ParameterVitals], list[float]]:
     """Return what the norms of a window say of each parameter, and the total norms.
 

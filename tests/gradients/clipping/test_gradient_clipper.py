@@ -313,7 +313,8 @@ def test_fixed_norm_is_torchs(norm: float, dtype: torch.dtype, path: str) -> Non
     set_gradients(theirs, norm, seed=3)
     total = GradientClipper(ours, FixedNorm(0.7)).clip()["norm"]
     expected = torch.nn.utils.clip_grad_norm_(theirs.parameters(), 0.7)
-    exact = {"rtol": 1e-2 if dtype is torch.bfloat16 else 1e-6, "atol": 0.0}
+    # torch divides by the norm and 1e-6, and so ends that much below the bound.
+    exact = {"rtol": 1e-2 if dtype is torch.bfloat16 else 1e-6 + 1e-6 / 0.7, "atol": 0.0}
     torch.testing.assert_close(float(total), expected.item(), **exact)
     torch.testing.assert_close(flat_gradient(ours), flat_gradient(theirs), **exact)
 

@@ -183,9 +183,16 @@ def test_the_final_linear_of_another_optimizer_does_not_count() -> None:
     assert changed == {"body.0.weight", "body.0.bias"}
 
 
-def test_a_compiled_model_gets_no_hooks_and_its_last_registered_linear_is_left_out() -> None:
+@pytest.mark.parametrize("way", ["torch.compile", "module.compile", "a part"])
+def test_a_compiled_model_gets_no_hooks_and_its_last_registered_linear_is_left_out(
+    way: str,
+) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
-    compiled = torch.compile(inner, backend="eager")
+    compiled: Any = inner
+    if way == "torch.compile":
+        compiled = torch.compile(inner, backend="eager")
+    else:
+        (inner if way == "module.compile" else inner[0]).compile(backend="eager")
     clipper = GradientClipper(compiled, UnitWise())
     assert not any(module._forward_hooks for module in compiled.modules())
     set_gradients(compiled, 100.0, seed=0)

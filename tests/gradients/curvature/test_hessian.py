@@ -10,6 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 import lightning_opt as lo
+from tests.helpers.syncs import SyncCounter
 
 
 class Attention(nn.Module):
@@ -220,3 +221,16 @@ def test_a_function_that_can_be_differentiated_once_only():
     x = torch.ones(3, requires_grad=True)
     with pytest.raises(RuntimeError, match="marked once_differentiable"):
         lo.hessian_diagonal(Once.apply(torch.tanh(x)).square().sum(), [x])
+
+
+def test_the_top_eigenvalue_waits_once_a_product():
+    x = torch.linspace(0.5, 1.5, 7, requires_grad=True)
+    loss = (x**4).sum() + x.prod()
+    with SyncCounter() as syncs:
+        top = lo.top_eigenvalue(loss, [x], max_iterations=5, tolerance=0.0)
+    ours = {place: count for place, count in syncs.where.items() if place.startswith("tolist")}
+    assert sum(ours.values()) == top.iterations == 5
+    # The small eigenvalue problem is the host's own.
+    others = [place for place in syncs.where if place not in ours]
+    assert all("_local_scalar_dense" in place for place in others)
+    assert len({place.rpartition(":")[2] for place in others}) == 1

@@ -9,6 +9,7 @@ import torch
 from lightning.pytorch import Callback
 from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 import lightning_opt as lo
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
@@ -510,7 +511,8 @@ def test_resumed_run_is_the_same(
     assert state["judge"]["optimizers"][0]["consecutive"] == 4
     resumed = run(second, 2, tmp_path / "a.ckpt")
     assert_same_weights(resumed, whole)
-    assert second.state_dict()["judge"] == guard.state_dict()["judge"]
+    both = [tree_map_only(Tensor, Tensor.tolist, own.state_dict()) for own in (second, guard)]
+    assert both[0]["judge"] == both[1]["judge"]
     assert second.report().notes[-1] == guard.report().notes[-1]
     assert "lr_scale 1," not in guard.report().notes[-1]
 

@@ -93,6 +93,28 @@ def test_a_finite_gradient_with_an_infinite_norm_is_not_inf(path):
     assert health.state_dict()["0"]["nonfinite"] == 0
 
 
+def test_two_steps_of_nan_are_not_called_healthy_and_no_file_is_written_unasked(
+    tmp_path, monkeypatch
+):
+    class Poison(Callback):
+        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
+            if trainer.global_step in (1, 2):
+                pl_module.layer[0].weight.grad.fill_(math.nan)
+
+        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+            for parameter in pl_module.parameters():
+                parameter.data.nan_to_num_(0.1)
+
+    monkeypatch.chdir(tmp_path)
+    health = lo.GradientHealth(every_n_steps=3)
+    fit(Poison(), health)
+    assert not health.issues, "they are over"
+    status, sentence = health.summary()
+    assert status == "warning"
+    assert "but 2 of" in sentence
+    assert not list(tmp_path.rglob("*.png"))
+
+
 def test_logs_at_reports_only_and_under_the_trainers_step():
     logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=5, figure=None)
     reference = Reference()

@@ -1,0 +1,131 @@
+"""What health, guard and clipping add to a step of a GPT of 124M parameters.
+
+Supports: beside a step of a usual model on a GPU the three together cost no more than a few dozen
+launches, and no wait between reports. Steps of one model without callbacks, with torch's
+``clip_grad_norm_`` and with the callbacks take turns, each with its own optimizer; medians of
+ratios within a round. Launches are operators that torch dispatches during a step, but for views. On
+CUDA every wait during a timed step is an error. A CPU rehearses it with a tiny model.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import lightning as L
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import lightning_opt as lo
+from benchmarks.gpt import GPT, size_for
+from benchmarks.gradients.guard_cost import stepper
+from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.models import Regression, fit_two_steps
+
+GPU = True
+
+
+class Language(Regression):
+    """The GPT where the other benchmarks have a regression."""
+
+    def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
+        with torch.autocast(batch.device.type, torch.bfloat16):
+            return self.network(batch)
+
+
+class Launches(TorchDispatchMode):
+    """Counts operators, but for views."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.total += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+NEVER = 10**9
+"""Steps between reports: more than are measured."""
+
+
+def without_waits(step: Callable[[], None], device: str) -> Callable[[], None]:
+    """Return the step; on CUDA it raises where the host waits for a value."""
+    if not device.startswith("cuda"):
+        return step
+
+    def watched() -> None:
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            step()
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+
+    return watched
+
+
+def candidates(device: str) -> dict[str, Callable[[], None]]:
+    """Return one step of each kind. They share weights, which does not matter to a stopwatch."""
+    network = GPT(size_for(device, "124M")).to(device)
+    batch = network.batch(8, device)
+    found: dict[str, Callable[[], None]] = {}
+    kinds: dict[str, list[L.Callback]] = {
+        "bare": [],
+        "clip_grad_norm_": [],
+        "AdaptiveClipping": [lo.AdaptiveClipping(every_n_steps=NEVER)],
+        "NonFiniteGuard": [lo.NonFiniteGuard(every_n_steps=NEVER)],
+        "GradientHealth": [lo.GradientHealth(every_n_steps=NEVER)],
+        "all three": [
+            lo.GradientHealth(every_n_steps=NEVER),
+            lo.NonFiniteGuard(every_n_steps=NEVER),
+            lo.AdaptiveClipping(every_n_steps=NEVER),
+        ],
+    }
+    for kind, callbacks in kinds.items():
+        module = Language(network, batch, fused=device == "cuda")
+        trainer = fit_two_steps(module, device)
+        if kind == "clip_grad_norm_":
+            (optimizer,) = trainer.optimizers
+            optimizer.register_step_pre_hook(
+                lambda *_: torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0) and None
+            )
+        for callback in callbacks:
+            callback.setup(trainer, module, "fit")
+        found[kind] = stepper(module, trainer, callbacks, [])
+    return found
+
+
+def main() -> None:
+    """Measure and publish."""
+    arguments = parse_arguments(__doc__ or "")
+    steps = candidates(arguments.device)
+    launches: dict[str, int] = {}
+    for kind, step in steps.items():
+        for _ in range(3):
+            step()
+        with Launches() as counted:
+            step()
+        launches[kind] = counted.total
+    steps = {kind: without_waits(step, arguments.device) for kind, step in steps.items()}
+    rounds = 3 if arguments.quick else 25
+    seconds = time_interleaved(steps, rounds=rounds, device=arguments.device)
+    rows = [
+        {
+            "step": kind,
+            "ms": round(1e3 * statistics.median(seconds[kind]), 2),
+            "of bare": round(median_ratio(seconds[kind], seconds["bare"]), 3),
+            "launches": launches[kind],
+            "more than bare": launches[kind] - launches["bare"],
+        }
+        for kind in steps
+    ]
+    report = lo.Report(
+        f"A step of a GPT ({size_for(arguments.device, '124M')}, bf16 autocast, 8 samples)",
+        rows,
+        ["Launches: operators that torch dispatches in a step, but for views."],
+    )
+    publish("gpt_step", report, arguments)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,266 @@
+"""Whatever acts on gradients, losses and weights, a few steps long, and across a resume."""
+
+import io
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import DataDependentOutputException
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_map_only
+
+from lightning_opt import AdaptiveClipping, GradientClipper, GradientHealth, NonFiniteGuard
+from lightning_opt.core.delayed import DelayedReads
+from lightning_opt.core.norms import collect_gradients, measure_norms
+from lightning_opt.core.scalars import stack_scalars
+from lightning_opt.gradients.clipping.gradient_clipper import RULES
+from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
+from lightning_opt.gradients.guard.buffers import BufferKeeper
+from lightning_opt.gradients.health.activations import ActivationWatch
+from lightning_opt.gradients.health.measures import UpdateProbe, measure_gradients
+from lightning_opt.precision.loss_scale.scaler import CountingScaler
+from tests.gradients.cases import ALL_RULES, Net, every_rule, set_gradients
+from tests.helpers.fake_cuda import Transformer, fake_gradients, on_fake_cuda
+from tests.helpers.fake_stage import Model, Stage
+
+
+class Odd(nn.Module):
+    """Half-precision and empty weights, a convolution and running statistics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.half = nn.Linear(4, 5, dtype=torch.bfloat16)
+        self.scalar = nn.Parameter(torch.zeros(()))
+        self.empty = nn.Parameter(torch.zeros(0))
+        self.up = nn.ConvTranspose2d(2, 3, 2)
+        self.norm = nn.BatchNorm1d(4)
+
+
+class Complex(Odd):
+    """Complex weights as well, which no fused optimizer takes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.filter = nn.Parameter(torch.zeros(3, 4, dtype=torch.complex64))
+
+
+def cuda_scalar(value: float = 1.0) -> Tensor:
+    return torch.full((), value, device="cuda")
+
+
+# `float()` and `int()` ask for a device first.
+READ = (DataDependentOutputException, RuntimeError)
+
+
+def test_a_read_and_a_mix_of_devices_are_errors() -> None:
+    x = torch.empty(3, device="cuda")
+    reads: list[Callable[[], object]] = [
+        lambda: x[0].item(),
+        lambda: bool(x[0] > 0),
+        lambda: x.tolist(),
+        lambda: x[x[0].long()],
+    ]
+    for read in reads:
+        with pytest.raises(DataDependentOutputException):
+            read()
+    with pytest.raises(RuntimeError, match="cpu"):
+        x + torch.empty(3)
+
+
+@every_rule
+@pytest.mark.parametrize("net", [Net, Complex, Transformer])
+def test_every_rule_runs_through(make: Any, net: type[nn.Module]) -> None:
+    module = on_fake_cuda(net())
+    clipper = GradientClipper(module, make())
+    names = [name for name, _ in module.named_parameters()]
+    for step in range(3):
+        fake_gradients(module, but=names[:1] if step == 1 else ())
+        values = clipper.clip()
+        assert all(
+            not isinstance(value, Tensor) or value.device.type == "cuda"
+            for value in values.values()
+        )
+
+
+@every_rule
+def test_a_run_of_the_host_goes_on_upon_a_device(make: Any) -> None:
+    # What the host has learnt are numbers, so they are learnt before there are fakes.
+    state = HOST_STATES[next(name for name, own in ALL_RULES.items() if own is make)]
+    module = on_fake_cuda(Net())
+    clipper = GradientClipper(module, make())
+    clipper.load_state_dict(
+        tree_map_only(Tensor, lambda own: torch.empty(own.shape, dtype=own.dtype), state)
+    )
+    for _ in range(3):
+        fake_gradients(module)
+        clipper.clip()
+
+
+def _host_state(make: Any) -> dict[str, Any]:
+    torch.manual_seed(0)
+    net = Net()
+    clipper = GradientClipper(net, make())
+    for seed in range(20):
+        set_gradients(net, 1.0 + seed % 3, seed)
+        clipper.clip()
+    buffer = io.BytesIO()
+    torch.save(clipper.state_dict(), buffer)
+    buffer.seek(0)
+    loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
+    return loaded
+
+
+HOST_STATES = {name: _host_state(make) for name, make in ALL_RULES.items()}
+
+
+@pytest.mark.parametrize("fused", [True, False])
+@pytest.mark.parametrize("rule", RULES)
+def test_guard_health_and_clipping_together(rule: str, fused: bool) -> None:
+    callbacks = [
+        GradientHealth(every_n_steps=10**9, activations=True),
+        NonFiniteGuard(policy="rollback", spike=6.0, every_n_steps=10**9),
+        AdaptiveClipping(rule, every_n_steps=10**9),
+    ]
+    if fused:
+        stage = Stage(callbacks, Odd() if rule == "robust" else None, fused=True)
+        for _ in range(3):
+            stage.step([cuda_scalar(), cuda_scalar()])
+    else:
+        # The host asks once a step where the device cannot leave a step out by itself.
+        stage = Stage(callbacks)
+        with pytest.raises(READ):
+            stage.step()
+
+
+def test_a_skipped_step_on_the_device_is_kept_from_clipping_and_from_buffers() -> None:
+    guard = NonFiniteGuard(every_n_steps=10**9)
+    stage = Stage([guard, AdaptiveClipping(every_n_steps=10**9)], Odd(), fused=True)
+    fake_gradients(stage.module)
+    stage.call("on_before_backward", cuda_scalar())
+    stage.call("on_after_backward")
+    stage.call("on_before_optimizer_step", stage.optimizer)
+    barrier = guard.barriers[0]
+    assert isinstance(barrier, Tensor)
+    assert barrier.device.type == "cuda"
+    stage.optimizer.step()
+    assert not hasattr(stage.optimizer, "found_inf"), "taken away after the update"
+
+
+def test_the_guard_under_a_loss_scaler() -> None:
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(cuda_scalar())
+    callbacks = [NonFiniteGuard(spike=6.0), AdaptiveClipping()]
+    stage = Stage(callbacks, scaler=scaler, fused=True)
+    stage.step([scaler.scale(cuda_scalar())], update=False)
+
+
+def test_buffers_are_put_back_on_their_device() -> None:
+    model = on_fake_cuda(Model(Odd()))
+    keeper = BufferKeeper(model)
+    for flag in (torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")):
+        keeper.settle(flag)
+
+
+def test_a_report_of_health_measures_without_reading() -> None:
+    stage = Stage([health := GradientHealth(every_n_steps=10**9)])
+    fake_gradients(stage.module)
+    _, step = health.measure(stage.trainer, stage.optimizer)
+    assert measure_gradients(step).device.type == "cuda"
+    probe = UpdateProbe(step.gradients.parameters, [])
+    assert probe.compare().device.type == "cuda"
+
+
+def test_activations_are_looked_at_without_reading() -> None:
+    model, watch = on_fake_cuda(nn.Sequential(nn.Flatten(), nn.Identity())), ActivationWatch()
+    assert watch.watch(model)
+    for batch in range(3):
+        watch.start_batch(0, batch)
+        model(torch.empty(2, 3, device="cuda"))
+        watch.end_batch()
+
+
+def test_the_loss_scaler_counts_without_reading() -> None:
+    scaler = CountingScaler("cuda", 65536.0, 2.0, 0.5, 1000, 1.0)
+    model = on_fake_cuda(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(3):
+        loss = cuda_scalar()
+        scaler.note_loss(loss)
+        scaler.scale(loss)
+        fake_gradients(model)
+        scaler.unscale_(optimizer)
+        scaler.update()
+    assert isinstance(scaler.skipped, Tensor)
+    assert scaler.skipped.device.type == "cuda"
+
+
+def test_the_preconditioner_reads_nothing() -> None:
+    rule = DiagonalPreconditioner(0.9, 0.5, 1e-3, 1.0)
+    for _ in range(2):
+        rule.update({"a": torch.empty(3, device="cuda"), "b": torch.empty(2, 2, device="cuda")})
+        rule.apply(["a", "new"], [torch.empty(3, device="cuda") for _ in range(2)], cuda_scalar())
+
+
+# --- devices side by side -----------------------------------------------------------------------
+
+
+class Copies(TorchDispatchMode):
+    """Notes every copy from CUDA to the host, and whether the host waited for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        to_host = func.overloadpacket is torch.ops.aten._to_copy and result.device.type == "cpu"
+        if to_host and args[0].device.type == "cuda":
+            self.waited.append(not (kwargs or {}).get("non_blocking", False))
+        return result
+
+
+class Split(nn.Module):
+    """Weights on two devices: an embedding that stays on the host."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(3, 4)
+        self.table = nn.Embedding(5, 3)
+
+
+def split() -> nn.Module:
+    model = Split()
+    on_fake_cuda(model.layer)
+    model.table.weight = nn.Parameter(torch.empty(5, 3))
+    fake_gradients(model)
+    return model
+
+
+@pytest.mark.parametrize("rule", RULES)
+def test_what_the_host_multiplies_with_has_arrived(rule: str) -> None:
+    with Copies() as copies:
+        GradientClipper(split(), rule).clip()
+    assert copies.waited
+    assert all(copies.waited), "a copy that nobody waited for is garbage"
+
+
+def test_a_loss_on_the_host_is_taken_to_the_norm() -> None:
+    with Copies() as copies:
+        both = stack_scalars([torch.empty(()), cuda_scalar(), 0.5])
+    assert both.device.type == "cuda"
+    assert not copies.waited
+
+
+def test_norms_of_two_devices() -> None:
+    norms = measure_norms(collect_gradients(split().parameters()))
+    assert isinstance(norms.total, Tensor)
+    assert norms.total.device.type == "cuda"
+
+
+def test_a_delayed_read_waits_for_the_stream_of_its_values() -> None:
+    reads: DelayedReads[str] = DelayedReads()
+    reads.push(torch.empty(2, device="cuda:1"), "note")
+    (_, event, _) = reads._queue[0]
+    assert [stream.device for stream in event.recorded] == [torch.device("cuda:1")]

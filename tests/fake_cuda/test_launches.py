@@ -1,0 +1,69 @@
+"""How many operators a device step may dispatch, with 98 parameters. The counts are exact."""
+
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_opt import AdaptiveClipping, GradientClipper, GradientHealth, NonFiniteGuard
+from tests.helpers.fake_cuda import (
+    Launches,
+    Transformer,
+    count_launches,
+    fake_gradients,
+    on_fake_cuda,
+)
+from tests.helpers.fake_stage import Stage
+
+BOUNDS = {
+    "fixed_norm": 16,
+    "robust": 26,
+    "zclip": 26,
+    "mean_std": 26,
+    "percentile": 30,
+    "fixed_value": 40,
+    "per_parameter": 50,
+    "unit_wise": 60,
+}
+BESIDE = {
+    "guard": (lambda: NonFiniteGuard(every_n_steps=10**9), 10),
+    "guard with spikes": (lambda: NonFiniteGuard(spike=6.0, every_n_steps=10**9), 20),
+    "health": (lambda: GradientHealth(every_n_steps=10**9), 14),
+}
+NEVER = 10**9
+
+
+def test_the_counter_counts_what_runs_and_no_views() -> None:
+    x = torch.empty(4, 4, device="cuda")
+    assert count_launches(lambda: x.t()[1:].unbind()) == 0
+    assert count_launches(lambda: x * 2 + 1) == 2
+    assert count_launches(lambda: torch._foreach_norm([x] * 98)) == 1
+    parameters = list(on_fake_cuda(Transformer()).parameters())
+    assert len(parameters) == 98
+    for parameter in parameters:
+        parameter.grad = torch.empty_like(parameter)
+    clip = torch.nn.utils.clip_grad_norm_
+    assert count_launches(lambda: clip(parameters, 1.0, foreach=True)) == 8
+
+
+@pytest.mark.parametrize("rule", BOUNDS)
+def test_a_rule_stays_within_its_bound(rule: str) -> None:
+    model = on_fake_cuda(Transformer())
+    clipper = GradientClipper(model, rule)
+    for _ in range(4):
+        fake_gradients(model)
+        with Launches() as launches:
+            clipper.clip()
+    assert launches.total <= BOUNDS[rule], launches.names
+
+
+@pytest.mark.parametrize("what", BESIDE)
+def test_what_stands_before_clipping_adds_at_most(what: str) -> None:
+    make, bound = BESIDE[what]
+
+    def launches_of(*before: Any) -> Launches:
+        stage = Stage([*before, AdaptiveClipping(every_n_steps=NEVER)], fused=True)
+        return [stage.step(update=False) for _ in range(4)][-1]
+
+    alone, both = launches_of(), launches_of(make())
+    assert both.total - alone.total <= bound, both.names - alone.names
