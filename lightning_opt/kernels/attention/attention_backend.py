@@ -68,9 +68,7 @@ class AttentionBackend(RunCallback):
     process_only = ("_preference", "_watch")
 
     def __init__(
-        self,
-        order: Sequence[str] = ("flash", "cudnn", "efficient", "math"),
-        watch_batches: int = 1,
+        self, order: Sequence[str] = ("flash", "cudnn", "efficient", "math"), watch_batches: int = 1
     ) -> None:
         names = [order] if isinstance(order, str) else list(order)
         if "xformers" in names:

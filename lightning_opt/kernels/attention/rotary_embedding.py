@@ -97,11 +97,7 @@ class RotaryEmbedding(nn.Module):
     sin: Tensor
 
     def __init__(
-        self,
-        dim: int,
-        base: float = 10_000.0,
-        max_positions: int = 2048,
-        interleaved: bool = False,
+        self, dim: int, base: float = 10_000.0, max_positions: int = 2048, interleaved: bool = False
     ) -> None:
         super().__init__()
         if at_least("dim", dim, 2) % 2:

@@ -17,6 +17,7 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.kernels.compiling.errors import passed_compiled_backward
+from lightning_opt.kernels.compiling.measuring import Race
 from lightning_opt.kernels.compiling.process_settings import (
     compile_settings,
     ladder,
@@ -83,6 +84,9 @@ class CompileModel(RunCallback):
             they change; ``True`` for any from the start; ``False`` for each anew.
         fullgraph: Whether a part that cannot be traced into one graph counts as a failure.
         backend: As in ``torch.compile``, such as ``"inductor"`` or ``"aot_eager"``.
+        measure: Whether to find out if it pays: a fit begins with a few timed steps uncompiled; it
+            is compiled if the steps that are left could make up for the start, timed again, and
+            taken back if it is no faster. The report says what was decided; all ranks decide alike.
 
     Raises:
         ValueError: In ``__init__`` for an unknown mode or scope, or a mode for another backend than
@@ -100,7 +104,7 @@ class CompileModel(RunCallback):
     """
 
     only_one = True
-    process_only = ("_stack", "_shared")
+    process_only = ("_stack", "_shared", "_race")
 
     def __init__(
         self,
@@ -109,6 +113,7 @@ class CompileModel(RunCallback):
         dynamic: bool | None = None,
         fullgraph: bool = False,
         backend: str | Callable[..., Any] = "inductor",
+        measure: bool = False,
     ) -> None:
         if mode not in MODES:
             raise ValueError(f"mode must be one of {', '.join(MODES)}; got {mode!r}.")
@@ -121,6 +126,8 @@ class CompileModel(RunCallback):
             )
         self.mode, self.scope = mode, scope
         self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
+        self.measure = measure
+        self._race: Race | None = None
         self._stack: ExitStack | None = None
         self._shared: Shared | None = None
         self.regions: list[Region] = []
@@ -184,6 +191,9 @@ class CompileModel(RunCallback):
         CLOCK.start()
         self._stack.callback(CLOCK.stop)
         self._logged: dict[str, float] = {}
+        decided = all(region.mode == EAGER for region in self.regions)
+        if self.measure and not decided and trainer.state.fn == "fit":
+            self._race = Race(self.regions)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
@@ -203,17 +213,23 @@ class CompileModel(RunCallback):
         """Give the modules their own ``forward`` back."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._shared = None
+        self._stack = self._shared = self._race = None
         self.regions = []
 
     # --- steps ----------------------------------------------------------------------------------
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
+        """Begin to time the step, where that is wanted."""
+        self.on_validation_batch_start()
+        if self._race is not None and not self._race.verdict and self._shared is not None:
+            self._race.begin(self._shared.device)
+
+    def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
         """Tell CUDA graphs that a step begins."""
         if self._shared is not None and self._shared.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
-    on_validation_batch_start = on_test_batch_start = on_predict_batch_start = on_train_batch_start
+    on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
     def on_train_batch_end(
         self,
@@ -224,6 +240,8 @@ class CompileModel(RunCallback):
         batch_idx: int,
     ) -> None:
         """Log what has changed."""
+        if self._race is not None and not self._race.verdict:
+            self._race.end(trainer)
         scalars = self._scalars()
         if scalars != self._logged:
             self._logged = scalars
@@ -291,6 +309,8 @@ class CompileModel(RunCallback):
             for region in self.regions
         ]
         notes = [f"{r.name}: {r.reason}" for r in self.regions if r.reason]
+        if self._race is not None:
+            notes.append(f"Measured: {self._race.verdict or 'too few steps to tell'}.")
         return Report(self._report.title, rows, notes)
 
     def diagnose(self) -> list[Verdict]:
@@ -299,6 +319,8 @@ class CompileModel(RunCallback):
         if not rows:
             return []
         plain = [row["region"] for row in rows if row["mode"] == EAGER]
+        if plain and self.measure and len(plain) == len(rows):
+            return [Verdict("compilation", "ok", " ".join(self.report().notes))]
         if plain:
             finding = f"{len(plain)} of {len(rows)} regions run uncompiled: {', '.join(plain[:3])}."
             advice = "Look at CompileModel's report(), whose notes say why."

@@ -22,11 +22,7 @@ from lightning_opt.core.exhaustion import is_out_of_memory
 from lightning_opt.core.preserve import Before
 from lightning_opt.core.replacing import Replacement, take_off
 from lightning_opt.core.splitting import tensors_of
-from lightning_opt.kernels.compiling.errors import (
-    fails_in_every_mode,
-    is_compilers,
-    reason,
-)
+from lightning_opt.kernels.compiling.errors import fails_in_every_mode, is_compilers, reason
 
 EAGER = "eager"
 MOST_KEYS = 1000

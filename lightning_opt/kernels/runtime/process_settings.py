@@ -182,10 +182,7 @@ def set_affinity(cpus: Iterable[int]) -> Outcome:
     if not hasattr(os, "sched_setaffinity"):
         return Outcome.refused(name, wanted, f"not possible on {sys.platform}", failed=True)
     return _for_all_threads(
-        name,
-        wanted,
-        lambda thread: sorted(os.sched_getaffinity(thread)),
-        os.sched_setaffinity,
+        name, wanted, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
     )
 
 
