@@ -37,7 +37,7 @@ copybutton_prompt_is_regexp = True
 
 myst_enable_extensions = ["colon_fence", "dollarmath"]
 myst_heading_anchors = 3
-# Notebooks are executed by the tests, within their time limit; here they are only shown.
+# Notebooks are committed with their outputs; the tests run them and compare.
 nb_execution_mode = "off"
 
 autodoc_member_order = "bysource"
@@ -55,40 +55,80 @@ nitpick_ignore_regex = [("py:.*", r"(?!lightning_opt\.[A-Z]\w*$).*")]
 
 
 def collect() -> None:
-    """Bring the notebooks to where Sphinx looks for pages, and write what is made from records."""
+    """Bring the notebooks to where Sphinx looks for pages."""
     shutil.rmtree(GENERATED, ignore_errors=True)
     (GENERATED / "examples").mkdir(parents=True)
     for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
-        shutil.copy(notebook, GENERATED / "examples")
-    matrix = json.loads((DOCS / "matrix.json").read_text())
-    made = {
-        "features.md": pages.feature_lists(),
-        "matrix.md": pages.matrix_tables(matrix["rows"]),
-        "benchmarks.md": pages.benchmark_tables(),
-    }
-    for name, text in made.items():
-        (GENERATED / name).write_text(text)
+        contents = json.loads(notebook.read_text())
+        # The first cell has lines for the shell, which only IPython's lexer knows.
+        contents["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
+        (GENERATED / "examples" / notebook.name).write_text(json.dumps(contents))
 
 
-LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>\.\./[^)#\s]+)\)")
-"""A relative link that may lead out of the documentation, to code, tests and notebooks."""
+LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]+)?\)")
+SIGNATURE = re.compile(r"<!-- signature: (\w+) -->\n.*?<!-- end -->", re.S)
+FENCE = re.compile(r"^```(?:python|text) (testcode|testoutput)(?: (\+\w+))?$", re.M)
+ELSEWHERE = {"contributing": ROOT / "CONTRIBUTING.md", "changelog": ROOT / "CHANGELOG.md"}
+"""Pages that on GitHub only say where the text is."""
 
 
-def stay_inside(app: Sphinx, name: str, source: list[str]) -> None:
-    """Make text of what leads out of the documentation, which a reader of GitHub can follow."""
-    folder = Path(app.env.doc2path(name)).parent
+def prepare(app: Sphinx, name: str, source: list[str]) -> None:
+    """Add to plain Markdown, which reads everywhere, what only Sphinx can do.
+
+    Tested code becomes directives of ``sphinx.ext.doctest``, signatures are replaced by the whole
+    docstring, and the index gets its navigation. A link that leads out of the documentation, to
+    code and tests, becomes text; GitHub's readers can follow it.
+    """
+    page = ELSEWHERE.get(name, Path(app.env.doc2path(name)))
+    text = page.read_text() if name in ELSEWHERE else source[0]
 
     def inside(link: re.Match[str]) -> str:
-        target = (folder / link["path"]).resolve()
+        target = (page.parent / link["path"]).resolve()
         if target.suffix == ".ipynb":
             return f"[{link['text']}](/_generated/examples/{target.name})"
-        return link[0] if target.is_relative_to(DOCS) else link["text"]
+        if not target.exists() or (target.is_relative_to(DOCS) and name not in ELSEWHERE):
+            return link[0]
+        if target.suffix == ".md" and target.is_relative_to(DOCS):
+            return f"[{link['text']}](/{target.relative_to(DOCS)}{link['anchor'] or ''})"
+        return link["text"]
 
-    source[0] = LINK.sub(inside, source[0])
+    def directive(fence: re.Match[str]) -> str:
+        return f"```{{{fence[1]}}}" + (f"\n:options: {fence[2]}\n" if fence[2] else "")
+
+    def reference(signature: re.Match[str]) -> str:
+        thing = getattr(lightning_opt, signature[1])
+        kind = "autoclass" if isinstance(thing, type) else "autofunction"
+        members = "\n   :members:" if kind == "autoclass" else ""
+        return f"```{{eval-rst}}\n.. {kind}:: lightning_opt.{signature[1]}{members}\n```"
+
+    text = SIGNATURE.sub(reference, FENCE.sub(directive, LINK.sub(inside, text)))
+    if name == "index":
+        for caption, names in pages.navigation().items():
+            text += _tree(caption, [_document(found) for found in names])
+    if name == "contributing":
+        text += _tree("", [_document(found) for found in pages.CONTRIBUTORS])
+    if name == "api":
+        text += _tree("", [f"api/{found[:-3]}" for found in pages.api_pages()])
+    source[0] = text
+
+
+def _document(name: str) -> str:
+    return f"_generated/examples/{Path(name).stem}" if name.endswith(".ipynb") else name
+
+
+def _tree(caption: str, names: list[str]) -> str:
+    head = [
+        "",
+        "```{toctree}",
+        ":maxdepth: 1",
+        ":hidden:",
+        *([f":caption: {caption}"] if caption else []),
+    ]
+    return "\n".join([*head, "", *names, "```", ""])
 
 
 def setup(app: Sphinx) -> None:
-    app.connect("source-read", stay_inside)
+    app.connect("source-read", prepare)
 
 
 collect()

@@ -1,11 +1,25 @@
-"""The pages that are made from what is recorded: the feature list, the matrix, the benchmarks."""
+"""What is made from code and records, and committed so that it reads on GitHub too.
 
+``make pages`` writes it: the parts of pages between ``<!-- begin: NAME -->`` and ``<!-- end -->``,
+and the pages below ``docs/api``. The tests compare.
+"""
+
+import inspect
 import json
+import os
+import re
+import sys
+import textwrap
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning_opt as lo
 from lightning_opt import Report
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from evidence import evidence_table
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -23,6 +37,7 @@ AREAS = {
     "strategies": "Many processes",
     "data": "Data",
     "profiling": "Measuring",
+    "demo": "The demo",
 }
 """What the packages of ``lightning_opt`` are called for a reader, in the order of the pages."""
 
@@ -39,15 +54,140 @@ def feature_pages() -> dict[str, Path]:
     return found
 
 
-def feature_lists() -> str:
-    """Return a toctree for each heading of :data:`AREAS`."""
-    pages: dict[str, list[str]] = {}
+START = ("installation", "quickstart", "recipes", "examples", "many_machines", "which_strategy")
+COMING_FROM = tuple(f"migration/{page.stem}" for page in sorted((DOCS / "migration").glob("*.md")))
+REFERENCE = ("api", "compatibility", "zoo", "changelog", "contributing")
+MEASUREMENTS = ("benchmarks", "advice")
+CONTRIBUTORS = ("capabilities", "private_names")
+"""Pages for contributors, below that on contributing."""
+
+
+def navigation() -> dict[str, list[str]]:
+    """Return the pages under each caption of the navigation, as paths below ``docs``."""
+    guides: dict[str, list[str]] = {}
     for name in feature_pages():
-        pages.setdefault(AREAS[name.partition("/")[0]], []).append(name)
-    return "\n".join(
-        "\n".join(["```{toctree}", ":maxdepth: 1", f":caption: {title}", "", *names, "```", ""])
-        for title, names in pages.items()
+        guides.setdefault(AREAS[name.partition("/")[0]], []).append(name)
+    notebooks = [f"../examples/{file.name}" for file in sorted((ROOT / "examples").glob("*.ipynb"))]
+    return {
+        "Start": list(START),
+        "Notebooks": notebooks,
+        "Coming from": list(COMING_FROM),
+        **guides,
+        "Reference": list(REFERENCE),
+        "Measurements": list(MEASUREMENTS),
+    }
+
+
+def contents() -> str:
+    """Return a list of links to every page of the navigation."""
+    parts = []
+    for caption, names in navigation().items():
+        links = []
+        for name in names:
+            file = f"{name}.md" if "." not in name else name
+            links.append(f"[{_title_of(DOCS / file)}]({file})")
+        parts.append(f"**{caption}:** " + " · ".join(links) + "\n")
+    return "\n".join(parts)
+
+
+def _title_of(page: Path) -> str:
+    text = page.read_text()
+    if page.suffix == ".ipynb":
+        text = "".join(json.loads(text)["cells"][0]["source"])
+    return text[text.index("# ") + 2 :].partition("\n")[0]
+
+
+# --- the public names ---------------------------------------------------------------------------
+
+
+def public_classes() -> list[str]:
+    """Return the exported classes."""
+    return [name for name in lo.__all__ if inspect.isclass(getattr(lo, name))]
+
+
+def public_functions() -> list[str]:
+    """Return the exported functions."""
+    return [name for name in lo.__all__ if inspect.isroutine(getattr(lo, name))]
+
+
+def api_table() -> str:
+    """Return the table of public names, an area each, with what they are for."""
+    parts = []
+    areas: dict[str, list[str]] = {}
+    for name in sorted((*public_classes(), *public_functions()), key=str.lower):
+        areas.setdefault(AREAS.get(_area_of(name), "More"), []).append(name)
+    for title in dict.fromkeys((*AREAS.values(), "More")):
+        rows = [
+            f"| [`{name}`]({_link(name)}) | {_summary(name)} |" for name in areas.get(title, [])
+        ]
+        if rows:
+            parts.append("\n".join([f"## {title}", "", "| name | |", "|---|---|", *rows, ""]))
+    return "\n".join(parts)
+
+
+def api_pages() -> dict[str, str]:
+    """Return the page of each public class, and the one of all functions, by file name."""
+    made = {f"{name}.md": f"# {name}\n\n{_reference(name)}" for name in public_classes()}
+    functions = (f"## {name}\n\n{_reference(name)}" for name in public_functions())
+    made["functions.md"] = "# Functions\n\n" + "\n".join(functions)
+    return made
+
+
+def _reference(name: str) -> str:
+    found = getattr(lo, name)
+    file = Path(inspect.getsourcefile(found) or "").relative_to(ROOT)
+    feature = str(file.parent.relative_to("lightning_opt"))
+    guides = [
+        page for path, page in feature_pages().items() if f"{feature}/".startswith(f"{path}/")
+    ]
+    links = [f"[{_title_of(page)}](../{page.relative_to(DOCS)})" for page in guides]
+    where = "Guide: " + ", ".join(links) + ". " if links else ""
+    lines = [
+        _summary(name),
+        "",
+        f"<!-- signature: {name} -->",
+        f"```python\nlo.{name}{_signature(found)}\n```",
+        "<!-- end -->",
+        "",
+        f"{where}Source and docstring: [{file}](../../{file}).",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _signature(found: Any) -> str:
+    try:
+        parameters = inspect.signature(found).parameters.values()
+    except ValueError:
+        return ""
+    shown, keyword_only = [], False
+    for parameter in parameters:
+        if parameter.kind is parameter.KEYWORD_ONLY and not keyword_only:
+            keyword_only = True
+            shown.append("*")
+        hint = "" if parameter.annotation is parameter.empty else f": {parameter.annotation}"
+        plain = parameter.replace(annotation=parameter.empty)
+        default = "" if plain.default is plain.empty else f" = {plain.default!r}"
+        shown.append(f"{str(plain).partition('=')[0]}{hint}{default}")
+    one_line = f"({', '.join(shown)})"
+    if len(one_line) < 80:
+        return one_line
+    return "(\n" + textwrap.indent(",\n".join(shown), "    ") + ",\n)"
+
+
+def _summary(name: str) -> str:
+    first = (inspect.getdoc(getattr(lo, name)) or "").partition("\n\n")[0].replace("\n", " ")
+    first = re.sub(
+        r":\w+:`~?(?:[^<`]*<)?([^>`]+)>?`", lambda role: f"`{role[1].split('.')[-1]}`", first
     )
+    return first.replace("``", "`").replace("|", "\\|")
+
+
+def _area_of(name: str) -> str:
+    return str(getattr(lo, name).__module__).split(".")[1]
+
+
+def _link(name: str) -> str:
+    return f"api/{name}.md" if name in public_classes() else f"api/functions.md#{name}"
 
 
 # --- the matrix ---------------------------------------------------------------------------------
@@ -64,6 +204,7 @@ STRATEGIES = {
     "single": "One process",
     "ddp": "DDP, two processes",
     "ddp_topk": "Compressed DDP (Top-K), two processes",
+    "diloco": "DiLoCo, two processes",
     "fsdp1": "FSDP1, two processes",
     "fsdp2": "FSDP2, two processes",
 }
@@ -145,7 +286,9 @@ def _benchmark(stem: str, content: Mapping[str, Any], machine: int) -> str:
     script = script_of(stem)
     module = (script or "").removesuffix(".py").replace("/", ".")
     made = f"`python -m benchmarks.{module}`, machine {machine}" if script else f"Machine {machine}"
-    return f"### {content['title']}\n\n{table}\n\n{made}.\n"
+    recorded = content["machine"]
+    state = f"{recorded.get('date', 'no date')}, commit {recorded.get('commit', 'unknown')}"
+    return f"### {content['title']}\n\n{table}\n\n{made}, {state}.\n"
 
 
 def script_of(stem: str) -> str | None:
@@ -159,8 +302,76 @@ def script_of(stem: str) -> str | None:
 
 def _machine(content: Mapping[str, Any]) -> str:
     machine = content["machine"]
-    parts = [f"{key} {value}" for key, value in machine.items() if key not in ("cpu", "device")]
+    apart = ("cpu", "device", "lightning_opt", "date", "commit")
+    parts = [f"{key} {value}" for key, value in machine.items() if key not in apart]
     where = machine.get("cpu", "")
     if machine.get("device", "cpu") != "cpu":
         where = f"{machine['device']}, {where}"
     return ", ".join([where, *parts])
+
+
+def switch_table(switch: str) -> str:
+    """Return what a switch of ``compute.json`` does to each model."""
+    rows = [
+        {name: row[name] for name in ("model", "switch", "time", "times faster", "peak")}
+        for row in json.loads((RESULTS / "compute.json").read_text())["rows"]
+        if row["switch"].startswith(switch)
+    ]
+    return Report("", rows).to_markdown().partition("\n")[2]
+
+
+# --- writing ------------------------------------------------------------------------------------
+
+BLOCK = re.compile(r"(?P<begin><!-- begin: (?P<name>\S+) -->\n).*?(?P<end><!-- end -->)", re.S)
+
+
+def fill(page: Path) -> str:
+    """Return a page with its generated parts as they should be."""
+    return BLOCK.sub(
+        lambda m: f"{m['begin']}\n{_part(m['name']).strip()}\n\n{m['end']}", page.read_text()
+    )
+
+
+def _part(name: str) -> str:
+    if name.startswith("benchmarks/results/"):
+        return (ROOT / f"{name}.md").read_text()
+    if name.startswith("compute:"):
+        return switch_table(name.partition(":")[2].replace("_", " "))
+    if name == "matrix":
+        return matrix_tables(json.loads((DOCS / "matrix.json").read_text())["rows"])
+    makers = {
+        "contents": contents,
+        "api": api_table,
+        "benchmarks": benchmark_tables,
+        "evidence": evidence_table,
+    }
+    return makers[name]()
+
+
+def sources() -> list[Path]:
+    """Return the pages that are written by hand."""
+    built = {"_build", "_generated", "api"}
+    return [p for p in sorted(DOCS.rglob("*.md")) if not built & set(p.relative_to(DOCS).parts)]
+
+
+def made() -> dict[Path, str]:
+    """Return what every generated page and every page with generated parts should hold."""
+    pages = {page: fill(page) for page in (*sources(), ROOT / "README.md")}
+    return pages | {DOCS / "api" / name: text for name, text in api_pages().items()}
+
+
+def main() -> None:
+    """Write what is not as it should be."""
+    wanted = made()
+    (DOCS / "api").mkdir(exist_ok=True)
+    for page in (DOCS / "api").glob("*.md"):
+        if page not in wanted:
+            page.unlink()
+    for page, text in wanted.items():
+        if not page.exists() or page.read_text() != text:
+            page.write_text(text)
+            print(os.path.relpath(page))
+
+
+if __name__ == "__main__":
+    main()

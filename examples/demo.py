@@ -1,359 +1,276 @@
-"""One small GPT four ways: plain, with two presets, and with what the tuner finds in two minutes.
+"""Four things that end a run or slow it down, each plain and with lightning_opt beside it.
 
-One batch in 25 comes from a damaged file (see ``byte_gpt.py``), and near the end one batch has a
-loss of NaN, as from an overflow. The four runs start from one seed, see the same batches and take
-blocks of steps in turn, each in a process of its own, so that their times can be compared.
+1. A bad batch: one loss is a spike, a later one is NaN.
+2. Out of memory: a GPT under a hard limit that its batch does not fit.
+3. Half the memory: a GPT whose activations dominate.
+4. A slow link: two processes, joined at 100 Mbit/s.
+
+Everything runs on a CPU, in processes of its own, without a download. ``--act 2`` runs one act.
 """
 
 from __future__ import annotations
 
 import argparse
-import functools
 import json
-import logging
 import math
+import os
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from collections.abc import Sequence
 from pathlib import Path
-from statistics import median
 from typing import Any
 
-import lightning as L
-import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
-from torch import Tensor
 
-import lightning_opt as lo
-from byte_gpt import Batch, ByteGPT, SourceData
-from lightning_opt.worker.training_process import Fit
+HERE = Path(__file__).resolve().parent
+ROOT = HERE.parent
+RECORD = ROOT / "benchmarks" / "results" / "demo.json"
+sys.path.insert(0, str(ROOT))
 
-RUNS = ("plain", "basic", "advanced", "tuned")
-COLOURS = dict(zip(RUNS, ("#D55E00", "#009E73", "#CC79A7", "#0072B2"), strict=True))
-HARM = 0.03  # nats per byte by which a damaged batch has to raise the loss on clean text
-WATCHED = 10  # steps after a damaged batch in which that is looked for
-AFTER = 6  # steps after the NaN batch
-BLOCK = 10  # steps that a run takes before it is the next one's turn
+Found = dict[str, Any]
+PLAIN, OURS, OTHER, INK, FAINT = "#D1495B", "#00798C", "#E3A857", "#22303C", "#8795A1"
+SIDES = {
+    1: ("bad_batch", ("plain", "ours")),
+    2: ("out_of_memory", ("plain", "ours", "reference")),
+    3: ("half_the_memory", ("all",)),
+}
+LINKS = {"dense": "plain DDP", "ddp_int8": "ddp_int8", "ddp_topk 1%": "ddp_topk"}
+CODE = {
+    1: "Trainer(callbacks=[lo.NonFiniteGuard(spike=6)])",
+    2: 'Trainer(callbacks=[lo.MicroBatching("auto")])',
+    3: 'Trainer(callbacks=[lo.ActivationCheckpointing("auto", budget=0.35)])',
+    4: 'Trainer(strategy="ddp_topk", devices=2)',
+}
 
-
-class DemoGPT(ByteGPT):
-    """A ByteGPT in which one batch has no number for a loss.
-
-    Args:
-        lr: Learning rate.
-        broken: The batch.
-    """
-
-    def __init__(self, lr: float = 1e-3, broken: int | None = None) -> None:
-        super().__init__(lr=lr)
-        self.broken, self.seen = broken, 0
-
-    def training_step(self, batch: Batch) -> Tensor:
-        loss = super().training_step(batch)
-        self.seen += 1
-        return loss * math.nan if self.seen - 1 == self.broken else loss
+# --- running ------------------------------------------------------------------------------------
 
 
-class Notes(L.Callback):
-    """Looks at the loss on clean text around damaged batches and at the end, and at the weights.
-
-    It works on a copy of the model that nothing compiles or casts, so that all runs are judged
-    alike.
-
-    Args:
-        file: Where it writes what it has seen.
-        data: Whose clean batches it takes.
-        last: The batch before the one without a loss.
-    """
-
-    def __init__(self, file: Path, data: SourceData, last: int) -> None:
-        self.file, self.data, self.last = file, data, last
-        self.rises: dict[int, float] = {}
-        self._before: dict[int, float] = {}
-        self._seen = 0
-
-    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
-        state = torch.get_rng_state()
-        self.judge = ByteGPT()
-        torch.set_rng_state(state)
-        self.data.setup("fit")
-        self.probe = self.data.validation[0][0][:16]
-
-    def loss(self, module: L.LightningModule, windows: list[Tensor]) -> float:
-        self.judge.load_state_dict(module.state_dict())
-        with torch.no_grad():
-            return sum(self.judge.loss(part).item() for part in windows) / len(windows)
-
-    def on_train_batch_start(
-        self, trainer: L.Trainer, pl_module: L.LightningModule, batch: Batch, *_: Any
-    ) -> None:
-        # From the 50th step on: before, the loss falls too fast for anything to be seen.
-        if batch[1] and 50 <= self._seen < self.last - WATCHED:
-            self._before[self._seen] = self.loss(pl_module, [self.probe])
-
-    def on_train_batch_end(self, trainer: L.Trainer, pl_module: L.LightningModule, *_: Any) -> None:
-        now = self._seen
-        self._seen += 1
-        for step, before in self._before.items():
-            if now - step in (0, 1, 2, 4, WATCHED - 1):
-                rise = self.loss(pl_module, [self.probe]) - before
-                self.rises[step] = max(self.rises.get(step, -math.inf), rise)
-        found: dict[str, Any] = {}
-        if now == self.last:
-            clean = [self.data.validation[i][0] for i in range(len(self.data.validation))]
-            self.final = self.loss(pl_module, clean)
-        if now == self.last + AFTER:
-            finite = all(bool(p.isfinite().all()) for p in pl_module.parameters())
-            found = {"final": self.final, "finite": finite, "rises": self.rises}
-            self.file.write_text(json.dumps(found))
-
-
-@dataclass
-class Run:
-    """What is known of one of the runs.
-
-    Attributes:
-        name: Of :data:`RUNS`.
-        what: What is switched on, in words.
-        settings: Makes its Trainer's arguments.
-    """
-
-    name: str
-    what: str
-    settings: Callable[[], dict[str, Any]]
-    losses: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
-    peak: int = 0
-    final: float = math.nan
-    finite: bool = False
-    rises: dict[str, float] = field(default_factory=dict)
-
-    @property
-    def step(self) -> float:
-        """Median seconds of a step, without the first twenty."""
-        return median(self.seconds[20:] or self.seconds)
-
-    @property
-    def start(self) -> float:
-        """Seconds that the first steps took longer than later ones, as for compilation."""
-        return sum(max(0.0, seconds - self.step) for seconds in self.seconds[:5])
-
-    @property
-    def harmless(self) -> int:
-        """Damaged batches after which the loss on clean text did not rise by :data:`HARM`."""
-        return sum(rise < HARM for rise in self.rises.values())
-
-
-def plain() -> dict[str, Any]:
-    return {"accelerator": "cpu"}
-
-
-def preset(name: str) -> dict[str, Any]:
-    return lo.preset(name, GradientHealth={"figure": None}).trainer_kwargs(**plain())
-
-
-def tune(model: Any, data: Any, budget: float) -> lo.TuneResult:
-    """Find what pays beside the preset that protects."""
-    return lo.autotune(
-        model, data, budget=budget, base=functools.partial(preset, "basic"),
-        progress=sys.stderr.isatty(),
-    )  # fmt: skip
-
-
-def with_notes(settings: Callable[[], dict[str, Any]], notes: tuple[Any, ...]) -> dict[str, Any]:
-    made = settings()
-    return {**made, "callbacks": [*made.get("callbacks", []), Notes(*notes)]}
-
-
-def train(runs: list[Run], model: Any, data: SourceData, make_data: Any, steps: int) -> None:
-    """Train all runs side by side, a block of steps each in turn, and write down what came."""
+def play(act: int, quick: bool) -> Found:
+    """Run an act, and return what each of its sides saw."""
+    if act == 4:
+        return slow_link(quick)
+    name, sides = SIDES[act]
+    found: Found = {}
     with tempfile.TemporaryDirectory() as folder:
-        fits: dict[str, Fit] = {}
-        try:
-            for run in runs:
-                notes = (Path(folder, run.name), data, steps - 1)
-                settings = functools.partial(with_notes, run.settings, notes)
-                fits[run.name] = Fit(model, make_data, settings, label=run.name, wait=False)
-
-            def take(run: Run, count: int) -> None:
-                taken = fits[run.name].advance(count)
-                run.losses += [step.loss for step in taken]
-                run.seconds += [step.seconds for step in taken]
-                run.peak = fits[run.name].peak_bytes
-
-            with ThreadPoolExecutor(2) as pool:  # what is compiled needs no quiet machine
-                list(pool.map(lambda run: take(run, 3), runs))
-            total = steps + 1 + AFTER
-            while len(runs[0].losses) < total:
-                for run in runs:
-                    take(run, min(BLOCK, total - len(run.losses)))
-            for run in runs:
-                seen = json.loads(Path(folder, run.name).read_text())
-                run.final, run.finite, run.rises = seen["final"], seen["finite"], seen["rises"]
-        finally:
-            for fit in fits.values():
-                fit.close()
+        running = {side: start(name, side, Path(folder, side), quick) for side in sides}
+        for side, process in running.items():
+            _, errors = process.communicate()
+            if process.returncode:
+                raise RuntimeError(f"{name}, {side}: {errors[-2000:]}")
+            found[side] = json.loads(Path(folder, side).read_text())
+    whole: Found = found.get("all", found)
+    return whole
 
 
-def summarise(runs: list[Run], title: str, notes: list[str]) -> lo.Report:
-    """Return a table with one row a run."""
-    rows = [
-        {
-            "run": run.name,
-            "step ms": f"{1e3 * run.step:.1f}",
-            "time": f"{run.step / runs[0].step:.2f}",
-            "start s": f"{run.start:.0f}",
-            "peak MiB": f"{run.peak / 2**20:.0f}",
-            "final loss": f"{run.final:.3f}",
-            "damaged batches survived": f"{run.harmless} of {len(run.rises)}",
-            "worst": f"{max(run.rises.values(), default=0.0):+.3f}",
-            "NaN batch": "survived" if run.finite else "all weights lost",
+def start(name: str, side: str, out: Path, quick: bool) -> subprocess.Popen[str]:
+    command = [sys.executable, str(HERE / "demo_acts.py"), name, side, str(out)]
+    # A fixed threshold gives memory back when it is freed, so that peaks are those of the run.
+    settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
+    paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    return subprocess.Popen(
+        [*command, *(["--quick"] if quick else [])],
+        env={**os.environ, **settings, "PYTHONPATH": paths},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def slow_link(quick: bool) -> Found:
+    """Time a step between two network namespaces, or take the recorded run."""
+    from benchmarks.strategies import compression
+
+    reason = compression.why_not()
+    if reason is None:
+        seconds = compression.measure(2, "100 Mbit/s", 1 if quick else 2, 0.0, list(LINKS))
+        return {name: min(values) for name, values in seconds["seconds"].items()}
+    recorded: Found = json.loads(RECORD.read_text())["acts"]["4"]
+    return {**recorded, "recorded": f"no slow link can be made here ({reason})"}
+
+
+# --- telling ------------------------------------------------------------------------------------
+
+
+def outcomes(act: int, found: Found) -> dict[str, str]:
+    """Return what became of each side, in words."""
+    if act == 1:
+        return {
+            {"plain": "plain", "ours": "NonFiniteGuard"}[side]: (
+                f"all {run['lost']:,} weights lost"
+                if run["lost"]
+                else f"goes on, to a validation loss of {run['curve'][-1][1]:.2f}"
+            )
+            for side, run in found.items()
         }
-        for run in runs
-    ]
-    units = [
-        "time: of a step, median, as a share of plain. start: seconds that the first steps took "
-        "longer, while all runs started at once on the same CPUs. peak: of the process, above what "
-        "it had before the model. final loss: nats per byte on clean files that were not trained "
-        "on, before the NaN batch.",
-        f"survived: the loss on a clean batch rose by less than {HARM} within {WATCHED} steps of a "
-        "damaged batch; worst: the largest rise. One seed decides nothing; try others with --seed.",
-    ]
-    what = [f"{run.name}: {run.what}." for run in runs]
-    return lo.Report(title, rows, [*units, *what, *notes])
+    if act == 2:
+        ours, reference = found["ours"], found["reference"]
+        error = largest_difference(ours, reference)
+        return {
+            "plain": f"dies at step {len(found['plain']['losses']) + 1}",
+            "MicroBatching": f"all {len(ours['losses'])} steps; losses and weights within "
+            f"{error:.0e} of a run without a limit",
+        }
+    if act == 3:
+        plain = found["plain"]
+        return {
+            side: f"{run['peak']:.0f} MiB, {run['peak'] / plain['peak']:.2f} of the memory "
+            f"for {run['time']:.2f} of the time"
+            for side, run in found.items()
+        }
+    return {
+        label: f"{found[name]:.2f} s a step"
+        + ("" if name == "dense" else f", {found['dense'] / found[name]:.1f} times faster")
+        for name, label in LINKS.items()
+    }
 
 
-def draw(runs: list[Run], result: lo.TuneResult | None) -> Figure:
-    """Draw losses over time, damage, times and peaks, and the tuner's trials."""
-    figure = Figure(figsize=(12.0, 8.0), dpi=110, layout="constrained")
-    (losses, bars), (damage, trials) = figure.subplots(2, 2)
-    for run in runs:
-        smooth = moving_mean([loss for loss in run.losses if math.isfinite(loss)])
-        places = [run.step * (index + 1) for index in range(len(smooth))]
-        losses.plot(places, smooth, color=COLOURS[run.name], lw=1.4, label=run.name)
-    losses.set(
-        xlabel="seconds of training, without the start", ylabel="training loss, mean of 20 steps"
-    )
-    losses.set_title("Loss over time", loc="left", weight="bold")
-    losses.legend()
-    draw_bars(bars, runs)
-    for index, run in enumerate(runs):
-        rises = list(run.rises.values())
-        spread = [index + 0.3 * (n / max(1, len(rises) - 1) - 0.5) for n in range(len(rises))]
-        damage.scatter(spread, rises, color=COLOURS[run.name], s=24, zorder=3)
-    damage.axhline(HARM, color="black", lw=0.8, ls="--")
-    lost = ["\nNaN: survived" if run.finite else "\nNaN: weights lost" for run in runs]
-    damage.set_xlim(-0.6, len(runs) - 0.4)
-    damage.set_xticks(
-        range(len(runs)), [run.name + more for run, more in zip(runs, lost, strict=True)]
-    )
-    damage.set_ylabel("rise of the loss on clean text")
-    damage.set_title("After each damaged batch", loc="left", weight="bold")
-    draw_trials(trials, result)
-    for axes in (losses, damage, trials):
-        axes.grid(alpha=0.2)
+def largest_difference(ours: Found, reference: Found) -> float:
+    """Return the largest relative difference of losses and of the norms of weights."""
+    pairs = [*zip(ours["losses"], reference["losses"], strict=True)]
+    pairs += zip(ours["weights"], reference["weights"], strict=True)
+    return max(abs(a - b) / max(abs(b), 1e-12) for a, b in pairs)
+
+
+TITLES = {1: "A bad batch", 2: "Out of memory", 3: "Half the memory", 4: "A slow link"}
+
+# --- drawing ------------------------------------------------------------------------------------
+
+
+def draw(acts: dict[int, Found]) -> Figure:
+    """Draw one panel an act."""
+    many = len(acts) > 1
+    figure = Figure(figsize=(12.4, 8.2) if many else (6.6, 4.4), dpi=130, layout="constrained")
+    panels = figure.subplots(2, 2).flat if many else [figure.subplots()]
+    for axes, (act, found) in zip(panels, acts.items(), strict=False):
+        {1: draw_losses, 2: draw_memory, 3: draw_peaks, 4: draw_link}[act](axes, found)
+        axes.set_title(f"{act}   {TITLES[act]}", loc="left", weight="bold", size=15, pad=26)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.spines[["left", "bottom"]].set_color(FAINT)
+        axes.tick_params(colors=INK, labelsize=10)
+        axes.xaxis.label.set_color(INK)
+        axes.yaxis.label.set_color(INK)
+    for axes in list(panels)[len(acts) :] if many else []:
+        axes.set_axis_off()
+    figure.get_layout_engine().set(w_pad=0.18, h_pad=0.18)  # type: ignore[union-attr]
     return figure
 
 
-def moving_mean(values: list[float], width: int = 20) -> list[float]:
-    sums = [sum(values[max(0, end - width) : end]) for end in range(1, len(values) + 1)]
-    return [total / min(width, end) for end, total in enumerate(sums, start=1)]
+def subtitle(axes: Axes, text: str) -> None:
+    axes.text(0, 1.035, text, transform=axes.transAxes, color=FAINT, size=11, va="bottom")
 
 
-def draw_bars(axes: Axes, runs: list[Run]) -> None:
-    """Draw time of a step and peak memory as shares of the plain run's."""
-    for offset, (label, values, hatch) in enumerate(
-        (
-            ("time of a step", [run.step / runs[0].step for run in runs], ""),
-            ("peak memory", [run.peak / max(1, runs[0].peak) for run in runs], "//"),
-        )
-    ):
-        places = [index + 0.38 * offset - 0.19 for index in range(len(runs))]
-        colours = [COLOURS[run.name] for run in runs]
-        drawn = axes.bar(places, values, 0.36, color=colours, hatch=hatch, edgecolor="white")
-        axes.bar_label(drawn, fmt="%.2f", fontsize=8)
-        axes.bar([0], [0], color="#888888", hatch=hatch, edgecolor="white", label=label)
-    axes.set_xticks(range(len(runs)), [run.name for run in runs])
-    axes.set_ylabel("share of plain")
-    axes.set_title("Time and memory", loc="left", weight="bold")
-    axes.set_ylim(0, 1.25 * max(1.0, *(run.step / runs[0].step for run in runs),
-                                *(run.peak / max(1, runs[0].peak) for run in runs)))  # fmt: skip
-    axes.legend(loc="upper left", ncols=2)
+def draw_losses(axes: Axes, found: Found) -> None:
+    subtitle(axes, "one loss is a spike, a later one is NaN")
+    for side, colour in (("plain", PLAIN), ("ours", OURS)):
+        points = [point for point in found[side]["curve"] if math.isfinite(point[1])]
+        axes.plot(*zip(*points, strict=True), color=colour, lw=2.4, solid_capstyle="round")
+        if side == "plain" and found[side]["lost"]:
+            axes.plot(*points[-1], "x", color=colour, ms=11, mew=3)
+            axes.annotate("plain: weights lost", points[-1], color=colour, size=11,
+                          weight="bold", xytext=(11, -3), textcoords="offset points")  # fmt: skip
+        if side == "ours":
+            axes.annotate("NonFiniteGuard goes on", points[-1], color=colour, size=11, ha="right",
+                          weight="bold", xytext=(0, -18), textcoords="offset points")  # fmt: skip
+    curves = [value for run in found.values() for _, value in run["curve"] if math.isfinite(value)]
+    axes.set_ylim(min(curves) - 0.35, min(max(curves), 4.4))
+    for step, label in ((90, "spike"), (170, "NaN")):
+        axes.axvline(step, color=FAINT, lw=1, ls=(0, (3, 3)), zorder=0)
+        axes.text(step + 2, axes.get_ylim()[1], label, color=FAINT, size=10, va="top")
+    axes.set(xlabel="step", ylabel="validation loss", xlim=(0, 262))
 
 
-def draw_trials(axes: Axes, result: lo.TuneResult | None) -> None:
-    """Draw what the tuner tried, by time and memory."""
-    axes.set_title("What the tuner tried, beside basic", loc="left", weight="bold")
-    axes.set(xlabel="time of a step, share of basic", ylabel="peak memory, share of basic")
-    axes.margins(x=0.2, y=0.1)
-    for trial in result.trials if result else []:
-        if trial.ratio is None or trial.peak_ratio is None or trial.ratio > 3:
-            continue
-        best = result is not None and trial is result.best
-        colour = COLOURS["tuned"] if best else "#888888"
-        axes.scatter([trial.ratio], [trial.peak_ratio], color=colour, s=70 if best else 35)
-        axes.annotate(
-            trial.name, (trial.ratio, trial.peak_ratio), xytext=(5, 4),
-            textcoords="offset points", fontsize=8, color=colour,
-        )  # fmt: skip
+def draw_memory(axes: Axes, found: Found) -> None:
+    from demo_acts import ROOM
+
+    subtitle(axes, "a GPT whose batch does not fit under a hard limit")
+    axes.axhline(ROOM, color=INK, lw=1.6)
+    axes.text(1, ROOM, f"limit: {ROOM} MiB ", color=INK, size=11, ha="right", va="bottom",
+              transform=axes.get_yaxis_transform())  # fmt: skip
+    times, sizes = zip(*found["ours"]["samples"], strict=True)
+    axes.fill_between(times, sizes, color=OURS, alpha=0.16, lw=0)
+    axes.plot(times, sizes, color=OURS, lw=1.3)
+    steps = len(found["ours"]["losses"])
+    axes.text(0.98, 0.09, f"MicroBatching: all {steps} steps, with the same gradient",
+              color=OURS, size=10.5, weight="bold", ha="right", transform=axes.transAxes,
+              bbox={"color": "white", "alpha": 0.9, "lw": 0, "pad": 3})  # fmt: skip
+    points = found["plain"]["samples"]
+    peak = max(range(len(points)), key=lambda index: points[index][1])
+    times, sizes = zip(*points[: peak + 1], strict=True)
+    axes.plot(times, sizes, color=PLAIN, lw=2.4)
+    axes.plot(times[-1], sizes[-1], "x", color=PLAIN, ms=11, mew=3)
+    axes.annotate(f"plain: dies at step {len(found['plain']['losses']) + 1}", (times[-1], ROOM),
+                  xytext=(6, 14), textcoords="offset points", color=PLAIN, size=11,
+                  weight="bold")  # fmt: skip
+    axes.set(xlabel="seconds", ylabel="memory, MiB", ylim=(0, ROOM * 1.25))
+    axes.set_xlim(left=0)
+
+
+def draw_peaks(axes: Axes, found: Found) -> None:
+    subtitle(axes, "a GPT whose activations dominate")
+    plain = found["plain"]
+    labels = {"plain": "plain", "every layer": "every layer\nrecomputed", "auto": '"auto"'}
+    colours = {"plain": PLAIN, "every layer": OTHER, "auto": OURS}
+    for place, (side, run) in enumerate(found.items()):
+        axes.bar(place, run["peak"], 0.62, color=colours[side])
+        share, slower = run["peak"] / plain["peak"], run["time"]
+        text = f"{run['peak']:.0f} MiB" if side == "plain" else f"{share:.2f} of the memory"
+        below = f"{run['seconds']:.2f} s a step" if side == "plain" else f"{slower:.2f} of the time"
+        axes.annotate(f"{text}\n{below}", (place, run["peak"]), xytext=(0, 5), ha="center",
+                      textcoords="offset points", color=INK, size=10.5, weight="bold")  # fmt: skip
+    axes.set_xticks(range(len(found)), [labels[side] for side in found], size=11)
+    axes.set(ylabel="peak of memory, MiB", ylim=(0, plain["peak"] * 1.28))
+
+
+def draw_link(axes: Axes, found: Found) -> None:
+    recorded = "; a recorded run" if "recorded" in found else ""
+    subtitle(axes, f"two processes at 100 Mbit/s, 33.6 MB of gradients{recorded}")
+    for place, name in enumerate(LINKS):
+        seconds = found[name]
+        axes.barh(place, seconds, 0.58, color=PLAIN if name == "dense" else OURS)
+        text = f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
+        if name != "dense":
+            text += f",  {found['dense'] / seconds:.1f} times faster"
+        inside = seconds > 0.7 * found["dense"]
+        axes.annotate(text, (seconds, place), xytext=(-8 if inside else 8, 0), va="center",
+                      ha="right" if inside else "left", textcoords="offset points", size=12,
+                      color="white" if inside else INK, weight="bold")  # fmt: skip
+    axes.set_yticks(range(len(LINKS)), list(LINKS.values()), size=11)
+    axes.invert_yaxis()
+    axes.set(xlabel="seconds a step", xlim=(0, found["dense"] * 1.04))
+
+
+# --- the command --------------------------------------------------------------------------------
+
+
+def run(acts: Sequence[int], quick: bool) -> dict[int, Found]:
+    """Run the acts one after the other, and print what became of each side."""
+    found = {}
+    for act in acts:
+        print(f"\n{act}. {TITLES[act]}", flush=True)
+        began = time.perf_counter()
+        found[act] = play(act, quick)
+        if "recorded" in found[act]:
+            print(f"   RECORDED, not run: {found[act]['recorded']}")
+        for side, outcome in outcomes(act, found[act]).items():
+            print(f"   {side + ':':16} {outcome}")
+        print(f"   ({time.perf_counter() - began:.0f} s)   {CODE[act]}", flush=True)
+    return found
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--steps", type=int, default=300, help="of each run (default: %(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the batches (%(default)s)")
-    parser.add_argument("--lr", type=float, default=1e-3, help="learning rate (%(default)s)")
-    parser.add_argument(
-        "--damaged", type=float, default=0.04, help="share of damaged batches (%(default)s)"
-    )
-    parser.add_argument("--budget", type=float, default=120.0, help="of the tuner, in seconds")
-    parser.add_argument("--runs", nargs="+", choices=RUNS, default=RUNS, help="all by default")
-    parser.add_argument(
-        "--out", type=Path, default=Path("demo.png"), help="picture to write (%(default)s)"
-    )
-    args = parser.parse_args()
-    if args.steps < 1:
-        parser.error(f"--steps must be at least 1, got {args.steps}")
-    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
-    begun = time.perf_counter()
-    # Of the data more than the steps, so that no run sees a batch twice.
-    data = SourceData(steps=args.steps + 50, damaged=args.damaged, seed=args.seed)
-    make_data = functools.partial(SourceData, args.steps + 50, args.damaged, args.seed)
-    model = functools.partial(DemoGPT, args.lr)
-    settings: dict[str, Callable[[], dict[str, Any]]] = {
-        "plain": plain,
-        "basic": functools.partial(preset, "basic"),
-        "advanced": functools.partial(preset, "advanced"),
-    }
-    what = {
-        "plain": "the Trainer as it comes",
-        "basic": "preset('basic'), which watches and protects",
-        "advanced": "preset('advanced'), which is meant to be faster too",
-    }
-    result = None
-    notes: list[str] = []
-    if "tuned" in args.runs:
-        print(f"The tuner has {args.budget:.0f} s.", flush=True)
-        result = tune(model, make_data, args.budget)
-        result.table.print()
-        print(result.explain(), flush=True)
-        settings["tuned"] = result.trainer_kwargs
-        what["tuned"] = f"preset('basic') and {' + '.join(result.switches) or 'nothing else'}"
-        notes.append(f"The tuner took {result.seconds:.0f} s for {len(result.trials) - 1} trials.")
-    print(f"{len(args.runs)} runs of {args.steps} steps, side by side.", flush=True)
-    runs = [Run(name, what[name], settings[name]) for name in RUNS if name in args.runs]
-    train(runs, functools.partial(model, args.steps), data, make_data, args.steps)
-    took = time.perf_counter() - begun
-    notes.append(f"{took:.0f} s in all, {torch.get_num_threads()} threads of a CPU.")
-    title = f"A byte-level GPT on Python's standard library, {args.steps} steps, seed {args.seed}"
-    summarise(runs, title, notes).print()
-    args.out.parent.mkdir(parents=True, exist_ok=True)
-    draw(runs, result).savefig(args.out)
-    print(f"{args.out.resolve()} drawn")
+    parser.add_argument("--act", type=int, choices=TITLES, action="append", help="all by default")
+    parser.add_argument("--quick", action="store_true", help="few steps: does it run at all?")
+    parser.add_argument("--out", type=Path, default=Path("demo.png"), help="picture (%(default)s)")
+    arguments = parser.parse_args()
+    began = time.perf_counter()
+    found = run(arguments.act or list(TITLES), arguments.quick)
+    arguments.out.parent.mkdir(parents=True, exist_ok=True)
+    draw(found).savefig(arguments.out)
+    print(f"\n{arguments.out.resolve()} drawn, {time.perf_counter() - began:.0f} s in all")
 
 
 if __name__ == "__main__":

@@ -122,6 +122,7 @@ def train(name: str, steps: int, nodes: int, devices: int) -> dict[str, Any]:
         devices=devices,
         strategy=make_strategy(name, processes),
         logger=traffic,
+        log_every_n_steps=16,  # a window of DiLoCo
         use_distributed_sampler=False,
     )
     trainer.fit(model)

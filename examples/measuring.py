@@ -46,9 +46,9 @@ class Record(L.Callback):
 
 
 def quiet_trainer(callbacks: Sequence[L.Callback] = (), **settings: Any) -> L.Trainer:
-    """Return a Trainer on one CPU without output, logger and checkpoints, unless asked for."""
+    """Return a Trainer on one device without output, logger and checkpoints, unless asked for."""
     quiet: dict[str, Any] = {
-        "accelerator": "cpu",
+        "accelerator": "auto",
         "devices": 1,
         "logger": False,
         "enable_checkpointing": False,

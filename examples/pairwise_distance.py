@@ -125,7 +125,7 @@ class DistanceNetwork(L.LightningModule):
 
 @dataclass(frozen=True)
 class Run:
-    """What a training left behind."""
+    """What a run left behind."""
 
     model: DistanceNetwork
     record: Record

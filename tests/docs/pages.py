@@ -34,7 +34,11 @@ def text_of(page: Path) -> str:
 
 def blocks_of(text: str, *languages: str) -> list[str]:
     """Return the code blocks in these languages."""
-    return [found["body"] for found in FENCE.finditer(text) if found["info"].strip() in languages]
+    return [
+        found["body"]
+        for found in FENCE.finditer(text)
+        if found["info"].partition(" ")[0] in languages
+    ]
 
 
 def prose_of(text: str) -> str:

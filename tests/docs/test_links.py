@@ -10,9 +10,6 @@ import lightning_opt as lo
 from tests.docs.pages import DOCS, PAGES, ROOT, anchors_of, links_of, text_of
 from tests.matrix.subjects import find_subjects
 
-GENERATED = "_generated/examples/"
-"""Where the build copies the notebooks to."""
-
 each_page = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 
 
@@ -26,8 +23,6 @@ def broken(page: Path, link: str) -> str | None:
         fine = parts.scheme == "mailto" or re.fullmatch(r"([\w-]+\.)+[a-z]{2,}|localhost", host)
         return None if fine else f"{link}: no host"
     target = (page.parent / parts.path).resolve() if parts.path else page
-    if GENERATED in parts.path:
-        target = (ROOT / "examples" / f"{target.stem}.ipynb").resolve()
     if not target.exists():
         return f"{link}: there is no {target}"
     if not target.is_relative_to(ROOT.resolve()):
@@ -48,33 +43,6 @@ def test_there_is_something_to_look_at():
 def test_links(page):
     found = [broken(page, link) for link in links_of(text_of(page))]
     assert not [line for line in found if line]
-
-
-@each_page
-def test_roles_name_pages_and_exports(page):
-    text, wrong = text_of(page), []
-    for role, content in re.findall(r"\{(doc|ref|download)\}`([^`]+)`", text):
-        target = re.sub(r".*<([^>]+)>$", r"\1", content)
-        base = DOCS if target.startswith("/") else page.parent
-        file = base / f"{target.lstrip('/')}.md"
-        if GENERATED in target:
-            file = ROOT / "examples" / f"{file.stem}.ipynb"
-        if role == "doc" and not file.exists():
-            wrong.append(f"{{{role}}}`{content}`")
-        if role != "doc":
-            wrong.append(f"{{{role}}}`{content}`: only {{doc}} is checked")
-    names = re.findall(r"\{py:\w+\}`~?(?:[^<`]*<)?(lightning_opt\.[\w.]+)>?`", text)
-    wrong += [name for name in names if not _exists(name)]
-    assert not wrong
-
-
-def _exists(name: str) -> bool:
-    found = lo
-    for part in name.split(".")[1:]:
-        found = getattr(found, part, None)
-        if found is None:
-            return False
-    return True
 
 
 @each_page

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import inspect
 import io
 import re
 import shlex
@@ -9,6 +10,7 @@ import shlex
 import lightning as L
 import pytest
 import torch
+import yaml
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
@@ -119,3 +121,34 @@ def test_commands_of_the_package_are_understood(command, monkeypatch):
 def test_links_to_pages_are_rows_of_what_exists():
     for name in re.findall(r"docs/([\w/]+)\.md", TEXT):
         assert (ROOT / f"docs/{name}.md").exists()
+
+
+def test_the_table_has_eight_rows_each_with_its_record():
+    table = TEXT[TEXT.index("| symptom |") : TEXT.index("<!-- end -->")]
+    rows = [line for line in table.splitlines()[2:] if line.startswith("|")]
+    assert len(rows) == 8
+    for row in rows:
+        records = re.findall(r"benchmarks/results/(\w+)\.md", row)
+        assert records
+        assert all((ROOT / f"benchmarks/results/{name}.json").exists() for name in records)
+
+
+RECIPES = [
+    yaml.safe_load(text) for text in blocks_of((ROOT / "docs/recipes.md").read_text(), "yaml")
+]
+
+
+@pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
+def test_recipes_name_what_exists_in_an_order_that_works(recipe):
+    callbacks = [
+        getattr(lo, part["class_path"].rpartition(".")[2])(**part.get("init_args", {}))
+        for part in recipe["trainer"].pop("callbacks")
+    ]
+    kinds = [type(callback) for callback in callbacks]
+    if lo.AdaptiveClipping in kinds:
+        assert kinds.index(lo.NonFiniteGuard) < kinds.index(lo.AdaptiveClipping)
+    assert set(recipe["trainer"]) <= set(inspect.signature(L.Trainer).parameters)
+
+
+def test_there_are_two_recipes():
+    assert len(RECIPES) == 2

@@ -1,0 +1,143 @@
+"""The README's table: what each feature gains and costs, read from the committed records."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def find(name: str, **where: object) -> dict[str, Any]:
+    """Return the one row of a record that has these values."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    found = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
+    if len(found) != 1:
+        raise ValueError(
+            f"{name}.json has {len(found)} rows with {where}; docs/evidence.py expects 1"
+        )
+    return dict(found[0])
+
+
+def sums(name: str, *columns: str) -> list[int]:
+    """Return the sums of columns of a record."""
+    rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
+    return [sum(row[column] for row in rows) for column in columns]
+
+
+def record(name: str, text: str) -> str:
+    return f"[{text}](benchmarks/results/{name}.md)"
+
+
+def more(ratio: float) -> str:
+    """Return a ratio as what is added, in per cent; what lies within noise as nothing."""
+    return f"{100 * (ratio - 1):.0f}%" if ratio >= 1.005 else "0%"
+
+
+def evidence_rows() -> list[tuple[str, str, str, str, str]]:
+    """Return symptom, feature, gain, cost and proof of eight features."""
+    small, large = "40-tensor MLP", "9.5 M transformer"
+    guard = [
+        find("guard_cost", model=m, callbacks="NonFiniteGuard")["1 + hooks"] for m in (small, large)
+    ]
+    clip = [
+        find("clipping_cost", model=m, what="AdaptiveClipping")["of step"] for m in (small, large)
+    ]
+    bad = {
+        kind: find("compression_outlier", optimizer="SGD", protection=kind, strategy="dense")
+        for kind in ("none", "guard")
+    }
+    lost = "all is lost" if bad["none"]["with"] is None else f"{bad['none']['with']:.2f}"
+    survived = sums(
+        "micro_batching_survival",
+        "completed, right weights and samples", "trainings", "bare run completed",
+    )  # fmt: skip
+    micro = find("micro_batching_cost", model="transformer, 9.5M", accumulate=4)["of the bare step"]
+    half = {
+        model: find("checkpointing", model=model, policy="auto, 0.5")
+        for model in ("transformer", "convnet")
+    }
+    link = {
+        name: {
+            speed: find("compression", ranks=2, network=speed, strategy=name)["step"]
+            for speed in ("1 Gbit/s", "100 Mbit/s")
+        }
+        for name in ("ddp_int8", "ddp_topk 1%")
+    }
+    waits = {s: find("data", dataset="waits", settings=s) for s in ("default", "tuner")}
+    gpt = find("tuner", model="byte GPT")
+    net = find("tuner", model="ConvNet")
+    answer = net["tuner's answer"].replace("leave it as it is", "change nothing")
+    size = find("batch_size_largest", model="wide, 3 layers")
+    passes = find("clipping_rules", rule="Robust()")
+    int8, topk = (link[name] for name in ("ddp_int8", "ddp_topk 1%"))
+    faster = waits["tuner"]["samples/s"] / waits["default"]["samples/s"]
+    return [
+        (
+            "one bad batch ruins the weights",
+            "[`NonFiniteGuard(spike=8)`](docs/gradients/guard.md)",
+            f"loss {bad['guard']['with']:.2f} at the end, as without it; plain: {lost}",
+            f"{more(guard[0])} of a 4 ms step, {more(guard[1])} of a 230 ms step",
+            f"{record('compression_outlier', 'GPT, three seeds')}; {record('guard_cost', 'cost')}",
+        ),
+        (
+            "out of memory, now and then",
+            '[`MicroBatching("auto")`](docs/batching/micro_batching.md)',
+            f"{survived[0]} of {survived[1]} runs end with the right weights; plain: {survived[2]}",
+            f"{more(micro)} of a 750 ms step while everything fits",
+            f"{record('micro_batching_survival', 'random limits')}; "
+            f"{record('micro_batching_cost', 'cost')}",
+        ),
+        (
+            "out of memory, at once",
+            '[`ActivationCheckpointing("auto", budget=0.5)`](docs/memory/checkpointing.md)',
+            f"{half['transformer']['peak']:.2f} of the activations' peak",
+            f"{more(half['transformer']['time'])} more time; "
+            f"ConvNet {more(half['convnet']['time'])}",
+            record("checkpointing", "transformer, ConvNet, MLP"),
+        ),
+        (
+            "gradients explode now and then",
+            "[`AdaptiveClipping()`](docs/gradients/clipping.md)",
+            f"a norm of 100 times the usual is cut to {passes['spike']}; "
+            f"{passes['steady']} of normal steps clipped",
+            f"{more(clip[0])} of a 2 ms step, {more(clip[1])} of a 220 ms step",
+            f"{record('clipping_rules', 'known norms')}; {record('clipping_cost', 'cost')}",
+        ),
+        (
+            "a slow link between machines",
+            '[`strategy="ddp_int8"`, `"ddp_topk"`](docs/strategies/compression.md)',
+            f"at 100 Mbit/s {1 / int8['100 Mbit/s']:.1f} and {1 / topk['100 Mbit/s']:.0f} "
+            "times faster steps, "
+            f"at 1 Gbit/s {1 / int8['1 Gbit/s']:.1f} and {1 / topk['1 Gbit/s']:.1f}",
+            "Top-K loses accuracy under AdamW; int8 does not",
+            f"{record('compression', 'two processes')}; "
+            f"{record('compression_accuracy', 'accuracy')}",
+        ),
+        (
+            "training waits for data",
+            "[`DataPipelineTuner()`](docs/data/pipeline.md)",
+            f"{faster:.1f} times the samples a second",
+            f"{waits['tuner']['found in s']:.0f} s before the first step",
+            record("data", "a data set that waits"),
+        ),
+        (
+            "which batch size fits?",
+            "[`find_batch_size()`](docs/batching/batch_size.md)",
+            f"{size['found / exhaustive']:.2f} of the largest that fits",
+            f"{size['seconds']:.0f} s",
+            record("batch_size_largest", "three models, limited memory"),
+        ),
+        (
+            "which speed-ups pay?",
+            "[`lightning-opt tune`](docs/tuner.md)",
+            f"{1 / gpt['time']:.1f} times faster GPT, from one thread on; for a ConvNet: {answer}",
+            f"{gpt['tuner s']:.0f} and {net['tuner s']:.0f} s of search",
+            record("tuner", "four models"),
+        ),
+    ]  # fmt: skip
+
+
+def evidence_table() -> str:
+    """Return the README's table."""
+    head = "| symptom | feature | gain | cost | proven on |\n|---|---|---|---|---|\n"
+    return head + "\n".join(f"| {' | '.join(row)} |" for row in evidence_rows())

@@ -1,0 +1,238 @@
+"""The acts of the demo, each side in a process of its own: ``python demo_acts.py ACT SIDE OUT``.
+
+What a side saw is written to ``OUT`` as JSON. ``demo.py`` starts the sides and draws.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import resource
+import tempfile
+import threading
+import time
+import warnings
+from functools import partial
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import lightning as L
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from byte_gpt import Batch, ByteGPT, SourceBatches, read_sources
+from lightning_opt.worker.training_process import Fit
+
+MIB = 2**20
+SPIKE, NAN = 90, 170
+"""Act 1: the batches whose loss is 1,000 times too large, and no number."""
+ROOM = 170
+"""Act 2: MiB that the process may take beyond what it has when training starts."""
+
+
+def batches(count: int, size: int, window: int) -> DataLoader[Batch]:
+    """Return batches of the standard library's source, the same for every side."""
+    data = SourceBatches(read_sources(), count, batch_size=size, window=window)
+    return DataLoader(data, batch_size=None)
+
+
+def status(field: str) -> float:
+    """Return a field of ``/proc/self/status``, in MiB."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) / 1024 for line in lines if line.startswith(f"{field}:"))
+
+
+def trainer(callbacks: list[L.Callback], steps: int) -> L.Trainer:
+    return L.Trainer(
+        accelerator="cpu",
+        callbacks=callbacks,
+        max_steps=steps,
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+
+
+# --- 1: a bad batch -----------------------------------------------------------------------------
+
+
+class Unlucky(ByteGPT):
+    """A ByteGPT with one batch whose loss is far too large, and one whose loss is NaN."""
+
+    def on_fit_start(self) -> None:
+        self.clean = SourceBatches(read_sources()[::10], 1, batch_size=16)[0][0]
+        self.curve: list[tuple[int, float]] = []
+
+    def training_step(self, batch: Batch, batch_idx: int) -> Tensor:
+        loss = super().training_step(batch)
+        return loss * {SPIKE: 1000.0, NAN: math.nan}.get(batch_idx, 1.0)
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        if batch_idx % 5 == 4 or abs(batch_idx - SPIKE) < 3:
+            with torch.no_grad():
+                self.curve.append((batch_idx + 1, float(self.loss(self.clean))))
+
+
+def bad_batch(side: str, quick: bool) -> dict[str, Any]:
+    torch.manual_seed(0)
+    model = Unlucky(width=96, depth=3, lr=3e-3)
+    callbacks = [lo.NonFiniteGuard(spike=6)] if side == "ours" else []
+    trainer(callbacks, 240).fit(model, batches(240, 4 if quick else 8, 64))
+    lost = sum(p.numel() for p in model.parameters() if not p.isfinite().all())
+    return {"curve": model.curve, "lost": lost, "of": sum(p.numel() for p in model.parameters())}
+
+
+# --- 2: out of memory ---------------------------------------------------------------------------
+
+
+class MemoryCurve(L.Callback):
+    """Samples the process's address space, sets the limit, and keeps each step's loss."""
+
+    def __init__(self, limit: int | None) -> None:
+        self.limit, self.samples, self.losses = limit, [], []
+        self.ended = threading.Event()
+
+    def on_train_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.start, self.base = time.perf_counter(), status("VmSize")
+        self.thread = threading.Thread(target=self.sample, daemon=True)
+        self.thread.start()
+        self.base = status("VmSize")  # with the thread's stack
+        if self.limit is not None:
+            most = int((self.base + self.limit) * MIB)
+            resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
+
+    def sample(self) -> None:
+        while not self.ended.wait(0.004):
+            self.samples.append((time.perf_counter() - self.start, status("VmSize") - self.base))
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, outputs: Any, *_: Any) -> None:
+        self.losses.append(float(outputs["loss"]))
+
+    def stop(self) -> None:
+        self.ended.set()
+        self.thread.join()
+        resource.setrlimit(resource.RLIMIT_AS, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+
+
+def out_of_memory(side: str, quick: bool) -> dict[str, Any]:
+    steps = 2 if quick else 6
+    torch.manual_seed(0)
+    model = ByteGPT(width=192, depth=4, heads=6, window=128)
+    curve = MemoryCurve(None if side == "reference" else ROOM)
+    callbacks = [curve, *([lo.MicroBatching("auto")] if side == "ours" else [])]
+    error = None
+    try:
+        trainer(callbacks, steps).fit(model, batches(steps, 32, 128))
+    except (RuntimeError, MemoryError) as problem:
+        error = str(problem).strip().splitlines()[0]
+    curve.stop()
+    weights = [float(p.detach().double().norm()) for p in model.parameters()]
+    return {
+        "samples": thin(curve.samples),
+        "losses": curve.losses,
+        "weights": weights,
+        "error": error,
+    }
+
+
+def thin(samples: list[tuple[float, float]], kept: int = 400) -> list[tuple[float, float]]:
+    """Keep the largest of each group of samples."""
+    width = max(1, len(samples) // kept)
+    groups = [samples[start : start + width] for start in range(0, len(samples), width)]
+    return [max(group, key=lambda sample: sample[1]) for group in groups]
+
+
+# --- 3: half the memory -------------------------------------------------------------------------
+
+
+LEFT_OUT = 2
+"""Act 3: the first steps, in which optimizers make their state."""
+
+
+class Peak(L.Callback):
+    """Writes down the peak of memory after the first steps, above what the fit began with."""
+
+    def __init__(self, file: Path) -> None:
+        self.file = file
+
+    def on_fit_start(self, trainer: L.Trainer, pl_module: L.LightningModule) -> None:
+        self.base = status("VmRSS")
+
+    def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
+        if index == LEFT_OUT:
+            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        self.file.write_text(str(status("VmHWM") - self.base))
+
+
+def settings_of(side: str, file: Path, budget: float) -> dict[str, Any]:
+    chosen: list[L.Callback] = {
+        "plain": [],
+        "every layer": [lo.ActivationCheckpointing("every_layer")],
+        "auto": [lo.ActivationCheckpointing("auto", budget=budget)],
+    }[side]
+    return {"accelerator": "cpu", "callbacks": [*chosen, Peak(file)]}
+
+
+def half_the_memory(side: str, quick: bool) -> dict[str, Any]:
+    """Train all sides in processes of their own, which take turns so that times compare."""
+    rounds = 1 if quick else 6
+    budget = 0.6 if quick else 0.35  # of two blocks one is always there
+    model = partial(ByteGPT, width=96, depth=2 if quick else 8, heads=4, window=256)
+    data = partial(batches, LEFT_OUT + rounds, 2 if quick else 8, 256)
+    sides = ("plain", "every layer", "auto")
+    seconds: dict[str, list[float]] = {side: [] for side in sides}
+    with tempfile.TemporaryDirectory() as folder:
+        fits: dict[str, Fit] = {}
+        try:
+            for side in sides:
+                settings = partial(settings_of, side, Path(folder, side), budget)
+                fits[side] = Fit(model, data, settings, label=side, timeout=600)
+                fits[side].advance(LEFT_OUT)
+            for _ in range(rounds):
+                for side in sides:
+                    seconds[side] += [step.seconds for step in fits[side].advance(1)]
+            peaks = {side: float(Path(folder, side).read_text()) for side in sides}
+        finally:
+            for fit in fits.values():
+                fit.close()
+    ratio = {
+        side: median(a / b for a, b in zip(seconds[side], seconds["plain"], strict=True))
+        for side in sides
+    }
+    return {
+        side: {"peak": peaks[side], "seconds": median(seconds[side]), "time": ratio[side]}
+        for side in sides
+    }
+
+
+ACTS = {
+    "bad_batch": bad_batch,
+    "out_of_memory": out_of_memory,
+    "half_the_memory": half_the_memory,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("act", choices=ACTS)
+    parser.add_argument("side")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--quick", action="store_true")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
+    found = ACTS[arguments.act](arguments.side, arguments.quick)
+    arguments.out.write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main()

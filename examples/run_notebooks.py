@@ -1,0 +1,50 @@
+"""Run the notebooks and keep their outputs: ``make notebooks``, or name some of them.
+
+Execution counts and the metadata of editors are left out.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import nbclient
+import nbformat
+
+HERE = Path(__file__).resolve().parent
+
+
+def execute(path: Path, replace: tuple[str, str] = ("", "")) -> nbformat.NotebookNode:
+    """Return a notebook as it is after a run, with a piece of its source replaced."""
+    notebook = nbformat.read(path, as_version=4)
+    old, new = replace
+    for cell in notebook.cells:
+        cell.source = cell.source.replace(old, new) if old else cell.source
+    resources = {"metadata": {"path": str(HERE)}}
+    nbclient.NotebookClient(notebook, timeout=500, resources=resources).execute()
+    for number, cell in enumerate(notebook.cells):
+        cell.metadata, cell.id = {}, str(number)
+        if cell.cell_type == "code":
+            cell.execution_count = None
+            for output in cell.outputs:
+                output.pop("execution_count", None)
+                if output.output_type == "execute_result":
+                    output.execution_count = None
+                if "data" in output and "image/png" in output.data:
+                    output.data = {"image/png": output.data["image/png"]}
+    notebook.metadata.pop("widgets", None)
+    notebook.metadata.language_info = {"name": "python"}
+    return notebook
+
+
+def main() -> None:
+    os.environ.setdefault("PYTHONWARNINGS", "ignore:IProgress not found")
+    chosen = [Path(name) for name in sys.argv[1:]] or sorted(HERE.glob("*.ipynb"))
+    for path in chosen:
+        nbformat.write(execute(path), path)
+        print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
+
+
+if __name__ == "__main__":
+    main()
