@@ -2,10 +2,11 @@
 
 For a machine with a GPU and no network, where torch and Lightning are installed for the system's
 Python; the package is read from the source tree. First run the tests marked ``gpu`` (from the files
-that speak of a GPU: the others need not even be importable here), then each benchmark that says
-``GPU = True`` at module level and takes ``--device`` and ``--out``. Each runs in a process of its
-own under a time limit, and what one leaves unused the next may take; a script that needs more than
-its share says ``GPU_SHARES = 3``. One failure does not stop the others.
+that speak of a GPU: the others need not even be importable here), then the benchmarks of ``PARTS``,
+what is worth most first, and then every other one that says ``GPU = True`` at module level and
+takes ``--device`` and ``--out``. Each runs in a process of its own under a limit of its own, and
+what one leaves unused the later ones may take. One failure does not stop the others, and what a
+part has found is kept once it ends, however it ends. A CPU rehearses all of it with few rounds.
 
 However many there are, three files come out, so that they are easily carried home: ``gpu.md`` (the
 machine, what ran, every table), ``summary.json`` (the same with every number) and ``gpu.log``.
@@ -25,6 +26,24 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent
+
+TESTS = 80
+PARTS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
+    ("gradients.gpt_step", 40, ()),
+    ("memory.gpt_checkpointing", 110, ()),
+    ("batching.micro_batching", 60, ("--parts", "survival")),
+    ("kernels.kernels", 110, ()),
+    ("tuner.grid", 80, ("--models", "byte GPT", "--budget", "25")),
+    ("strategies.codecs", 20, ()),
+    ("strategies.nccl_pair", 40, ()),
+)
+"""Module below ``benchmarks``, seconds, and options; the rest of ``WHOLE`` is for the others."""
+WHOLE = 570.0
+REHEARSED = {
+    "kernels.kernels": ("--models", "ConvNet", "--switches", "FusedOptimizer", "ChannelsLast"),
+    "tuner.grid": ("--models", "tiny MLP", "--budget", "10"),
+}
+"""Options on a CPU, where compilers take minutes."""
 
 # In a process of its own, so that this one holds no memory of the device while the others measure.
 READ_MACHINE = """
@@ -63,14 +82,12 @@ def declares_gpu(script: Path) -> bool:
     )
 
 
-def weight_of(script: Path) -> int:
-    """Return the shares of time that the script asks for by ``GPU_SHARES = ...``; 1 by default."""
-    for node in ast.parse(script.read_text()).body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Constant):
-            for target in node.targets:
-                if isinstance(target, ast.Name) and target.id == "GPU_SHARES":
-                    return int(str(node.value.value))
-    return 1
+def planned(scripts: list[Path]) -> list[tuple[str, float, tuple[str, ...]]]:
+    """Return ``PARTS`` and, with equal shares of what they leave, the other scripts."""
+    modules = [".".join(script.relative_to(ROOT).with_suffix("").parts[1:]) for script in scripts]
+    others = [module for module in modules if module not in {name for name, *_ in PARTS}]
+    left = WHOLE - TESTS - sum(seconds for _, seconds, _ in PARTS)
+    return [*PARTS, *((module, left / len(others), ()) for module in others)]
 
 
 def pytest_command(files: list[Path]) -> list[str]:
@@ -209,18 +226,20 @@ def main() -> int:
     elif not tests:
         bundle.add("tests", "not run: none speaks of a GPU")
     else:
-        # Half at most, so that a test that hangs leaves the benchmarks their share.
-        bundle.add("tests", *run(pytest_command(tests), log, arguments.budget / 2))
+        bundle.add("tests", *run(pytest_command(tests), log, arguments.budget * TESTS / WHOLE))
 
     scripts = sorted(path for path in (ROOT / "benchmarks").rglob("*.py") if declares_gpu(path))
-    for done, script in enumerate(scripts):
-        shares = [weight_of(other) for other in scripts[done:]]
-        limit = (deadline - time.monotonic()) * shares[0] / sum(shares)
+    rest = planned(scripts)
+    while rest:
+        (name, own, options), *rest = rest
+        # Its own seconds, and its share of what those before it have left.
+        limit = (deadline - time.monotonic()) * own / (own + sum(seconds for _, seconds, _ in rest))
         with tempfile.TemporaryDirectory() as folder:
-            module = ".".join(script.relative_to(ROOT).with_suffix("").parts)
-            options = ["--device", arguments.device, "--out", folder]
-            command = [sys.executable, "-m", module, *options]
-            bundle.add(module, *run(command, log, limit), Path(folder))
+            command = [sys.executable, "-m", f"benchmarks.{name}", "--device", arguments.device]
+            if arguments.device == "cpu":
+                options = (*REHEARSED.get(name, options), "--quick")
+            command += ["--out", folder, *options]
+            bundle.add(f"benchmarks.{name}", *run(command, log, limit), Path(folder))
 
     print(f"{'all passed' if bundle.passed else 'NOT all passed'}: {out / 'gpu.md'}")
     return 0 if bundle.passed else 1

@@ -3,7 +3,8 @@
 A benchmark is a script of its own. It says in its docstring which claim it supports, times the
 candidates round by round (each once a round, so that a slow minute of a shared machine hits all of
 them), compares medians as ratios, prints a table and writes ``.json`` and ``<name>.md`` with
-the machine named. ``GPU = True`` at module level says that ``--device cuda`` means something.
+the machine, versions, date and commit. ``GPU = True`` at module level says that ``--device cuda``
+means something.
 """
 
 from __future__ import annotations
@@ -12,14 +13,17 @@ import argparse
 import json
 import platform
 import statistics
+import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
 
 import lightning
 import torch
 
+import lightning_opt
 from lightning_opt import Report
 
 RESULTS = Path(__file__).parent / "results"
@@ -99,7 +103,24 @@ def describe_machine(device: str) -> dict[str, Any]:
         "python": platform.python_version(),
         "torch": torch.__version__,
         "lightning": lightning.__version__,
+        "lightning_opt": lightning_opt.__version__,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+        "commit": commit_of(Path(__file__).parent),
     }
+
+
+def commit_of(folder: Path) -> str:
+    """Return the commit that a folder stands at, with a plus sign where files differ from it."""
+    git = ("git", "-C", str(folder))
+    try:
+        found = subprocess.run(
+            [*git, "rev-parse", "--short=12", "HEAD"], capture_output=True, text=True, check=True
+        )
+        package = str(folder.parent / "lightning_opt")
+        same = subprocess.run([*git, "diff", "--quiet", "HEAD", "--", package], check=False)
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return found.stdout.strip() + ("+" if same.returncode else "")
 
 
 def publish(name: str, report: Report, arguments: argparse.Namespace, **details: Any) -> None:
@@ -107,7 +128,7 @@ def publish(name: str, report: Report, arguments: argparse.Namespace, **details:
     machine = describe_machine(arguments.device)
     report.notes.append("Machine: " + ", ".join(f"{key} {value}" for key, value in machine.items()))
     report.print()
-    if arguments.quick:
+    if arguments.quick and arguments.out == RESULTS:
         return  # too few rounds to keep
     arguments.out.mkdir(parents=True, exist_ok=True)
     stem = name if arguments.device == "cpu" else f"{name}_{arguments.device}"

@@ -36,7 +36,6 @@ from benchmarks.harness import median_ratio, parse_arguments, publish, wait
 from benchmarks.kernels.kernels_models import MODELS, Batches, Learner, Parts
 
 GPU = True
-GPU_SHARES = 4
 M_MMAP_THRESHOLD = -3
 """Of ``mallopt`` in glibc."""
 WARMUP = 4
@@ -180,7 +179,7 @@ class Runner:
 
     def __init__(self, name: str, size: str, switch: Switch, device: str) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["lightning_opt", "compute_models"])
+        context.set_forkserver_preload(["lightning_opt", "benchmarks.kernels.kernels_models"])
         self.pipe, other = context.Pipe()
         self.process = context.Process(target=train, args=(other, name, size, switch, device))
         self.process.start()
@@ -266,7 +265,7 @@ def measure(
                 "switch": label + (" (did not compile)" if told["uncompiled"] else ""),
                 "time": round(ratio, 3),
                 "times faster": round(1 / ratio, 2),
-                "ms": round(1e3 * statistics.median(seconds[label]), 2),
+                "ms": round(1e3 * statistics.median(seconds[label]), 2) if ratio == 1 else None,
                 "peak": round(peaks[label] / peaks["plain Lightning"], 3),
                 "peak MiB": round(peaks[label] / 2**20, 1),
                 "loss": round(losses[label], 4),

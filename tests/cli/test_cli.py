@@ -129,17 +129,20 @@ def test_the_helps_own_examples_name_candidates_that_there_are(capsys):
         (["tune", "no_such_file.py:Model"], "There is no file no_such_file.py"),
         (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
         (["tune", "PROJECT:NOT_A_MODEL"], "is no class and no function"),
-        (["tune", "PROJECT:Small", "--budget", "soon"], "soon"),
-        (["tune", "PROJECT:Small", "--candidates", "bf16,compil"], "did you mean 'compile'?"),
-        (["bench", "PROJECT:Small", "--preset", "none"], "There is no preset 'none'"),
-        (["bench", "PROJECT:Small", "--without", "Nothing"], "has no 'Nothing'"),
-        (["bench", "PROJECT:Small", "--against", "no.yaml"], "There is no file no.yaml"),
-        (["profile", "PROJECT:Small", "--trainer.max_steps=3"], "--steps says how many"),
+        (["tune", "PROJECT", "--budget", "soon"], "soon"),
+        (["tune", "PROJECT", "--candidates", "bf16,compil"], "did you mean 'compile'?"),
+        (["bench", "PROJECT", "--preset", "none"], "There is no preset 'none'"),
+        (["bench", "PROJECT", "--without", "Nothing"], "has no 'Nothing'"),
+        (["bench", "PROJECT", "--against", "no.yaml"], "There is no file no.yaml"),
+        (["profile", "PROJECT", "--trainer.max_steps=3"], "--steps says how many"),
         (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),
         (["fit", "PROJECT:Small", "--model.widht", "3"], "widht"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
         (["fit", "PROJECT:Small", "--preset", "none", *BARE], "There is no preset 'none'"),
-        (["profile", "PROJECT:Small", "--steps", "0"], "steps"),
+        (["profile", "PROJECT", "--steps", "0"], "steps"),
+        (["doctor", "PROJECT:Small"], "brings no train_dataloader. Name its data, --data module:"),
+        (["tune", "PROJECT", "--model.width", "big"], "Expected a <class 'int'>. Got value: big"),
+        (["bench", "PROJECT", "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
         (["fit", "--model"], "--model must be followed by"),
     ],
     ids=lambda value: " ".join(value[:6]) if isinstance(value, list) else "",
@@ -164,6 +167,25 @@ def test_files_that_cannot_be_imported(capsys, tmp_path):
     two = "from lightning import LightningModule as M\nclass A(M): ...\nclass B(M): ...\n"
     (tmp_path / "user_two.py").write_text(two)
     assert "user_two.py:A, user_two.py:B" in fails(["tune", "user_two.py"], capsys)[1]
+
+
+def test_an_argument_of_a_class_that_is_missing(capsys, tmp_path):
+    data = "import lightning as L\n\n\nclass Needs(L.LightningDataModule):\n"
+    data += "    def __init__(self, root: str):\n        super().__init__()\n"
+    (tmp_path / "user_needs.py").write_text(data)
+    code, said = fails(["tune", f"{PROJECT}:Small", "--data", "user_needs.py:Needs"], capsys)
+    assert code == 2
+    assert said.startswith("error: user_needs.Needs must be given root.")
+
+
+def test_a_script_that_trains_when_it_is_imported(capsys, tmp_path):
+    """Each process of a trial would import it, and so train it."""
+    script = f"from {MODULE} import *\nL.Trainer(logger=False).fit(Small(), SmallData())\n"
+    (tmp_path / "user_script.py").write_text(script)
+    code, said = fails(["tune", "user_script.py"], capsys)
+    assert code == 2
+    assert "user_script.py trains when it is imported" in said
+    assert "if __name__ == '__main__':" in said
 
 
 def test_without_the_extra(capsys, monkeypatch):

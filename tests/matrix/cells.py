@@ -8,7 +8,6 @@ Anything else is a failure. Cells that are not run are not in the results: they 
 
 import os
 import tempfile
-import traceback
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -25,9 +24,10 @@ import lightning_opt as lo
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.matrix.nets import MatrixNet
+from tests.matrix.outcomes import describe_error, largest_difference
 from tests.matrix.subjects import AT_ONCE, CHANGES, RESUMES_OTHERWISE, ROUNDS, Subject
 
-STRATEGIES = ("single", "ddp", "ddp_topk", "fsdp1", "fsdp2")
+STRATEGIES = ("single", "ddp", "ddp_topk", "diloco", "fsdp1", "fsdp2")
 PRECISIONS = ("32-true", "bf16-mixed", "float16")
 STEPS = ("plain", "resume", "accumulation", "manual")
 
@@ -73,7 +73,10 @@ def conditions_of(strategy: str) -> list[Condition]:
     if strategy == "single":
         return [Condition(strategy, p, s) for p in PRECISIONS for s in STEPS]
     pairs = [("32-true", "plain"), ("32-true", "resume")]
-    if strategy == "ddp_topk":  # what it does in other steps stands in its row under DDP
+    if strategy in (
+        "ddp_topk",
+        "diloco",
+    ):  # what it does in other steps stands in its row under DDP
         return [Condition(strategy, *pair) for pair in pairs]
     if strategy != "fsdp1":  # Lightning wraps the whole module: there is no backward pass in a step
         pairs.append(("32-true", "manual"))
@@ -105,6 +108,7 @@ def make_strategy(name: str) -> dict[str, Any]:
         "ddp_topk": lambda: lo.CompressedDDPStrategy(
             "topk", process_group_backend="gloo", **AT_ONCE["CompressedDDPStrategy"]
         ),
+        "diloco": lambda: lo.DiLoCoStrategy(2, fragments=2, process_group_backend="gloo"),
         "fsdp1": lambda: FSDPStrategy(use_orig_params=True, state_dict_type="sharded"),
         "fsdp2": lambda: strategies.ModelParallelStrategy(2, 1, save_distributed_checkpoint=False),
     }
@@ -187,7 +191,7 @@ class Runner:
                 warnings.simplefilter("ignore")
                 outcome = self._compare(subject, condition, model)
         except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
-            outcome = _describe(error, model)
+            outcome = describe_error(error, model.begun)
         if dist.is_initialized():
             outcomes: list[Any] = [None] * dist.get_world_size()
             dist.all_gather_object(outcomes, outcome)
@@ -216,10 +220,10 @@ class Runner:
             expected = self.plain.setdefault(alike, weights)
         if not all(value.isfinite().all() for value in weights.values()):
             return "fails: the weights are not finite"
-        moved = _distance(expected, self.start)
-        if not _distance(weights, self.start) > 0.0 or not moved > 0.0:
+        moved = largest_difference(expected, self.start)
+        if not largest_difference(weights, self.start) > 0.0 or not moved > 0.0:
             return "fails: nothing was learnt"
-        distance = _distance(weights, expected)
+        distance = largest_difference(weights, expected)
         if distance == 0.0 and (subject is None or subject.name not in ROUNDS):
             return "identical"
         if distance <= CLOSE[condition.precision] * moved:
@@ -237,23 +241,6 @@ class Runner:
 
 def _is_precision(subject: Subject | None) -> bool:
     return subject is not None and subject.kind == "precision"
-
-
-def _distance(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
-    if a.keys() != b.keys():
-        raise RuntimeError(f"The parameters differ: {sorted(a.keys() ^ b.keys())}.")
-    return max(float((a[name] - b[name]).abs().max()) for name in a)
-
-
-def _describe(error: Exception, model: MatrixNet) -> str:
-    message = " ".join(str(error).split())
-    if model.begun:
-        return f"fails: {type(error).__name__} in training: {message}"
-    # An error that torch runs into by itself is no refusal, however early it comes.
-    by = traceback.extract_tb(error.__traceback__)[-1].filename
-    if "/lightning_opt/" not in by and "/lightning/" not in by:
-        return f"fails: {type(error).__name__} from {Path(by).name}: {message}"
-    return f"refused: {message}"
 
 
 def run_cells(strategy: str, subjects: Sequence[Subject], folder: Path) -> dict[str, Cells]:

@@ -28,8 +28,9 @@ INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
 
 AT_ONCE: dict[str, Settings] = {
     "CompressedDDPStrategy": {"warmup_steps": 2, "ramp_steps": 0},
+    "DiLoCoStrategy": {"sync_every": 6},
 }
-"""What makes strategies compress within the few steps of a cell, on a network that needs it not."""
+"""What makes strategies exchange within the few steps of a cell, on a network that needs it not."""
 
 MORE: dict[str, list[Settings]] = {
     "Accumulation": [{"schedule": 2}],
@@ -45,6 +46,7 @@ CHANGES = {
     "AdaptiveClipping": "clips",
     "CurvaturePreconditioner": "divides gradients by the curvature",
     "CompressedDDPStrategy": "gradients lose digits on the wire",
+    "DiLoCoStrategy": "replicas train by themselves for some steps",
     "HookedDDPStrategy": "gradients lose digits on the wire",
 }
 """Those that are meant to change weights. All others must end with those of a run without them."""
@@ -91,7 +93,7 @@ class Subject:
         if self.strategy:
             known = StrategyRegistry[self.strategy]["init_params"]
             known = {key: value for key, value in known.items() if key != "start_method"}
-            return {"strategy": kind(**known, **AT_ONCE.get(self.name, {}))}
+            return {"strategy": kind(**{**known, **AT_ONCE.get(self.name, {})})}
         takes = inspect.signature(kind).parameters
         # So that it does something within a few steps, and does not import matplotlib.
         usual = {"every_n_steps": 2, "figure": None}

@@ -81,9 +81,9 @@ def tune(journal: Path) -> lo.TuneResult:
 
 
 def lines_of(journal: Path) -> list[dict[str, Any]]:
-    """Return the records behind the first line, as far as they are whole."""
-    lines = journal.read_text().splitlines(keepends=True) if journal.exists() else []
-    return [json.loads(line) for line in lines[1:] if line.endswith("\n")]
+    """Return the records."""
+    lines = journal.read_text().splitlines() if journal.exists() else []
+    return [json.loads(line)["record"] for line in lines if line.endswith("}}")]
 
 
 def wait_for(journal: Path, count: int) -> None:
@@ -130,6 +130,28 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
     tried = [tuple(line["trial"]["switches"]) for line in done if line["kind"] == "trial"]
     assert tried == [("share 9",), ("share 8",), ("share 3",)], "each once"
     assert result.switches == ("share 3",)
+
+
+@pytest.mark.slow
+def test_a_budget_that_is_shorter_than_the_start_tries_something() -> None:
+    result = lo.autotune(
+        MODEL, DATA, budget=0.5, base=BASE, candidates=[{"less sleep": added("Faster")}]
+    )
+    assert [trial.name for trial in result.trials] == ["baseline", "less sleep"]
+
+
+@pytest.mark.slow
+def test_the_largest_batch_is_tried_and_limits_of_the_users_end_no_trial(tmp_path: Path) -> None:
+    """The search ends at the number of samples, and a base with few epochs is the usual one."""
+    result = lo.autotune(
+        MODEL, DATA, objective="batch", budget="1m", base={**BASE, "max_epochs": 1},
+        candidates=[{"less sleep": added("Faster")}], progress=False,
+    )  # fmt: skip
+    assert result.batches[()] == 1024
+    assert "Largest batch, tried: 1024 as it is" in result.explain()
+    assert result.settings["max_epochs"] == 1
+    steps = 1024 // 32
+    assert len(result.trials[0].losses) > steps
 
 
 @pytest.mark.parametrize(

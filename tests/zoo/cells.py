@@ -9,17 +9,16 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
+from tests.matrix.outcomes import Weights, describe_error, largest_difference
 from tests.matrix.subjects import CHANGES, ROUNDS, Subject, find_subjects
 from tests.zoo.models import MODELS, Learner, make
 
@@ -35,7 +34,6 @@ MORE_CHANGES = {
 }
 """Beside ``CHANGES`` of the matrix: what may change weights of these models."""
 
-Weights = dict[str, Tensor]
 Cells = dict[str, str]
 
 
@@ -64,19 +62,6 @@ def weights_of(model: Learner) -> Weights:
     }
 
 
-def largest_difference(a: Weights, b: Weights) -> float:
-    """Return the largest difference of any two elements that are not the same."""
-    if a.keys() != b.keys():
-        raise RuntimeError(f"The weights have other names: {sorted(a.keys() ^ b.keys())}.")
-    largest = 0.0
-    for name, value in a.items():
-        other = b[name]
-        differs = (value != other) & ~(value.isnan() & other.isnan())  # infinities may be the same
-        if differs.any():
-            largest = max(largest, float((value - other)[differs].abs().max()))
-    return largest
-
-
 class Row:
     """One model with every feature.
 
@@ -100,7 +85,7 @@ class Row:
             weights = fit(model, subject, self.processes)
             distance = largest_difference(weights, self.plain)
         except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
-            return describe(error, model)
+            return describe_error(error, model.begun)
         # Whether these add up in another order is measured anew, or up to the processor.
         if distance == 0.0 and subject.name not in ROUNDS:
             return "identical"
@@ -114,18 +99,6 @@ class Row:
 
 def _finite(weights: Weights) -> list[str]:
     return [name for name, value in weights.items() if torch.isfinite(value).all()]
-
-
-def describe(error: Exception, model: Learner) -> str:
-    """Return what a cell says that raised."""
-    message = " ".join(str(error).split())
-    last = traceback.extract_tb(error.__traceback__)[-1]
-    if model.begun:
-        where = f"{Path(last.filename).name}:{last.lineno}"
-        return f"fails: {type(error).__name__} in training, from {where}: {message}"
-    if "/lightning_opt/" in last.filename or "/lightning/" in last.filename:
-        return f"refused: {message}"
-    return f"fails: {type(error).__name__} from {Path(last.filename).name}: {message}"
 
 
 def run_row(name: str, wanted: Sequence[Subject], processes: int = 1) -> Cells:

@@ -4,6 +4,7 @@ import gc
 import multiprocessing
 import os
 import pickle
+import tempfile
 import time
 from pathlib import Path
 
@@ -206,6 +207,15 @@ def test_memory_is_given_back():
     del cache
     gc.collect()
     assert mine not in folders()
+
+
+def test_where_shared_memory_cannot_be_written_the_temporary_folder_serves(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev/shm"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    cache = cached_dataset(Numbers())
+    assert cache[3].item() == cache[3].item() == 3
+    assert cache.statistics()["hits"] == 1
+    assert len(list(tmp_path.glob(f"{caching.MARK}*"))) == 1
 
 
 def hold_for_ever(pipe):

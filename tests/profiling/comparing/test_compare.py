@@ -87,14 +87,11 @@ def test_losses_after_equal_steps_are_those_of_one_training(comparison):
         assert row_of(comparison, name)["loss, equal steps"] == pytest.approx(expected)
 
 
-def test_json_figure_and_text(comparison):
+def test_json_and_text(comparison):
     content = json.loads(comparison.to_json())
     assert len(content["trainings"]["plain"]) == 2
     assert [len(turn) for turn in content["trainings"]["plain"][0]["seconds"]] == [2] * 4
     assert "segfaults" in content["failures"]["broken"]["details"]
-    left, right = comparison.plot().axes
-    assert [label.get_text() for label in left.get_yticklabels()] == list(comparison.runs)
-    assert len(right.lines) == 3
     text = str(comparison)
     assert "would not have been seen" in text
     assert "2 starts" in text

@@ -17,7 +17,7 @@ from lightning_opt.tuner.search.space import Facts, Space
 from lightning_opt.tuner.trial import Switches, Trial
 from tests.helpers.models import SmallNet
 
-FACTS = Facts(blocks=3, convolutions=1, samples=8, cpus=2, wait=0.5)
+FACTS = Facts(blocks=3, convolutions=1, samples=8, cpus=2)
 QUIET = {
     "accelerator": "cpu",
     "devices": 1,
@@ -141,6 +141,7 @@ def test_everything_is_saved(tmp_path: Path) -> None:
     assert sorted(path.name for path in written) == [
         "report.md",
         "result.json",
+        "trainer.diff",
         "trainer.py",
         "trainer.yaml",
     ]
@@ -182,7 +183,7 @@ def test_the_explanation_says_what_happened() -> None:
     assert "Undecided: one_thread takes 0.90 of the time (from 0.88 to 1.05)." in text
     nothing = result(()).explain()
     assert nothing.startswith("Leave it as it is: nothing that was tried gains enough in time")
-    assert result(()).table.title.endswith("leave it as it is")
+    assert result(()).table.title.endswith("change nothing")
     assert not result(()).improved
 
 
@@ -219,3 +220,13 @@ def test_objectives_score_what_they_are_about() -> None:
     assert throughput.outcome(Trial(("e",), "out of memory")).retry
     assert not throughput.outcome(Trial(("e",), "timeout")).retry
     assert throughput.outcome(trial(("f",), 0.5, 1, "rejected")).score == math.inf
+
+
+def test_the_answer_is_a_change_of_the_call() -> None:
+    found = result(("fused", "channels_last")).diff()
+    python, _, yaml = found.partition("--- yours/trainer.yaml")
+    assert "-    callbacks=" not in python
+    assert "+        lo.FusedOptimizer()," in python
+    assert "     max_epochs=1," in python, "what stays is shown around it"
+    assert "+  - class_path: lightning_opt.ChannelsLast" in yaml
+    assert result(()).diff() == ""

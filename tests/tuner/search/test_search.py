@@ -208,3 +208,23 @@ def test_what_is_undecided_is_measured_again() -> None:
     assert search.undecided(("b",), {}) == ("b",)
     search.outcomes[("a",)] = Outcome(1.1, 1.0, 1.2)
     assert search.undecided(("b",), {("b",): 1}) is None
+
+
+def test_what_starves_comes_first_and_the_others_beside_it() -> None:
+    """A faster computation gains nothing as long as the loader is what is waited for."""
+    machine = Machine({"bf16": 1.0, "data": 0.5, "fused": 1.0}, {frozenset(("bf16", "data")): 0.6})
+    search = machine.search()
+    search.first = "data"
+    assert search.run() == ("bf16", "data")
+    assert machine.tried[:3] == [("data",), ("bf16", "data"), ("data", "fused")]
+    assert ("bf16",) not in machine.tried
+
+
+@pytest.mark.parametrize("first", ["data", "not there"])
+def test_where_that_gains_nothing_nothing_else_is_tried(first: str) -> None:
+    machine = Machine({"bf16": 0.9, "data": 1.0})
+    search = machine.search()
+    search.first = first
+    assert search.run() == ()
+    assert search.complete
+    assert machine.tried == ([("data",)] if first == "data" else [])

@@ -1,5 +1,6 @@
 """What can be switched on, what excludes what, and how settings are joined."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ import lightning_opt as lo
 from lightning_opt.tuner.search.settings import is_written, join, plain
 from lightning_opt.tuner.search.space import Facts, Space, built_in
 
-NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, wait=0.2)
+ACCOUNT = {"waiting for data": 0.2, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
+NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, account=ACCOUNT)
 
 
 def names(facts: Facts = NET, objective: str = "throughput", **arguments: Any) -> list[str]:
@@ -37,15 +39,51 @@ def test_what_cannot_work_here_is_left_out_with_a_reason() -> None:
         (Facts(blocks=0), "compile_regions", "the model has no repeated blocks"),
         (Facts(fused=True), "fused", "the optimizers are fused already"),
         (Facts(convolutions=0), "channels_last", "the model has no convolutions"),
-        (Facts(wait=0.001), "data_pipeline", "training waits for data 0.1% of the time"),
+        (
+            Facts(account={**ACCOUNT, "waiting for data": 0.001}),
+            "data_pipeline",
+            "only 0.1% of a step goes into waiting for data",
+        ),
         (Facts(loader=False), "data_pipeline", "the data does not come from a DataLoader"),
-        (Facts(threads=2, cpus=2), "all_threads", "torch uses 2 of 2 CPUs already"),
+        (Facts(threads=2, cpus=2), "all_threads", "torch uses all 2 CPUs already"),
         (Facts(no_bf16="no bf16 units"), "bf16", "no bf16 units"),
         (Facts(device="cuda"), "fp16", "bfloat16 needs no loss scale"),
     ],
 )
 def test_reasons(facts: Facts, gone: str, reason: str) -> None:
     assert Space("throughput", facts).left_out[gone] == reason
+
+
+def test_only_what_bears_on_the_step_is_tried() -> None:
+    """Each change bears on its part of a step; a part that is nearly nothing is left alone."""
+
+    def tried(**account: float) -> set[str]:
+        usual = dict.fromkeys(ACCOUNT, 0.0) | {
+            name.replace("_", " "): seconds for name, seconds in account.items()
+        }
+        return set(names(facts=replace(NET, account=usual)))
+
+    compute = {"channels_last", "all_threads", "bf16", "compile", "compile_regions"}
+    assert tried(forward=0.5, backward=0.5) == compute
+    assert tried(optimizer=1.0) == {"fused", "all_threads"}
+    assert tried(waiting_for_data=1.0) == {"data_pipeline"}
+    assert tried() == {*compute, "fused", "data_pipeline"}, "nothing is known"
+    idle = {**dict.fromkeys(ACCOUNT, 0.0), "forward": 1.0}
+    space = Space("memory", replace(NET, account=idle))
+    assert "fused" in space.switches, "of time alone"
+
+
+def test_workers_that_cannot_follow_starve_the_step() -> None:
+    waits = {**ACCOUNT, "waiting for data": 4.0}
+    assert Facts(account=waits, workers=2).starved
+    assert not Facts(account=waits, workers=0).starved, "a faster step and the same wait"
+    assert not Facts(account=ACCOUNT, workers=2).starved
+
+
+def test_the_largest_batch_is_not_cut_into_parts() -> None:
+    found = names(objective="batch")
+    assert {"checkpointing", "bf16"} <= set(found)
+    assert not {"half_batches", "channels_last"} & set(found)
 
 
 def test_memory_has_switches_of_its_own() -> None:

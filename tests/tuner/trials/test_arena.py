@@ -34,6 +34,7 @@ class Plan:
     loss: Callable[[int], float] = falling
     fails: tuple[int, str] | None = None
     gradient: float = 1.0
+    eager: bool = True  # else its own gradients are wrong, and right in float32
     draws: bool = False  # random numbers that turn the gradient
     moved: tuple[str, ...] = ("a", "b")
     room: int = 99  # trainings that may be alive at once
@@ -46,18 +47,19 @@ class World:
     plans: dict[Switches, Plan]
     folder: Path
     alive: int = 0
+    refused: str = "no role"  # in which a training runs out of memory
     busy_from: int = 99  # process from which on the machine is slow
 
     @property
     def load(self) -> float:
         return 3.0 if len(self.started) >= self.busy_from else 1.0
 
-    started: list[tuple[Switches, bool]] = field(default_factory=list)
+    started: list[tuple[Switches, str]] = field(default_factory=list)
 
-    def start(self, switches: Switches, reseed: bool) -> tuple[Any, Path]:
+    def start(self, switches: Switches, role: str = "", /) -> tuple[Any, Path]:
         file = self.folder / f"{len(self.started)}.pt"
-        self.started.append((switches, reseed))
-        return Pretended(self, self.plans[switches], reseed, file), file
+        self.started.append((switches, role))
+        return Pretended(self, self.plans[switches], role, file), file
 
     def arena(self, objective: str = "throughput", **settings: Any) -> Arena:
         return Arena(self.start, Baseline(self.start, 0.5), Objective(objective), **settings)
@@ -66,15 +68,15 @@ class World:
 class Pretended:
     """Stands for a Fit."""
 
-    def __init__(self, world: World, plan: Plan, reseed: bool, file: Path) -> None:
-        self.world, self.plan, self.reseed, self.file = world, plan, reseed, file
+    def __init__(self, world: World, plan: Plan, role: str, file: Path) -> None:
+        self.world, self.plan, self.role, self.file = world, plan, role, file
         self.taken, self.open = 0, True
         self.peak_bytes = plan.peak
         world.alive += 1
 
     def advance(self, count: int) -> list[Step]:
         assert self.open
-        if self.world.alive > self.plan.room:
+        if self.world.alive > self.plan.room or self.role == self.world.refused:
             raise FitFailed("out of memory", "no room")
         if self.plan.fails and self.taken + count > self.plan.fails[0]:
             raise FitFailed(self.plan.fails[1], "planted", "trace")
@@ -86,15 +88,17 @@ class Pretended:
         return [Step(seconds, self.plan.loss(step), 8) for step in steps]
 
     def write(self) -> None:
+        eager = self.plan.eager
         generator = torch.Generator().manual_seed(int(self.file.stem))
-        own = self.plan.gradient * torch.linspace(-1, 1, 400)
+        sign = -1.0 if self.role == "float32" and not eager else 1.0
+        own = sign * self.plan.gradient * torch.linspace(-1, 1, 400)
         own = own + 0.5 * self.plan.draws * torch.randn(400, generator=generator)
         moved = {
             power: {name: float(name in self.plan.moved) for name in "ab"}
             for power in (2, 4, 8, 16)
             if power <= self.taken
         }
-        facts = asdict(Facts(device="cuda", blocks=3))
+        facts = asdict(Facts(device="cuda", blocks=3, eager=eager))
         gradients = [{"a.weight": own}] * min(self.taken, 4)
         torch.save({"facts": facts, "gradients": gradients, "moved": moved}, self.file)
 
@@ -135,7 +139,9 @@ def test_times_memory_and_gradients_are_those_of_the_trainings(tmp_path: Path) -
     assert len(awful.losses) == 5
     assert awful.ratio == pytest.approx(20, rel=0.05)
     assert (awful.low, awful.high) == (None, None), "some first steps are no interval"
-    assert not any(reseed for _, reseed in world.started), "no other random numbers were needed"
+    assert {role for _, role in world.started} == {"account", ""}, (
+        "no other random numbers were needed"
+    )
 
 
 def test_a_machine_that_becomes_slow_makes_no_candidate_too_slow(tmp_path: Path) -> None:
@@ -155,14 +161,33 @@ def test_other_random_numbers_are_drawn_once_and_only_when_they_decide(tmp_path:
     assert trials[("off",)].verdict == "accepted"
     assert trials[("wrong",)].verdict == "rejected"
     assert "points elsewhere" in trials[("wrong",)].why
-    assert [reseed for names, reseed in world.started if not names] == [False, True]
+    assert [role for names, role in world.started if not names] == ["account", "noise"]
+
+
+def test_gradients_are_compared_with_eager_float32_whatever_the_users_precision(
+    tmp_path: Path,
+) -> None:
+    """A user's precision that is wrong itself hides nothing, and is asked for once."""
+    world = world_of(tmp_path, same=Plan(0.05), right=Plan(0.05, gradient=-1.0))
+    world.plans[()] = Plan(eager=False)
+    trials = run(world, [("same",), ("right",)])
+    assert trials[("same",)].verdict == "rejected"
+    assert trials[("right",)].verdict == "accepted"
+    assert [role for names, role in world.started if not names] == ["account", "float32", "noise"]
+
+
+def test_a_model_too_large_for_float32_is_compared_with_itself(tmp_path: Path) -> None:
+    world = world_of(tmp_path, same=Plan(0.05))
+    world.plans[()], world.refused = Plan(eager=False), "float32"
+    assert run(world, [("same",)])[("same",)].verdict == "accepted"
+    assert [role for names, role in world.started if not names] == ["account", "float32", "float32"]
 
 
 @pytest.mark.parametrize(
     ("wrong", "why"),
     [
-        (Plan(0.05, gradient=-1.0), "the gradient of a points elsewhere"),
-        (Plan(0.05, gradient=0.0), "a gets no gradient"),
+        (Plan(0.05, gradient=-1.0), "the gradient of a.weight points elsewhere"),
+        (Plan(0.05, gradient=0.0), "a.weight gets no gradient"),
         (
             Plan(0.05, moved=("a",)),
             "after 16 steps it has not changed b, which the baseline trains",
@@ -207,7 +232,7 @@ def test_where_there_is_room_for_one_random_numbers_are_drawn_alone(tmp_path: Pa
     world = world_of(tmp_path, off=Plan(0.05, draws=True, room=1))
     world.plans[()] = Plan(room=1, draws=True)
     assert run(world, [("off",)])[("off",)].verdict == "accepted"
-    assert world.started[-1] == ((), True)
+    assert world.started[-1] == ((), "noise")
 
 
 @pytest.mark.parametrize("when", [0, 1, 7, 12, 30])

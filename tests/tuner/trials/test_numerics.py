@@ -88,9 +88,9 @@ def test_what_begins_with_zeros_counts_when_it_has_a_gradient() -> None:
     assert compare_gradients(usual, usual)[1] == ""
     wrong = changed(usual, PLANTED["one layer flipped"])
     wrong[1]["0.weight"] = -wrong[1]["0.weight"]
-    assert "gradient of 4" in compare_gradients(wrong, usual)[1]
+    assert "gradient of 4.weight" in compare_gradients(wrong, usual)[1]
     wrong = [usual[0], changed(usual, PLANTED["flipped"])[1]]
-    assert "gradient of 0" in compare_gradients(wrong, usual)[1]
+    assert "gradient of 0.weight" in compare_gradients(wrong, usual)[1]
 
 
 def test_a_loss_scale_may_still_be_too_large() -> None:
@@ -98,6 +98,42 @@ def test_a_loss_scale_may_still_be_too_large() -> None:
     first = changed(usual, lambda name, values: values * math.inf)[0]
     assert compare_gradients([first, *usual[1:]], usual)[1] == ""
     assert compare_gradients([first, *changed(usual, PLANTED["flipped"])[1:]], usual)[1]
+
+
+class Cancelling(nn.Module):
+    """Attention, whose bias of the keys gets no gradient, and a bias before a normalisation."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(32, 32) for _ in range(3))
+        self.conv, self.norm = nn.Conv1d(32, 32, 3, padding=1), nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, 4)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        scores = self.query(inputs) @ self.key(inputs).mT / math.sqrt(32)
+        mixed = inputs + scores.softmax(-1) @ self.value(inputs)
+        return self.head(self.norm(self.conv(mixed.mT)).relu().mean(-1))
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_a_gradient_that_cancels_out_is_nothing_but_rounding(seed: int) -> None:
+    found = []
+    for dtype in (None, torch.bfloat16):
+        torch.manual_seed(seed)
+        net = Cancelling()
+        inputs, classes = torch.randn(16, 12, 32), torch.randint(4, (16,))
+        with torch.autocast("cpu", dtype, enabled=dtype is not None):
+            loss = nn.functional.cross_entropy(net(inputs), classes)
+        loss.backward()
+        found.append([{name: p.grad.flatten() for name, p in net.named_parameters()}])
+    usual, rounded = found
+    for name in ("key.bias", "conv.bias"):
+        assert rounded[0][name].norm() > 100 * usual[0][name].norm(), "its length says nothing"
+    assert compare_gradients(rounded, usual)[1] == ""
+    for name in usual[0]:
+        if name not in ("key.bias", "conv.bias"):
+            wrong = [{**rounded[0], name: -rounded[0][name]}]
+            assert f"gradient of {name} points" in compare_gradients(wrong, usual)[1]
 
 
 def test_nothing_to_compare() -> None:

@@ -104,7 +104,8 @@ def observe(
     data = TensorDataset(torch.randn(STEPS * 16, 3, 8, 8), torch.randint(4, (STEPS * 16,)))
     watch = TrialWatch(str(folder / "watch.pt"), reseed)
     callbacks = [*settings.pop("callbacks", []), watch]
-    trainer = quiet_trainer(accelerator="cpu", max_steps=STEPS, callbacks=callbacks, **settings)
+    steps = {"accelerator": "cpu", "max_steps": STEPS, "callbacks": callbacks}
+    trainer = quiet_trainer(**{**steps, **settings})
     trainer.fit(model, DataLoader(data, batch_size=16))
     return Observed.read(folder / "watch.pt"), model.seen
 
@@ -158,7 +159,7 @@ def test_what_it_tells(tmp_path: Path) -> None:
     assert (facts.device, facts.convolutions, facts.samples, facts.fused) == ("cpu", 2, 16, False)
     assert facts.loader
     assert facts.automatic
-    assert 0 <= (facts.wait or 0) < 1
+    assert facts.share("forward") is None, "nothing measured it"
     assert sorted(observed.moved) == [2, 4, 8]
     assert len(observed.gradients) == 4
     assert all(distance > 0 for distance in observed.moved[8].values())
@@ -177,3 +178,27 @@ def test_wrappers_leave_the_names_as_they_are(tmp_path: Path) -> None:
     assert own.gradients[0].keys() == reference.gradients[0].keys()
     assert own.moved[8].keys() == reference.moved[8].keys()
     assert compare_gradients(own.gradients, reference.gradients)[1] == ""
+
+
+def test_a_profiler_says_where_the_steps_go_until_that_is_steady(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("lightning_opt.tuner.trials.probe.SECONDS", 0.0)
+    profiler = lo.StepProfiler(log_every_n_steps=0, flops=False, print_table=False)
+    seen: list[bool] = []
+
+    class Look(Callback):
+        def on_train_batch_start(self, trainer: Trainer, *rest: Any) -> None:
+            seen.append(trainer.profiler is profiler)  # type: ignore[attr-defined]
+
+    observed, losses = observe(
+        tmp_path, partial(Images, 0.0), torch.optim.AdamW, False, profiler=profiler,
+        callbacks=[Look()], max_steps=12, max_epochs=2,
+    )  # fmt: skip
+    facts = observed.facts
+    assert seen == [True] * 8 + [False] * 4, "the steps that are timed run without it"
+    assert facts.steady
+    assert min(facts.account[name] for name in ("forward", "backward", "optimizer")) > 0
+    assert facts.room > 0
+    bare = usual(partial(Images, 0.0), torch.optim.AdamW, False, seed=0)[1]
+    assert losses[: len(bare)] == bare

@@ -1,0 +1,96 @@
+"""What presets choose on machines that are described, not there."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import nn
+
+import lightning_opt as lo
+from lightning_opt.core import machine
+from lightning_opt.presets import situation
+
+GB = 10**9
+
+
+@pytest.fixture
+def gpus_of_24_gb(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Modern GPUs with a compiler, as many as the Trainer is told."""
+    monkeypatch.setattr(machine, "cuda_capability", lambda forks: (9, 0))
+    monkeypatch.setattr(machine, "find_spec", lambda name: object())
+    monkeypatch.setattr(machine.shutil, "which", lambda name: name)
+    usage = SimpleNamespace(total=24 * GB)
+    limits = SimpleNamespace(read=lambda: [usage])
+    monkeypatch.setattr(situation, "MemoryLimits", lambda device, host: limits)
+
+
+class Wide(LightningModule):
+    """As many weights as are asked for, which take no memory, in repeated blocks."""
+
+    def __init__(self, gigabytes: float) -> None:
+        super().__init__()
+        with torch.device("meta"):
+            width = int((gigabytes * GB / 16 / 4) ** 0.5)  # four blocks, 16 bytes a weight
+            layers = (nn.Linear(width, width, bias=False) for _ in range(4))
+            self.blocks = nn.ModuleList(nn.Sequential(layer, nn.ReLU()) for layer in layers)
+
+
+def chosen(name: str, model: LightningModule | None = None, **trainer: Any) -> dict[str, Any]:
+    preset = lo.preset(name) if model is None else lo.preset(name).for_model(model)
+    found = preset.choose(accelerator="cuda", **trainer)
+    return {choice.part.name: choice for choice in found}
+
+
+def on(*arguments: Any, **trainer: Any) -> set[str]:
+    return {name for name, choice in chosen(*arguments, **trainer).items() if choice.is_on}
+
+
+pytestmark = pytest.mark.usefixtures("gpus_of_24_gb")
+
+
+def test_one_gpu_eight_and_two_nodes_differ() -> None:
+    one, eight = on("ultra", devices=1), on("ultra", devices=8)
+    assert {"precision", "CompileModel", "FusedOptimizer", "MicroBatching"} <= one
+    assert eight - one == {"GarbageCollection"}, "ranks would wait for each other's collections"
+    assert on("ultra", devices=8, num_nodes=2) - eight == {"strategy"}
+    assert not one - eight
+    reason = chosen("ultra", devices=8)["strategy"].because
+    assert reason == "all processes are on one machine: no network between them"
+
+
+def test_compiling_is_measured() -> None:
+    for name in ("advanced", "ultra"):
+        assert chosen(name, devices=1)["CompileModel"].settings["measure"] is True
+
+
+def test_a_model_that_is_tight_and_one_that_does_not_fit() -> None:
+    small, tight, huge = Wide(1.0), Wide(18.0), Wide(25.8)
+    assert "ActivationCheckpointing" not in on("advanced", small, devices=1)
+    assert "ActivationCheckpointing" in on("advanced", tight, devices=1)
+    for devices, ranks in ((1, 3), (8, 8)):
+        part = chosen("advanced", huge, devices=devices)["ActivationCheckpointing"]
+        assert "it is not activations that fill the memory" in part.because
+        assert "take 25.8 GB of 24 GB" in part.because
+        assert f"FSDP2 (strategy=ModelParallelStrategy(data_parallel_size={ranks}))" in part.because
+    sharded = {"devices": 8, "strategy": ModelParallelStrategy(8, 1)}
+    assert "ActivationCheckpointing" not in on("advanced", huge, **sharded)
+    because = chosen("advanced", huge, **sharded)["ActivationCheckpointing"].because
+    assert because == "the model leaves enough memory for activations"
+
+
+def test_it_is_said_in_the_table_and_when_the_trainer_is_made() -> None:
+    preset = lo.preset("basic").for_model(Wide(25.8))
+    notes = preset.describe(accelerator="cuda", devices=1).notes
+    assert notes[0] == "Watches and protects, and leaves a healthy run's numbers alone."
+    assert notes[1].startswith("Does not fit: weights, gradients and two states")
+    with pytest.warns(UserWarning, match="Does not fit: .* FSDP2"):
+        preset.trainer_kwargs(accelerator="cuda", devices=1)
+
+
+def test_each_preset_has_a_purpose_of_its_own() -> None:
+    purposes = {lo.preset(name).purpose for name in ("basic", "advanced", "ultra")}
+    assert len(purposes) == 3
+    assert all(purpose.endswith(".") for purpose in purposes)

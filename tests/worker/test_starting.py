@@ -1,0 +1,50 @@
+"""How processes start where there is CUDA, and how ranks wait, on pretended devices."""
+
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lightning_opt.worker import gate, starting
+from lightning_opt.worker.gate import StepGate
+
+
+def test_with_cuda_a_process_is_spawned_and_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a process that has used CUDA cannot use it; a server may have been made to."""
+    context = starting._context(dict(os.environ), "json")
+    if torch.cuda.is_available():
+        assert context.get_start_method() == "spawn"
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert starting._context(dict(os.environ), "json").get_start_method() == "spawn"
+
+
+class Distributed:
+    """Remembers what is asked of torch.distributed."""
+
+    def __init__(self) -> None:
+        self.asked: list[Any] = []
+
+    def new_group(self, **settings: Any) -> str:
+        self.asked.append(settings["backend"])
+        return "the group"
+
+    def broadcast(self, tensor: torch.Tensor, source: int, group: str) -> None:
+        self.asked.append((tensor.device.type, source, group))
+        tensor.fill_(5)
+
+
+def test_ranks_wait_on_the_cpu_while_others_have_their_turn(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In a broadcast of NCCL they would keep their GPU busy."""
+    distributed = Distributed()
+    monkeypatch.setattr(gate, "dist", distributed)
+    monkeypatch.setattr(gate, "wait_for", lambda device: None)
+    held = StepGate(lambda trainer: None, lambda: 99, lambda steps: None)
+    strategy = SimpleNamespace(root_device=torch.device("cuda", 1))
+    trainer: Any = SimpleNamespace(world_size=2, is_global_zero=False, strategy=strategy)
+    held.on_train_start(trainer, None)  # type: ignore[arg-type]
+    assert distributed.asked == ["gloo", ("cpu", 0, "the group")]
+    assert held._granted == 5
