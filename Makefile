@@ -22,10 +22,10 @@ PYTEST := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist 
 BENCHMARKS = $(subst /,.,$(basename $(filter-out benchmarks/gpu.py,$(shell grep -rl --include='*.py' '__main__' benchmarks))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint types imports docs matrix bench gpu format lock clean
+.PHONY: help demo quick test lint types imports docs pages matrix compat notebooks bench gpu format lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-8s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"The versions in constraints.txt need Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.12 ...")'
@@ -35,8 +35,8 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[all]' --group dev
 	@touch $@
 
-demo: $(INSTALLED) ## a small GPT plain, with two presets and as the tuner finds best, in five minutes
-	$(BIN)/python examples/demo.py
+demo: $(INSTALLED) ## four failures and limits, each plain beside ours, in three minutes; ACT=2 plays one
+	$(BIN)/python examples/demo.py $(addprefix --act ,$(ACT))
 
 quick: $(INSTALLED) ## within a minute: what neither trains nor starts a process
 	$(PYTEST) -n logical --maxprocesses 4 --quick
@@ -44,10 +44,10 @@ quick: $(INSTALLED) ## within a minute: what neither trains nor starts a process
 test: $(INSTALLED) ## every test, slow ones too, and the doctests of the package
 	$(PYTEST) -n $(WORKERS) --maxprocesses 9
 
-lint: $(INSTALLED) ## ruff (rules and format), notebooks without outputs
+lint: $(INSTALLED) ## ruff (rules and format), notebooks without metadata of editors
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
-	find examples -name '*.ipynb' -not -path '*/.*' -exec $(BIN)/nbstripout --verify {} +
+	find examples -name '*.ipynb' -not -path '*/.*' -exec $(BIN)/nbstripout --keep-output --keep-id --verify {} +
 
 types: $(INSTALLED) ## mypy, strict, on the package
 	$(BIN)/mypy
@@ -59,9 +59,19 @@ docs: $(INSTALLED) ## the documentation into docs/_build/html, and its examples 
 	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
 	$(BIN)/sphinx-build -q -n -W --keep-going -b doctest docs docs/_build/doctest
 
+pages: $(INSTALLED) ## write the parts of the documentation that are made from code and records
+	$(BIN)/python docs/pages.py
+
 matrix: $(INSTALLED) ## run every cell of the compatibility matrix and of the zoo, and write both into docs
 	$(ONE_THREAD) $(BIN)/python -m tests.matrix
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo
+	$(BIN)/python docs/pages.py
+
+compat: $(INSTALLED) ## fast tests with the oldest and newest torch and Lightning, each in an environment of its own
+	$(BIN)/python tests/compat.py $(PAIRS)
+
+notebooks: $(INSTALLED) ## run the notebooks and keep their outputs, in five minutes
+	$(ONE_THREAD) $(BIN)/python examples/run_notebooks.py
 
 bench: $(INSTALLED) ## every benchmark on this machine, tables and JSON into OUT
 	for module in $(BENCHMARKS); do $(ONE_THREAD) $(BIN)/python -m $$module --out '$(OUT)' || exit 1; done
@@ -69,10 +79,10 @@ bench: $(INSTALLED) ## every benchmark on this machine, tables and JSON into OUT
 gpu: ## on a machine with a GPU, no network needed: GPU tests and benchmarks into OUT
 	$(GPU_PYTHON) benchmarks/gpu.py --budget $(GPU_BUDGET) --out '$(OUT)'
 
-format: $(INSTALLED) ## let ruff mend and format the sources, and empty the notebooks
+format: $(INSTALLED) ## let ruff mend and format the sources, and tidy the notebooks
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
-	find examples -name '*.ipynb' -not -path '*/.*' -exec $(BIN)/nbstripout {} +
+	find examples -name '*.ipynb' -not -path '*/.*' -exec $(BIN)/nbstripout --keep-output --keep-id {} +
 
 lock: ## take the newest versions that fit pyproject.toml into constraints.txt (torch stays)
 	rm -rf build/lock && $(PYTHON) -m venv build/lock

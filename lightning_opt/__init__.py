@@ -13,6 +13,6 @@ __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 @wrapt.when_imported("lightning.pytorch")
 def _register_strategies(_: object) -> None:
     """Make the strategy strings known as soon as there is a Lightning that could be given one."""
-    from lightning_opt.strategies.compression.strategy_strings import register_strategies
+    from lightning_opt.strategies.strategy_strings import register_strategies
 
     register_strategies()

@@ -65,13 +65,14 @@ from .profiling.doctor.doctor import doctor as doctor
 from .profiling.flops import count_flops as count_flops
 from .profiling.monitor.performance_monitor import PerformanceMonitor as PerformanceMonitor
 from .profiling.steps.step_profiler import StepProfiler as StepProfiler
-from .strategies.compression.codecs.compressors import Compressor as Compressor
-from .strategies.compression.codecs.compressors import PowerSGD as PowerSGD
-from .strategies.compression.codecs.compressors import Quantize as Quantize
-from .strategies.compression.codecs.compressors import Threshold as Threshold
-from .strategies.compression.codecs.compressors import TopK as TopK
 from .strategies.compression.compressed_ddp import CompressedDDPStrategy as CompressedDDPStrategy
 from .strategies.compression.hooked_ddp import HookedDDPStrategy as HookedDDPStrategy
+from .strategies.compressors import Compressor as Compressor
+from .strategies.compressors import PowerSGD as PowerSGD
+from .strategies.compressors import Quantize as Quantize
+from .strategies.compressors import Threshold as Threshold
+from .strategies.compressors import TopK as TopK
+from .strategies.diloco.diloco_strategy import DiLoCoStrategy as DiLoCoStrategy
 from .tuner.autotune import autotune as autotune
 from .tuner.report.result import TuneResult as TuneResult
 

@@ -13,6 +13,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_opt.cli.errors import FAILED, OK, UsageError
 from lightning_opt.cli.parsing import (
     Job,
+    add_options,
     add_targets,
     folder_of,
     given_arguments,
@@ -23,12 +24,11 @@ from lightning_opt.cli.parsing import (
 )
 from lightning_opt.cli.settings import settings_of
 from lightning_opt.profiling.comparing.compare import compare
-from lightning_opt.profiling.comparing.result import Comparison
 
 DESCRIPTION = """\
-Trains your model under several presets and configurations, each in a process of its own, in turns
-of a few steps, and says which differ in time, memory and loss, with confidence intervals. The first
-is plain Lightning with the --trainer arguments that you give."""
+Trains your model under several presets and configurations, each in a process of its own,
+alternating every few steps, and says which differ in time, memory and loss, with confidence
+intervals. The first is plain Lightning with the --trainer arguments that you give."""
 
 EXAMPLES = """\
   lightning-opt bench train.py
@@ -41,32 +41,19 @@ EXAMPLES = """\
 def parser() -> LightningArgumentParser:
     """Return the parser of the command."""
     made = make_parser("bench", DESCRIPTION, EXAMPLES)
-    made.add_argument(
-        "--preset",
-        type=str | None,
-        metavar="NAMES",
-        help=f"With commas, of {list_of_presets()}; 'basic,advanced' if there is no --against.",
-    )
-    made.add_argument(
-        "--without", type=str | None, metavar="NAMES", help="Parts to leave out of all of them."
-    )
-    made.add_argument(
-        "--against",
-        type=str | None,
-        metavar="FILES",
-        help="Configurations of LightningCLI, with commas, whose trainer section is measured too.",
-    )
-    made.add_argument(
-        "--seconds", type=float | None, default=120.0, help="Time for all, starting included."
-    )
-    made.add_argument(
-        "--steps", type=PositiveInt | None, help="Timed steps of each training; by default turns."
-    )
-    made.add_argument("--rounds", type=PositiveInt, default=12, help="Turns of each training.")
-    made.add_argument("--starts", type=PositiveInt, default=3, help="New processes for each.")
-    made.add_argument(
-        "--out", type=str | None, metavar="FOLDER", help="Where to write JSON, table and figure."
-    )
+    add_options(
+        made,
+        ("--preset", str | None, None, "NAMES",
+         f"With commas, of {list_of_presets()}; 'basic,advanced' if there is no --against."),
+        ("--without", str | None, None, "NAMES", "Parts to leave out of all of them."),
+        ("--against", str | None, None, "FILES",
+         "Configurations of LightningCLI, with commas, whose trainer section is measured too."),
+        ("--seconds", float | None, 120.0, "", "Time for all, starting included."),
+        ("--steps", PositiveInt | None, None, "", "Timed steps of each; by default turns."),
+        ("--rounds", PositiveInt, 12, "", "Turns of each run."),
+        ("--starts", PositiveInt, 3, "", "New processes for each."),
+        ("--out", str | None, None, "FOLDER", "Where to write JSON and table."),
+    )  # fmt: skip
     add_targets(made)
     return made
 
@@ -89,7 +76,8 @@ def run(words: Sequence[str]) -> int:
     )
     result.report.print()
     if folder is not None:
-        _save(result, folder)
+        (folder / "bench.json").write_text(result.to_json() + "\n", encoding="utf-8")
+        (folder / "bench.md").write_text(result.report.to_markdown() + "\n", encoding="utf-8")
         sys.stdout.write(f"Written to {folder}.\n")
     return FAILED if result.runs["plain"].failure is not None else OK
 
@@ -112,14 +100,3 @@ def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[
         config = parser.parse_path(path)
         found[path] = {**job.trainer, **given_arguments(config.trainer)}
     return found
-
-
-def _save(result: Comparison, folder: Path) -> None:
-    (folder / "bench.json").write_text(result.to_json() + "\n", encoding="utf-8")
-    (folder / "bench.md").write_text(result.report.to_markdown() + "\n", encoding="utf-8")
-    try:
-        figure = result.plot()
-    except ImportError as error:
-        sys.stderr.write(f"There is no figure: {error}\n")
-        return
-    figure.savefig(folder / "bench.png")

@@ -1,4 +1,4 @@
-"""``lightning-opt doctor``: a checklist, answered by a short training."""
+"""``lightning-opt doctor``: a checklist, answered by a short run."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonit
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
 
 DESCRIPTION = """\
-Trains some steps, watched by the preset 'basic' and by what measures data, memory and time, and
-answers a checklist: does it wait for data, is there room in memory, are gradients healthy, does the
-loss go down, could it go on after a crash, ... with an advice where there is something to do."""
+Trains a few steps under the preset 'basic' with data, memory and time measured, and answers a
+checklist: does training wait for data, is there room in memory, are gradients healthy, does the
+loss fall, can the run resume after a crash, ... with advice where there is something to do."""
 
 EXAMPLES = """\
   lightning-opt doctor train.py
   lightning-opt doctor my_project:Model --data my_project:Data --steps 200
-  lightning-opt doctor config.yaml --strict     (exit code 1 if there is something to look at)
+  lightning-opt doctor config.yaml --strict     (exit code 1 if anything needs a look)
 """
 
 
@@ -36,9 +36,7 @@ def parser() -> LightningArgumentParser:
     made = make_parser("doctor", DESCRIPTION, EXAMPLES)
     made.add_argument("--steps", type=PositiveInt, default=100, help="Optimizer steps to train.")
     add_preset(made, "basic")
-    made.add_argument(
-        "--strict", action="store_true", help="Exit with 1 if there is something to look at."
-    )
+    made.add_argument("--strict", action="store_true", help="Exit with 1 if anything needs a look.")
     made.add_argument("--json", action="store_true", help="Write the answers as JSON.")
     add_targets(made)
     return made
@@ -72,12 +70,12 @@ def run(words: Sequence[str]) -> int:
 
 
 def _about_the_job(diagnosis: Diagnosis, job: Job) -> Diagnosis:
-    """Leave out what is so because a short training has no logger and no checkpoints."""
+    """Leave out what is so because a short run has no logger and no checkpoints."""
     ours = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
     left_out = {topic for topic, argument in ours.items() if argument not in job.trainer}
     if not left_out:
         return diagnosis
     kept = [verdict for verdict in diagnosis.verdicts if verdict.topic not in left_out]
     names = " and ".join(sorted(left_out))
-    note = f"Not asked: {names}, since this short training has none unless you give them."
+    note = f"Not asked: {names}, since this short run has none unless you give them."
     return Diagnosis(kept, [*diagnosis.notes, note])

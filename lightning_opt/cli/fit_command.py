@@ -6,15 +6,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from lightning.pytorch import Trainer
-from lightning.pytorch.cli import (
-    ArgsType,
-    LightningArgumentParser,
-    LightningCLI,
-)
+from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
 from lightning_opt.cli.errors import OK, UsageError
 from lightning_opt.cli.parsing import (
     HelpFormatter,
+    add_options,
     given_arguments,
     list_of_presets,
     plain,
@@ -59,19 +56,13 @@ class Fit(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options."""
         group = parser.add_argument_group("lightning_opt", "Presets:")
-        group.add_argument(
-            "--preset",
-            type=str | None,
-            default=None,
-            help=f"Callbacks and Trainer arguments that fit this machine: {list_of_presets()}. "
-            "`lightning-opt presets <name>` says what is in one.",
-        )
-        group.add_argument(
-            "--without",
-            type=str | None,
-            default=None,
-            help="Parts of the preset to leave out, with commas: MicroBatching,CompileModel.",
-        )
+        add_options(
+            group,
+            ("--preset", str | None, None, "", "Callbacks and Trainer arguments that fit this "
+             f"machine: {list_of_presets()}. `lightning-opt presets <name>` says what is in one."),
+            ("--without", str | None, None, "",
+             "Parts of the preset to leave out, with commas: MicroBatching,CompileModel."),
+        )  # fmt: skip
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Make the Trainer with the preset's callbacks and arguments."""

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return end.code if isinstance(end.code, int) else (OK if end.code is None else FAILED)
     except KeyboardInterrupt:
         return _say_interrupted()
-    except Exception as error:  # noqa: BLE001 - a sentence for whatever comes out of a training
+    except Exception as error:  # noqa: BLE001 - a sentence for whatever comes out of a run
         if debug:
             traceback.print_exc()
         return _say(error, debug)

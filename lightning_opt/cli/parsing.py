@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jsonargparse import (  # type: ignore[attr-defined]
     ActionConfigFile,
+    ArgumentError,
     DefaultHelpFormatter,
     Namespace,
 )
@@ -21,6 +23,7 @@ from lightning_opt.cli.errors import UsageError
 from lightning_opt.cli.targets import Recipe, Targets, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
+from lightning_opt.worker.recipes import find
 
 TARGETS = """\
 model and data:
@@ -64,6 +67,7 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
         description=description,
         epilog=f"{TARGETS}\nexamples:\n{examples}",
         formatter_class=HelpFormatter,
+        exit_on_error=False,
     )
     parser.add_argument(
         "-c",
@@ -98,6 +102,13 @@ def add_targets(parser: LightningArgumentParser) -> None:
     group.add_argument("--seed_everything", type=int | bool, default=0, help="Seed.")
 
 
+def add_options(parser: Any, *options: tuple[str, Any, Any, str, str]) -> None:
+    """Add options: the name, type, default, placeholder (empty for the usual) and help of each."""
+    for name, kind, default, placeholder, text in options:
+        shown: dict[str, Any] = {"metavar": placeholder} if placeholder else {}
+        parser.add_argument(name, type=kind, default=default, help=text, **shown)
+
+
 def hide(parser: LightningArgumentParser, add: Callable[[], object]) -> None:
     """Add arguments that the help does not list."""
     shown = {id(action) for action in parser._actions}
@@ -109,15 +120,10 @@ def hide(parser: LightningArgumentParser, add: Callable[[], object]) -> None:
 
 def add_preset(parser: LightningArgumentParser, default: str | None) -> None:
     """Add the choice of a preset."""
-    parser.add_argument(
-        "--preset",
-        type=str | None,
-        default=default,
-        metavar="NAME",
-        help=f"Preset to train with: {list_of_presets()}.",
-    )
-    parser.add_argument(
-        "--without", type=str | None, metavar="NAMES", help="Parts of it to leave out, with commas."
+    add_options(
+        parser,
+        ("--preset", str | None, default, "NAME", f"Preset to train with: {list_of_presets()}."),
+        ("--without", str | None, None, "NAMES", "Parts of it to leave out, with commas."),
     )
 
 
@@ -128,7 +134,10 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
         UsageError: If there is no model.
     """
     targets = Targets()
-    config = parser.parse_args(targets.translate(words))
+    try:
+        config = parser.parse_args(targets.translate(words))
+    except ArgumentError as error:
+        raise UsageError(f"{say_shortly(str(error))} {parser.prog} --help says more.") from error
     optimizer = plain(config.pop("optimizer", None))
     scheduler = plain(config.pop("lr_scheduler", None))
     model = targets.recipe(
@@ -140,9 +149,27 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
             f"of LightningCLI. {parser.prog} --help has examples."
         )
     data = targets.recipe("data", plain(config.pop("data", None)))
+    made = find(model.target)
+    own = getattr(made, "train_dataloader", None)
+    if data is None and inspect.isclass(made) and own is LightningModule.train_dataloader:
+        raise UsageError(
+            f"{model} brings no train_dataloader. Name its data, --data module:Class, or a "
+            "function that makes a DataLoader."
+        )
     trainer = given_arguments(config.pop("trainer"))
     seed = config.pop("seed_everything")
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
+
+
+def say_shortly(text: str) -> str:
+    """Return what a parser says without the types that it has tried."""
+    found = re.search(
+        r"Problem with given class_path '(.+?)':\s*(.*?)\s*(?=\n\s*- |\Z)", text, re.S
+    )
+    said = f"{found[1]}: {found[2]}" if found else text
+    said = " ".join(said.replace("Parser key ", "").split())
+    required = re.fullmatch(r"(.+): the following arguments are required: (.+)", said)
+    return f"{required[1]} must be given {required[2]}." if required else f"{said.rstrip('.')}."
 
 
 def given_arguments(trainer: Namespace) -> dict[str, Any]:

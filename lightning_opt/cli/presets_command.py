@@ -11,6 +11,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 from lightning_opt.cli.errors import OK, UsageError
 from lightning_opt.cli.parsing import (
     HelpFormatter,
+    add_options,
     given_arguments,
     hide,
     list_of_presets,
@@ -39,18 +40,16 @@ def make_parser() -> LightningArgumentParser:
         formatter_class=HelpFormatter,
     )
     parser.add_argument("preset", nargs="?", help="Say what is in it, and why.")
-    parser.add_argument("--yaml", type=str | None, metavar="PRESET", help="Write it as YAML.")
-    parser.add_argument(
-        "--without", type=str | None, metavar="NAMES", help="Callbacks to leave out, with commas."
+    add_options(
+        parser,
+        ("--yaml", str | None, None, "PRESET", "Write it as YAML."),
+        ("--without", str | None, None, "NAMES", "Callbacks to leave out, with commas."),
     )
     parser.add_argument("--json", action="store_true", help="Write tables as JSON.")
     hide(parser, lambda: parser.add_lightning_class_args(Trainer, "trainer"))
-    parser._action_groups[-1].title = "where it is to be"
-    parser._action_groups[
-        -1
-    ].description = (
-        "--trainer.<argument>: what the Trainer will have, such as --trainer.strategy ddp."
-    )
+    group = parser._action_groups[-1]
+    group.title = "where it is to be"
+    group.description = "--trainer.<argument>: of the Trainer, such as --trainer.strategy ddp."
     return parser
 
 
@@ -84,6 +83,7 @@ def overview() -> Report:
         rows.append(
             {
                 "preset": name,
+                "purpose": preset(name).purpose,
                 "here": ", ".join(choice.part.name for choice in chosen if choice.is_on),
                 "left out": ", ".join(choice.part.name for choice in chosen if not choice.is_on),
             }

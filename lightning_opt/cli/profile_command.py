@@ -9,13 +9,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import OK
-from lightning_opt.cli.parsing import (
-    add_preset,
-    add_targets,
-    folder_of,
-    make_parser,
-    parse_job,
-)
+from lightning_opt.cli.parsing import add_preset, add_targets, folder_of, make_parser, parse_job
 from lightning_opt.cli.shortfit import fit_shortly
 
 DESCRIPTION = """\

@@ -1,4 +1,4 @@
-"""Trainer arguments of a preset for trainings in other processes, as plain values."""
+"""Trainer arguments of a preset for runs in other processes, as plain values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[
     model = outline(job.model)
     if model is not None:
         preset = preset.for_model(model)
-    # Trainings that are measured have no logger unless it is asked for.
+    # Runs that are measured have no logger unless it is asked for.
     return preset.to_dict(**{"logger": False, **job.trainer})
 
 

@@ -1,4 +1,4 @@
-"""A training of some steps in this process, for what looks at it."""
+"""A run of some steps in this process, for what looks at it."""
 
 from __future__ import annotations
 

@@ -9,9 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType, ModuleType
-from typing import Any
+from typing import Any, NoReturn
+from unittest import mock
 
-from lightning.pytorch import LightningDataModule, LightningModule
+from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_opt.cli.errors import UsageError
 from lightning_opt.worker.recipes import find, instantiate
@@ -212,7 +213,10 @@ def find_module(place: str) -> Any:
     else:
         load = partial(importlib.import_module, place)
     try:
-        found: Any = load()
+        with mock.patch.object(Trainer, "fit", partial(_refuse_to_train, place)):
+            found: Any = load()
+    except UsageError:
+        raise
     except ModuleNotFoundError as error:
         if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
             raise UsageError(
@@ -223,6 +227,13 @@ def find_module(place: str) -> Any:
     except Exception as error:
         raise ImportError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
     return importlib.import_module(found) if place.endswith(".py") else found
+
+
+def _refuse_to_train(place: str, *args: Any, **kwargs: Any) -> NoReturn:
+    raise UsageError(
+        f"{place} trains when it is imported, and would do so in each process. Put its call of "
+        "fit, and what goes with it, under: if __name__ == '__main__':"
+    )
 
 
 def _absolute(target: str) -> str:

@@ -10,6 +10,7 @@ from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import OK, UsageError
 from lightning_opt.cli.parsing import (
+    add_options,
     add_preset,
     add_targets,
     folder_of,
@@ -20,10 +21,10 @@ from lightning_opt.cli.parsing import (
 from lightning_opt.cli.settings import settings_of
 
 DESCRIPTION = """\
-Tries optimisations on your model and data, each in a process of its own, in turn with a training
-without them; puts together what pays; rejects what changes what the model learns; and writes the
-answer down as Python, YAML and JSON, with a table of every trial. It may well be "leave it as it
-is". Interrupted, it goes on where it was when the same command is given again."""
+Tries optimisations on your model and data, each in a process of its own, alternating with your
+unmodified baseline. Combines what pays, rejects whatever changes what the model learns, and writes
+the answer as Python, YAML and JSON, with a table of every trial. Sometimes the answer is: change
+nothing. After an interruption, the same command continues where it stopped."""
 
 EXAMPLES = """\
   lightning-opt tune train.py --budget 2m
@@ -36,31 +37,18 @@ EXAMPLES = """\
 def parser() -> LightningArgumentParser:
     """Return the parser of the command."""
     made = make_parser("tune", DESCRIPTION, EXAMPLES)
-    made.add_argument(
-        "--objective",
-        type=Literal["throughput", "memory"],
-        default="throughput",
-        help="What to make better.",
-    )
-    made.add_argument(
-        "--budget", type=str | float, default="10m", help="Time for the search: 90s, 10m, 1h."
-    )
-    made.add_argument(
-        "--out", type=str, default="tuned", metavar="FOLDER", help="Where to write the answer."
-    )
-    made.add_argument(
-        "--candidates",
-        type=str | None,
-        metavar="NAMES",
-        help="What to try, with commas, instead of all that may pay.",
-    )
+    add_options(
+        made,
+        ("--objective", Literal["throughput", "memory", "batch"], "throughput", "",
+         "What to make better: steps a second, peak memory, or the largest batch."),
+        ("--budget", str | float, "10m", "", "Time for the search: 90s, 10m, 1h."),
+        ("--out", str, "tuned", "FOLDER", "Where to write the answer."),
+        ("--candidates", str | None, None, "NAMES",
+         "What to try, with commas, instead of all that may pay."),
+        ("--max_slowdown", float, 1.5, "", "Of a step, unless for throughput."),
+        ("--timeout", float | None, None, "", "Seconds a trial may take to start, or to answer."),
+    )  # fmt: skip
     add_preset(made, None)
-    made.add_argument(
-        "--max_slowdown", type=float, default=1.5, help="With --objective memory: of a step."
-    )
-    made.add_argument(
-        "--timeout", type=float | None, help="Seconds that a trial may take to start, or to answer."
-    )
     made.add_argument("--quiet", action="store_true", help="No progress.")
     add_targets(made)
     return made
@@ -94,6 +82,9 @@ def run(words: Sequence[str]) -> int:
     )
     result.table.print()
     sys.stdout.write(f"\n{result.explain()}\n\n")
-    for path in result.save(folder):
+    paths = result.save(folder)
+    if result.improved:
+        sys.stdout.write(f"{result.diff()}\n")
+    for path in paths:
         sys.stdout.write(f"{path}\n")
     return OK

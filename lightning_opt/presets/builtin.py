@@ -19,6 +19,7 @@ from lightning_opt.kernels.fused_optimizer.fused_optimizer import FusedOptimizer
 from lightning_opt.kernels.runtime.runtime import Runtime
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.cleanup.memory_cleanup import MemoryCleanup
+from lightning_opt.memory.garbage.garbage_collection import GarbageCollection
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.situation import Situation
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
@@ -30,129 +31,77 @@ SINGLE_OPERATORS = ("auto", "selective")
 def basic() -> Preset:
     """Return what watches and protects, and leaves the numbers of a healthy run nearly alone."""
     return (
-        Preset("basic")
-        .plus(
-            GradientHealth,
-            settings=_figure,
-            why="says what is wrong with gradients, where, and what to do",
-            costs="1% of a step of 9.5 M weights, 10% of a tiny MLP's; a figure at the end",
-            obstacle=_deepspeed,
-        )
-        .plus(
-            NonFiniteGuard,
-            why="leaves out steps that are NaN or infinite",
-            costs="1% of a step of 9.5 M weights, 6% of a tiny MLP's; one small all-reduce",
-            obstacle=_deepspeed,
-        )
-        .plus(
-            AdaptiveClipping,
-            why="clips gradients at a threshold learnt from the run",
-            costs="shares its norms with the two above; changes the steps that it clips",
-            obstacle=_no_clipping,
-        )
-        .plus(
-            PerformanceMonitor,
-            why="logs speed and use of the machine, warns when the run gets slower",
-            costs="a thread that looks each second; the second step counts FLOPs",
-        )
-        .plus(
-            MemoryCleanup,
-            why="collects garbage and trims caches when memory runs short",
-            costs="0.4% of a step of 14 ms; a pause when memory is short",
-        )
-    )
+        Preset("basic", purpose="Watches and protects, and leaves a healthy run's numbers alone.")
+        .plus(GradientHealth, _figure, "says what is wrong with gradients, where, and what to do",
+              "1% of a step of 9.5 M weights, 10% of a tiny MLP's; a figure at the end", _deepspeed)
+        .plus(NonFiniteGuard, None, "leaves out steps that are NaN or infinite",
+              "1% of a step of 9.5 M weights, 6% of a tiny MLP's; one small all-reduce", _deepspeed)
+        .plus(AdaptiveClipping, None, "clips gradients at a threshold learned from the run",
+              "shares its norms with the two above; changes the steps that it clips", _no_clipping)
+        .plus(PerformanceMonitor, None,
+              "logs speed and use of the machine, warns when the run gets slower",
+              "a thread that looks each second; the second step counts FLOPs")
+        .plus(MemoryCleanup, None, "collects garbage and trims caches when memory runs short",
+              "0.4% of a step of 14 ms; a pause when memory is short")
+    )  # fmt: skip
 
 
 def advanced() -> Preset:
     """Return ``basic`` with what makes steps faster and gives the same result up to rounding."""
     return (
-        basic()
-        .named("advanced")
-        .plus_argument(
-            "precision",
-            "bf16-mixed",
-            why="matrix products in bfloat16: faster, and half the bytes of activations",
-            costs="activations have 8 bits of precision; weights and updates stay in float32",
-            obstacle=_no_bf16,
-        )
-        .plus(
-            Runtime,
-            why="TF32 and cuDNN's fastest kernels on CUDA, put back afterwards",
-            costs="matrix products of float32 are less exact on GPUs that have TF32",
-        )
-        .plus(
-            FusedOptimizer,
-            why="the update in one pass over each tensor, where torch has that",
-            costs="rounds in another order",
-            obstacle=_deepspeed,
-        )
-        .plus(
-            ChannelsLast,
-            why="convolutions with the channels last in memory, where that is faster",
-            costs="eight steps on the first batch, where it can be measured",
-        )
-        .plus(
-            AttentionBackend,
-            why="flash attention first, and a warning where the slow kernel serves",
-            costs="the first batch is looked at",
-        )
-        .plus(
-            CompileModel,
-            settings=_compile_scope,
-            why="torch.compile, with a way back where it fails",
-            costs="seconds to minutes in the first step, and again for new shapes",
-            obstacle=_no_compile,
-        )
-        .plus(
-            ActivationCheckpointing,
-            settings=_checkpointing_policy,
-            why="recomputes blocks in the backward pass instead of keeping them",
-            costs="up to a third of a step; with 'auto' some tens of steps on the first batch",
-            obstacle=_no_checkpointing,
-        )
-        .plus(
-            DataPipelineTuner,
-            settings=_tuner_settings,
-            why="measures workers and prefetching of the training loader",
-            costs="up to 20 s before the first step; workers take memory",
-        )
-    )
+        basic().named("advanced", "Makes steps faster with the same result up to rounding.")
+        .plus_argument("precision", "bf16-mixed",
+              "matrix products in bfloat16: faster, and half the bytes of activations",
+              "activations have 8 bits of precision; weights and updates stay in float32", _no_bf16)
+        .plus(Runtime, None, "TF32 and cuDNN's fastest kernels on CUDA, put back afterwards",
+              "matrix products of float32 are less exact on GPUs that have TF32")
+        .plus(FusedOptimizer, None, "the update in one pass over each tensor, where torch has that",
+              "rounds in another order", _deepspeed)
+        .plus(ChannelsLast, None,
+              "convolutions with the channels last in memory, where that is faster",
+              "eight steps on the first batch, where it can be measured")
+        .plus(AttentionBackend, None,
+              "flash attention first, and a warning where the slow kernel serves",
+              "the first batch is looked at")
+        .plus(CompileModel, _compile_scope,
+              "torch.compile, where it is measured to pay in the steps that are left",
+              "seven steps uncompiled, then seconds to minutes, and again for new shapes",
+              _no_compile)
+        .plus(ActivationCheckpointing, _checkpointing_policy,
+              "recomputes blocks in the backward pass instead of keeping them",
+              "up to a third of a step; with 'auto' some tens of steps on the first batch",
+              _no_checkpointing)
+        .plus(DataPipelineTuner, _tuner_settings,
+              "measures workers and prefetching of the training loader",
+              "up to 20 s before the first step; workers take memory")
+        .plus(GarbageCollection, None,
+              "all ranks collect garbage at the same step, else each waits for all others",
+              "what is in reference cycles lives for up to 100 steps", _alone)
+    )  # fmt: skip
 
 
 def ultra() -> Preset:
-    """Return ``advanced`` with what may take minutes before it pays, or changes the training."""
+    """Return ``advanced`` with what may take minutes before it pays, or changes the result."""
     return (
-        advanced()
-        .named("ultra")
-        .plus(
-            CompileModel,
-            settings=_tuned_compile,
-            why="torch.compile, on CUDA block by block with the fastest kernels by trial",
-            costs="minutes in the first step on CUDA, and again for new shapes",
-            obstacle=_no_compile,
-        )
-        .plus(
-            MicroBatching,
-            settings={"size": "auto"},
-            why="takes a batch that runs out of memory in the largest parts that fit",
-            costs="0.3 ms a step; BatchNorm sees one part at a time, once there are parts",
-            obstacle=_no_micro_batching,
-        )
-        .plus(
-            Accumulation,
-            settings={"normalize": "batches"},  # samples may not be countable
-            why="accumulated gradients that are a mean, in a short last window too",
-            costs="nothing that could be measured",
-            obstacle=_no_accumulation,
-        )
-        .plus_argument(
-            "strategy",
-            "ddp_compressed",
-            why="compressed gradients with error feedback, where the network is what is waited for",
-            costs="a copy of the gradients; Top-K, if it comes to that, changes the training",
-            obstacle=_no_network,
-        )
-    )
+        advanced().named("ultra", "Takes minutes before it pays, or changes the result: for long "
+                         "runs.")
+        .plus(CompileModel, _tuned_compile,
+              "torch.compile, on CUDA block by block with the fastest kernels by trial, where it "
+              "pays", "minutes in the first steps on CUDA, and again for new shapes", _no_compile)
+        .plus(MicroBatching, {"size": "auto"},
+              "takes a batch that runs out of memory in the largest parts that fit",
+              "0.3 ms a step; BatchNorm sees one part at a time, once there are parts",
+              _no_micro_batching)
+        # Samples may not be countable.
+        .plus(Accumulation, {"normalize": "batches"},
+              "accumulated gradients that are a mean, in a short last window too",
+              "nothing that could be measured", _no_accumulation)
+        .plus_argument("strategy", "ddp_compressed",
+              "compressed gradients with error feedback, where the measured network is what is "
+              "waited for",
+              "a copy of the gradients; Top-K, if it comes to that, changes the result",
+              _no_network)
+    )  # fmt: skip
 
 
 # --- why not --------------------------------------------------------------------------------------
@@ -212,6 +161,10 @@ def looks_at_operators(settings: Any) -> bool:
     return bool(settings.get("policy", "auto") in SINGLE_OPERATORS or settings.get("offload"))
 
 
+def _alone(situation: Situation) -> str | None:
+    return None if situation.processes > 1 else "there is one process: no rank waits for another"
+
+
 def _no_checkpointing(situation: Situation) -> str | None:
     if situation.strategy == "deepspeed":
         return "DeepSpeed has a checkpointing of its own"
@@ -224,6 +177,8 @@ def _no_checkpointing(situation: Situation) -> str | None:
             "nothing says that memory is short: ActivationCheckpointing={'policy': 'every_layer'} "
             "or {'budget_mb': ...} asks for it, for_model(model) finds out"
         )
+    if situation.does_not_fit:
+        return f"it is not activations that fill the memory. {situation.does_not_fit}"
     if situation.memory_is_tight is None:
         return "the model leaves enough memory for activations"
     if not situation.has_blocks:
@@ -280,14 +235,15 @@ def _figure(situation: Situation) -> dict[str, Any]:
 
 def _compile_scope(situation: Situation) -> dict[str, Any]:
     # Hooks that gather sharded parameters would each end a graph of the whole model.
-    return {"scope": "regions"} if situation.strategy == "fsdp2" else {"scope": "model"}
+    scope = "regions" if situation.strategy == "fsdp2" else "model"
+    return {"scope": scope, "measure": True}
 
 
 def _tuned_compile(situation: Situation) -> dict[str, Any]:
     if situation.device != "cuda":  # on a CPU the search takes minutes, and regions are slower
         return _compile_scope(situation)
     # CUDA graphs overwrite gradients that are still being accumulated.
-    return {"mode": "max-autotune-no-cudagraphs", "scope": "regions"}
+    return {"mode": "max-autotune-no-cudagraphs", "scope": "regions", "measure": True}
 
 
 def _checkpointing_policy(situation: Situation) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -10,31 +9,21 @@ from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
+from lightning.pytorch.utilities import rank_zero_warn
 
+from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.machine import describe_machine
 from lightning_opt.core.report import Report
-from lightning_opt.presets.parts import (
-    Chosen,
-    Obstacle,
-    Part,
-    check_settings,
-    no_obstacle,
-    written,
-)
+from lightning_opt.presets.parts import Chosen, Obstacle, Part, check_settings, no_obstacle, written
 from lightning_opt.presets.situation import Situation
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 ORDER = (
-    "Runtime",
-    "Accumulation",
-    "GradientHealth",
-    "NonFiniteGuard",
-    "CurvatureMonitor",
-    "CurvaturePreconditioner",
-    "AdaptiveClipping",
-)
+    "Runtime", "Accumulation", "GradientHealth", "NonFiniteGuard", "CurvatureMonitor",
+    "CurvaturePreconditioner", "AdaptiveClipping",
+)  # fmt: skip
 """Callbacks whose order matters, first to last: settings of the process, then what makes the
 gradient, sees it, judges it, and last what changes it. The others follow."""
 
@@ -59,6 +48,7 @@ class Preset:
         wishes: What :meth:`override` says of single callbacks.
         arguments: What it says of the Trainer's arguments.
         model: What :meth:`for_model` was given.
+        purpose: What it is for, in a sentence.
 
     Example:
         >>> import lightning as L
@@ -75,6 +65,7 @@ class Preset:
     wishes: Mapping[str, Any] = field(default_factory=dict)
     arguments: Mapping[str, Any] = field(default_factory=dict)
     model: LightningModule | None = None
+    purpose: str = ""
 
     # --- making others from it ------------------------------------------------------------------
 
@@ -112,9 +103,9 @@ class Preset:
             raise ValueError(f"The Trainer has no argument {name!r} that a preset could set.")
         return self._with(Part(name, value, why, costs, obstacle))
 
-    def named(self, name: str) -> Self:
-        """Return this preset under another name."""
-        return replace(self, name=name)
+    def named(self, name: str, purpose: str = "") -> Self:
+        """Return this preset under another name, and for another purpose if one is given."""
+        return replace(self, name=name, purpose=purpose or self.purpose)
 
     def override(self, **overrides: Any) -> Self:
         """Return this preset with settings of one's own.
@@ -166,12 +157,10 @@ class Preset:
     def _check_name(self, name: str, allowed: Sequence[str]) -> None:
         if name in allowed:
             return
-        near = difflib.get_close_matches(name, allowed, n=1)
         callbacks = ", ".join(part.name for part in self.parts if part.is_callback)
         raise ValueError(
-            f"preset({self.name!r}) has no {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
-            + f" Its callbacks are {callbacks}; arguments of the Trainer can be given too."
+            f"preset({self.name!r}) has no {name!r}{did_you_mean(name, allowed)} "
+            f"Its callbacks are {callbacks}; arguments of the Trainer can be given too."
         )
 
     # --- what comes of it -----------------------------------------------------------------------
@@ -209,6 +198,8 @@ class Preset:
                 order that they need.
         """
         chosen = self.choose(**more)
+        if does_not_fit := self._situation(more).does_not_fit:
+            rank_zero_warn(does_not_fit)
         ours = [choice.make() for choice in chosen if choice.is_on and choice.part.is_callback]
         arguments = {
             choice.part.name: choice.settings
@@ -242,6 +233,7 @@ class Preset:
         ]
         processes = situation.processes
         notes = [
+            *filter(None, [self.purpose, situation.does_not_fit]),
             f"For {situation.device}, strategy {situation.strategy}, {processes} "
             f"process{'es' if processes > 1 else ''}: {describe_machine(situation.device)}.",
         ]

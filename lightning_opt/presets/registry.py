@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Callable
 from typing import Any
 
+from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.presets.builtin import advanced, basic, ultra
 from lightning_opt.presets.preset import Preset
 
@@ -22,7 +22,7 @@ def preset(name: str, /, **overrides: Any) -> Preset:
                     cleaning up when memory runs short
     ``"advanced"``  adds speed at the same result up to rounding: bf16 where the device has it,
                     compilation, fused updates, channels_last, attention, loading of data
-    ``"ultra"``     adds what may take minutes before it pays, or changes the training: kernels by
+    ``"ultra"``     adds what may take minutes before it pays, or changes the result: kernels by
                     trial, micro-batches or the largest batch, gradients compressed between machines
     =============== ==============================================================================
 
@@ -41,11 +41,9 @@ def preset(name: str, /, **overrides: Any) -> Preset:
         >>> trainer = L.Trainer(**preset.trainer_kwargs(max_epochs=3, logger=False))
     """
     if name not in _builders:
-        near = difflib.get_close_matches(str(name), _builders, n=1)
         raise ValueError(
-            f"There is no preset {name!r}"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
-            + f" There are {', '.join(_builders)}."
+            f"There is no preset {name!r}{did_you_mean(name, _builders)} "
+            f"There are {', '.join(_builders)}."
         )
     made = _builders[name]()
     if not isinstance(made, Preset):

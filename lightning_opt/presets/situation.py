@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -239,24 +240,42 @@ class Situation:
         )
 
     @cached_property
-    def memory_is_tight(self) -> str | None:
-        """Why memory asks for less activations, or None; where the model is known."""
+    def _standing(self) -> tuple[float, float]:
+        """Bytes that weights, gradients and states take on each device, and that it has."""
         if self.model is None or self.device not in ("cpu", "cuda"):
-            return None
+            return 0, 1
         if self.device == "cuda" and self.forks:
-            return None
+            return 0, 1
         standing = STANDING * sum(
             parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
         )
         if self.strategy in ("fsdp1", "fsdp2"):
             standing //= self.processes
         limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
-        memory = min((usage.total for usage in limits.read()), default=None)
-        if memory is None or standing <= TIGHT * memory:
+        return standing, min((usage.total for usage in limits.read()), default=math.inf)
+
+    @property
+    def memory_is_tight(self) -> str | None:
+        """Why memory asks for less activations, or None; where the model is known."""
+        standing, memory = self._standing
+        if standing <= TIGHT * memory:
             return None
         return (
             f"weights, gradients and two states of each weight take {standing / 1e9:.3g} GB of "
             f"{memory / 1e9:.3g} GB"
+        )
+
+    @property
+    def does_not_fit(self) -> str | None:
+        """Why no setting of a preset makes the model fit, and what would; None if it may fit."""
+        standing, memory = self._standing
+        if standing <= memory:
+            return None
+        whole = standing * (self.processes if self.strategy.startswith("fsdp") else 1)
+        ranks = max(self.processes, math.ceil(whole / (TIGHT * memory)))
+        return (
+            f"Does not fit: {self.memory_is_tight}. FSDP2 (strategy=ModelParallelStrategy"
+            f"(data_parallel_size={ranks})) shards them over {ranks} devices."
         )
 
     @cached_property

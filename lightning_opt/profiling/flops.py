@@ -69,7 +69,7 @@ class FlopCount(TorchDispatchMode):
             part = (2 if torch.is_grad_enabled() else 1) if in_backward else 0
             try:
                 self._counts[part] += formula(*args, **kwargs, out_val=result)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the training goes on
+            except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
                 self.failures[str(func.overloadpacket)] = f"{type(error).__name__}: {error}"
         return result
 

@@ -18,7 +18,7 @@ class RunCallback(Callback):
     callbacks when it spawns processes. A subclass says in one place each what that means for it:
 
     - :meth:`release` undoes what was patched and drops references;
-    - :meth:`start_anew` forgets what was learnt from a model, when the next ``fit`` is of another;
+    - :meth:`start_anew` forgets what was learned from a model, when the next ``fit`` is of another;
     - ``process_only`` names attributes that are ``None`` in a pickled copy;
     - ``only_one = True`` refuses a second instance in the same Trainer.
 
@@ -47,7 +47,7 @@ class RunCallback(Callback):
             self._model = ref(pl_module)
 
     def start_anew(self, pl_module: pl.LightningModule) -> None:
-        """Forget what was learnt from another model. Called before the first run too."""
+        """Forget what was learned from another model. Called before the first run too."""
 
     def release(self, trainer: pl.Trainer) -> None:
         """Undo what was patched and let go of the model; called once or more as a run ends."""

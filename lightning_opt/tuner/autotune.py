@@ -32,8 +32,8 @@ def autotune(
 ) -> TuneResult:
     """Find which optimisations pay for a model on this machine, by trying them.
 
-    Each trial is a training in a process of its own, on the batches of the user's data, that takes
-    blocks of steps in turn with a training without changes. What gains alone is put together, what
+    Each trial is a run in a process of its own, on the batches of the user's data, that takes
+    blocks of steps alternating with your unmodified baseline. What gains alone is combined, what
     interacts is tried in pairs, what adds nothing is left out again. A trial that runs out of
     memory, hangs, dies or raises is reported as such, and the others go on.
 
@@ -46,8 +46,10 @@ def autotune(
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
         data: The same for a LightningDataModule or an iterable of batches such as a DataLoader.
         objective: ``"throughput"`` for the least time of a step; ``"memory"`` for the least peak
-            within ``max_slowdown``.
-        budget: Time for the search: seconds, or a text such as ``"90s"``, ``"10m"``, ``"1h"``.
+            within ``max_slowdown``, which leaves room for the largest model; ``"batch"`` for the
+            same, and then the largest batch is tried out, with the answer and without.
+        budget: Time for the search from when the baseline is measured: seconds, or a text such as
+            ``"90s"``, ``"10m"``, ``"1h"``.
         candidates: None for what the tuner knows for the objective. A list says exactly which:
             names of the tuner's switches, and mappings from own names to Trainer arguments. A
             mapping changes the tuner's own choice: from a name to arguments for one of your own, to
@@ -55,7 +57,8 @@ def autotune(
         base: Trainer arguments of the baseline, which all trials and the answer have too.
         journal: A file of JSON lines to which each trial is written when it ends. A search that was
             interrupted goes on from it when it is called again; without the file it begins anew.
-        max_slowdown: For ``"memory"``: how many times the baseline's time a step may take.
+        max_slowdown: For ``"memory"`` and ``"batch"``: how many times the baseline's time a step
+            may take.
         min_gain: Share that an answer must gain; less is not worth another switch.
         timeout: Seconds that a trial may take for one block, or to start; by default a quarter of
             the budget, from 30 to 300, but at least four times what the baseline took to start.
@@ -76,18 +79,15 @@ def autotune(
     """
     seconds = parse_budget(budget)
     check_candidates(candidates)
+    goal = one_of("objective", objective, tuple(OBJECTIVES))
     plan = Plan(
-        model=check_factory("model", model),
-        data=check_factory("data", data),
-        base=check_settings("base", base),
-        candidates=candidates,
-        objective=Objective(
-            one_of("objective", objective, tuple(OBJECTIVES)),
-            positive("max_slowdown", max_slowdown),
-            fraction("min_gain", min_gain),
-        ),
-        budget=seconds,
-        timeout=None if timeout is None else positive("timeout", timeout),
+        check_factory("model", model),
+        check_factory("data", data),
+        check_settings("base", base),
+        candidates,
+        Objective(goal, positive("max_slowdown", max_slowdown), fraction("min_gain", min_gain)),
+        seconds,
+        None if timeout is None else positive("timeout", timeout),
     )
     return Tuning(plan, journal, Progress(seconds, progress)).run()
 

@@ -2,27 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
-
 
 class Journal:
-    """Appends records to a file of JSON lines, and reads those that are there.
-
-    The first line says what the records are worth something for: machine, versions and settings.
-    Where it says something else than ``key``, the file is moved aside and begun anew.
+    """Appends records to a file of JSON lines, and reads those of the same search that are there.
 
     Args:
         path: Of the file; None keeps records in memory only.
-        key: What has to be the same for records to be taken over.
+        key: Machine, versions and settings: it has to be the same for a record to be taken over.
 
     Attributes:
-        records: All records, old ones first.
+        records: All records of this search, old ones first.
         note: A sentence about what became of an existing file; empty where there was none.
     """
 
@@ -30,61 +26,30 @@ class Journal:
         self.records: list[dict[str, Any]] = []
         self.note = ""
         self._path = None if path is None else Path(path)
-        if self._path is None:
+        self._key = json.loads(json.dumps(dict(key)))
+        if self._path is None or not self._path.exists():
             return
-        path = self._path
-        header = {"lightning_opt_tuner": FORMAT, "key": json.loads(json.dumps(dict(key)))}
-        if path.exists() and path.stat().st_size:
-            self._read(path, header)
-        else:
-            path.parent.mkdir(parents=True, exist_ok=True)
-        if not (path.exists() and path.stat().st_size):
-            self._append(header)
-
-    def _read(self, path: Path, header: Mapping[str, Any]) -> None:
-        lines, whole = _lines(path)
-        first = lines[0] if lines else {}
-        if first == header:
-            self.records = lines[1:]
-            self.note = f"{path} has {len(self.records)} records; going on from there."
-            if whole < path.stat().st_size:  # a line that was being written when the end came
-                os.truncate(path, whole)
-            return
-        aside = path.with_name(f"{path.name}.old")
-        path.replace(aside)
-        said = first.get("key") or {}
-        differing = [name for name in header["key"] if said.get(name) != header["key"][name]]
-        self.note = (
-            f"This search begins anew, since it differs in {', '.join(differing)}; the old journal "
-            f"is now {aside.name}."
-        )
+        other: dict[str, Any] = {}
+        for line in self._path.read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError, TypeError):  # cut by a kill
+                record = json.loads(line)
+                differing = [n for n in self._key if record["key"].get(n) != self._key[n]]
+                if not differing:
+                    self.records.append(record["record"])
+                other = dict.fromkeys(differing)
+        self.note = f"{self._path} has {len(self.records)} records; going on from there."
+        if not self.records:
+            why = f", since it differs in {', '.join(other)}" if other else ""
+            self.note = f"This search begins anew{why}."
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record; it is on the disk when this returns."""
         self.records.append(dict(record))
-        if self._path is not None:
-            self._append(record)
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        assert self._path is not None
-        # One write of a whole line, so that a kill leaves it there or not, or cut at the end.
+        if self._path is None:
+            return
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        # One write of a whole line, on a new one, so that a kill cuts no other.
         with self._path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(record) + "\n")
+            file.write("\n" + json.dumps({"key": self._key, "record": record}))
             file.flush()
             os.fsync(file.fileno())
-
-
-def _lines(path: Path) -> tuple[list[dict[str, Any]], int]:
-    """Return the records of a file until the first that is broken, and the bytes that they take."""
-    found: list[dict[str, Any]] = []
-    whole = 0
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
-            record = json.loads(line)
-        except ValueError:
-            break
-        if not line.endswith(b"\n") or not isinstance(record, dict):
-            break
-        found.append(record)
-        whole += len(line)
-    return found, whole

@@ -14,10 +14,13 @@ class Progress:
     Args:
         budget: Seconds that the search may take.
         enabled: False says nothing.
+
+    Attributes:
+        deadline: When it is over, by ``time.monotonic``.
     """
 
     def __init__(self, budget: float, enabled: bool = True) -> None:
-        self._enabled, self._end = enabled, time.monotonic() + budget
+        self._enabled, self.deadline = enabled, time.monotonic() + budget
 
     def say(self, text: str) -> None:
         """Write a line."""
@@ -25,15 +28,20 @@ class Progress:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
-    def begin(self, switches: Switches) -> None:
-        """Say what is tried now."""
-        name = " + ".join(switches) or "baseline"
-        left = self._end - time.monotonic()
-        self.say(f"trying {name} ({f'at most {left:.0f} s left' if left > 0 else 'the last'})")
+    def begin(self, switches: Switches, best: Trial) -> None:
+        """Say what is tried now, how much time is left, and what is best so far."""
+        left, name = self.deadline - time.monotonic(), " + ".join(switches) or "baseline"
+        time_left = f"{left:.0f} s left" if left > 0 else "the last"
+        so_far = f"; best so far: {best.name}, {_ratios(best)}" if best.switches else ""
+        self.say(f"trying {name} ({time_left}{so_far})")
 
     def end(self, trial: Trial, known: bool = False) -> None:
         """Say what came of a trial, and whether it was read from the journal."""
-        times = "" if trial.ratio is None else f", {trial.ratio:.3f} of the time"
-        peak = "" if trial.peak_ratio is None else f", {trial.peak_ratio:.3f} of the memory"
+        ratios = _ratios(trial) if trial.switches else ""
         source = ", from the journal" if known else ""
-        self.say(f"{trial.name}: {trial.verdict}{times}{peak}{source}")
+        self.say(f"{trial.name}: {trial.verdict}{ratios and ', '}{ratios}{source}")
+
+
+def _ratios(trial: Trial) -> str:
+    shares = {"time": trial.ratio, "memory": trial.peak_ratio}
+    return ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share)

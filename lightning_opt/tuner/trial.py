@@ -23,8 +23,8 @@ class Trial:
     Attributes:
         switches: What was switched on; empty for the baseline.
         verdict: ``"baseline"``, ``"accepted"``, ``"no gain"``, ``"too slow"``, ``"rejected"`` (it
-            changes what is learnt), or how it failed: ``"out of memory"``, ``"error"``, ``"died"``,
-            ``"timeout"``, ``"setup"``.
+            changes what is learned), or how it failed: ``"out of memory"``, ``"error"``,
+            ``"died"``, ``"timeout"``, ``"setup"``.
         why: A sentence on the verdict; may be empty.
         rounds: For each start of the processes, seconds of a step in the baseline's block and in
             its own, in turn.

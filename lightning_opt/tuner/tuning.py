@@ -9,6 +9,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,23 @@ from lightning_opt.core.machine import cpu_flags
 from lightning_opt.data.cache.fingerprint import fingerprint
 from lightning_opt.tuner.journal import Journal
 from lightning_opt.tuner.progress import Progress
+from lightning_opt.tuner.report.explaining import describe_step
 from lightning_opt.tuner.report.result import TuneResult
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import Outcome, Search, TimeIsUp
-from lightning_opt.tuner.search.space import Candidates, Facts, Space
+from lightning_opt.tuner.search.settings import in_float32, join, plain
+from lightning_opt.tuner.search.space import Candidates, Facts, Space, added
 from lightning_opt.tuner.trial import Switches, Trial
 from lightning_opt.tuner.trials.arena import Arena
-from lightning_opt.tuner.trials.baseline import Baseline
+from lightning_opt.tuner.trials.baseline import Baseline, Observed
 from lightning_opt.worker.recipes import Factory, Settings
-from lightning_opt.worker.training_process import Fit
+from lightning_opt.worker.training_process import Fit, FitFailed
+
+PROFILER = "lightning_opt.profiling.steps.step_profiler.StepProfiler"
+QUIETLY = {"log_every_n_steps": 0, "flops": False, "print_table": False}
+
+LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
+"""Instead of the user's own; finite, since schedules are made from what is to come."""
 
 PATIENT = 300.0
 """Seconds that the baseline may take to start, however short the budget is."""
@@ -61,14 +70,9 @@ class Plan:
 
     def key(self) -> dict[str, Any]:
         """Return what has to be the same for trials of an earlier search to be worth something."""
-        parts = {
-            "model": self.model,
-            "data": self.data,
-            "base": self.base,
-            "candidates": self.candidates,
-            "objective": dataclasses.astuple(self.objective),
-        }
-        key = {name: fingerprint(value) for name, value in parts.items()}
+        names = ("model", "data", "base", "candidates")
+        key = {name: fingerprint(getattr(self, name)) for name in names}
+        key["objective"] = fingerprint(dataclasses.astuple(self.objective))
         cpu = {"cpu": fingerprint(sorted(cpu_flags())), "threads": torch.get_num_threads()}
         return key | cpu | machine()
 
@@ -95,7 +99,7 @@ class Tuning:
             self._baseline,
             plan.objective,
             deadline=self._begun + plan.budget,
-            on_begin=progress.begin,
+            on_begin=self._say,
         )
 
     def run(self) -> TuneResult:
@@ -108,8 +112,13 @@ class Tuning:
                 self._begin()
                 search = self._search()
                 best = self._race(search, search.run())
+                self._arena.close()
+                batches = {}
+                if self._plan.objective.name == "batch":
+                    batches = self._largest_batches(best)
             except KeyboardInterrupt:
-                self._progress.say(self._interrupted())
+                on = self._path or "here, with journal='tune.jsonl'"
+                self._progress.say(f"The same call goes on from {on}.")
                 raise
             finally:
                 self._arena.close()
@@ -121,6 +130,7 @@ class Tuning:
             complete=search.complete,
             facts=machine() | {"device": self._baseline.observed.facts.device},
             seconds=time.monotonic() - self._begun,
+            batches=batches,
         )
 
     def _search(self) -> Search:
@@ -131,6 +141,7 @@ class Tuning:
             space.allows,
             space.interacts,
             self._plan.objective.min_gain,
+            first="data_pipeline" if self._baseline.observed.facts.starved else "",
         )
 
     def _read_journal(self) -> None:
@@ -143,25 +154,36 @@ class Tuning:
                 trial = Trial(**record["trial"])
                 self._known[trial.switches].append(trial)
 
-    def _interrupted(self) -> str:
-        if self._path is None:
-            return "With journal='tune.jsonl' the same call would go on from here."
-        return f"The same call goes on from {self._path}."
-
     # --- trials -----------------------------------------------------------------------------------
 
-    def _start(self, switches: Switches, reseed: bool) -> tuple[Fit, Path]:
-        """Start the process of a trial; it writes about itself into the file."""
+    def _start(self, switches: Switches, role: str = "") -> tuple[Fit, Path]:
+        """Start the process of a trial; it writes about itself into the file.
+
+        Args:
+            switches: What is on.
+            role: ``"account"`` has it say where the steps go, unless it has a profiler; ``"noise"``
+                has the model draw other random numbers; ``"float32"`` trains in eager float32
+                whatever the user's precision; ``"batch"`` finds the largest batch that fits.
+        """
         self._processes += 1
         file = self._folder / f"{self._processes}.pt"
         watch = {
             "class_path": "lightning_opt.tuner.trials.probe.TrialWatch",
-            "init_args": {"file": str(file), "reseed": reseed},
+            "init_args": {"file": str(file), "reseed": role == "noise"},
         }
+        more: dict[str, Any] = {"callbacks": [watch]}
+        base = plain(self._plan.base)
+        if any(base.get(name) is not None for name in LIMITS):
+            more |= LIMITS  # a trial trains for as long as it is told
+        if role == "account" and not base.get("profiler"):
+            more["profiler"] = {"class_path": PROFILER, "init_args": QUIETLY}
+        if role == "batch":
+            more = join([added("DynamicBatchSize", find="largest", scale_lr="linear"), more])
+        settings = self._space.settings(switches, more)
         fit = Fit(
             self._plan.model,
             self._plan.data,
-            self._space.settings(switches, {"callbacks": [watch]}),
+            partial(in_float32, settings) if role == "float32" else settings,
             timeout=self._plan.patience(self._baseline.startup),
             label=" + ".join(switches) or "baseline",
             wait=False,
@@ -172,8 +194,10 @@ class Tuning:
         """Run the baseline, and find out what there is to try."""
         baseline, known = self._baseline, self._baseline.known
         if not known:
-            self._progress.begin(())
+            self._progress.begin((), Trial(()))
             baseline.ensure()
+            # A model may take longer to start than the search may last.
+            self._arena.deadline = self._progress.deadline = time.monotonic() + self._plan.budget
             self._journal.add({"kind": "baseline", **baseline.to_dict()})
         facts = baseline.observed.facts
         self._space = Space(
@@ -185,6 +209,27 @@ class Tuning:
             peak=baseline.peak_after(len(losses)), peak_ratio=1.0, losses=losses,
         )  # fmt: skip
         self._progress.end(self._trials[()], known)
+        self._progress.say("\n".join(describe_step(self._space, self._trials[()])))
+
+    def _say(self, switches: Switches) -> None:
+        score = self._plan.objective.outcome
+        best = min(self._trials.values(), key=lambda t: score(t).score, default=Trial(()))
+        self._progress.begin(switches, best)
+
+    def _largest_batches(self, best: Switches) -> dict[Switches, int]:
+        """Return the samples of the largest batch that trains, as it is and with the answer."""
+        found = {}
+        for switches in dict.fromkeys(((), best)):
+            self._progress.begin(switches, self._trials[best])
+            fit, file = self._start(switches, "batch")
+            try:
+                fit.advance(2)
+                found[switches] = Observed.read(file).facts.samples
+            except FitFailed as failure:
+                self._progress.say(f"No largest batch was found: {failure.message}")
+            finally:
+                fit.close()
+        return found
 
     def _measure(self, configurations: Sequence[Switches]) -> Iterator[Outcome]:
         for trial in self._try(configurations):
@@ -222,12 +267,7 @@ class Tuning:
 
 def machine() -> dict[str, Any]:
     """Return on what, and with which versions, trials run."""
-    return {
-        "machine": platform.machine(),
-        "cpus": available_cpus(),
-        "gpus": torch.cuda.device_count(),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "lightning": lightning.__version__,
-        "lightning_opt": lightning_opt.__version__,
-    }
+    versions = {made.__name__: made.__version__ for made in (torch, lightning, lightning_opt)}
+    counts = {"cpus": available_cpus(), "gpus": torch.cuda.device_count()}
+    names = {"machine": platform.machine(), "python": platform.python_version()}
+    return names | counts | versions

@@ -1,1 +1,1 @@
-"""Trainings in processes of their own that stop and go on at a word."""
+"""Runs in processes of their own that stop and go on at a word."""

@@ -1,8 +1,8 @@
 """The process of a ``Fit``: trains, when told to, step by step.
 
 It finds in its folder what to train, and has a connection: commands come by it, one number of steps
-each, and messages leave. What the training prints goes to the folder's log. When the other end is
-closed, because whoever asked for the training is gone, it kills itself and all that it has started.
+each, and messages leave. What the run prints goes to the folder's log. When the other end is
+closed, because whoever asked for the run is gone, it kills itself and all that it has started.
 The other ranks of a distributed training run this file, and only take part in the steps.
 """
 

@@ -1,4 +1,4 @@
-"""A training that takes steps when it is told, and says how long each took."""
+"""A run that takes steps when it is told, and says how long each took."""
 
 from __future__ import annotations
 
@@ -22,16 +22,11 @@ from lightning_opt.core.trial import wait_for
 from lightning_opt.worker.recipes import Factory, Settings, make, make_settings
 
 QUIET: dict[str, Any] = {
-    "logger": False,
-    "enable_checkpointing": False,
-    "enable_progress_bar": False,
-    "enable_model_summary": False,
-    "num_sanity_val_steps": 0,
-    "limit_val_batches": 0,
-    "max_epochs": -1,
-    "max_steps": -1,
-}
-"""Settings of the Trainer where the user's say nothing: only the training itself, without end."""
+    "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
+    "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
+    "max_epochs": -1, "max_steps": -1,
+}  # fmt: skip
+"""Settings of the Trainer where the user's say nothing: only the run itself, without end."""
 
 
 LONGEST = timedelta(days=1)
@@ -39,7 +34,7 @@ LONGEST = timedelta(days=1)
 
 
 class Step(NamedTuple):
-    """One batch of a training.
+    """One batch of a run.
 
     Attributes:
         seconds: From the end of the batch before to its own, waiting for data included. On a GPU
@@ -54,19 +49,19 @@ class Step(NamedTuple):
     samples: int
 
 
-class Stopped(Exception):  # noqa: N818 - it is how a training ends that is told to, no error
-    """Ends the training from within, so that its callbacks and loaders tidy up."""
+class Stopped(Exception):  # noqa: N818 - it is how a run ends that is told to, no error
+    """Ends the run from within, so that its callbacks and loaders tidy up."""
 
 
 class StepGate(pl.Callback):
-    """Holds the training before its first step and after each block of steps.
+    """Holds the run before its first step and after each block of steps.
 
     The workers of its loaders are held too: batches that they made ready in the meantime would let
     the next block look faster than training is.
 
     Args:
         ready: Called once, with the Trainer, when the first step could begin.
-        wait: Blocks, and returns how many steps to take now; 0 ends the training.
+        wait: Blocks, and returns how many steps to take now; 0 ends the run.
         deliver: Given the steps of a block when it has ended.
     """
 
@@ -85,9 +80,12 @@ class StepGate(pl.Callback):
 
     def __getstate__(self) -> dict[str, Any]:
         raise TypeError(
-            "A training that is measured step by step cannot be handed to other processes: take "
+            "A run that is measured step by step cannot be handed to other processes: take "
             "strategy='ddp' instead of a strategy that spawns or forks."
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
+        return pl.Callback()  # in trials of batch sizes nobody tells it to go on
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Say that all is set up."""

@@ -19,13 +19,9 @@ Settings: TypeAlias = Mapping[str, Any] | Callable[[], Mapping[str, Any]] | str
 """Arguments of a Trainer, or a :data:`Factory` that returns them."""
 
 SHORT_NAMES = (
-    "lightning_opt",
-    "lightning.pytorch.callbacks",
-    "lightning.pytorch.strategies",
-    "lightning.pytorch.plugins",
-    "lightning.pytorch.loggers",
-    "lightning.pytorch.profilers",
-)
+    "lightning_opt", "lightning.pytorch.callbacks", "lightning.pytorch.strategies",
+    "lightning.pytorch.plugins", "lightning.pytorch.loggers", "lightning.pytorch.profilers",
+)  # fmt: skip
 """Where a ``class_path`` without a module is looked for."""
 
 

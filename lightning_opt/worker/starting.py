@@ -21,35 +21,18 @@ from typing import Any, NamedTuple
 import torch
 
 RANKS = (
-    "GROUP_RANK",
-    "LOCAL_RANK",
-    "LOCAL_WORLD_SIZE",
-    "MASTER_ADDR",
-    "MASTER_PORT",
-    "NODE_RANK",
-    "RANK",
-    "WORLD_SIZE",
-)
+    "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
+    "RANK", "WORLD_SIZE",
+)  # fmt: skip
 """Variables by which a process knows that it is one of several: the new training is not."""
 
 CLUSTERS = ("SLURM_", "TORCHELASTIC_")
 """How others of the kind begin."""
 
 READ_EARLY = (
-    "CUDA",
-    "GOMP",
-    "KMP",
-    "LD_",
-    "MALLOC",
-    "MKL",
-    "NUM",
-    "NVIDIA",
-    "OMP",
-    "OPENBLAS",
-    "PYTHON",
-    "PYTORCH",
-    "TORCH",
-)
+    "CUDA", "GOMP", "KMP", "LD_", "MALLOC", "MKL", "NUM", "NVIDIA", "OMP", "OPENBLAS", "PYTHON",
+    "PYTORCH", "TORCH",
+)  # fmt: skip
 """How variables begin that Python, libraries or torch may read when they start, and not again."""
 
 _lock = threading.Lock()
@@ -78,10 +61,7 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
     with _lock, _environment(environment), _script_left_out():
         context = _context(environment, run.__module__)
         ours, theirs = context.Pipe()
-        process = context.Process(
-            target=run,
-            args=(theirs, place, *arguments),
-        )
+        process = context.Process(target=run, args=(theirs, place, *arguments))
         process.start()
     theirs.close()
     return process, ours

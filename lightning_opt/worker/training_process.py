@@ -1,4 +1,4 @@
-"""A training in a process of its own that takes steps when it is told."""
+"""A run in a process of its own that takes steps when it is told."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from lightning_opt.worker.starting import kill_tree, start
 __all__ = ["Fit", "FitFailed", "Step"]
 
 GRACE = 5.0
-"""Seconds for a training to tidy up when it is told to end."""
+"""Seconds for a run to tidy up when it is told to end."""
 
 _POLL = 0.1
 """Seconds after which a silent process is looked at: has it died?"""
@@ -37,7 +37,7 @@ _TAIL = 8000
 
 
 class FitFailed(RuntimeError):  # noqa: N818 - the name says that a measurement has a result
-    """A training could not go on.
+    """A run could not go on.
 
     Attributes:
         kind: ``"setup"`` (before the first step), ``"error"`` (an exception in training),
@@ -55,7 +55,7 @@ class FitFailed(RuntimeError):  # noqa: N818 - the name says that a measurement 
 
 
 class Fit:
-    """A training by a Lightning Trainer in a fresh process that takes steps when it is told.
+    """A run by a Lightning Trainer in a fresh process that takes steps when it is told.
 
     Between two calls of :meth:`advance` it waits and uses no CPU, so several may take turns. It
     ends with :meth:`close`, with the ``with`` block, with this object, and with this process
@@ -71,14 +71,14 @@ class Fit:
             "init_args": {...}}``. Where nothing is said there is no logger, checkpoint, progress
             bar or validation, and no limit of steps or epochs.
         seed: Of everything random, set anew before the Trainer, the model, the data and the
-            training are begun, so that two trainings begin alike whatever their settings draw.
+            run are begun, so that two runs begin alike whatever their settings draw.
         timeout: Seconds that the start, or one call of :meth:`advance`, may take.
         label: A name for messages.
-        wait: Wait until the training is ready. False returns at once, and the first
+        wait: Wait until the run is ready. False returns at once, and the first
             :meth:`advance`, or asking for the summary, waits.
 
     Raises:
-        FitFailed: If the training cannot begin.
+        FitFailed: If the run cannot begin.
         TypeError: If a factory is none.
         ValueError: If a path or number is impossible.
 
@@ -147,7 +147,7 @@ class Fit:
         return not self._finalizer.still_active()
 
     def advance(self, steps: int, *, timeout: float | None = None) -> list[Step]:
-        """Take steps and return them; fewer only if the training has come to its end.
+        """Take steps and return them; fewer only if the run has come to its end.
 
         A step is a batch: with accumulated gradients not each of them updates the weights.
 
@@ -156,7 +156,7 @@ class Fit:
             timeout: Seconds to allow instead of the usual.
 
         Raises:
-            FitFailed: If the training fails; from then on at every call.
+            FitFailed: If the run fails; from then on at every call.
             RuntimeError: If it was closed.
         """
         at_least("steps", steps, 1)
@@ -173,17 +173,20 @@ class Fit:
         return [Step(*step) for step in taken]
 
     def close(self) -> None:
-        """End the training: it may tidy up for a few seconds, and then it is killed.
+        """End the run: it may tidy up for a few seconds, and then it is killed.
 
         Closing again does nothing.
         """
+        ends_by = sys.exc_info()[1]
+        if ends_by is not None and not isinstance(ends_by, Exception):
+            self._finalizer()  # Ctrl-C: at once
         self.ask_to_end()
         if not self.closed:
             self._process.join(GRACE if self._failure is None else 0)
             self._finalizer()
 
     def ask_to_end(self) -> None:
-        """Tell the training to end without waiting for that, as before closing one of several."""
+        """Tell the run to end without waiting for that, as before closing one of several."""
         if not self.closed and self._failure is None and not self._ended:
             self._tell(0)
             self._ended = True
@@ -192,8 +195,6 @@ class Fit:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if error[0] is not None and not issubclass(error[0], Exception):  # type: ignore[arg-type]
-            self._finalizer()  # Ctrl-C: at once
         self.close()
 
     def _wait_until_ready(self) -> None:
@@ -209,7 +210,7 @@ class Fit:
             self._finalizer()
             raise
         if message[0] != "ready":
-            self._fail("setup", "The training had no step to take: its data are empty.", "")
+            self._fail("setup", "The run had no step to take: its data are empty.", "")
         self._summary = message[1]
 
     def _named(self) -> str:

@@ -95,7 +95,7 @@ def memory_folder(max_bytes: int, owner: object) -> Path:
         ValueError: If there is no room for ``max_bytes``.
     """
     root = Path("/dev/shm")
-    if not root.is_dir():
+    if not os.access(root, os.W_OK):
         root = Path(tempfile.gettempdir())  # which the system keeps in memory while it can
     _sweep(root)
     free = shutil.disk_usage(root).free

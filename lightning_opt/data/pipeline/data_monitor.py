@@ -1,4 +1,4 @@
-"""How much of the training waits for data."""
+"""How much of the run waits for data."""
 
 from __future__ import annotations
 

@@ -114,12 +114,7 @@ class DevicePrefetcher(RunCallback):
             self._undo = None
 
 
-def copy_beside(
-    copy: Callable[[], Any],
-    side: Any,
-    current: Any,
-    use: Callable[[Any], Any],
-) -> Any:
+def copy_beside(copy: Callable[[], Any], side: Any, current: Any, use: Callable[[Any], Any]) -> Any:
     """Run ``copy`` on the stream ``side`` and let the stream ``current`` wait for it, not the host.
 
     Args:

@@ -18,7 +18,13 @@ from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.preserve import isolated_random, replaced
 from lightning_opt.core.report import Report
-from lightning_opt.core.trial import loss_of, wait_for, without_a_trace
+from lightning_opt.core.trial import (
+    WrittenParameters,
+    as_delivered,
+    loss_of,
+    wait_for,
+    without_a_trace,
+)
 from lightning_opt.data.pipeline.loaders import (
     LoaderSettings,
     apply,
@@ -27,12 +33,7 @@ from lightning_opt.data.pipeline.loaders import (
     refusal,
     settings_of,
 )
-from lightning_opt.data.pipeline.probing import (
-    Probe,
-    ProbeError,
-    signals_put_back,
-    time_loader,
-)
+from lightning_opt.data.pipeline.probing import Probe, ProbeError, signals_put_back, time_loader
 from lightning_opt.data.pipeline.search import Measured, Search
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -198,7 +199,8 @@ class DataPipelineTuner(RunCallback):
             raise ProbeError(failure or "on another rank it could not be measured")
         if is_random and self.random_items == "refuse":
             raise ProbeError(f"its items are random: {found or 'on another rank'}")
-        step, takes = self._step(trainer, pl_module, probe.batch)
+        written = WrittenParameters(pl_module)
+        step, takes = self._step(trainer, pl_module, probe.batch, written)
         persistent = present.persistent or (self.persistent and can_persist(trainer, loader))
         search = Search(
             self._measurement(trainer, loader, indices, step, start),
@@ -209,7 +211,7 @@ class DataPipelineTuner(RunCallback):
             pins=self._pins(trainer, present),
             persistent=persistent,
         )
-        with without_a_trace(trainer, pl_module), signals_put_back():
+        with without_a_trace(trainer, pl_module, written), signals_put_back():
             chosen = search.run(fetch, takes)
         self._tried = search.tried
         self._notes = [
@@ -250,14 +252,16 @@ class DataPipelineTuner(RunCallback):
         return measure
 
     def _step(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        written: WrittenParameters,
     ) -> tuple[Callable[[Any], object], float]:
         """Return a training step without consequences, and its seconds; 0 if there is none."""
 
         def step(batch: Any) -> None:
-            batch = trainer.precision_plugin.convert_input(batch)
-            batch = pl_module._on_before_batch_transfer(batch, dataloader_idx=0)
-            batch = trainer.strategy.batch_to_device(batch, dataloader_idx=0)
+            batch = as_delivered(trainer, pl_module, batch)
             with torch.enable_grad():
                 loss = loss_of(trainer, pl_module, batch, 0)
                 if pl_module.automatic_optimization and loss is not None:
@@ -270,8 +274,9 @@ class DataPipelineTuner(RunCallback):
         failed, times = 0.0, list[float]()
         if model is pl_module or isinstance(model, DistributedDataParallel):
             try:
-                with without_a_trace(trainer, pl_module):
+                with without_a_trace(trainer, pl_module, written):
                     step(batch)
+                with without_a_trace(trainer, pl_module, written):
                     for _ in range(3):
                         start = time.perf_counter()
                         step(batch)

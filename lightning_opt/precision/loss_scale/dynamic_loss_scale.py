@@ -14,7 +14,7 @@ from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.utilities import GradClipAlgorithmType
 from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.delayed import DelayedReads
@@ -23,6 +23,7 @@ from lightning_opt.core.preserve import replaced
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
+from lightning_opt.trainer.refusals import refuse_lbfgs
 
 
 class DynamicLossScale(MixedPrecision):
@@ -284,8 +285,4 @@ def _check(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
             "DynamicLossScale wants weights in float32, since updates of float16 weights are "
             "rounded away; autocast computes in float16. Leave out `.half()`."
         )
-    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
-        raise ValueError(
-            "DynamicLossScale does not work with torch.optim.LBFGS, which evaluates the loss "
-            "several times within one step. Use a first-order optimizer such as AdamW or SGD."
-        )
+    refuse_lbfgs("DynamicLossScale", optimizers)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_opt.core.scalars import Condition, Scalar, logical_and, to_plain
+from lightning_opt.core.scalars import Condition, Scalar, move, to_plain
 from lightning_opt.core.sharding import wants_host
 
 
@@ -55,7 +55,7 @@ class CountingScaler(torch.amp.GradScaler):
         """Take note of the loss of a batch before its backward pass."""
         finite = torch.isfinite(loss.detach()).all()
         known = bool(finite.item()) if wants_host(loss.device) else finite  # on a CPU
-        self._finite = logical_and(self._finite, known)
+        self._finite = self._finite & known
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale, and count."""
@@ -68,7 +68,7 @@ class CountingScaler(torch.amp.GradScaler):
         if new_scale is not None or scale is None or not found:
             super().update(new_scale)
             return
-        flags = [flag.to(scale.device, non_blocking=True) for flag in found]
+        flags = [move(flag, scale.device) for flag in found]
         overflow: Condition = torch.stack(flags).sum() > 0
         at_floor: Condition = scale <= self.min_scale
         if wants_host(scale.device):
@@ -78,8 +78,8 @@ class CountingScaler(torch.amp.GradScaler):
         self.newest = overflow
         self.updates += 1
         self.skipped = self.skipped + overflow
-        self.overflows = self.overflows + logical_and(overflow, self._finite)
-        self.stuck = (self.stuck + 1) * logical_and(overflow, at_floor)
+        self.overflows = self.overflows + (overflow & self._finite)
+        self.stuck = (self.stuck + 1) * (overflow & at_floor)
         self._finite = True
 
     def state_dict(self) -> dict[str, Any]:

@@ -1,1 +1,1 @@
-"""Functions or trainings timed in turns, with confidence intervals."""
+"""Functions or runs timed in turns, with confidence intervals."""

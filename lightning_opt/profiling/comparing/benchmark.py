@@ -61,7 +61,7 @@ class BenchmarkResult(Measured):
                 row |= ratio_columns(ratios.get(name))
             rows.append(row)
         report = Report("Seconds of a call", rows, notes)
-        super().__init__(report, ratios, self.seconds, "seconds of a call")
+        super().__init__(report, ratios)
 
     def to_json(self) -> str:
         """Return report and timings as JSON."""
@@ -80,7 +80,7 @@ def benchmark(
     confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> BenchmarkResult:
-    """Time functions in turns, and say whether they differ.
+    """Time functions, interleaved, and say whether they differ.
 
     Each is timed once a round, in an order that rotates, so that a slow moment of the machine hits
     all of them. The ratio to the first is the centre of the ratios within rounds. Its interval

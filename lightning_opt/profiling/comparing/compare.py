@@ -32,9 +32,9 @@ def compare(
     confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> Comparison:
-    """Train under several configurations of the Trainer in turns, and say whether they differ.
+    """Train under several configurations of the Trainer, interleaved, and say whether they differ.
 
-    Each configuration is a real training in a process of its own. All are alive at once and take
+    Each configuration is a real run in a process of its own. All are alive at once and take
     turns of a few steps, in an order that rotates, so that a slow minute of the machine hits all of
     them. Then all processes are started anew, ``starts`` times in all: one process may be a little
     faster than another for as long as it lives, with the same settings, and only new ones tell.
@@ -55,17 +55,17 @@ def compare(
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
         data: The same for a LightningDataModule or a DataLoader.
         configurations: By name the arguments of the Trainer, or functions that return them (called
-            for each training, so that callbacks are new). The first is what others are compared
+            for each run, so that callbacks are new). The first is what others are compared
             with.
-        steps: Timed steps of each training. None: as many as fill turns of a tenth of a second,
+        steps: Timed steps of each run. None: as many as fill turns of a tenth of a second,
             and 2 a turn at least.
-        rounds: Turns of each training in which it takes them.
+        rounds: Turns of each run in which it takes them.
         starts: How often all are started anew.
-        warmup: Steps at the start of each training that are not timed.
+        warmup: Steps at the start of each run that are not timed.
         seed: Of everything random; the same for all, so that losses can be compared.
         seconds: Stop after so long, with what has been measured until then; at least two turns of
             each are taken.
-        timeout: Seconds that the start of a training or one turn may take.
+        timeout: Seconds that the start of a run or one turn may take.
         confidence: Of the interval.
         tolerance: Differences below this are called none: 0.01 is one percent.
 
@@ -159,7 +159,7 @@ def _train_in_turns(
 
 @contextlib.contextmanager
 def _recorded(run: Run, fits: dict[str, Fit]) -> Iterator[None]:
-    """Have a failure end this training alone."""
+    """Have a failure end this run alone."""
     try:
         yield
     except FitFailed as failure:

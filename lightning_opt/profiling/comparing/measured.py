@@ -1,18 +1,12 @@
-"""What a comparison has found: a table, ratios to its first row, and their figure."""
+"""What a comparison has found: a table, and ratios to its first row."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Mapping
+from typing import Any
 
-from lightning_opt.core.figures import new_figure
 from lightning_opt.core.ratios import Ratio
 from lightning_opt.core.report import Report
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-COLOURS = {"slower": "#c0504d", "faster": "#2e8b57", "no difference": "#7f7f7f"}
 
 
 class Measured:
@@ -21,52 +15,10 @@ class Measured:
     Args:
         report: A row for each.
         ratios: For each but the first, and but those that failed, its :class:`Ratio` to the first.
-        timings: What was timed of each, for the figure.
-        unit: Of the timings.
     """
 
-    def __init__(
-        self,
-        report: Report,
-        ratios: Mapping[str, Ratio],
-        timings: Mapping[str, Sequence[float]],
-        unit: str,
-    ) -> None:
+    def __init__(self, report: Report, ratios: Mapping[str, Ratio]) -> None:
         self.report, self.ratios = report, dict(ratios)
-        self._timings, self._unit = timings, unit
-
-    def plot(self) -> Figure:
-        """Draw a box of the timings of each, and beside it its ratio with the interval.
-
-        Raises:
-            ImportError: Without matplotlib; the message names the extra.
-        """
-        timings, ratios = self._timings, self.ratios
-        names = list(timings)
-        size = (10, 1.6 + 0.5 * len(names))
-        figure = new_figure("a comparison", figsize=size, dpi=110, layout="constrained")
-        left, right = figure.subplots(1, 2, sharey=True, width_ratios=[3, 2])
-        places = range(len(names))
-        measured = [place for place in places if timings[names[place]]]
-        left.boxplot(
-            [list(timings[names[place]]) for place in measured],
-            positions=measured,
-            orientation="horizontal",
-            showfliers=False,
-        )
-        left.set_yticks(list(places), names)
-        left.set_xlabel(self._unit)
-        left.set_xlim(left=0)
-        left.invert_yaxis()
-        right.axvline(1.0, color="black", linewidth=0.8)
-        for place, name in enumerate(names):
-            ratio = ratios.get(name)
-            if ratio is not None:
-                colour = COLOURS[ratio.verdict]
-                right.plot([ratio.low, ratio.high], [place, place], color=colour, linewidth=2)
-                right.plot([ratio.value], [place], "o", color=colour)
-        right.set_xlabel(f"ratio to {names[0]}, with its interval")
-        return figure
 
     def __str__(self) -> str:
         return str(self.report)

@@ -100,13 +100,7 @@ class Comparison(Measured):
         runs: All steps of each.
     """
 
-    def __init__(
-        self,
-        runs: Mapping[str, Run],
-        *,
-        confidence: float,
-        tolerance: float,
-    ) -> None:
+    def __init__(self, runs: Mapping[str, Run], *, confidence: float, tolerance: float) -> None:
         self.runs = dict(runs)
         self.failures = {name: run.failure for name, run in runs.items() if run.failure is not None}
         whole = {name: run for name, run in runs.items() if run.failure is None and run.timed}
@@ -130,10 +124,7 @@ class Comparison(Measured):
         notes = self._notes(whole, first)
         if self.ratios:
             notes.append(verdict_note(self.ratios, confidence, tolerance))
-        timings = {name: [1e3 * s.seconds for s in run.timed] for name, run in runs.items()}
-        super().__init__(
-            Report("Steps of the Trainer", rows, notes), self.ratios, timings, "ms of a step"
-        )
+        super().__init__(Report("Steps of the Trainer", rows, notes), self.ratios)
 
     def _pairs(self, first: Run, other: Run) -> list[list[tuple[float, float]]]:
         return [

@@ -64,11 +64,7 @@ class Facts:
         )
 
 
-def build_report(
-    record: Record,
-    facts: Facts,
-    fall: Fall | None,
-) -> Report:
+def build_report(record: Record, facts: Facts, fall: Fall | None) -> Report:
     """Return the table of a run."""
     times, rows = record.work.steps, []
     if times.count:

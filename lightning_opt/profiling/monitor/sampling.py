@@ -1,4 +1,4 @@
-"""Looks at the processes of a run and at its GPU, from a thread beside the training."""
+"""Looks at the processes of a run and at its GPU, from a thread beside the run."""
 
 from __future__ import annotations
 

@@ -7,12 +7,7 @@ from typing import Any
 
 from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.steps.device_clock import DeviceClock
-from lightning_opt.profiling.steps.step_phases import (
-    NOT_OF_A_STEP,
-    PROFILER,
-    WAITS,
-    Phases,
-)
+from lightning_opt.profiling.steps.step_phases import NOT_OF_A_STEP, PROFILER, WAITS, Phases
 from lightning_opt.profiling.work import Work
 
 

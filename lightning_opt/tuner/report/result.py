@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -31,6 +32,7 @@ class TuneResult:
         complete: Whether the search ended by itself, and not with its budget.
         facts: Of machine and versions.
         seconds: Time that the search took.
+        batches: Samples of the largest batches that were found, by what was on.
 
     Attributes:
         best: The trial of the answer; the baseline's where nothing is better.
@@ -49,11 +51,12 @@ class TuneResult:
         complete: bool = True,
         facts: Mapping[str, Any] | None = None,
         seconds: float = 0.0,
+        batches: Mapping[Switches, int] | None = None,
     ) -> None:
         self.objective, self.complete, self.seconds = objective, complete, seconds
         self.trials, self.switches = list(trials), best
         self.best = next(trial for trial in self.trials if trial.switches == best)
-        self.facts = dict(facts or {})
+        self.facts, self.batches = dict(facts or {}), dict(batches or {})
         self._space = space
 
     @property
@@ -82,7 +85,7 @@ class TuneResult:
             ),
         )
         title = f"Trials for {self.objective}: " + (
-            " + ".join(self.switches) if self.improved else "leave it as it is"
+            " + ".join(self.switches) if self.improved else "change nothing"
         )
         return Report(title, [self._row(trial) for trial in ordered], self._table_notes())
 
@@ -112,7 +115,9 @@ class TuneResult:
 
     def explain(self) -> str:
         """Return in sentences what was tried, what came of it, and why the answer is what it is."""
-        return explain(self.objective, self._space, self.trials, self.best, self.complete)
+        return explain(
+            self.objective, self._space, self.trials, self.best, self.complete, self.batches
+        )
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
         """Return the arguments for ``Trainer(**...)``, base included, with new callbacks each time.
@@ -154,6 +159,19 @@ class TuneResult:
         """
         return to_python(self.settings, self._headline())
 
+    def diff(self) -> str:
+        """Return the change of the Trainer's call, as Python and as YAML; empty where none is.
+
+        Raises:
+            ValueError: If the settings cannot be written down.
+        """
+        before = dict(plain(self._space.settings(())))
+        found = ""
+        for form, name in ((to_python, "trainer.py"), (to_yaml, "trainer.yaml")):
+            old, new = (form(kwargs).splitlines(True) for kwargs in (before, self.settings))
+            found += "".join(difflib.unified_diff(old, new, f"yours/{name}", f"tuned/{name}", n=99))
+        return found
+
     def to_json(self) -> str:
         """Return everything: answer, settings, trials, facts."""
         content = {
@@ -172,8 +190,8 @@ class TuneResult:
     def save(self, folder: str | Path) -> list[Path]:
         """Write all forms into a folder, and return the files.
 
-        ``result.json``, ``report.md`` and, where they can be made, ``trainer.yaml`` and
-        ``trainer.py``.
+        ``result.json``, ``report.md`` and, where they can be made, ``trainer.yaml``,
+        ``trainer.py`` and ``trainer.diff``.
         """
         folder = Path(folder)
         folder.mkdir(parents=True, exist_ok=True)
@@ -182,7 +200,11 @@ class TuneResult:
             "report.md": lambda: f"{self.table.to_markdown()}\n\n{self.explain()}\n",
         }
         if self._space.is_written(self.switches):
-            forms |= {"trainer.yaml": self.to_yaml, "trainer.py": self.to_python}
+            forms |= {
+                "trainer.yaml": self.to_yaml,
+                "trainer.py": self.to_python,
+                "trainer.diff": self.diff,
+            }
         for name, form in forms.items():
             (folder / name).write_text(form(), encoding="utf-8")
         return [folder / name for name in forms]
@@ -191,7 +213,7 @@ class TuneResult:
         return f"# {self.explain().splitlines()[0]}\n"
 
     def __repr__(self) -> str:
-        return f"TuneResult({' + '.join(self.switches) or 'leave it as it is'})"
+        return f"TuneResult({' + '.join(self.switches) or 'change nothing'})"
 
     def _repr_markdown_(self) -> str:
         return self.table.to_markdown()

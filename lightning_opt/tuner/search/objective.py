@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from lightning_opt.tuner.search.search import Outcome
 from lightning_opt.tuner.trial import Trial
 
-OBJECTIVES = {"throughput": "time of a step", "memory": "peak memory"}
+OBJECTIVES = {"throughput": "time of a step", "memory": "peak memory", "batch": "peak memory"}
 """Names of what can be tuned for, and what is then to be small."""
 
 PEAK_NOISE = 0.015
@@ -22,9 +22,9 @@ class Objective:
     """Turns a trial into an outcome of the search.
 
     Args:
-        name: ``"throughput"`` or ``"memory"``.
-        max_slowdown: Under ``"memory"``, the time of a step that is still allowed, as a multiple of
-            the baseline's.
+        name: ``"throughput"``, ``"memory"`` or ``"batch"``.
+        max_slowdown: Unless ``"throughput"``, the time of a step that is still allowed, as a
+            multiple of the baseline's.
         min_gain: Share below which a gain is none.
     """
 
@@ -35,7 +35,7 @@ class Objective:
     @property
     def slowest(self) -> float:
         """The ratio of times from which a trial is not worth going on with."""
-        return 1.3 * self.max_slowdown if self.name == "memory" else 1.5
+        return 1.3 * self.max_slowdown if self.name != "throughput" else 1.5
 
     def score(self, trial: Trial) -> Outcome:
         """Return the score of a trial that ran, whether or not it is accepted."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from lightning_opt.tuner.trial import Switches
 
@@ -16,6 +17,9 @@ SURPRISE = 1.04
 
 SURE = 0.9
 """Score below which an answer is not measured a second time."""
+
+ROUNDS = 4
+"""How often at most the neighbours of the best are tried."""
 
 STARTS = 3
 """How many more times something undecided is measured."""
@@ -55,10 +59,10 @@ class TimeIsUp(Exception):  # noqa: N818 - no error: it ends the search with wha
 class Search:
     """Finds the best configuration with few trials.
 
-    Each switch is tried alone. What gains is put together at once, since most gains multiply; where
-    the whole is worse than the product of its parts, the parts are left out one by one. Then come
-    switches that gain nothing alone but may do so beside what was found (``interacts``), and mates
-    of the same kind. At last what adds nothing is left out again.
+    Each switch is tried alone. What gains is put together at once, since most gains multiply. Then
+    the best is tried with one more switch, with another one instead, or without one, where that may
+    surprise or the parts promise it: switches may gain nothing alone but do so beside what was
+    found (``interacts``), and the whole may be worse than the product of its parts.
 
     Args:
         measure: Yields the outcomes of several configurations, in order, which may be measured
@@ -67,6 +71,8 @@ class Search:
         allows: Whether switches can be on at once.
         interacts: Whether the effect of two together may be far from the product.
         min_gain: Share that a configuration must gain to be preferred to the baseline.
+        first: A switch without which no other can gain: the others are tried beside it, and not at
+            all if it gains nothing.
 
     Attributes:
         outcomes: All that was measured.
@@ -78,6 +84,7 @@ class Search:
     allows: Callable[[Iterable[str]], bool] = lambda names: True
     interacts: Callable[[str, str], bool] = lambda one, other: True
     min_gain: float = 0.03
+    first: str = ""
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
     complete: bool = False
 
@@ -85,18 +92,24 @@ class Search:
         """Return the best configuration; empty where none beats the baseline."""
         self.outcomes[()] = Outcome(1.0, 1.0, 1.0)
         try:
-            self._try(self._singles())
-            self._combine()
-            for _ in range(2):
-                before = self.best()
-                self._try(self._neighbours(before))
-                if self.best() == before:
-                    break
-            self._simplify()
+            self._search()
             self.complete = True
         except TimeIsUp:
             pass
         return self.winner()
+
+    def _search(self) -> None:
+        if self.first:
+            self._try([(self.first,)])
+            if self.first not in self.switches or not self._gaining():
+                return
+        self._try((self.first, name) if self.first else (name,) for name in self.switches)
+        self._try(self._unions())
+        for _ in range(ROUNDS):
+            before = self.best()
+            self._try(self._neighbours(before))
+            if self.best() == before:
+                return
 
     def best(self) -> Switches:
         """Return the configuration with the lowest score so far, the baseline included."""
@@ -144,14 +157,16 @@ class Search:
         ]
         return min(may, key=lambda names: self.outcomes[names].score, default=None)
 
-    def _score(self, names: Iterable[str]) -> float:
-        """Return the score as measured, or as the product of the switches' own."""
-        ordered = self._ordered(names)
-        if not ordered:
-            return 1.0
-        if (outcome := self.outcomes.get(ordered)) is not None:
-            return outcome.score
-        return math.prod(self.outcomes[(name,)].score for name in ordered)
+    def _alone(self, name: str) -> Outcome:
+        """Return what came of a switch alone, or beside the first one as a share of that."""
+        found = self.outcomes.get((name,)) or Outcome(1.0)
+        beside = self.outcomes.get(self._ordered((self.first, name)))
+        if (name,) not in self.outcomes and beside is not None:
+            found = replace(beside, score=beside.score / self._alone(self.first).score)
+        return found
+
+    def _product(self, names: Iterable[str]) -> float:
+        return math.prod(self._alone(name).score for name in names)
 
     def _ordered(self, names: Iterable[str]) -> Switches:
         wanted = set(names)
@@ -170,80 +185,50 @@ class Search:
             for names, outcome in zip(new, self.measure(new), strict=True):
                 self.outcomes[names] = outcome
 
-    def _singles(self) -> list[Switches]:
-        return [(name,) for name in self.switches]
-
     def _gaining(self) -> list[str]:
         """Return the switches that gain alone, the best first."""
-        gains = {name: self._score([name]) for name in self.switches}
+        gains = {name: self._alone(name).score for name in self.switches}
         found = [name for name, score in gains.items() if score <= 1 - self.min_gain / 3]
         return sorted(found, key=gains.__getitem__)
 
-    def _union(self, start: Iterable[str], more: Iterable[str]) -> Switches:
-        """Return the start with as many of the others as are allowed beside it."""
-        names = list(start)
-        for name in more:
-            if name not in names and self.allows([*names, name]):
-                names.append(name)
-        return self._ordered(names)
-
-    def _combine(self) -> None:
-        """Try all gains at once, and drop one after the other while that helps."""
+    def _unions(self) -> list[Switches]:
+        """Return all gains at once; and for two that exclude each other the next best such."""
         gaining = self._gaining()
         # The second best of two that exclude each other may go with more of the others.
         starts = [name for name in gaining if not self.allows([*gaining[:1], name])]
-        unions = [self._union([start], gaining) for start in [*gaining[:1], *starts]]
-        unions.sort(key=lambda names: math.prod(self._score([name]) for name in names))
-        self._try(unions[:2])
-        if not unions:
-            return
-        names = min(unions[:2], key=self._score)
-        while len(names) > 1:
-            product = math.prod(self._score([name]) for name in names)
-            if self._score(names) <= SURPRISE * product:
-                return
-            fewer = [self._without(names, name) for name in names]
-            self._try(fewer)
-            better = min(fewer, key=self._score)
-            if self._score(better) >= self._score(names):
-                return
-            names = better
-
-    def _without(self, names: Switches, name: str) -> Switches:
-        return tuple(other for other in names if other != name)
-
-    def _hopeful(self, name: str) -> bool:
-        alone = self.outcomes[(name,)]
-        return alone.retry or alone.score < HOPELESS
+        unions = []
+        for start in [*gaining[:1], *starts]:
+            names = [start]
+            for name in gaining:
+                if name not in names and self.allows([*names, name]):
+                    names.append(name)
+            unions.append(self._ordered(names))
+        return sorted(unions, key=self._product)[:2]
 
     def _neighbours(self, best: Switches) -> list[Switches]:
-        """Return what may surprise: one more or one other switch, or a pair of losers."""
-        outside = [name for name in self.switches if name not in best and self._hopeful(name)]
-        found: list[Switches] = []
+        """Return the best with one more, with one other and without one; and pairs of losers."""
+        spoilt = self.outcomes[best].score > SURPRISE * self._product(best)
+        outside = [
+            name
+            for name in self.switches
+            if name not in best and (self._alone(name).retry or self._alone(name).score < HOPELESS)
+        ]
+        found = [
+            tuple(other for other in best if other != name)
+            for name in best
+            if len(best) > 1 and (spoilt or self._alone(name).score > 1 - self.min_gain)
+        ]
         for name in outside:
-            meets = [other for other in best if self.interacts(name, other)]
-            clashing = [other for other in best if not self.allows([name, other])]
-            if meets and not clashing:
-                found.append((*best, name))
-            elif len(clashing) == 1 and len(best) > 1:
-                # A mate in its place, if it is near or may get on better with the rest.
-                rest = self._without(best, clashing[0])
-                near = self._score([name]) <= self._score(clashing) * (1 + 5 * TIE)
-                if near or any(self.interacts(name, other) for other in rest):
-                    found.append((*rest, name))
-        for index, one in enumerate(outside):
-            for other in outside[index + 1 :]:
-                pair = (one, other)
-                curable = any(self.outcomes[(name,)].retry for name in pair)
-                product = self._score([one]) * self._score([other])
-                if self.interacts(*pair) and (curable or product < HOPELESS):
-                    found += [pair, (*best, *pair)] if best else [pair]
+            rest = [other for other in best if self.allows([name, other])]
+            clashing = [other for other in best if other not in rest]
+            meets = any(self.interacts(name, other) for other in rest)
+            # In the place of another one it may be near, and get on better with the rest.
+            gain = self._alone(name).score / self._product(clashing)
+            promising = gain <= (1 + 5 * TIE if clashing else 1 - 2 * TIE)
+            if len(clashing) < 2 and (meets or promising) and (rest or not clashing):
+                found.append((*rest, name))
+        for one, other in itertools.combinations(outside, 2):
+            curable = self._alone(one).retry or self._alone(other).retry
+            if self.interacts(one, other) and (curable or self._product((one, other)) < HOPELESS):
+                found += [(one, other), (*best, one, other)]
         return found
-
-    def _simplify(self) -> None:
-        """Try the best without what seems to add nothing to it."""
-        while len(best := self.best()) > 1:
-            idle = [name for name in best if self._score([name]) > 1 - self.min_gain]
-            self._try(self._without(best, name) for name in idle)
-            if self.best() == best:
-                return

@@ -5,7 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_opt.worker.recipes import Settings, make
+import torch
+from lightning.pytorch.plugins import Precision
+
+from lightning_opt.kernels.compiling.compile_model import CompileModel
+from lightning_opt.worker.recipes import Settings, make, make_settings
 
 LISTS = ("callbacks", "plugins")
 """Arguments that add up; of any other the last one counts."""
@@ -25,6 +29,18 @@ def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
                 value = [*joined.get(name, []), *listed(value)]
             joined[name] = value
     return joined
+
+
+def in_float32(settings: Settings) -> dict[str, Any]:
+    """Return Trainer arguments for eager float32, made from others; for the process that trains."""
+    if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
+        torch.compiler.set_stance("force_eager")  # whatever the model compiles itself
+    made = make_settings(settings)
+    plugins = [
+        plugin for plugin in listed(made.get("plugins")) if not isinstance(plugin, Precision)
+    ]
+    callbacks = [one for one in listed(made.get("callbacks")) if not isinstance(one, CompileModel)]
+    return {**made, "precision": "32-true", "plugins": plugins, "callbacks": callbacks}
 
 
 def listed(value: Any) -> list[Any]:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-import difflib
 import functools
 import itertools
+import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_opt.core.arguments import did_you_mean
+from lightning_opt.tuner.account import BACKWARD, FORWARD, OPTIMIZER, WAITING
 from lightning_opt.tuner.search.settings import (
     LISTS,
     clash,
@@ -31,6 +33,20 @@ INTERACTING = (
 )
 """Kinds whose effects are known not to multiply; precision and a user's own meet everything."""
 
+BEARS_ON = {
+    "optimizer": (OPTIMIZER,),
+    "data": (WAITING,),
+    **dict.fromkeys(("layout", "precision", "compile"), (FORWARD, BACKWARD)),
+    "runtime": (FORWARD, BACKWARD, OPTIMIZER),
+}
+"""What changes of a kind can make shorter."""
+
+PAYS = 0.03
+"""Share of a step below which it does not pay to make it shorter."""
+
+STARVED = 0.5
+"""Share of a step from which on waiting for the workers of a loader is all that matters."""
+
 
 @dataclass(frozen=True)
 class Facts:
@@ -46,8 +62,13 @@ class Facts:
         fused: Whether all optimizers are fused already.
         automatic: Whether Lightning optimises, instead of the module.
         samples: Samples in a batch.
-        wait: Share of a step that waits for data; None if unknown.
         loader: Whether the data comes from a ``torch.utils.data.DataLoader``.
+        workers: Of that.
+        eager: Whether it trains in float32, and nothing is compiled.
+        account: Seconds of a step by what they go into; empty if unknown.
+        busy: Share of the CPUs that was used in these steps.
+        room: Bytes of memory that are free.
+        steady: Whether the account is that of steps as they go on.
     """
 
     device: str = "cpu"
@@ -59,8 +80,23 @@ class Facts:
     fused: bool = False
     automatic: bool = True
     samples: int = 0
-    wait: float | None = None
     loader: bool = True
+    workers: int = 0
+    eager: bool = True
+    account: dict[str, float] = field(default_factory=dict)
+    busy: float = 0.0
+    room: float = math.inf
+    steady: bool = True
+
+    def share(self, *groups: str) -> float | None:
+        """Return the share of a step that goes into some groups, None if unknown."""
+        total = sum(self.account.values())
+        return sum(self.account[group] for group in groups) / total if total else None
+
+    @property
+    def starved(self) -> bool:
+        """Whether workers are what a step waits for, so that a faster computation waits longer."""
+        return self.workers > 0 and (self.share(WAITING) or 0.0) > STARVED
 
 
 @dataclass(frozen=True)
@@ -95,58 +131,60 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 def built_in(facts: Facts) -> list[Switch]:
     """Return all switches that the tuner knows, those that cost little to try first."""
     quiet: dict[str, Any] = {"matmul_precision": None, "cudnn_benchmark": None, "allocator": None}
-    part, quarter = max(1, facts.samples // 2), max(1, facts.samples // 4)
     no_cuda = _unless(facts.device == "cuda", f"it is for CUDA, and the device is {facts.device}")
     no_cpu = _unless(facts.device == "cpu", "the device is not a CPU")
     no_blocks = _unless(facts.blocks, "the model has no repeated blocks")
-    all_on = f"torch uses {facts.threads} of {facts.cpus} CPUs already"
-    no_parts = _unless(
-        facts.automatic, "the module optimises by itself; micro_batches is for that"
-    ) or _unless(facts.samples >= 4, f"a batch has {facts.samples} samples")
-    seldom = facts.wait is not None and facts.wait < 0.03
-    no_wait = _unless(facts.loader, "the data does not come from a DataLoader") or _unless(
-        not seldom, f"training waits for data {facts.wait or 0:.1%} of the time"
-    )
+    one, every = "torch uses one thread already", f"torch uses all {facts.cpus} CPUs already"
+    parts = _unless(facts.automatic, "the module optimises by itself; micro_batches is for that")
+    parts = parts or _unless(facts.samples >= 4, f"a batch has {facts.samples} samples")
     return [
-        Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates",
-               unfit=_unless(not facts.fused, "the optimizers are fused already")),
-        Switch("channels_last", added("ChannelsLast"), "layout",
-               "convolutions in channels_last", "throughput",
-               _unless(facts.convolutions, "the model has no convolutions")),
-        Switch("tf32", added("Runtime"), "runtime",
-               "matrix products in TF32; results change by rounding", "throughput", no_cuda),
+        Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates", "",
+               _unless(not facts.fused, "the optimizers are fused already")),
+        Switch("channels_last", added("ChannelsLast"), "layout", "convolutions in channels_last",
+               "throughput", _unless(facts.convolutions, "the model has no convolutions")),
+        Switch("tf32", added("Runtime"), "runtime", "products in TF32; results change by rounding",
+               "throughput", no_cuda),
         Switch("one_thread", added("Runtime", threads=1, **quiet), "runtime", "torch uses one CPU",
-               "throughput",
-               no_cpu or _unless(facts.threads > 1, "torch uses one thread already")),
+               "throughput", no_cpu or _unless(facts.threads > 1, one)),
         Switch("all_threads", added("Runtime", threads=facts.cpus, **quiet), "runtime",
                "torch uses all CPUs that the process may use", "throughput",
-               no_cpu or _unless(facts.threads < facts.cpus, all_on)),
+               no_cpu or _unless(facts.threads < facts.cpus, every)),
         Switch("bf16", {"precision": "bf16-mixed"}, "precision",
-               "autocast to bfloat16; results change by rounding", unfit=facts.no_bf16),
+               "autocast to bfloat16; results change by rounding", "", facts.no_bf16),
         Switch("fp16", {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
                "precision", "autocast to float16 with a loss scale; results change by rounding",
-               unfit=no_cuda or _unless(facts.no_bf16, "bfloat16 needs no loss scale")),
+               "", no_cuda or _unless(facts.no_bf16, "bfloat16 needs no loss scale")),
         Switch("data_pipeline", added("DataPipelineTuner", verbose=False), "data",
-               "workers, prefetching and pinning of the loader", "throughput", no_wait),
+               "workers, prefetching and pinning of the loader", "throughput",
+               _unless(facts.loader, "the data does not come from a DataLoader")),
         Switch("compile_regions", added("CompileModel", scope="regions"), "compile",
-               "torch.compile for the repeated blocks; seconds before the first step",
-               unfit=no_blocks),
+               "torch.compile for the repeated blocks; seconds before the first step", "",
+               no_blocks),
         Switch("compile", added("CompileModel"), "compile",
                "torch.compile for the whole model; up to minutes before the first step"),
-        Switch("half_batches", added("MicroBatching", size=part), "batch",
-               "the gradient of a batch from two parts of it", "memory", no_parts),
-        Switch("quarter_batches", added("MicroBatching", size=quarter), "batch",
-               "the gradient of a batch from four parts of it", "memory", no_parts),
-        Switch("checkpointing", added("ActivationCheckpointing", policy="every_layer"),
-               "checkpointing", "each block is computed twice, and keeps its input only", "memory",
-               no_blocks),
-        Switch("checkpointing_sqrt", added("ActivationCheckpointing", policy="sqrt"),
-               "checkpointing", "segments of blocks are computed twice, and keep their input only",
-               "memory", no_blocks),
-        Switch("checkpointing_selective", added("ActivationCheckpointing", policy="selective"),
-               "checkpointing", "blocks are computed twice but for their dear operators", "memory",
-               no_blocks),
+        *(Switch(name, added("MicroBatching", size=max(1, facts.samples // count)), "batch",
+                 f"the gradient of a batch from {count} parts of it", "memory", parts)
+          for name, count in (("half_batches", 2), ("quarter_batches", 4))),
+        *(Switch(name, added("ActivationCheckpointing", policy=policy), "checkpointing",
+                 f"{what} computed twice, and not kept", "memory", no_blocks)
+          for name, policy, what in CHECKPOINTING),
     ]  # fmt: skip
+
+
+CHECKPOINTING = (
+    ("checkpointing", "every_layer", "what is in a block is"),
+    ("checkpointing_sqrt", "sqrt", "what is in a segment of blocks is"),
+    ("checkpointing_selective", "selective", "but for dear operators, what is in a block is"),
+)
+
+
+def cannot_pay(kind: str, facts: Facts) -> str:
+    """Return why changes of a kind cannot make a step faster here; empty if they may."""
+    groups = BEARS_ON.get(kind, ())
+    share = facts.share(*groups)
+    if not groups or share is None or share >= PAYS:
+        return ""
+    return f"only {share:.1%} of a step goes into {' and '.join(groups)}"
 
 
 def _unless(fits: object, reason: str) -> str:
@@ -167,6 +205,7 @@ class Space:
         base: The Trainer's arguments that hold for all.
 
     Attributes:
+        facts: Of the model and the machine.
         switches: By name, in the order in which they are tried.
         left_out: Why those that were thought of are not there, by name.
 
@@ -181,12 +220,13 @@ class Space:
         candidates: Candidates | None = None,
         base: Settings | None = None,
     ) -> None:
-        self.base: Settings = {} if base is None else base
+        self.facts, self.base = facts, {} if base is None else base
         known = {switch.name: switch for switch in built_in(facts)}
         self.switches: dict[str, Switch] = {}
         self.left_out: dict[str, str] = {}
         for switch in choose(known, candidates, objective):
-            if reason := switch.unfit or self._in_base(switch):
+            idle = cannot_pay(switch.kind, facts) if objective == "throughput" else ""
+            if reason := switch.unfit or self._in_base(switch) or idle:
                 self.left_out[switch.name] = reason
             else:
                 self.switches[switch.name] = switch
@@ -248,34 +288,28 @@ def choose(
     known: Mapping[str, Switch], candidates: Candidates | None, objective: str
 ) -> list[Switch]:
     """Return the switches that are wanted, whether or not they make sense here."""
-    usual = {n: item for n, item in known.items() if item.objective in ("", objective)}
-    if candidates is None:
-        return list(usual.values())
-    if isinstance(candidates, Mapping):
-        for name, value in candidates.items():
-            if value is None or value is False:
-                usual.pop(_known(known, name).name, None)
-            else:
-                usual[name] = _known(known, name) if value is True else _own(name, value)
-        return list(usual.values())
+    goals = ("", "memory" if objective == "batch" else objective)
+    # Batches in parts fit at any size.
+    never = "batch" if objective == "batch" else None
+    usual = {n: s for n, s in known.items() if s.objective in goals and s.kind != never}
     if isinstance(candidates, str):
         raise ValueError(f"candidates must be a list or a mapping, got the string {candidates!r}.")
-    found: list[Switch] = []
-    for item in candidates:
-        if isinstance(item, Mapping):
-            found += [_own(name, value) for name, value in item.items()]
+    if candidates is not None and not isinstance(candidates, Mapping):
+        given = [item if isinstance(item, Mapping) else {item: True} for item in candidates]
+        usual, candidates = {}, {name: value for item in given for name, value in item.items()}
+    for name, value in (candidates or {}).items():
+        if value is None or value is False:
+            usual.pop(_known(known, name).name, None)
         else:
-            found.append(_known(known, item))
-    return found
+            usual[name] = _known(known, name) if value is True else _own(name, value)
+    return list(usual.values())
 
 
 def _known(known: Mapping[str, Switch], name: str) -> Switch:
     if name not in known:
-        near = difflib.get_close_matches(str(name), known, n=1)
         raise ValueError(
-            f"candidates names {name!r}, which the tuner does not know"
-            + (f"; did you mean {near[0]!r}?" if near else ".")
-            + f" It knows {', '.join(known)}; for one of your own give its Trainer arguments: "
+            f"candidates names {name!r}, which the tuner does not know{did_you_mean(name, known)} "
+            f"It knows {', '.join(known)}; for one of your own give its Trainer arguments: "
             "candidates={'my own': {'callbacks': [...]}}."
         )
     return known[name]

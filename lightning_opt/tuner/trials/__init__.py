@@ -1,1 +1,1 @@
-"""A race of trainings against the baseline."""
+"""A race of runs against the baseline."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import TimeIsUp
 from lightning_opt.tuner.trial import Switches, Trial
-from lightning_opt.tuner.trials.baseline import Baseline, BaselineFailed, Observed
+from lightning_opt.tuner.trials.baseline import Baseline, BaselineFailed, Observed, Start
 from lightning_opt.tuner.trials.numerics import compare_gradients, compare_losses, compare_paths
 from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed
@@ -34,7 +34,7 @@ class Racer:
         """Take steps, and return the mean seconds of one."""
         taken = self.fit.advance(steps)
         if len(taken) < steps:
-            raise FitFailed("error", "The training ended by itself before it was measured.")
+            raise FitFailed("error", "The run ended by itself before it was measured.")
         self.trial.losses += [step.loss for step in taken]
         self.trial.peak = self.fit.peak_bytes
         return statistics.fmean(step.seconds for step in taken)
@@ -59,8 +59,8 @@ class Arena:
     """Tries configurations against a baseline that stays alive.
 
     Args:
-        start: Starts a process from switches and whether the model is to draw other random
-            numbers; returns it and the file in which it writes about itself.
+        start: Starts a process from switches; returns it and the file in which it writes about
+            itself.
         baseline: What all are compared with.
         objective: Decides how closely a trial is looked at.
         deadline: Time of ``time.monotonic`` at which no trial is begun and none goes on.
@@ -69,7 +69,7 @@ class Arena:
 
     def __init__(
         self,
-        start: Callable[[Switches, bool], tuple[Fit, Path]],
+        start: Start,
         baseline: Baseline,
         objective: Objective,
         *,
@@ -127,7 +127,7 @@ class Arena:
     ) -> Trial:
         trial, fit = Trial(switches), None
         try:
-            fit, file = self._start(switches, False)
+            fit, file = self._start(switches)
             racer = Racer(trial, fit, file, alone)
             trial.startup = racer.advance(1)
             if not self._is_too_slow(racer):
@@ -186,7 +186,7 @@ class Arena:
         trial.peak_ratio = (trial.peak or 0) / reference if reference else None
         if trial.verdict == "too slow":
             return
-        if self.objective.name == "memory" and (trial.ratio or 0.0) > limit:
+        if self.objective.name != "throughput" and (trial.ratio or 0.0) > limit:
             trial.verdict = "too slow"
             trial.why = f"more than {limit:g} times the baseline's time"
         elif not self.objective.gains(trial):
@@ -200,16 +200,15 @@ class Arena:
         own = Observed.read(racer.file)
         if not racer.alone:
             baseline.catch_up(len(trial.losses))
-        usual = baseline.observed
-        trial.agreement, why = compare_gradients(own.gradients, usual.gradients)
+        racer.fit.close()  # another run of the baseline may need the room
+        exact = baseline.first_gradients("float32")
+        trial.agreement, why = compare_gradients(own.gradients, exact)
         if why:
-            if racer.alone:
-                racer.fit.close()  # another run of the baseline needs the room
             trial.agreement, why = compare_gradients(
-                own.gradients, usual.gradients, baseline.noise()
+                own.gradients, exact, baseline.first_gradients("noise")
             )
         return (
             why
-            or compare_paths(own.moved, usual.moved)
+            or compare_paths(own.moved, baseline.observed.moved)
             or compare_losses(trial.losses, baseline.losses)
         )

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lightning_opt.tuner.search.space import Facts
 from lightning_opt.tuner.trial import Switches
-from lightning_opt.tuner.trials.probe import LOOKED_AT
+from lightning_opt.tuner.trials.probe import ACCOUNTED, LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed, Step
 
 MOST_STEPS = 200
@@ -21,6 +20,13 @@ MOST_STEPS = 200
 
 KEPT = 400
 """Losses that a journal keeps."""
+
+
+class Start(Protocol):
+    """Starts a process from switches."""
+
+    def __call__(self, switches: Switches, role: str = "", /) -> tuple[Fit, Path]:
+        """Return the process, and the file in which it writes about itself."""
 
 
 @dataclass
@@ -51,8 +57,8 @@ class Baseline:
     """The baseline's process, if it runs, and all that is known of it.
 
     Args:
-        start: Starts a process from switches and whether it is to draw other random numbers;
-            returns it and the file in which it writes about itself.
+        start: Starts a process from switches and, for :meth:`first_gradients`, a role; returns it
+            and the file in which it writes about itself.
         block_seconds: About how long a block of steps takes.
 
     Attributes:
@@ -64,7 +70,7 @@ class Baseline:
         observed: What it has written about itself.
     """
 
-    start: Callable[[Switches, bool], tuple[Fit, Path]]
+    start: Start
     block_seconds: float
     startup: float = 0.0
     block: int = 0
@@ -75,7 +81,7 @@ class Baseline:
     _fit: Fit | None = None
     _file: Path = Path()
     _taken: int = 0
-    _noise: list[dict[str, torch.Tensor]] | None = None
+    _first: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -92,17 +98,20 @@ class Baseline:
         if self._fit is not None:
             return
         begun = time.monotonic()
-        self._fit, self._file = self.start((), False)
+        self._fit, self._file = self.start((), "" if self.known else "account")
         self._taken = 0
         try:
             self._advance(1)
             self.startup = self.startup or time.monotonic() - begun
-            second = self._advance(1)[0].seconds
-            self.block = self.block or max(1, min(MOST_STEPS, round(self.block_seconds / second)))
-            self._advance(max(self.block, 6))  # beyond the steps whose gradients are looked at
+            self._advance(7)  # beyond the steps whose gradients are looked at
+            self._read()
+            while not self.observed.facts.steady and self._taken < ACCOUNTED:
+                self._advance((1 << self._taken.bit_length()) - self._taken)  # it writes then
+                self._read()
+            steady = min(step.seconds for step in self._advance(2))
+            self.block = self.block or max(1, min(MOST_STEPS, round(self.block_seconds / steady)))
             if not self.known:
                 self.take()
-            self.observed = Observed.read(self._file)
         except BaseException:
             self.close()
             raise
@@ -126,18 +135,38 @@ class Baseline:
         later = [count for count in self.peaks if count >= steps]
         return self.peaks[min(later, default=max(self.peaks))]
 
-    def noise(self) -> list[dict[str, torch.Tensor]]:
-        """Return the first gradients with other random numbers in the model, measured once."""
-        if self._noise is None:
-            fit, file = self.start((), True)
+    def first_gradients(self, role: str) -> list[dict[str, torch.Tensor]]:
+        """Return the first gradients of another run of it, measured once.
+
+        Args:
+            role: ``"noise"`` for other random numbers in the model, ``"float32"`` for eager
+                float32, which are its own if it trains so; also where that finds no memory.
+        """
+        own = self.observed.gradients
+        if role == "float32" and self.observed.facts.eager:
+            return own
+        if role not in self._first:
             try:
-                fit.advance(LOOKED_AT)
-                self._noise = Observed.read(file).gradients
+                self._first[role] = self._run(role)
             except FitFailed as failure:
-                raise BaselineFailed(failure.kind, failure.message, failure.details) from failure
-            finally:
-                fit.close()
-        return self._noise
+                self.close()  # it may have found no room beside
+                try:
+                    self._first[role] = self._run(role)
+                except FitFailed:
+                    if role == "noise":
+                        raise BaselineFailed(
+                            failure.kind, failure.message, failure.details
+                        ) from failure
+                    self._first[role] = own
+        return self._first[role]
+
+    def _run(self, role: str) -> list[dict[str, torch.Tensor]]:
+        fit, file = self.start((), role)
+        try:
+            fit.advance(LOOKED_AT)
+            return Observed.read(file).gradients
+        finally:
+            fit.close()
 
     def close(self) -> None:
         """End the process; what is known stays."""
@@ -163,8 +192,7 @@ class Baseline:
             self.close()
             raise BaselineFailed(
                 "error",
-                f"The baseline's training ended by itself before {self._taken + steps} steps. "
-                "Leave max_steps, max_epochs and max_time out of base.",
+                f"The baseline's training ended by itself before {self._taken + steps} steps.",
             )
         self.losses += [step.loss for step in taken[max(0, len(self.losses) - self._taken) :]]
         self._taken += steps
@@ -173,14 +201,9 @@ class Baseline:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what a later search needs of it; the gradients are read anew."""
-        return {
-            "startup": self.startup,
-            "block": self.block,
-            "losses": self.losses[:KEPT],
-            "seconds": self.seconds,
-            "peaks": list(self.peaks.items()),
-            "facts": asdict(self.observed.facts),
-        }
+        kept = {name: getattr(self, name) for name in ("startup", "block", "seconds")}
+        more = {"losses": self.losses[:KEPT], "peaks": list(self.peaks.items())}
+        return {**kept, **more, "facts": asdict(self.observed.facts)}
 
     def restore(self, record: dict[str, Any]) -> None:
         """Take over what :meth:`to_dict` gave."""

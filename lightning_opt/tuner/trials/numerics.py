@@ -1,11 +1,11 @@
 """Whether a faster run still learns the same: what its steps do, beside the baseline's.
 
-Candidate and baseline start from equal weights and see equal batches. So their first gradients are
-equal up to rounding, whatever the learning rate, and are compared module by module in direction and
-length. Where the model itself draws random numbers (dropout), the scale is how far the baseline's
-own gradient turns when it draws others. Afterwards each module's weights must move about as far as
-the baseline's, and the losses must stay near: what goes wrong later, or in the optimizer, shows
-there.
+All trainings start from equal weights and see equal batches. So the first gradients are those of
+eager float32 up to rounding, whatever the learning rate and the user's own precision, and are
+compared parameter by parameter in direction and length. Where the model itself draws random numbers
+(dropout), the scale is how far the baseline's own gradient turns when it draws others. Afterwards
+the weights must move about as far as the baseline's, and the losses must stay near: what goes wrong
+later, or in the optimizer, shows there.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ Gradients = Mapping[str, Tensor]
 """Sampled elements of each parameter's gradient, by the parameter's name."""
 
 TURNED = 0.7
-"""Cosine below which two gradients of a module are not the same: rounding to bfloat16 leaves 0.95
-even where much cancels, an unrelated gradient has 0, one of the wrong sign has -1."""
+"""Cosine below which two gradients of a parameter are not the same: rounding to bfloat16 leaves
+0.95 even where much cancels, an unrelated gradient has 0, one of the wrong sign has -1."""
 
 LONGER = 1.5
-"""How many times as long one of two gradients of a module may be."""
+"""How many times as long one of two gradients of a parameter may be."""
+
+CANCELLED = 0.02
+"""Share of the largest gradient of its module, an element each, by which a parameter's may be off
+in any case: that of a bias before a normalisation is nothing but rounding."""
 
 FARTHER = 4.0
-"""How many times as far the weights of one of two trainings may have moved. Optimizers that divide
+"""How many times as far the weights of one of two runs may have moved. Optimizers that divide
 by the gradient's size turn rounding into steps, and a loss scale that is found skips some."""
 
 FLOOR = 2e-2
@@ -46,15 +50,15 @@ def compare_gradients(
 
     Args:
         own: Of the candidate, one mapping a step.
-        reference: Of the baseline, on the same batches.
+        reference: Of eager float32, on the same batches.
         noise: Of the baseline, on the same batches, with other random numbers.
 
     Returns:
-        The least cosine of a module, None if there was nothing to compare, and why the candidate
-        does not learn the same; empty if it does. Each module counts at the first step at which the
-        baseline has a gradient for it and both are finite: the weights are equal only at the first,
-        but a layer that begins with zeros sends none back then, and a loss scale that is still too
-        large makes infinities.
+        The least cosine of a parameter, None if there was nothing to compare, and why the candidate
+        does not learn the same; empty if it does. Each parameter counts at the first step at which
+        the reference has a gradient for it and both are finite: the weights are equal only at the
+        first, but a layer that begins with zeros sends none back then, and a loss scale that is
+        still too large makes infinities.
     """
     least: float | None = None
     seen: set[str] = set()
@@ -62,40 +66,46 @@ def compare_gradients(
         if not all(bool(values.isfinite().all()) for values in mine.values()):
             continue
         usual = noise[step] if step < len(noise) else theirs
-        for module in dict.fromkeys(name.rpartition(".")[0] for name in theirs):
-            target = _of_module(theirs, theirs, module)
-            if module in seen or not bool(target.isfinite().all()) or not target.any():
+        largest: dict[str, float] = {}
+        for name, target in theirs.items():
+            module = name.rpartition(".")[0]
+            largest[module] = max(largest.get(module, 0.0), _size(target))
+        for name, target in theirs.items():
+            if name in seen or not bool(target.isfinite().all()) or not target.any():
                 continue
-            seen.add(module)
-            mine_here = _of_module(mine, theirs, module)
-            cosine, length = _cosine(mine_here, target)
-            wanted, spread = _cosine(_of_module(usual, theirs, module), target)
-            least = cosine if least is None else min(least, cosine)
+            seen.add(name)
+            values = mine.get(name, torch.zeros_like(target))
+            floor = CANCELLED * largest[name.rpartition(".")[0]]
+            cosine, length = _cosine(values, target)
+            if _size(target) > floor:
+                least = cosine if least is None else min(least, cosine)
+            if _size(values - target) <= floor:
+                continue
+            wanted, spread = _cosine(usual.get(name, torch.zeros_like(target)), target)
             # A cosine of few elements is no more exact than this.
-            if cosine < TURNED * wanted - (2 / math.sqrt(len(target)) if noise else 0.0):
-                return cosine, _turned(module, cosine, mine_here)
+            if cosine < TURNED * wanted - 2 / math.sqrt(len(target)) or not values.any():
+                return cosine, _turned(name, cosine, values)
             allowed = LONGER * max(spread, 1 / spread if spread else math.inf)
             if not 1 / allowed <= length <= allowed:
                 return cosine, (
-                    f"the gradient of {module or 'the model'} is {length:.3g} times as long as the "
-                    "baseline's, from equal weights and batches"
+                    f"the gradient of {name} is {length:.3g} times as long as that of eager "
+                    "float32, from equal weights and batches"
                 )
     return least, ""
 
 
-def _turned(module: str, cosine: float, own: Tensor) -> str:
+def _turned(name: str, cosine: float, own: Tensor) -> str:
     if not own.any():
-        return f"{module or 'the model'} gets no gradient, and the baseline trains it"
+        return f"{name} gets no gradient, and the baseline trains it"
     return (
-        f"the gradient of {module or 'the model'} points elsewhere than the baseline's from equal "
-        f"weights and batches (cosine {cosine:.2f})"
+        f"the gradient of {name} points elsewhere than that of eager float32 from equal weights "
+        f"and batches (cosine {cosine:.2f})"
     )
 
 
-def _of_module(gradients: Gradients, like: Gradients, module: str) -> Tensor:
-    """Return a module's own gradients in a row; zeros for those that are not there."""
-    names = [name for name in like if name.rpartition(".")[0] == module]
-    return torch.cat([gradients.get(name, torch.zeros_like(like[name])) for name in names])
+def _size(values: Tensor) -> float:
+    """Return the root of the mean square of an element."""
+    return float(values.double().square().mean().sqrt())
 
 
 def _cosine(own: Tensor, reference: Tensor) -> tuple[float, float]:
@@ -131,7 +141,7 @@ def compare_losses(own: Sequence[float], reference: Sequence[float]) -> str:
     """Return why the losses speak against a candidate; empty if they do not.
 
     The mean of the last third of the common steps may differ by a share of the loss, by a part of
-    what the baseline has learnt until then, or by the noise of the batches.
+    what the baseline has learned until then, or by the noise of the batches.
     """
     steps = min(len(own), len(reference))
     for step, (loss, usual) in enumerate(zip(own, reference, strict=False)):

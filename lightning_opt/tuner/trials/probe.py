@@ -5,7 +5,6 @@ It travels into the process of a trial as a callback, and answers through a file
 
 from __future__ import annotations
 
-import statistics
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,17 +12,22 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch import Callback, seed_everything
+from lightning.pytorch.profilers import PassThroughProfiler, Profiler
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.blocks import find_blocks
+from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.machine import why_no_bf16
+from lightning_opt.core.memory import MemoryLimits
 from lightning_opt.core.sharding import local_part
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
 from lightning_opt.gradients.loss_scale import grad_scale
 from lightning_opt.gradients.names import plain_name
+from lightning_opt.profiling.steps.step_profiler import StepProfiler
+from lightning_opt.tuner.account import account
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -34,6 +38,9 @@ SAMPLED = 4096
 LOOKED_AT = 4
 """Updates of each optimizer whose gradients are kept."""
 
+ACCOUNTED, SECONDS = 64, 2.0
+"""Batches, or seconds and at least 8 batches, after which queues of loaders are empty or full."""
+
 
 class TrialWatch(Callback):
     """Writes facts about the model, its first gradients, and how far its weights have moved.
@@ -41,6 +48,8 @@ class TrialWatch(Callback):
     Args:
         file: Where to; it is replaced at each power of two of steps.
         reseed: Whether the model draws other random numbers than it would, from the first batch on.
+
+    A StepProfiler of the Trainer says where the first steps go, until that is steady.
     """
 
     def __init__(self, file: str = "watch.pt", reseed: bool = False) -> None:
@@ -51,9 +60,7 @@ class TrialWatch(Callback):
         self._start: dict[str, Tensor] = {}
         self._updates: dict[int, int] = {}
         self._batches = 0
-        self._begun, self._ended = 0.0, 0.0
-        self._waits: list[float] = []
-        self._busy: list[float] = []
+        self._begun = self._used = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Look at the model before the first step."""
@@ -67,7 +74,7 @@ class TrialWatch(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Read the clock: waiting for data ends here."""
+        """Look at the first batch."""
         if self._batches == 0:
             if self._reseed:
                 seed_everything(torch.initial_seed() % 2**31 + 1, verbose=False)
@@ -75,9 +82,7 @@ class TrialWatch(Callback):
                 self._facts["samples"] = batch_length(batch)
             except UnsplittableBatchError:
                 self._facts["samples"] = 0
-        self._begun = time.perf_counter()
-        if self._batches:
-            self._waits.append(self._begun - self._ended)
+            self._begun, self._used = time.perf_counter(), time.process_time()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -104,19 +109,37 @@ class TrialWatch(Callback):
     ) -> None:
         """Write, at powers of two from the second batch on."""
         self._batches += 1
-        self._busy.append(time.perf_counter() - self._begun)
-        if self._waits and self._batches & (self._batches - 1) == 0:
-            # Medians: between blocks of steps the trial also waits for its turn.
-            wait, busy = statistics.median(self._waits), statistics.median(self._busy)
-            self._facts["wait"] = wait / (wait + busy)
+        if self._batches >= 2 and self._batches & (self._batches - 1) == 0:
+            profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
+            if isinstance(profiler, StepProfiler):
+                self._account(trainer, profiler)
             self._moved[self._batches] = {
                 name: float((_sample(parameter) - self._start[name]).float().norm())
                 for name, parameter in _named(pl_module)
                 if name in self._start
             }
             self._write()
-            del self._waits[:], self._busy[:]
-        self._ended = time.perf_counter()
+
+    def _account(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
+        """Say where the steps since the last time went, and end that when it is steady."""
+        clock = profiler.measures("fit").clock
+        done = self._batches >= ACCOUNTED or time.perf_counter() - self._begun > SECONDS
+        steady = self._batches >= 8 and done
+        if steady:
+            profiler.teardown("fit")
+            trainer.profiler = PassThroughProfiler()  # type: ignore[attr-defined]
+            if clock.device is not None:
+                clock.device.finish()  # waits for the device, once
+        window, work = clock.end_window()
+        found = account(clock, window, work.steps.count)
+        used, self._used = time.process_time() - self._used, time.process_time()
+        wall = sum(found.values()) * max(1, work.steps.count) * available_cpus()
+        self._facts |= {
+            "account": found,
+            "busy": used / wall if wall else 0.0,
+            "room": MemoryLimits(trainer.strategy.root_device).room(),
+            "steady": steady,
+        }
 
     def _write(self) -> None:
         content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
@@ -153,5 +176,7 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         "convolutions": sum(isinstance(part, convolutions) for part in module.modules()),
         "fused": bool(fused) and all(fused),
         "automatic": module.automatic_optimization,
-        "loader": isinstance(trainer.train_dataloader, DataLoader),
+        "loader": isinstance(loader := trainer.train_dataloader, DataLoader),
+        "workers": getattr(loader, "num_workers", 0),
+        "eager": trainer.precision == "32-true" and not has_compiled_parts(module),
     }
