@@ -31,8 +31,8 @@ def execute(path: Path, replace: tuple[str, str] = ("", "")) -> nbformat.Noteboo
                 output.pop("execution_count", None)
                 if output.output_type == "execute_result":
                     output.execution_count = None
-                if "data" in output and "image/png" in output.data:
-                    output.data = {"image/png": output.data["image/png"]}
+                for rich in {"image/png", "text/markdown"} & set(output.get("data", {})):
+                    output.data = {rich: output.data[rich]}  # its text is an address in memory
     notebook.metadata.pop("widgets", None)
     notebook.metadata.language_info = {"name": "python"}
     return notebook

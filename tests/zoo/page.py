@@ -10,7 +10,7 @@ FILE = Path(__file__).parents[2] / "docs" / "zoo.md"
 
 SIGNS = {"identical": "=", "close": "≈", "changed": "≠", "refused": "✗", "fails": "**!**"}
 
-HEAD = """# Models of others
+HEAD = """# Third-party models
 
 Every feature, tried on models that others wrote: tiny random configurations of `transformers`,
 `diffusers`, `peft`, `torch_geometric`, torch and Lightning, with batches as their users have them

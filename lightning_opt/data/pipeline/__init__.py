@@ -1,1 +1,1 @@
-"""Loaders tuned by measurement, waits for data, copies beside the computation."""
+"""Tunes data loaders by measurement, logs waits for data, copies batches ahead of time."""

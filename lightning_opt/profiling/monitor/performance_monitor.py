@@ -1,4 +1,4 @@
-"""How fast a run goes, what it uses of the machine, and whether it gets slower."""
+"""Logs how fast a run is and what it uses of the machine, and warns when it slows down."""
 
 from __future__ import annotations
 
