@@ -227,7 +227,8 @@ def test_an_optimizer_that_evaluates_twice_gets_fresh_norms():
             return loss
 
         optimizer.step(closure)
-    assert logger.series("clip/norm") == pytest.approx(expected, rel=1e-6)
+    # The two sum squares in other orders, and 24 steps carry that on.
+    assert logger.series("clip/norm") == pytest.approx(expected, rel=1e-5)
     assert_same_weights(model, plain, rtol=1e-5, atol=1e-7)
 
 
