@@ -71,6 +71,7 @@ def test_there_are_snippets():
     assert PYTHON
     assert any(command.startswith("lightning-opt tune") for command in COMMANDS)
     assert any(command.startswith("pip install") for command in COMMANDS)
+    assert {"make demo", "make test"} <= set(COMMANDS)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
