@@ -37,9 +37,11 @@ AREAS = {
     "strategies": "Many processes",
     "data": "Data",
     "profiling": "Measuring",
-    "demo": "The demo",
 }
 """What the packages of ``lightning_opt`` are called for a reader, in the order of the pages."""
+
+ALONE = "Demo, examples and advice"
+"""What the scripts directly below ``benchmarks`` measure."""
 
 # --- features -----------------------------------------------------------------------------------
 
@@ -266,7 +268,7 @@ def benchmark_tables(folder: Path = RESULTS) -> str:
         dict.fromkeys(_machine(content) for group in found.values() for _, content in group)
     )
     parts = ["Measured on:\n", *(f"{n}. {machine}" for n, machine in enumerate(machines, 1)), ""]
-    for heading in dict.fromkeys((*AREAS.values(), "More")):
+    for heading in dict.fromkeys((*AREAS.values(), ALONE, "More")):
         for number, (stem, content) in enumerate(found.get(heading, [])):
             if number == 0:
                 parts.append(f"## {heading}\n")
@@ -275,9 +277,8 @@ def benchmark_tables(folder: Path = RESULTS) -> str:
 
 
 def _heading_of(stem: str) -> str:
-    script = script_of(stem)
-    area = script.split("/")[0].removesuffix(".py") if script else ""
-    return AREAS.get(area, "More")
+    area, _, name = (script_of(stem) or "").partition("/")
+    return AREAS.get(area, "More") if name or not area else ALONE
 
 
 def _benchmark(stem: str, content: Mapping[str, Any], machine: int) -> str:
