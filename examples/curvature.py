@@ -195,12 +195,14 @@ def compare(steps: int) -> lo.Report:
     diagonal = lo.hessian_diagonal(model.loss(x, y), [model.layer.weight], 1000).value[0]
     sharpness = lo.top_eigenvalue(model.loss(x, y), [model.layer.weight]).value
     notes = [
-        f"Hessian: the diagonal goes from {diagonal.min():.2g} to {diagonal.max():.2g}, the "
+        f"Hessian: the diagonal ranges from {diagonal.min():.2g} to {diagonal.max():.2g}, the "
         f"largest eigenvalue is {sharpness:.3g}.",
-        "difference: the largest of a step's loss from that of the loop by hand, as a share of it.",
-        f"lr: the best of {len(rates)}, for the loop by hand and for the preconditioner.",
+        "difference: the largest relative difference of a step's loss from the hand-written loop.",
+        f"lr: the best of {len(rates)}, for the hand-written loop and for the preconditioner.",
     ]
-    return lo.Report(f"Linear regression on sensors of unlike units, {steps} steps", rows, notes)
+    return lo.Report(
+        f"Linear regression on sensors with different units, {steps} steps", rows, notes
+    )
 
 
 def main() -> None:

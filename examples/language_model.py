@@ -142,11 +142,10 @@ def compare(steps: int, warmup: int, half: str, seed: int) -> tuple[lo.Report, s
             if isinstance(callback, lo.GradientHealth):
                 said = str(callback.summary())
     notes = [
-        "peak: the highest live memory within a forward and backward pass, beyond what was there "
-        "before.",
-        "difference: the largest of a step's loss from the plain run's, as a share of it. "
-        "Checkpointing and diagnostics leave every bit as it is; the others round elsewhere.",
-        "Processors without instructions for 16 bits are slower with them; GPUs are not.",
+        "peak: the highest live memory during a forward and backward pass, above the level before.",
+        "difference: the largest relative difference of a step's loss from the plain run. "
+        "Checkpointing and diagnostics are bit-identical; the others round differently.",
+        "Processors without 16-bit instructions are slower with 16 bits.",
     ]
     title = f"A byte-level GPT of 9 layers, {steps} steps, {warmup} of warm-up, seed {seed}"
     return lo.Report(title, rows, notes), said

@@ -192,8 +192,8 @@ def compare(samples: int, batch_size: int, epochs: int, seed: int) -> lo.Report:
             )
     pairs = samples * (samples - 1) // 2
     notes = [
-        f"{samples} samples make {pairs} pairs; none is computed twice where it is cached.",
-        "difference: the largest of a batch's loss from the original's, as a share of it.",
+        f"{samples} samples make {pairs} pairs; the cache never computes one twice.",
+        "difference: the largest relative difference of a batch's loss from the original run.",
     ]
     title = f"Distances of {samples} digits, {epochs} epochs in batches of {batch_size}"
     return lo.Report(title, rows, notes)

@@ -216,8 +216,9 @@ def compare(steps: int, seed: int, deterministic: bool, backend: str) -> lo.Repo
     _, test = digits()
     rows: list[dict[str, Any]] = []
     notes = [
-        "step ms: median of a step of 64 images, without the first three (compilation is in the "
-        "first). Difference: the largest of a step's loss from the original's, as a share of it.",
+        "step ms: median of a step of 64 images, without the first three (compilation happens in "
+        "the first).",
+        "difference: the largest relative difference of a loss from the original run.",
     ]
     reference: list[float] = []
     for variant in variants(backend):
