@@ -19,13 +19,13 @@ from benchmarks.harness import parse_arguments, publish
 from tests.fake_cuda.test_launches import BESIDE, BOUNDS, NEVER
 from tests.helpers.fake_cuda import (
     Launches,
+    Stage,
     Transformer,
     count_launches,
     fake_cuda,
     fake_gradients,
     on_fake_cuda,
 )
-from tests.helpers.fake_stage import Stage
 
 BEFORE = {
     "fixed_norm": 29,

@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.sharding import combine_shards, mean_over_ranks
-from tests.helpers.pretended_cuda import pretended_cuda
+from tests.helpers.fake_cuda import fake_cuda
 
 
 @pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
@@ -24,7 +24,7 @@ def test_figures_are_reduced_where_the_group_can(monkeypatch, backends, where):
     monkeypatch.setattr(dist, "get_backend_config", lambda group=None: backends)
     monkeypatch.setattr(dist, "is_initialized", lambda: True)
     monkeypatch.setattr(dist, "get_world_size", lambda group=None: 2)
-    with pretended_cuda(copies=True):
+    with fake_cuda():
         values = torch.empty(3, device=where)
         for summed in (
             combine_shards(values, [("a",)] * 3),

@@ -8,7 +8,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map_only
 
 from lightning_opt import AdaptiveClipping, GradientClipper, GradientHealth, NonFiniteGuard
@@ -22,8 +21,14 @@ from lightning_opt.gradients.health.activations import ActivationWatch
 from lightning_opt.gradients.health.measures import UpdateProbe, measure_gradients
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
 from tests.gradients.cases import ALL_RULES, Net, every_rule, set_gradients
-from tests.helpers.fake_cuda import Transformer, fake_gradients, on_fake_cuda
-from tests.helpers.fake_stage import Model, Stage
+from tests.helpers.fake_cuda import (
+    Copies,
+    Model,
+    Stage,
+    Transformer,
+    fake_gradients,
+    on_fake_cuda,
+)
 
 
 class Odd(nn.Module):
@@ -206,21 +211,6 @@ def test_the_preconditioner_reads_nothing() -> None:
 # --- devices side by side -----------------------------------------------------------------------
 
 
-class Copies(TorchDispatchMode):
-    """Notes every copy from CUDA to the host, and whether the host waited for it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.waited: list[bool] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        to_host = func.overloadpacket is torch.ops.aten._to_copy and result.device.type == "cpu"
-        if to_host and args[0].device.type == "cuda":
-            self.waited.append(not (kwargs or {}).get("non_blocking", False))
-        return result
-
-
 class Split(nn.Module):
     """Weights on two devices: an embedding that stays on the host."""
 
@@ -242,15 +232,15 @@ def split() -> nn.Module:
 def test_what_the_host_multiplies_with_has_arrived(rule: str) -> None:
     with Copies() as copies:
         GradientClipper(split(), rule).clip()
-    assert copies.waited
-    assert all(copies.waited), "a copy that nobody waited for is garbage"
+    assert copies.to_host
+    assert all(copies.to_host), "a copy that nobody waited for is garbage"
 
 
 def test_a_loss_on_the_host_is_taken_to_the_norm() -> None:
     with Copies() as copies:
         both = stack_scalars([torch.empty(()), cuda_scalar(), 0.5])
     assert both.device.type == "cuda"
-    assert not copies.waited
+    assert not copies.to_host
 
 
 def test_norms_of_two_devices() -> None:

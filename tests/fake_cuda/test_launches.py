@@ -8,12 +8,12 @@ import torch
 from lightning_opt import AdaptiveClipping, GradientClipper, GradientHealth, NonFiniteGuard
 from tests.helpers.fake_cuda import (
     Launches,
+    Stage,
     Transformer,
     count_launches,
     fake_gradients,
     on_fake_cuda,
 )
-from tests.helpers.fake_stage import Stage
 
 BOUNDS = {
     "fixed_norm": 16,

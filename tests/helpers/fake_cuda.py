@@ -1,48 +1,106 @@
 """CUDA tensors without a GPU: waiting for a value and mixing devices raise; launches are counted.
 
-A fake tensor has shape, dtype and device, and no values. On torch's CPU build two of its functions
-ask for a CUDA device before they get to the dispatcher, so they go another way for the time.
+A fake tensor has shape, dtype and device, and no values. On torch's CPU build some functions ask for
+a CUDA device before they get to the dispatcher, so they go another way for the time, and nothing
+runs backward there. The CUDA build does without all that (``make cuda-dry``).
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from types import SimpleNamespace
 from typing import Any
 from unittest import mock
+from weakref import finalize
 
+import lightning as L
+import pytest
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from lightning_opt import NonFiniteGuard
 
 aten = torch.ops.aten
 
 NONE = {aten.promote_types, aten.lift_fresh, aten.detach}
 """What the dispatcher sees although it has nothing to compute."""
 
+needs_cuda_build = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(),
+    reason="torch's CPU build runs no backward pass on CUDA tensors: `make cuda-dry` has the other",
+)
+
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let ``device="cuda"`` give fake tensors; to read one, or to mix devices, is an error."""
+    shims: dict[str, Any] = {"record_stream": lambda own, stream: stream.tensors.append(own)}
+    if not torch.backends.cuda.is_built():
+        shims |= {
+            "__getitem__": _getitem,
+            "__invert__": lambda own: torch.bitwise_not(own),
+            "copy_": lambda own, new, non_blocking=False: aten.copy_(own, new, non_blocking),
+            "to": _to,
+        }
+    cuda = {
+        "Event": FakeEvent,
+        "Stream": FakeStream,
+        "current_stream": FakeStream.current,
+        "stream": FakeStream.use,
+    }
     with (
         FakeTensorMode() as mode,
-        mock.patch("torch.cuda.Event", FakeEvent),
+        mock.patch.multiple(torch.cuda, **cuda),
+        mock.patch.multiple(Tensor, **shims),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-        mock.patch("torch.cuda.current_stream", lambda device=None: FakeStream(device)),
-        ExitStack() as patches,
     ):
-        if not torch.backends.cuda.is_built():
-            invert = mock.patch.object(Tensor, "__invert__", lambda own: torch.bitwise_not(own))
-            patches.enter_context(mock.patch.object(Tensor, "__getitem__", _getitem))
-            patches.enter_context(invert)
         yield mode
 
 
 class FakeStream:
-    """The stream of a device that is not there."""
+    """The stream of a device that is not there.
 
-    def __init__(self, device: torch.device | None) -> None:
-        self.device = device
+    Attributes:
+        device: Whose.
+        waits: What it waits for: streams and events.
+        tensors: Which were made on another stream and are used on this one.
+    """
+
+    _used: list["FakeStream"] = []
+
+    def __init__(self, device: Any = None) -> None:
+        self.device = torch.device("cuda", 0) if device is None else torch.device(device)
+        self.waits: list[Any] = []
+        self.tensors: list[Tensor] = []
+
+    @classmethod
+    def current(cls, device: Any = None) -> "FakeStream":
+        """Return the stream in use, or one that stands for the device's own."""
+        return cls._used[-1] if cls._used else cls(device)
+
+    @classmethod
+    @contextmanager
+    def use(cls, stream: "FakeStream | None") -> Iterator[None]:
+        """Queue what comes within on ``stream``."""
+        cls._used += [stream] if stream is not None else []
+        try:
+            yield
+        finally:
+            del cls._used[len(cls._used) - (stream is not None) :]
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waits.append(other)
+
+    wait_event = wait_stream
+
+    def record_event(self) -> "FakeEvent":
+        event = FakeEvent()
+        event.record(self)
+        return event
 
 
 class FakeEvent:
@@ -83,6 +141,103 @@ def _getitem(tensor: Tensor, key: Any) -> Tensor:
         return tensor
     result: Tensor = aten.index(tensor, [indices.get(place) for place in range(dim)])
     return result
+
+
+_plain_to = Tensor.to
+
+
+def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Move or convert; "cuda" is "cuda:0", so that nobody asks which one is current."""
+    first = torch.device("cuda", 0)
+    args = tuple(first if own in ("cuda", torch.device("cuda")) else own for own in args)
+    if kwargs.get("device") in ("cuda", torch.device("cuda")):
+        kwargs["device"] = first
+    return _plain_to(tensor, *args, **kwargs)
+
+
+class Copies(TorchDispatchMode):
+    """Notes every copy between host and device, and whether the host waited for it.
+
+    Attributes:
+        to_host: One a copy from a device to the host: whether it was waited for.
+        to_device: One a copy the other way: the stream on which it was queued.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.to_host: list[bool] = []
+        self.to_device: list[FakeStream] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket not in (aten._to_copy, aten.copy_):
+            return result
+        written = func.overloadpacket is aten.copy_
+        source = args[1] if written else args[0]
+        if source.device.type == result.device.type:
+            return result
+        if result.device.type == "cpu":
+            late = (kwargs or {}).get("non_blocking", written and True in args[2:])
+            self.to_host.append(not late)
+        else:
+            self.to_device.append(FakeStream.current(result.device))
+        return result
+
+
+class FakeAllocator(TorchDispatchMode):
+    """Counts what fake tensors hold of one device, and answers for torch's allocator within.
+
+    Args:
+        total: Bytes of the device.
+    """
+
+    def __init__(self, total: int) -> None:
+        super().__init__()
+        self.total, self.held, self.peak = total, 0, 0
+        self._known: set[int] = set()
+        self._patch = mock.patch.multiple(
+            torch.cuda,
+            memory_allocated=lambda device=None: self.held,
+            max_memory_allocated=lambda device=None: self.peak,
+            memory_reserved=lambda device=None: self.held,
+            max_memory_reserved=lambda device=None: self.peak,
+            mem_get_info=lambda device=None: (self.total - self.held, self.total),
+            reset_peak_memory_stats=lambda device=None: self._reset(),
+            memory_stats=lambda device=None: {"inactive_split_bytes.all.peak": 0},
+            memory_stats_as_nested_dict=lambda device=None: {
+                "allocated_bytes": {"all": {"current": self.held}}
+            },
+            empty_cache=lambda: None,
+            current_device=lambda: 0,
+        )
+
+    def __enter__(self) -> Any:
+        self._patch.start()
+        return super().__enter__()
+
+    def __exit__(self, *exception: Any) -> None:
+        super().__exit__(*exception)
+        self._patch.stop()
+
+    def _reset(self) -> None:
+        self.peak = self.held
+
+    def _forget(self, key: int, nbytes: int) -> None:
+        self._known.discard(key)
+        self.held -= nbytes
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if not isinstance(tensor, Tensor) or tensor.device.type != "cuda":
+                continue
+            storage = tensor.untyped_storage()
+            if storage._cdata not in self._known:
+                self._known.add(storage._cdata)
+                finalize(storage, self._forget, storage._cdata, storage.nbytes())
+                self.held += storage.nbytes()
+                self.peak = max(self.peak, self.held)
+        return result
 
 
 class Launches(TorchDispatchMode):
@@ -146,3 +301,83 @@ def fake_gradients(module: nn.Module, but: Sequence[str] = ()) -> None:
     """Give every parameter a gradient, but for those named."""
     for name, parameter in module.named_parameters():
         parameter.grad = None if name in but else torch.empty_like(parameter)
+
+
+class Model(L.LightningModule):
+    """A LightningModule around any module."""
+
+    def __init__(self, net: nn.Module | None = None) -> None:
+        super().__init__()
+        self.net = Transformer() if net is None else net
+
+
+class Stage:
+    """Calls the hooks of callbacks as the Trainer does, within ``fake_cuda``.
+
+    Args:
+        callbacks: In their order.
+        net: What is trained.
+        scaler: A loss scaler, as a precision plugin has it.
+        optimizer: The class of the optimizer, and its settings.
+    """
+
+    def __init__(
+        self,
+        callbacks: Sequence[Any],
+        net: nn.Module | None = None,
+        scaler: Any = None,
+        optimizer: type[Optimizer] = torch.optim.AdamW,
+        **settings: Any,
+    ) -> None:
+        self.module = on_fake_cuda(Model(net))
+        self.optimizer = optimizer(self.module.parameters(), **settings)
+        self.callbacks = list(callbacks)
+        self.trainer: Any = SimpleNamespace(
+            optimizers=[self.optimizer],
+            callbacks=self.callbacks,
+            model=self.module,
+            strategy=SimpleNamespace(root_device=torch.device("cuda")),
+            precision_plugin=SimpleNamespace(scaler=scaler),
+            world_size=1,
+            accumulate_grad_batches=1,
+            global_step=0,
+            current_epoch=0,
+            loggers=[],
+            is_global_zero=True,
+        )
+        for callback in self.callbacks:
+            callback.on_fit_start(self.trainer, self.module)
+        for callback in self.callbacks:
+            if isinstance(callback, NonFiniteGuard):
+                # As `on_train_start`, but that looks at the weights, which is a read.
+                from lightning_opt.gradients.guard.buffers import BufferKeeper
+
+                callback._start_run(BufferKeeper(self.module), self.trainer.optimizers)
+            else:
+                callback.on_train_start(self.trainer, self.module)
+
+    def call(self, hook: str, *arguments: Any) -> None:
+        """Call a hook of every callback."""
+        for callback in self.callbacks:
+            getattr(callback, hook)(self.trainer, self.module, *arguments)
+
+    def step(self, losses: Sequence[Tensor] | None = None, update: bool = True) -> Launches:
+        """Make one step, and return what the callbacks launched up to the update."""
+        if losses is None:
+            losses = [torch.empty((), device="cuda")]
+        fake_gradients(self.module)
+        step = self.trainer.global_step
+        with Launches() as launches:
+            self.call("on_train_batch_start", None, step)
+            for loss in losses:
+                self.call("on_before_backward", loss)
+                self.call("on_after_backward")
+            self.call("on_before_optimizer_step", self.optimizer)
+        if update:
+            self.optimizer.step()
+        for callback in self.callbacks:
+            if isinstance(callback, NonFiniteGuard):
+                callback._delayed.clear()  # in two steps the host will look, at a copy of its own
+        self.call("on_train_batch_end", None, None, step)
+        self.trainer.global_step += 1
+        return launches

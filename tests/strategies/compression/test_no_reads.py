@@ -18,7 +18,7 @@ from lightning_opt.strategies.compressors import (
     Threshold,
     TopK,
 )
-from tests.helpers.pretended_cuda import pretended_cuda
+from tests.helpers.fake_cuda import Copies, fake_cuda
 from tests.helpers.syncs import SyncCounter, take_device_path
 from tests.strategies.pretended import (
     PretendedBucket,
@@ -124,11 +124,13 @@ def test_no_read_no_copy_and_one_device_on_cuda_tensors(monkeypatch, scheme, wor
     monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
     monkeypatch.setattr(hook_module, "Event", PretendedEvent)
     pretend_ranks(monkeypatch, world)
-    with pretended_cuda():
+    with fake_cuda(), Copies() as copies:
         parameters = [torch.empty(size, device="cuda") for size in SIZES]
         hook = reduction(scheme, parameters, **scaled("cuda"))
         means = run_steps(hook, parameters, "cuda")
         assert all(mean.is_cuda for mean in means)
+        assert not copies.to_host
+        assert not copies.to_device
         hook.close()
 
 
