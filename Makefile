@@ -22,10 +22,10 @@ PYTEST := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist 
 BENCHMARKS = $(subst /,.,$(basename $(filter-out benchmarks/gpu.py,$(shell grep -rl --include='*.py' '__main__' benchmarks))))
 
 .DEFAULT_GOAL := help
-.PHONY: help demo quick test lint types imports docs pages matrix compat notebooks bench gpu format lock clean
+.PHONY: help demo quick test lint types imports docs pages matrix compat cuda-dry notebooks bench gpu format lock clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 11) or sys.exit(f"The versions in constraints.txt need Python 3.11 or newer, and {sys.executable} is {sys.version.split()[0]}. Name another: make PYTHON=python3.12 ...")'
@@ -69,6 +69,9 @@ matrix: $(INSTALLED) ## run every cell of the compatibility matrix and of the zo
 
 compat: $(INSTALLED) ## fast tests with the oldest and newest torch and Lightning, each in an environment of its own
 	$(BIN)/python tests/compat.py $(PAIRS)
+
+cuda-dry: $(INSTALLED) ## fake CUDA with torch's CUDA build, no GPU needed: 5 GB, removed afterwards
+	$(BIN)/python tests/compat.py --cuda $(PAIRS)
 
 notebooks: $(INSTALLED) ## run the notebooks and keep their outputs, in five minutes
 	$(ONE_THREAD) $(BIN)/python examples/run_notebooks.py

@@ -1,12 +1,16 @@
-"""Run a fast part of the tests with other versions of torch and Lightning: ``make compat``.
+"""Run a part of the tests with other versions of torch and Lightning: ``make compat``.
 
 Each pair gets an environment of its own below ``build/compat``, large where the registry has only
-the torch with CUDA, and it is removed afterwards. Name pairs to run only those:
-``python tests/compat.py 2.5.1:2.5.0``.
+the torch with CUDA, and it is removed afterwards unless ``--keep`` is given. Name pairs to run only
+those: ``python tests/compat.py 2.5.1:2.5.0``.
+
+``make cuda-dry`` is the same with ``--cuda``: the newest pair, whose torch is built for CUDA, runs
+the tests on fake CUDA tensors. With that build backward passes and ``torch.compile`` run there too.
 """
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import subprocess
@@ -31,7 +35,7 @@ def run(*command: str | Path, env: dict[str, str] | None = None) -> int:
     ).returncode
 
 
-def check(pair: str) -> int:
+def check(pair: str, cuda: bool, keep: bool) -> int:
     """Install a pair, run the tests, and return pytest's exit status."""
     torch, lightning = pair.split(":")
     folder = ROOT / "build" / "compat" / pair.replace(":", "_")
@@ -44,16 +48,36 @@ def check(pair: str) -> int:
     print(f"\n=== torch {torch}, Lightning {lightning}", flush=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     tested = [f"tests/{name}" for name in TESTED]
+    options = ["--quick", "-n", "2", *tested]
+    if cuda:
+        # Without a GPU in sight, so that what is fake here is fake everywhere.
+        env["CUDA_VISIBLE_DEVICES"] = ""
+        options = ["-ra", "tests/fake_cuda"]
+    built = "import sys, torch; sys.exit(not torch.backends.cuda.is_built())"
+    if cuda and run(python, "-c", built):
+        print(f"The registry gave a torch {torch} without CUDA.")
+        return 1
     # Warnings of other versions are not ours to forbid.
     status = run(
-        python, "-m", "pytest", "-q", "--quick", "-W", "default", "-p", "no:cacheprovider",
-        "--no-header", "-n", "2", *tested, env=env,
+        python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "--no-header",
+        *options, env=env,
     )  # fmt: skip
-    shutil.rmtree(folder)
+    if not keep:
+        shutil.rmtree(folder)
     return status
 
 
-if __name__ == "__main__":
-    found = {pair: check(pair) for pair in sys.argv[1:] or PAIRS}
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("pairs", nargs="*", help="torch:Lightning")
+    parser.add_argument("--cuda", action="store_true", help="run the tests on fake CUDA tensors")
+    parser.add_argument("--keep", action="store_true", help="leave the environments where they are")
+    given = parser.parse_args()
+    pairs = given.pairs or (PAIRS[-1:] if given.cuda else PAIRS)
+    found = {pair: check(pair, given.cuda, given.keep) for pair in pairs}
     print({pair: "passed" if status == 0 else "failed" for pair, status in found.items()})
-    sys.exit(any(found.values()))
+    return int(any(found.values()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -24,10 +24,9 @@ from lightning.pytorch import Callback
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
-from lightning_opt.core import delayed
 from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import SmallNet, assert_same_state, assert_same_weights
-from tests.helpers.syncs import SyncCounter, each_path, take_device_path
+from tests.helpers.syncs import each_path
 from tests.helpers.trainers import quiet_trainer
 
 Settings = dict[str, Any]
@@ -343,44 +342,6 @@ def test_lets_go_of_the_model(name, settings, fail_at):
 
 
 # --- cost ---------------------------------------------------------------------------------------
-
-
-class Watch(Callback):
-    """Forgets the syncs before the first step has ended, and keeps those up to the last one."""
-
-    def __init__(self, syncs: SyncCounter) -> None:
-        self.syncs = syncs
-
-    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if batch_idx == 0:
-            self.syncs.clear()
-        if batch_idx == trainer.num_training_batches - 1:
-            self.counted = self.syncs.where.copy()
-
-
-def count_syncs(*callbacks: Callback) -> dict[str, int]:
-    with SyncCounter() as syncs:
-        watch = Watch(syncs)
-        # An update can be left out without a sync only where the optimizer itself can leave it out.
-        fit(*callbacks, watch, model=SmallNet(fused=True))
-    # The first wait for nothing on a device: the copy was started some steps before. The others are
-    # the check of a split, which ends with the 64th batch that is split.
-    exempt = (delayed.__file__, "/split_check.py")
-    return {
-        place: n for place, n in watch.counted.items() if not any(file in place for file in exempt)
-    }
-
-
-@functools.cache
-def syncs_without_us() -> dict[str, int]:
-    return count_syncs()
-
-
-@each_case
-def test_adds_no_host_sync_between_reports(name, settings, monkeypatch):
-    take_device_path(monkeypatch)
-    more = {"every_n_steps": 1000} if takes(name, "every_n_steps") else {}
-    assert count_syncs(build(name, settings, **more)) == syncs_without_us()
 
 
 @pytest.mark.gpu

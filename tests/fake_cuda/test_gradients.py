@@ -233,7 +233,7 @@ def test_what_the_host_multiplies_with_has_arrived(rule: str) -> None:
     with Copies() as copies:
         GradientClipper(split(), rule).clip()
     assert copies.to_host
-    assert all(copies.to_host), "a copy that nobody waited for is garbage"
+    assert all(copy.waited for copy in copies.to_host), "a copy that nobody waited for is garbage"
 
 
 def test_a_loss_on_the_host_is_taken_to_the_norm() -> None:

@@ -1,52 +1,77 @@
 """CUDA tensors without a GPU: waiting for a value and mixing devices raise; launches are counted.
 
-A fake tensor has shape, dtype and device, and no values. On torch's CPU build some functions ask for
-a CUDA device before they get to the dispatcher, so they go another way for the time, and nothing
-runs backward there. The CUDA build does without all that (``make cuda-dry``).
+A fake tensor has shape, dtype and device, and no values. On torch's CPU build some functions ask
+for a CUDA device before they get to the dispatcher, so they go another way for the time, and
+nothing records a graph there. The CUDA build does (``make cuda-dry``).
 """
 
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 from unittest import mock
 from weakref import finalize
 
 import lightning as L
+import numpy as np
 import pytest
 import torch
+from lightning.pytorch.accelerators import CUDAAccelerator
+from lightning.pytorch.strategies import SingleDeviceStrategy
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt import NonFiniteGuard
+from tests.helpers.fake_autograd import nodes_called_one_by_one
+from tests.helpers.trainers import quiet_trainer
 
 aten = torch.ops.aten
+
+FIRST = torch.device("cuda", 0)
 
 NONE = {aten.promote_types, aten.lift_fresh, aten.detach}
 """What the dispatcher sees although it has nothing to compute."""
 
 needs_cuda_build = pytest.mark.skipif(
     not torch.backends.cuda.is_built(),
-    reason="torch's CPU build runs no backward pass on CUDA tensors: `make cuda-dry` has the other",
+    reason="torch's CPU build records no graph of CUDA tensors: `make cuda-dry` runs this",
 )
 
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
     """Let ``device="cuda"`` give fake tensors; to read one, or to mix devices, is an error."""
-    shims: dict[str, Any] = {"record_stream": lambda own, stream: stream.tensors.append(own)}
+    shims: dict[str, Any] = {
+        "record_stream": lambda own, stream: stream.tensors.append(own),
+        "__deepcopy__": _deepcopy,
+        "numpy": lambda own, force=False: np.array(own.tolist()),
+    }
     if not torch.backends.cuda.is_built():
         shims |= {
             "__getitem__": _getitem,
             "__invert__": lambda own: torch.bitwise_not(own),
             "copy_": lambda own, new, non_blocking=False: aten.copy_(own, new, non_blocking),
             "to": _to,
+            **{
+                name: lambda own, kind=kind: kind(aten._local_scalar_dense(own))
+                for name, kind in {
+                    "item": lambda value: value,
+                    "__bool__": bool,
+                    "__int__": int,
+                    "__float__": float,
+                }.items()
+            },
         }
     cuda = {
+        "synchronize": lambda device=None: aten._local_scalar_dense(torch.empty((), device=FIRST)),
+        "get_rng_state": lambda device=None: torch.empty(16, dtype=torch.uint8),
+        "set_rng_state": lambda state, device=None: None,
+        "get_device_name": lambda device=None: "fake",
         "Event": FakeEvent,
         "Stream": FakeStream,
         "current_stream": FakeStream.current,
@@ -54,9 +79,16 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     }
     with (
         FakeTensorMode() as mode,
+        nodes_called_one_by_one() if torch.backends.cuda.is_built() else nullcontext(),
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch.multiple(Tensor, **shims),
+        mock.patch.dict(FakeStream._own, clear=True),
+        mock.patch.object(torch, "Generator", FakeGenerator),
+        # Fake memory has no address, but an identity.
+        mock.patch.object(torch.UntypedStorage, "data_ptr", lambda own: own._cdata),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
+        # Lightning counts the batches of all ranks on the device, and reads the sum.
+        mock.patch("lightning.pytorch.loops.fit_loop.has_len_all_ranks", return_value=True),
     ):
         yield mode
 
@@ -70,17 +102,19 @@ class FakeStream:
         tensors: Which were made on another stream and are used on this one.
     """
 
-    _used: list["FakeStream"] = []
+    _used: ClassVar[list["FakeStream"]] = []
+    _own: ClassVar[dict[torch.device, "FakeStream"]] = {}
 
     def __init__(self, device: Any = None) -> None:
-        self.device = torch.device("cuda", 0) if device is None else torch.device(device)
+        self.device = FIRST if device in (None, "cuda", torch.device("cuda")) else device
         self.waits: list[Any] = []
         self.tensors: list[Tensor] = []
 
     @classmethod
     def current(cls, device: Any = None) -> "FakeStream":
-        """Return the stream in use, or one that stands for the device's own."""
-        return cls._used[-1] if cls._used else cls(device)
+        """Return the stream in use, or the device's own."""
+        stream = cls(device)
+        return cls._used[-1] if cls._used else cls._own.setdefault(stream.device, stream)
 
     @classmethod
     @contextmanager
@@ -113,7 +147,20 @@ class FakeEvent:
         self.recorded.append(stream)
 
     def synchronize(self) -> None:
-        raise AssertionError("The host waits for the device.")
+        torch.cuda.synchronize()
+
+    def query(self) -> bool:
+        return True
+
+    def elapsed_time(self, other: "FakeEvent") -> float:
+        return 1.0
+
+
+class FakeGenerator(torch.Generator):
+    """The generator of a device; fake tensors take any."""
+
+    def __new__(cls, device: Any = None) -> "FakeGenerator":
+        return super().__new__(cls)
 
 
 def _getitem(tensor: Tensor, key: Any) -> Tensor:
@@ -146,42 +193,64 @@ def _getitem(tensor: Tensor, key: Any) -> Tensor:
 _plain_to = Tensor.to
 
 
+def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
+    """Copy a fake tensor, but not the mode that it belongs to."""
+    return memo.setdefault(id(tensor), tensor.detach().clone())
+
+
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
     """Move or convert; "cuda" is "cuda:0", so that nobody asks which one is current."""
-    first = torch.device("cuda", 0)
-    args = tuple(first if own in ("cuda", torch.device("cuda")) else own for own in args)
+    args = tuple(FIRST if own in ("cuda", torch.device("cuda")) else own for own in args)
     if kwargs.get("device") in ("cuda", torch.device("cuda")):
-        kwargs["device"] = first
+        kwargs["device"] = FIRST
     return _plain_to(tensor, *args, **kwargs)
 
 
-class Copies(TorchDispatchMode):
-    """Notes every copy between host and device, and whether the host waited for it.
+class Copy(NamedTuple):
+    """A copy between host and device: whether the host waited for it, and where it was queued."""
 
-    Attributes:
-        to_host: One a copy from a device to the host: whether it was waited for.
-        to_device: One a copy the other way: the stream on which it was queued.
-    """
+    waited: bool
+    stream: FakeStream
+
+
+class Copies(TorchDispatchMode):
+    """Notes the copies between host and device within its ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.to_host: list[bool] = []
-        self.to_device: list[FakeStream] = []
+        self.to_host: list[Copy] = []
+        self.to_device: list[Copy] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func.overloadpacket not in (aten._to_copy, aten.copy_):
-            return result
-        written = func.overloadpacket is aten.copy_
-        source = args[1] if written else args[0]
-        if source.device.type == result.device.type:
-            return result
-        if result.device.type == "cpu":
+        if func.overloadpacket in (aten._to_copy, aten.copy_):
+            written = func.overloadpacket is aten.copy_
+            source = args[1] if written else args[0]
             late = (kwargs or {}).get("non_blocking", written and True in args[2:])
-            self.to_host.append(not late)
-        else:
-            self.to_device.append(FakeStream.current(result.device))
+            if source.device.type != result.device.type:
+                to_host = result.device.type == "cpu"
+                stream = FakeStream.current(source.device if to_host else result.device)
+                (self.to_host if to_host else self.to_device).append(Copy(not late, stream))
         return result
+
+
+class Answers(TorchDispatchMode):
+    """Lets the host read: every value is ``value``.
+
+    Args:
+        value: Of every number.
+    """
+
+    def __init__(self, value: float = 1.0) -> None:
+        super().__init__()
+        self.value = value
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.overloadpacket is aten._local_scalar_dense:
+            dtype = args[0].dtype
+            kind = bool if dtype is torch.bool else float if dtype.is_floating_point else int
+            return kind(self.value)
+        return func(*args, **(kwargs or {}))
 
 
 class FakeAllocator(TorchDispatchMode):
@@ -381,3 +450,80 @@ class Stage:
         self.call("on_train_batch_end", None, None, step)
         self.trainer.global_step += 1
         return launches
+
+
+class FakeDevice(SingleDeviceStrategy):
+    """One CUDA device that is not there; the model is on it already."""
+
+    def __init__(self) -> None:
+        super().__init__(FIRST, accelerator=FakeAccelerator())
+
+    def model_to_device(self) -> None:
+        pass
+
+    def teardown(self) -> None:
+        pass
+
+
+class FakeAccelerator(CUDAAccelerator):
+    """What Lightning asks of CUDA when a run begins and ends."""
+
+    def setup(self, trainer: L.Trainer) -> None:
+        pass
+
+    def setup_device(self, device: torch.device) -> None:
+        pass
+
+    @staticmethod
+    def parse_devices(devices: Any) -> list[int]:
+        return [0]
+
+    @staticmethod
+    def is_available() -> bool:
+        return True
+
+
+class FakeNet(L.LightningModule):
+    """A network to train on fake CUDA; where no backward pass runs, gradients are set by hand."""
+
+    def __init__(self, fused: bool = True) -> None:
+        super().__init__()
+        self.fused = fused
+        self.net = nn.Sequential(
+            nn.Linear(6, 5), nn.LayerNorm(5), nn.GELU(), nn.Dropout(0.1), nn.Linear(5, 1)
+        )
+
+    def training_step(self, batch: list[Tensor], batch_idx: int) -> Tensor:
+        with torch.set_grad_enabled(torch.backends.cuda.is_built()):
+            loss = nn.functional.mse_loss(self.net(batch[0]), batch[1])
+        self.log("loss", loss)
+        return loss
+
+    def backward(self, loss: Tensor, *args: Any, **kwargs: Any) -> None:
+        if loss.requires_grad:
+            loss.backward()
+            return
+        for parameter in self.parameters():
+            if parameter.grad is None:
+                parameter.grad = torch.empty_like(parameter)
+            else:
+                parameter.grad += torch.empty_like(parameter)
+
+    def configure_optimizers(self) -> Optimizer:
+        return torch.optim.AdamW(self.parameters(), fused=self.fused)
+
+
+def fit_on_fake_cuda(
+    *callbacks: L.Callback, net: FakeNet | None = None, steps: int = 5, **settings: Any
+) -> L.Trainer:
+    """Train with Lightning's own loops on the fake device, and return the Trainer.
+
+    Whoever reads a value gets 1; :class:`~tests.helpers.syncs.SyncCounter` tells who did.
+    """
+    trainer = quiet_trainer(
+        callbacks=list(callbacks), accelerator="auto", strategy=FakeDevice(), **settings
+    )
+    rows = TensorDataset(torch.empty(4 * steps, 6), torch.empty(4 * steps, 1))
+    with Answers(), FakeAllocator(2**40):
+        trainer.fit(on_fake_cuda(net or FakeNet()), DataLoader(rows, batch_size=4))
+    return trainer

@@ -35,6 +35,7 @@ HANDED_OVER = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu}
 """What reads a tensor of a CPU without any operation that a dispatcher sees."""
 
 TORCH = str(Path(torch.__file__).parent)
+HELPERS = str(Path(__file__).parent)
 
 
 class SyncCounter:
@@ -42,7 +43,7 @@ class SyncCounter:
 
     Attributes:
         where: How often each one happened: ``"operation file:line"`` of the innermost frame outside
-            torch.
+            torch and these helpers.
 
     Example:
         >>> with SyncCounter() as syncs:
@@ -68,7 +69,7 @@ class SyncCounter:
             (
                 frame
                 for frame in reversed(traceback.extract_stack(sys._getframe(1)))
-                if not frame.filename.startswith(TORCH) and frame.filename != __file__
+                if not frame.filename.startswith((TORCH, HELPERS))
             ),
             None,
         )
