@@ -15,16 +15,16 @@ from lightning_opt.core.report import Report
 TRIALS = 12
 """What a search for the largest size may take."""
 
-ROUNDS = 6
-"""In which sizes are timed at most, each with half of those that the one before has left."""
+SLOW = 0.6
+"""Of the best speed: sizes below one that is slower are not timed."""
 
-FINALISTS = 3
-"""Sizes that stay in the race as long as their intervals meet that of the fastest."""
+FINALISTS = (3, 3)
+"""How many of the best sizes are timed in each round after the first."""
 
 TOLERANCE = 0.03
 """A largest size this close to one that does not fit is good enough."""
 
-SAME = 0.02
+SAME = 0.01
 """Sizes whose throughput differs by no more are alike, and the smaller one is better."""
 
 
@@ -125,14 +125,14 @@ def search(run: Callable[[int], Trial], initial: int, most: int, *, target: floa
 
 
 def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
-    """Return the size with most samples a second, of ``largest``, its half, its quarter and so on.
+    """Return the size with most samples a second.
 
-    The first round goes down from the largest, and ends where a size has less than half of the most
-    so far: what costs the same each step weighs more the smaller it is. Then come rounds in another
-    order each time, so that what slows the machine down for a while does so to all. Each leaves the
-    better half, and from the third on only sizes whose interval, from their slowest to their
-    fastest round, meets that of the best. Of those at the end that are as fast as the best, but for
-    noise, the smallest is the one.
+    The first round goes down from the largest, its half, its quarter and so on, and ends at a size
+    that is much slower than the best so far: what costs the same each step weighs more the smaller
+    the size. The best of them has its neighbours timed too, half a step away. Then come rounds of
+    the best few in another order each time, so that what slows the machine down for a while does so
+    to all; sizes stay whose interval, from their slowest to their fastest round, meets that of the
+    best. Of those at the end that are as fast as the best, but for noise, the smallest is the one.
 
     Args:
         run: Times a size.
@@ -142,8 +142,6 @@ def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
         The size, and one trial a size, with the median of its speeds.
     """
     order = random.Random(0)  # the same on all ranks
-    # Not one sample alone, of which BatchNorm makes no statistics.
-    ladder = [largest >> halvings for halvings in range(max(1, largest.bit_length() - 1))]
     trials: dict[int, list[Trial]] = {}
 
     def speeds(size: int) -> list[float]:
@@ -152,15 +150,20 @@ def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
     def speed(size: int) -> float:
         return statistics.median(speeds(size))
 
-    for size in ladder:
+    # Not one sample alone, of which BatchNorm makes no statistics.
+    for halvings in range(max(1, largest.bit_length() - 1)):
+        size = largest >> halvings
         trials[size] = [run(size)]
-        if 2 * speed(size) < max(map(speed, trials)):
+        if speed(size) < SLOW * max(map(speed, trials)):
             break
+    best = max(trials, key=speed)
+    for near in (round(best / math.sqrt(2)), round(best * math.sqrt(2))):
+        if near <= largest and near > 1 and near not in trials:
+            trials[near] = [run(near)]
     racing = list(trials)
-    for number in range(1, ROUNDS):
-        racing = sorted(racing, key=lambda size: (-speed(size), size))
-        racing = racing[: max(FINALISTS, (len(racing) + 1) // 2)]
-        if number > 2:
+    for number, most in enumerate(FINALISTS):
+        racing = sorted(racing, key=lambda size: (-speed(size), size))[:most]
+        if number:
             slowest = min(speeds(racing[0]))
             racing = [size for size in racing if max(speeds(size)) >= slowest]
         if len(racing) == 1:
@@ -168,8 +171,8 @@ def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
         order.shuffle(racing)
         for size in racing:
             trials[size].append(run(size))
-    best = max(map(speed, racing))
-    found = min(size for size in racing if speed(size) >= (1 - SAME) * best)
+    fastest = max(map(speed, racing))
+    found = min(size for size in racing if speed(size) >= (1 - SAME) * fastest)
     return found, [replace(runs[-1], speed=speed(size)) for size, runs in trials.items()]
 
 

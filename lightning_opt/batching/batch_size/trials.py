@@ -283,7 +283,7 @@ def find_batch_size(
         datamodule: As for ``fit``.
         mode: ``"largest"``, or ``"fastest"`` for the size with most samples a second, which is
             often smaller: the largest, its half, its quarter and so on are timed, loading and
-            copying included.
+            copying included, and the neighbours of the best of them.
         target: Share of the nearest limit of memory that a size may take; 1 for all of it.
         max_size: The largest size to try; None for as many samples as there are.
         budget_mb: A limit of one's own.
