@@ -322,8 +322,8 @@ def _unit_norms(
     alike: dict[object, list[int]] = {}
     for place, (tensor, extended) in enumerate(zip(tensors, dims, strict=True)):
         own: object = (tensor.device, tensor.dtype, tensor.shape, extended)
-        if not extended or not 0 < tensor.numel() <= STACKED:
-            own = place  # nothing to reduce, or worth a launch of its own
+        if tensor.is_cpu or not extended or not 0 < tensor.numel() <= STACKED:
+            own = place  # no launch to save, nothing to reduce, or worth a launch of its own
         alike.setdefault(own, []).append(place)
     norms = list(tensors)
     for places in alike.values():

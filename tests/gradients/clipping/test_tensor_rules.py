@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.profiler import profile
 from torch.utils.checkpoint import checkpoint
 
 from lightning_opt.gradients.clipping.gradient_clipper import GradientClipper
@@ -237,6 +238,17 @@ def test_unit_wise_leaves_sparse_rows_alone() -> None:
     module(torch.tensor([1, 4])).sum().backward()
     GradientClipper(module, UnitWise(exclude=None)).clip()
     assert module.weight.grad.to_dense().sum() == 6.0
+
+
+def test_unit_wise_copies_no_gradient_on_a_cpu() -> None:
+    """Weights of one shape are measured together on a device only: copies cost a CPU more."""
+    module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
+    set_gradients(module, 1.0, 0)
+    clipper = GradientClipper(module, UnitWise(1e6, exclude=None))
+    clipper.clip()
+    with profile() as profiler:
+        clipper.clip()
+    assert "aten::stack" not in {event.name for event in profiler.events()}
 
 
 # --- PerParameter -------------------------------------------------------------------------------
