@@ -2,10 +2,15 @@
 
 import itertools
 import random
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
 
-from lightning_opt.core.blocks import Block
+from lightning_opt.core.blocks import Block, find_blocks
 from lightning_opt.memory.checkpointing.planning import knapsack
 from lightning_opt.memory.checkpointing.planning.block_profile import Unit
 from lightning_opt.memory.checkpointing.planning.knapsack import (
@@ -15,7 +20,7 @@ from lightning_opt.memory.checkpointing.planning.knapsack import (
     smallest_peak,
     solve,
 )
-from lightning_opt.memory.checkpointing.planning.step_planner import longest_segment
+from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner, longest_segment
 
 
 def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]:
@@ -182,3 +187,42 @@ def test_96_blocks_of_eight_options_are_solved_as_well_with_400_states_as_with_1
         assert found is not None
         assert finer is not None
         assert finer.seconds <= found.seconds <= 1.02 * finer.seconds
+
+
+class Wide(nn.Module):
+    """A residual block with eight times its input inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.outer = nn.Linear(32, 256), nn.Linear(256, 32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.outer(self.inner(x).relu())
+
+
+class Step:
+    """A forward and backward pass, as the planner runs it."""
+
+    def __init__(self) -> None:
+        self.model, self.batch = nn.Sequential(*(Wide() for _ in range(16))), torch.randn(64, 32)
+
+    def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
+        with ExitStack() as stack:
+            if inside is not None:
+                inside(stack)
+            self.model(self.batch).sum().backward()
+        return 0.0
+
+
+def test_a_budget_that_single_blocks_miss_is_met_by_segments() -> None:
+    step: Any = Step()
+    step.run()
+    planner = StepPlanner(step, find_blocks(step.model), torch.device("cpu"))
+    assert longest_segment(planner.profile.units) == 1
+    alone = smallest_peak(planner.items, planner.profile.head_peak, 1).peak
+    joined = planner.smallest()
+    assert joined.peak < 0.95 * alone
+    outcome = planner.plan((joined.peak + alone) / 2 + planner.unseen)
+    assert outcome.fits
+    assert outcome.solution.seconds < joined.seconds, "no more segments than it takes"
+    assert any(len(stretch.blocks) > 1 for stretch in outcome.plan)

@@ -47,6 +47,8 @@ from lightning_opt.memory.meters import Meter, measuring
 
 ROUNDS = 3
 """Each way to treat the blocks is timed so often; the fastest of them counts."""
+LONGEST = 8
+"""Blocks in a segment at most: longer ones win little, and take long to plan."""
 UNSEEN = 0.02
 """What kernels need inside of themselves, as a share of the peak, where the meter does not see it:
 convolutions on a CPU took so much."""
@@ -114,7 +116,8 @@ class StepPlanner:
         self._agreement = agreement or Agreement()
         self._blocks = list(blocks)
         self.profile = self._profile()
-        self._longest = longest_segment(self.profile.units) if segments else 1
+        # Longer segments than pay are for budgets that nothing else meets.
+        self._lengths = (longest_segment(self.profile.units), LONGEST) if segments else (1,)
         # One list a unit: the sets of operators to try keeping, each containing the one before.
         self._levels: list[list[frozenset[Place]]] = self._agreement.first(self._choose_levels())
         self.unchecked_peak = round(_peak_of_keeping(self.profile, 1.0))
@@ -281,8 +284,11 @@ class StepPlanner:
         budget -= self.unseen
         target = budget
         for _ in range(2):
-            found = solve(self.items, self.profile.head_peak, target, self._longest)
-            solution = self._agreement.first(found)
+            tried = (
+                solve(self.items, self.profile.head_peak, target, length)
+                for length in self._lengths
+            )
+            solution = self._agreement.first(next(filter(None, tried), None))
             if solution is None:
                 break
             outcome, excess = self._verify(solution, budget)
@@ -299,7 +305,7 @@ class StepPlanner:
 
     def smallest(self) -> Solution:
         """Return the plan with the smallest predicted peak."""
-        return smallest_peak(self.items, self.profile.head_peak, self._longest)
+        return smallest_peak(self.items, self.profile.head_peak, self._lengths[-1])
 
     def _verify(self, solution: Solution, budget: float) -> tuple[Outcome, float]:
         plan = self.make_plan(solution)
@@ -334,7 +340,7 @@ def longest_segment(units: Sequence[Unit]) -> int:
     """
     inputs, internals = (sum(getattr(u, name) for u in units) for name in ("inputs", "internals"))
     best = round(math.sqrt(len(units) * inputs / max(1, internals)))
-    return min(8, 2 * best) if best > 1 else 1  # longer ones win little, and take long to plan
+    return min(LONGEST, 2 * best) if best > 1 else 1
 
 
 def _peak_of_keeping(profile: StepProfile, scale: float) -> float:
