@@ -37,7 +37,9 @@ SIDES = {
     2: ("out_of_memory", ("plain", "ours", "reference")),
     3: ("half_the_memory", ("all",)),
 }
-LINKS = {"dense": "plain DDP", "ddp_int8": "ddp_int8", "ddp_topk 1%": "ddp_topk"}
+COMPRESSED = {"dense": "plain DDP", "ddp_int8": "ddp_int8", "ddp_topk 1%": "ddp_topk"}
+DILOCO = {"diloco, H=16": "diloco"}
+LINKS = {**COMPRESSED, **DILOCO}
 CODE = {
     1: "Trainer(callbacks=[lo.NonFiniteGuard(spike=6)])",
     2: 'Trainer(callbacks=[lo.MicroBatching("auto")])',
@@ -81,12 +83,14 @@ def start(name: str, side: str, out: Path, quick: bool) -> subprocess.Popen[str]
 
 def slow_link(quick: bool) -> Found:
     """Time a step between two network namespaces, or take the recorded run."""
-    from benchmarks.strategies import compression
+    from benchmarks.strategies import compression, diloco
 
     reason = compression.why_not()
     if reason is None:
-        seconds = compression.measure(2, "100 Mbit/s", 1 if quick else 2, 0.0, list(LINKS))
-        return {name: min(values) for name, values in seconds["seconds"].items()}
+        link = "100 Mbit/s"
+        each = compression.measure(2, link, 1 if quick else 2, 0.0, list(COMPRESSED))["seconds"]
+        windows = diloco.measure(2, link, argparse.Namespace(only=list(DILOCO)), 0.0)["seconds"]
+        return {name: min(values) for name, values in {**each, **windows}.items()}
     recorded: Found = json.loads(RECORD.read_text())["acts"]["4"]
     return {**recorded, "recorded": f"no slow link can be made here ({reason})"}
 
@@ -95,7 +99,7 @@ def slow_link(quick: bool) -> Found:
 
 
 def outcomes(act: int, found: Found) -> dict[str, str]:
-    """Return what became of each side, in words."""
+    """Describe what became of each side."""
     if act == 1:
         return {
             {"plain": "plain", "ours": "NonFiniteGuard"}[side]: (
@@ -124,6 +128,7 @@ def outcomes(act: int, found: Found) -> dict[str, str]:
         label: f"{found[name]:.2f} s a step"
         + ("" if name == "dense" else f", {found['dense'] / found[name]:.1f} times faster")
         for name, label in LINKS.items()
+        if name in found  # a record may be older than a link
     }
 
 
@@ -227,7 +232,8 @@ def draw_peaks(axes: Axes, found: Found) -> None:
 def draw_link(axes: Axes, found: Found) -> None:
     recorded = "; a recorded run" if "recorded" in found else ""
     subtitle(axes, f"two processes at 100 Mbit/s, 33.6 MB of gradients{recorded}")
-    for place, name in enumerate(LINKS):
+    shown = {name: label for name, label in LINKS.items() if name in found}
+    for place, name in enumerate(shown):
         seconds = found[name]
         axes.barh(place, seconds, 0.58, color=PLAIN if name == "dense" else OURS)
         text = f"{seconds:.2f} s" if seconds < 10 else f"{seconds:.0f} s"
@@ -237,7 +243,7 @@ def draw_link(axes: Axes, found: Found) -> None:
         axes.annotate(text, (seconds, place), xytext=(-8 if inside else 8, 0), va="center",
                       ha="right" if inside else "left", textcoords="offset points", size=12,
                       color="white" if inside else INK, weight="bold")  # fmt: skip
-    axes.set_yticks(range(len(LINKS)), list(LINKS.values()), size=11)
+    axes.set_yticks(range(len(shown)), list(shown.values()), size=11)
     axes.invert_yaxis()
     axes.set(xlabel="seconds a step", xlim=(0, found["dense"] * 1.04))
 
