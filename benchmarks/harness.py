@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import platform
+import socket
 import statistics
 import subprocess
 import time
@@ -121,6 +122,13 @@ def commit_of(folder: Path) -> str:
     except (OSError, subprocess.CalledProcessError):
         return "unknown"
     return found.stdout.strip() + ("+" if same.returncode else "")
+
+
+def free_port() -> int:
+    """Return a port that is free now."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
 
 
 def publish(name: str, report: Report, arguments: argparse.Namespace, **details: Any) -> None:

@@ -24,7 +24,6 @@ import math
 import multiprocessing
 import os
 import random
-import socket
 import statistics
 import time
 import warnings
@@ -44,7 +43,7 @@ from benchmarks.batching.hog import (
     limit_device,
     some_batches,
 )
-from benchmarks.harness import parse_arguments, publish, wait
+from benchmarks.harness import free_port, parse_arguments, publish, wait
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt.core.malloc import malloc_trim
 
@@ -248,13 +247,6 @@ def in_processes(*calls: tuple[Any, ...]) -> list[dict[str, Any]]:
         process.join(0 if {"end": "hung"} in found else 5)
         process.kill()
     return found
-
-
-def free_port() -> int:
-    """Return a port that is free now."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def measure_pairs(trainings: int) -> list[dict[str, Any]]:

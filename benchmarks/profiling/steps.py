@@ -29,8 +29,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from benchmarks.batching.micro_batching import free_port, in_processes, quiet_trainer
-from benchmarks.harness import parse_arguments, publish, wait
+from benchmarks.batching.micro_batching import in_processes, quiet_trainer
+from benchmarks.harness import free_port, parse_arguments, publish, wait
 from benchmarks.models import Regression, forty_tensor_mlp
 from lightning_opt.profiling.steps.hooks import Watch
 

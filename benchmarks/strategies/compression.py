@@ -129,21 +129,39 @@ def sent_bytes() -> int:
 
 
 def run_rank(arguments: argparse.Namespace) -> None:
-    """Time every candidate, round by round, and write what was found as JSON after each round.
-
-    It holds for each candidate the seconds and the bytes of a step, one number a round.
-    """
+    """Time every candidate, round by round."""
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after the first fit
     makers = {name: maker for name, maker in candidates().items() if name in arguments.only}
-    found: dict[str, Any] = {kind: {name: [] for name in makers} for kind in ("seconds", "bytes")}
+    time_in_rounds(
+        list(makers),
+        lambda name: time_candidate(name, makers[name](), world, arguments.steps),
+        arguments,
+    )
+
+
+def time_in_rounds(
+    names: Sequence[str],
+    time_one: Callable[[str], tuple[float, float, str | None]],
+    own: argparse.Namespace,
+) -> None:
+    """Time candidates round by round while there is time, and write what was found as JSON.
+
+    It holds for each candidate the seconds and the bytes of a step, one number a round.
+
+    Args:
+        names: Of the candidates.
+        time_one: Returns the seconds and the bytes of a step, and what was chosen, if anything.
+        own: With the ``seconds`` that there are, and where the ``result`` goes.
+    """
+    found: dict[str, Any] = {kind: {name: [] for name in names} for kind in ("seconds", "bytes")}
     start, rounds = time.perf_counter(), 0
     more = True
     while more:
         began = time.perf_counter()
-        turn = rounds % len(makers)
-        for name in [*makers, *makers][turn : turn + len(makers)]:
-            seconds, sent, chosen = time_candidate(name, makers[name](), world, arguments.steps)
+        turn = rounds % len(names)
+        for name in [*names, *names][turn : turn + len(names)]:
+            seconds, sent, chosen = time_one(name)
             found["seconds"][name].append(seconds)
             found["bytes"][name].append(sent)
             if chosen is not None:
@@ -151,13 +169,13 @@ def run_rank(arguments: argparse.Namespace) -> None:
         rounds += 1
         now = time.perf_counter()
         # Rank 0 decides whether there is time for another round.
-        goes_on = torch.tensor([now - start + now - began < arguments.seconds])
+        goes_on = torch.tensor([now - start + now - began < own.seconds])
         dist.broadcast(goes_on, 0)
         more = bool(goes_on.item())
         if dist.get_rank() == 0:
-            unfinished = arguments.result.with_suffix(".part")
+            unfinished = own.result.with_suffix(".part")
             unfinished.write_text(json.dumps(found))
-            unfinished.replace(arguments.result)
+            unfinished.replace(own.result)
     dist.barrier()
 
 
@@ -254,6 +272,31 @@ def why_not() -> str | None:
         return f"{' '.join(error.cmd)}: {error.stderr.strip()}"
 
 
+def rank_environment(
+    rank: int, ranks: int, address: str, port: int, interface: str
+) -> dict[str, str]:
+    """Return what tells Lightning and gloo which of several processes this is.
+
+    Args:
+        rank: Its number.
+        ranks: How many there are.
+        address: Where rank 0 can be reached.
+        port: The port there.
+        interface: What gloo sends through.
+    """
+    return {
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(ranks),
+        "NODE_RANK": "0",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+        "GLOO_SOCKET_IFNAME": interface,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": str(Path(__file__).parents[2]),
+    }
+
+
 def start_ranks(
     module: str,
     ranks: int,
@@ -287,15 +330,7 @@ def start_ranks(
             for rank in range(ranks):
                 environment = {
                     **os.environ,
-                    "MASTER_ADDR": address,
-                    "MASTER_PORT": str(port),
-                    "WORLD_SIZE": str(ranks),
-                    "NODE_RANK": "0",
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "GLOO_SOCKET_IFNAME": interface,
-                    "OMP_NUM_THREADS": "1",
-                    "PYTHONPATH": str(Path(__file__).parents[2]),
+                    **rank_environment(rank, ranks, address, port, interface),
                 }
                 inside = ["ip", "netns", "exec", namespaces[rank]] if namespaces else []
                 with (Path(folder) / f"{rank}.log").open("w") as log:

@@ -20,7 +20,6 @@ import json
 import math
 import os
 import signal
-import socket
 import statistics
 import sys
 import time
@@ -33,7 +32,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.strategies.compression import NETWORKS, namespaces, start_ranks, why_not
 from benchmarks.strategies.compression_tasks import TASKS, Task
 
@@ -135,13 +134,6 @@ def run_rank(own: argparse.Namespace) -> None:
         if dist.get_rank() == 0:
             own.result.write_text(json.dumps(curves))
     dist.barrier()
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on."""
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return int(found.getsockname()[1])
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import json
 import os
 import signal
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,6 +34,7 @@ from benchmarks.strategies.compression import (
     Stopwatch,
     namespaces,
     start_ranks,
+    time_in_rounds,
     why_not,
 )
 
@@ -59,32 +58,14 @@ WINDOWS = 2
 
 
 def run_rank(own: argparse.Namespace) -> None:
-    """Time every candidate, round by round, and write seconds and bytes of a step as JSON."""
+    """Time every candidate, round by round."""
     torch.set_num_threads(1)
-    world = int(os.environ["WORLD_SIZE"])
-    found: dict[str, Any] = {kind: {name: [] for name in own.only} for kind in ("seconds", "bytes")}
-    start, rounds, more = time.perf_counter(), 0, True
-    while more:
-        began = time.perf_counter()
-        turn = rounds % len(own.only)
-        for name in [*own.only, *own.only][turn : turn + len(own.only)]:
-            seconds, sent = time_candidate(CANDIDATES[name], world)
-            found["seconds"][name].append(seconds)
-            found["bytes"][name].append(sent)
-        rounds += 1
-        now = time.perf_counter()
-        goes_on = torch.tensor([now - start + now - began < own.seconds])
-        dist.broadcast(goes_on, 0)
-        more = bool(goes_on.item())
-        if dist.get_rank() == 0:
-            unfinished = own.result.with_suffix(".part")
-            unfinished.write_text(json.dumps(found))
-            unfinished.replace(own.result)
-    dist.barrier()
+    world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after the first fit
+    time_in_rounds(own.only, lambda name: time_candidate(CANDIDATES[name], world), own)
 
 
-def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float]:
-    """Return the seconds and the bytes of a step, means over whole windows."""
+def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float, None]:
+    """Return the seconds and the bytes of a step, means over whole windows; nothing is chosen."""
     window = min(settings["sync_every"], 30)
     steps = (1 + WINDOWS) * window
     watch = Stopwatch()
@@ -105,6 +86,7 @@ def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float]:
     return (
         (watch.times[-1] - watch.times[window - 1]) / timed,
         (watch.sent[-1] - watch.sent[window - 1]) / timed,
+        None,
     )
 
 

@@ -27,9 +27,8 @@ import torch
 import torch.distributed as dist
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
+from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.strategies.compression import start_ranks
-from benchmarks.strategies.compression_accuracy import free_port
 from benchmarks.strategies.compression_tasks import Bytes
 
 MODULE = "benchmarks.strategies.diloco_accuracy"

@@ -5,16 +5,21 @@ that are killed and started again leave no rank waiting for ever, and all ranks 
 weights, bit by bit, after every synchronisation.
 
 Real processes, one a network namespace where this machine allows them (else the network is not
-paused). Each writes a hash of the outer weights after each exchange; the hashes of a step must
-agree over ranks. A checkpoint is written every 40 steps, from which a killed run goes on. One that
-gets nowhere for 60 seconds counts as a hang.
+paused). Each writes a hash of the outer weights after each exchange, and of its own weights after
+each checkpoint; the hashes of a step must agree over ranks, and no weight may be NaN or infinite. A
+checkpoint is written every 40 steps, from which a killed run goes on. One in which some rank takes
+no step for 60 seconds counts as a hang.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import hashlib
+import json
+import math
+import multiprocessing
 import os
 import random
 import signal
@@ -23,7 +28,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +37,29 @@ import torch
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from benchmarks.harness import parse_arguments, publish
-from benchmarks.strategies.compression import namespaces, why_not
-from benchmarks.strategies.compression_accuracy import free_port
+from benchmarks.harness import free_port, parse_arguments, publish
+from benchmarks.strategies.compression import INTERFACE, namespaces, rank_environment, why_not
 
-MODULE = "benchmarks.strategies.diloco_faults"
+PLANS: list[tuple[int, dict[str, Any]]] = [
+    (2, {"fragments": 2, "delay": 2}),
+    (2, {}),
+    (3, {"fragments": 4, "delay": 3, "compression": "int4"}),
+    (2, {"fragments": 2, "delay": 7, "compression": "float32"}),
+]
+"""Ranks, and arguments of the strategy beside those below; each has its share of the faults."""
+
+OUTER = {"sync_every": 8, "outer_lr": 0.7, "outer_momentum": 0.8}
+
+KINDS = {"NaN": 4, "slow rank": 4, "killed and resumed": 1, "network paused for 5 s": 2}
+"""And how often each is drawn, against the others."""
 
 SAVE_EVERY = 40
 
 PATIENCE = 60.0
 """Seconds without a step after which a run counts as hanging."""
+
+NETWORK_NAMESPACE = 0x40000000
+"""CLONE_NEWNET of sched.h."""
 
 
 class Net(L.LightningModule):
@@ -62,11 +80,16 @@ class Net(L.LightningModule):
 
 
 class Witness(L.Callback):
-    """Plants a NaN when told to, writes hashes of the outer weights, and saves."""
+    """Plants a NaN when told to, writes hashes of weights, and saves."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
-        self.folder, self.rank, self.attempt = folder, rank, attempt
+        self.folder, self.rank = folder, rank
+        self.hashes = folder / f"hashes{rank}-{attempt}"
         self.last: list[str] = []
+
+    def note(self, step: int, hashes: list[str]) -> None:
+        with self.hashes.open("a") as file:
+            file.write(f"{step} {' '.join(hashes)}\n")
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         step, rank = trainer.global_step, self.rank
@@ -75,37 +98,51 @@ class Witness(L.Callback):
             order.unlink()
             with torch.no_grad():
                 next(module.parameters())[0] = torch.nan
-        hashes = [
-            hashlib.sha256(fragment.outer.numpy().tobytes()).hexdigest()[:16]
-            for fragment in trainer.strategy._replica._fragments
-        ]
-        if hashes != self.last:
-            self.last = hashes
-            with (self.folder / f"hashes{rank}-{self.attempt}").open("a") as file:
-                file.write(f"{step} {' '.join(hashes)}\n")
+        outer = [hash_of([one.outer]) for one in trainer.strategy._replica._fragments]
+        if outer != self.last:
+            self.last = outer
+            self.note(step, outer)
         if step % SAVE_EVERY == 0:
             trainer.save_checkpoint(self.folder / "next.ckpt")
+            self.note(step, [hash_of(module.parameters())])
             if rank == 0:
                 (self.folder / "next.ckpt").replace(self.folder / "last.ckpt")
         (self.folder / f"step{rank}").write_text(str(step))
 
 
-def run_rank(own: argparse.Namespace) -> None:
+def hash_of(tensors: Iterable[Tensor]) -> str:
+    """Return a hash of the bits, with a sign of numbers that are not finite."""
+    flat = torch.cat([tensor.detach().flatten() for tensor in tensors])
+    sign = "" if math.isfinite(flat.sum()) else "!"
+    return sign + hashlib.sha256(flat.numpy().tobytes()).hexdigest()[:16]
+
+
+def run_rank(
+    folder: Path, attempt: int, plan: dict[str, Any], namespace: str, environment: dict[str, str]
+) -> None:
     """Train until killed, from the last checkpoint if there is one."""
+    log = os.open(folder / f"log{environment['RANK']}", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(log, 1)
+    os.dup2(log, 2)
+    if namespace:  # threads that this one starts will be there too
+        with Path("/var/run/netns", namespace).open() as file:
+            if ctypes.CDLL(None).setns(file.fileno(), NETWORK_NAMESPACE):
+                raise OSError(f"{namespace} cannot be entered")
+    os.environ.update(environment)
     torch.set_num_threads(1)
-    rank, last = int(os.environ["RANK"]), own.folder / "last.ckpt"
+    rank, last = int(environment["RANK"]), folder / "last.ckpt"
     torch.manual_seed(rank + os.getpid())
     trainer = L.Trainer(
         accelerator="cpu",
-        devices=own.ranks,
-        strategy=lo.DiLoCoStrategy(8, 0.7, 0.8, fragments=own.fragments, delay=own.delay),
+        devices=int(environment["WORLD_SIZE"]),
+        strategy=lo.DiLoCoStrategy(**OUTER, **plan),
         max_epochs=1,
         logger=False,
         enable_checkpointing=False,
         enable_progress_bar=False,
         enable_model_summary=False,
         use_distributed_sampler=False,
-        callbacks=[Witness(own.folder, rank, own.attempt)],
+        callbacks=[Witness(folder, rank, attempt)],
     )
     trainer.fit(Net(), range(10**7), ckpt_path=last if last.exists() else None)
 
@@ -113,46 +150,34 @@ def run_rank(own: argparse.Namespace) -> None:
 class Run:
     """Processes that train, and what can be done to them."""
 
-    def __init__(self, own: argparse.Namespace, folder: Path, names: Sequence[str]) -> None:
-        self.own, self.folder, self.names = own, folder, names
-        self.processes: list[subprocess.Popen[bytes]] = []
+    def __init__(
+        self, ranks: int, plan: dict[str, Any], folder: Path, names: Sequence[str]
+    ) -> None:
+        self.ranks, self.plan, self.folder, self.names = ranks, plan, folder, names
+        self.processes: list[Any] = []
         self.attempts = 0
 
     def start(self) -> None:
-        port = free_port()
-        options = [f"--ranks={self.own.ranks}", f"--fragments={self.own.fragments}"]
-        options += [f"--delay={self.own.delay}", f"--folder={self.folder}"]
-        options += [f"--attempt={self.attempts}"]
+        context = multiprocessing.get_context("forkserver")  # which imports torch once
+        address = "10.99.0.1" if self.names else "127.0.0.1"
+        interface, port = INTERFACE if self.names else "lo", free_port()
+        for rank in range(self.ranks):
+            name = self.names[rank] if self.names else ""
+            environment = rank_environment(rank, self.ranks, address, port, interface)
+            arguments = (self.folder, self.attempts, self.plan, name, environment)
+            self.processes.append(context.Process(target=run_rank, args=arguments, daemon=True))
+            self.processes[-1].start()
         self.attempts += 1
-        for rank in range(self.own.ranks):
-            inside = ["ip", "netns", "exec", self.names[rank]] if self.names else []
-            environment = {
-                **os.environ,
-                "MASTER_ADDR": "10.99.0.1" if self.names else "127.0.0.1",
-                "MASTER_PORT": str(port),
-                "WORLD_SIZE": str(self.own.ranks),
-                "NODE_RANK": "0",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "GLOO_SOCKET_IFNAME": "eth0" if self.names else "lo",
-                "OMP_NUM_THREADS": "1",
-                "PYTHONPATH": str(Path(__file__).parents[2]),
-            }
-            command = [*inside, sys.executable, "-W", "ignore", "-m", MODULE, *options]
-            with (self.folder / f"log{rank}").open("ab") as log:
-                self.processes.append(
-                    subprocess.Popen(command, env=environment, stdout=log, stderr=log)
-                )
 
     def end(self) -> None:
         for process in self.processes:
             process.kill()
-            process.wait()
+            process.join()
         self.processes = []
 
     def steps(self) -> list[int]:
         """Return the latest step of each rank."""
-        files = [self.folder / f"step{rank}" for rank in range(self.own.ranks)]
+        files = [self.folder / f"step{rank}" for rank in range(self.ranks)]
         return [int(file.read_text() or 0) if file.exists() else 0 for file in files]
 
     def wait_for_progress(self) -> bool:
@@ -169,10 +194,10 @@ class Run:
         if kind == "NaN":
             (self.folder / f"nan{rank}").touch()
         elif kind == "slow rank":
-            self.processes[rank].send_signal(signal.SIGSTOP)
+            os.kill(self.processes[rank].pid, signal.SIGSTOP)
             time.sleep(1.0)
-            self.processes[rank].send_signal(signal.SIGCONT)
-        elif kind == "network paused for 5 s":
+            os.kill(self.processes[rank].pid, signal.SIGCONT)
+        elif kind.startswith("network"):
             hub = self.names[rank].rpartition("-")[0]
             for state in ("down", "up"):
                 subprocess.run(["ip", "-n", hub, "link", "set", f"port{rank}", state], check=True)
@@ -180,27 +205,60 @@ class Run:
         else:
             self.processes[rank].kill()
             time.sleep(0.5)
-            self.end()
-            last = self.folder / "last.ckpt"
-            step = 0 if not last.exists() else torch.load(last, weights_only=True)["global_step"]
-            for number in range(self.own.ranks):
-                (self.folder / f"step{number}").write_text(str(step))
-            self.start()
+            self.start_again()
+
+    def start_again(self) -> None:
+        """Kill all of them, and go on from the last checkpoint."""
+        self.end()
+        last = self.folder / "last.ckpt"
+        step = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
+        for number in range(self.ranks):
+            (self.folder / f"step{number}").write_text(str(step))
+        self.start()
+
+    def compared(self) -> Counter[str]:
+        """Return how many hashes could be compared over ranks, and how many of them were bad.
+
+        A process that was killed may lack the last ones.
+        """
+        counts: Counter[str] = Counter(compared=0, different=0, unsound=0)
+        for attempt in range(self.attempts):
+            files = [self.folder / f"hashes{rank}-{attempt}" for rank in range(self.ranks)]
+            lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
+            for of_ranks in zip(*lines, strict=False):
+                counts["compared"] += 1
+                counts["different"] += len(set(of_ranks)) > 1
+                counts["unsound"] += "!" in "".join(of_ranks)
+        return counts
 
 
-def parted(folder: Path, ranks: int, attempts: int) -> tuple[int, int]:
-    """Return how many hashes could be compared over ranks, and how many of them differ.
-
-    A process that was killed may lack the last ones.
-    """
-    compared = differ = 0
-    for attempt in range(attempts):
-        files = [folder / f"hashes{rank}-{attempt}" for rank in range(ranks)]
-        lines = [file.read_text().splitlines() if file.exists() else [] for file in files]
-        for of_ranks in zip(*lines, strict=False):
-            compared += 1
-            differ += len(set(of_ranks)) > 1
-    return compared, differ
+def endure(
+    ranks: int, plan: dict[str, Any], kinds: Sequence[str], draw: random.Random, faults: int
+) -> tuple[Counter[str], Counter[str], Counter[str]]:
+    """Return how often each fault was done, how often it hung, and what was compared."""
+    times: Counter[str] = Counter()
+    hangs: Counter[str] = Counter()
+    paused = any(kind.startswith("network") for kind in kinds)
+    place = namespaces(ranks, ("1gbit", "256kb")) if paused else nothing()
+    with tempfile.TemporaryDirectory() as name, place as names:
+        run = Run(ranks, plan, Path(name), names)
+        try:
+            run.start()
+            going = run.wait_for_progress()
+            while going and times.total() < faults:
+                kind = draw.choices(kinds, [KINDS[kind] for kind in kinds])[0]
+                run.fault(kind, draw.randrange(ranks))
+                times[kind] += 1
+                if not run.wait_for_progress():
+                    hangs[kind] += 1
+                    run.start_again()
+                    going = run.wait_for_progress()
+                time.sleep(draw.random())
+        finally:
+            run.end()
+        if not going:
+            raise RuntimeError((Path(name) / "log0").read_text()[-3000:])
+        return times, hangs, run.compared()
 
 
 @contextlib.contextmanager
@@ -211,54 +269,33 @@ def nothing() -> Iterator[list[str]]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--attempt", type=int)
-    parser.add_argument("--ranks", type=int, default=2)
-    parser.add_argument("--fragments", type=int, default=2)
-    parser.add_argument("--delay", type=int, default=2)
     parser.add_argument("--faults", type=int, default=100)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--minutes", type=float, default=float("inf"), help="no fault after")
     own, rest = parser.parse_known_args(argv)
-    if own.folder is not None:
-        run_rank(own)
-        return
     arguments = parse_arguments(__doc__ or "", rest)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that networks are removed then too
-    draw, end = random.Random(own.seed), time.monotonic() + 60 * own.minutes
-    reason = why_not()
-    kinds = ["NaN", "slow rank", "killed and resumed"]
-    kinds += [] if reason else ["network paused for 5 s"]
-    counts: Counter[str] = Counter()
-    hangs: Counter[str] = Counter()
-    place = nothing() if reason else namespaces(own.ranks, ("1gbit", "256kb"))
-    with tempfile.TemporaryDirectory() as name, place as names:
-        run = Run(own, Path(name), names)
-        try:
-            run.start()
-            going = run.wait_for_progress()
-            while going and counts.total() < own.faults and time.monotonic() < end:
-                kind = draw.choices(kinds, [4, 4, 1, 2][: len(kinds)])[0]
-                run.fault(kind, draw.randrange(own.ranks))
-                counts[kind] += 1
-                if not run.wait_for_progress():
-                    hangs[kind] += 1
-                    run.end()
-                    run.start()
-                    going = run.wait_for_progress()
-                time.sleep(draw.random())
-        finally:
-            run.end()
-        compared, differ = parted(Path(name), own.ranks, run.attempts)
-        report = lo.Report(
-            f"{counts.total()} random faults on {own.ranks} ranks",
-            [{"fault": k, "times": counts[k], "hangs": hangs[k]} for k in kinds],
-            [
-                f"Outer weights were compared over ranks after {compared} exchanges; different: "
-                f"{differ}. H=8, {own.fragments} fragments, delay {own.delay}."
-            ],
-        )
-        publish("diloco_faults", report, arguments, compared=compared, differ=differ)
+    draw, total = random.Random(own.seed), 4 if arguments.quick else own.faults
+    kinds = [kind for kind in KINDS if not (kind.startswith("network") and why_not())]
+    rows: list[dict[str, Any]] = []
+    for number, (ranks, plan) in enumerate(PLANS):
+        share = total * (number + 1) // len(PLANS) - total * number // len(PLANS)
+        times, hangs, compared = endure(ranks, plan, kinds, draw, share)
+        settings = ", ".join(f"{key} {value}" for key, value in plan.items()) or "defaults"
+        faults = {kind: times[kind] for kind in kinds}
+        row = {"ranks": ranks, "plan": settings, **faults, "hangs": hangs.total(), **compared}
+        rows.append(row)
+        print(json.dumps(row), flush=True)
+    done = sum(row[kind] for row in rows for kind in kinds)
+    report = lo.Report(
+        f"{done} random faults",
+        rows,
+        [
+            "`compared`: after how many exchanges and checkpoints hashes of the weights were "
+            "compared over ranks. `different`: how often they were not the same. `unsound`: how "
+            "often a weight was NaN or infinite. " + ", ".join(f"{k} {v}" for k, v in OUTER.items())
+        ],
+    )
+    publish("diloco_faults", report, arguments)
 
 
 if __name__ == "__main__":
