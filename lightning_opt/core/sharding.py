@@ -96,11 +96,16 @@ def sum_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
     return values
 
 
-def mean_over_ranks(values: Tensor) -> Tensor:
-    """Return the mean of ``values`` over all processes; themselves where there is only one."""
-    if not dist.is_available() or not dist.is_initialized() or dist.get_world_size() == 1:
-        return values
-    return sum_over(values, (dist.group.WORLD,)) / dist.get_world_size()
+def ranks_of_a_step(trainer: Any) -> Groups:
+    """Return the group of the processes that take each step together, from the same weights.
+
+    It is empty for a process that trains by itself, as a replica of ``DiLoCoStrategy`` may. Only
+    these may be waited for at a step.
+    """
+    if trainer.world_size == 1 or not dist.is_initialized():
+        return COMPLETE
+    group = getattr(trainer.strategy, "step_group", None) or dist.group.WORLD
+    return (group,) if dist.get_world_size(group) > 1 else COMPLETE
 
 
 def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.sharding import combine_shards, mean_over_ranks
+from lightning_opt.core.sharding import combine_shards, sum_over
 from tests.helpers.fake_cuda import fake_cuda
 
 
@@ -29,7 +29,7 @@ def test_figures_are_reduced_where_the_group_can(monkeypatch, backends, where):
         for summed in (
             combine_shards(values, [("a",)] * 3),
             combine_shards(values, [("a",), ("b",), ()]),
-            mean_over_ranks(values),
+            sum_over(values, ("a",)),
         ):
             assert summed.device.type == where
     assert reduced == ["cuda" if backends == "cuda:nccl" else where] * 4

@@ -34,7 +34,7 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.norms import collect_gradients, parameters_of
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.scalars import Scalar
-from lightning_opt.core.sharding import flat_parameter_groups
+from lightning_opt.core.sharding import flat_parameter_groups, ranks_of_a_step
 from lightning_opt.trainer.refusals import refuse_lbfgs
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -240,8 +240,7 @@ class Accumulation(RunCallback):
             several = has_several_loaders(trainer)
             self._now = 1.0 if self.normalize == "batches" else count_samples(batch, several)
         if self._unit == 0.0:  # a mean over ranks, so that all have the same; read once a run
-            world = trainer.world_size if self.normalize != "batches" else 1
-            total = self._now if world == 1 else sum_over_ranks(self._now, self._device)
+            total, world = self._of_ranks(trainer, self._now)
             self._unit = float(total) / world or 1.0
         self._weight = self._now / self._unit
 
@@ -296,20 +295,19 @@ class Accumulation(RunCallback):
         if self._is_training and self._counted:
             self._average(trainer)
 
+    def _of_ranks(self, trainer: pl.Trainer, total: Scalar) -> tuple[Scalar, int]:
+        """Return the sum over the ranks that step together, and their number."""
+        if self.normalize == "batches":  # of which all ranks have as many
+            return total, 1
+        return sum_over_ranks(total, self._device, ranks_of_a_step(trainer))
+
     @torch.no_grad()
     def _average(self, trainer: pl.Trainer) -> None:
         # The gradient is the sum of `count / unit * gradient`, over `accumulate_grad_batches`, and
         # the mean over ranks. At fp16 it is loss-scaled too, which a factor does not mind.
         expected = trainer.accumulate_grad_batches * self._unit
-        total = self._total
-        if self.normalize == "batches":
-            factor = expected / total
-        else:
-            world = 1
-            if trainer.world_size > 1:
-                world = trainer.world_size
-                total = sum_over_ranks(total, self._device)
-            factor = quotient(world * expected, total)
+        total, world = self._of_ranks(trainer, self._total)
+        factor = quotient(world * expected, total)
         self._counted = 0
         if isinstance(factor, Tensor) or factor != 1.0:
             collect_gradients(self._parameters, self._flat).scale_(factor)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.scalars import Scalar, wide_dtype
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.sharding import Groups, sum_over, wants_host
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
 
 
@@ -60,11 +60,14 @@ def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
     return float(counted) if wants_host(counted.device) else counted.to(wide_dtype(counted.device))
 
 
-def sum_over_ranks(total: Scalar, device: torch.device) -> Scalar:
-    """Return the sum over ranks: a float where reading it is free."""
+def sum_over_ranks(total: Scalar, device: torch.device, groups: Groups) -> tuple[Scalar, int]:
+    """Return the sum over ranks, a float where reading it is free, and how many there are."""
+    if not groups:
+        return total, 1
     value = torch.as_tensor(total, dtype=torch.float64, device=device).clone()
-    dist.all_reduce(value)
-    return value.item() if wants_host(device) else value  # free on a CPU
+    sum_over(value, groups)
+    world = dist.get_world_size(groups[0])
+    return value.item() if wants_host(device) else value, world  # free on a CPU
 
 
 def quotient(expected: float, total: Scalar) -> Scalar:

@@ -114,7 +114,7 @@ class Replicas(Alone):
 
     def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
         self._model = model
-        self._group = _group_of_hosts(timeout)
+        self._group = _group_of_hosts(timeout, dist.get_world_size(model.process_group))
         self._flags = torch.zeros(2, dtype=torch.int64)
         self._risky = False
 
@@ -217,7 +217,7 @@ class Sharded(Alone):
     """
 
     def __init__(self, timeout: timedelta | None) -> None:
-        self._group = _group_of_hosts(timeout)
+        self._group = _group_of_hosts(timeout, dist.get_world_size())
 
     def agree(self, parts: int, samples: int) -> int:
         """Return the most parts that any rank wants, but no more than the fewest samples."""
@@ -232,15 +232,19 @@ class Sharded(Alone):
         _close(self._group)
 
 
-def _group_of_hosts(timeout: timedelta | None) -> Any:
+def _group_of_hosts(timeout: timedelta | None, size: int) -> Any:
     """Return a process group over gloo, in which nobody waits for a device.
+
+    Args:
+        timeout: How long to wait there.
+        size: How many neighbouring ranks it is for: those that reduce gradients with this one.
 
     Raises:
         NoHostNetworkError: On all ranks, if one has none.
     """
     group, problem = None, ""
     try:
-        group = dist.new_group(backend="gloo", timeout=timeout)
+        group, _ = dist.new_subgroups(size, backend="gloo", timeout=timeout)
     except (RuntimeError, ValueError) as error:
         problem = str(error)
     problems: list[str] = [""] * dist.get_world_size()

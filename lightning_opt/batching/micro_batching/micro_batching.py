@@ -46,6 +46,7 @@ from lightning_opt.core.importing import function_named
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
+from lightning_opt.core.sharding import COMPLETE, Groups, ranks_of_a_step, sum_over
 from lightning_opt.trainer.refusals import refuse_lbfgs
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -226,7 +227,8 @@ class MicroBatching(RunCallback):
         shop = Workshop(trainer, pl_module, *loss, retrying, ranks, hooks, self._check.sums)
         self._shop, self._stack, optimization = shop, stack, shop.optimization
         self._whole, self._update = optimization._make_closure, optimization._optimizer_step
-        self._agreed = trainer.world_size == 1 or _same_on_all_ranks(trainer.train_dataloader)
+        alike = _same_on_all_ranks(trainer.train_dataloader)
+        self._ranks = COMPLETE if alike else ranks_of_a_step(trainer)
         make: Any = self._make_fixed
         if isinstance(ranks, Sharded):
             every, note = self.regrow_every, self._note
@@ -254,8 +256,8 @@ class MicroBatching(RunCallback):
         samples = shop.samples(kwargs["batch"])
         assert self.size != "auto"
         parts = -(-samples // self.size)
-        if not self._agreed:
-            parts = _agree(parts, samples, shop.device)
+        if self._ranks:
+            parts = _agree(parts, samples, shop.device, self._ranks)
         if parts <= 1:
             shop.hooks.begin()
             return self._whole(kwargs, optimizer, batch_idx)
@@ -366,9 +368,8 @@ def _same_on_all_ranks(loader: Any) -> bool:
     )
 
 
-def _agree(parts: int, samples: int, device: torch.device) -> int:
+def _agree(parts: int, samples: int, device: torch.device, ranks: Groups) -> int:
     """Return the largest number of parts of any rank, but no more than the fewest samples."""
-    most = torch.tensor([parts, -samples], device=device)
-    dist.all_reduce(most, op=dist.ReduceOp.MAX)
+    most = sum_over(torch.tensor([parts, -samples], device=device), ranks, dist.ReduceOp.MAX)
     parts, fewest = map(int, most.tolist())
     return min(parts, -fewest)

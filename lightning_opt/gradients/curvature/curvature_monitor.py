@@ -11,6 +11,7 @@ from lightning_opt.core.arguments import at_least, positive, share
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.sharding import Groups, ranks_of_a_step
 from lightning_opt.gradients.curvature.curved_step import (
     check_parameters,
     check_run,
@@ -134,7 +135,7 @@ class CurvatureMonitor(RunCallback):
         ) as loss:
             if loss is None:
                 return {}
-            product = _of_all_ranks(hessian_product(loss, params))
+            product = _of_ranks(hessian_product(loss, params), ranks_of_a_step(trainer))
             trace = estimate_trace(product, params, self.n_samples, generator)
             top = largest_eigenvalue(
                 product, params, self.max_iterations, self.tolerance, generator
@@ -160,8 +161,8 @@ class CurvatureMonitor(RunCallback):
         self.history = [dict(entry) for entry in state_dict["history"]]
 
 
-def _of_all_ranks(product: Product) -> Product:
-    return lambda vectors: mean_of_parts(product(vectors))
+def _of_ranks(product: Product, groups: Groups) -> Product:
+    return lambda vectors: mean_of_parts(product(vectors), groups)
 
 
 def edge_of(sharpness: float, optimizer: Optimizer) -> dict[str, float]:

@@ -12,6 +12,7 @@ from lightning_opt.core.arguments import at_least, share
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.sharding import ranks_of_a_step
 from lightning_opt.gradients.curvature.curved_step import (
     check_parameters,
     check_run,
@@ -164,7 +165,8 @@ class CurvaturePreconditioner(GradientCallback):
                 sample = sample_diagonal(product, list(params.values()), generator)
                 del product
             del loss
-        self._preconditioner.update(dict(zip(params, mean_of_parts(sample), strict=True)))
+        mean = mean_of_parts(sample, ranks_of_a_step(trainer))
+        self._preconditioner.update(dict(zip(params, mean, strict=True)))
 
     def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:
         averages = self._preconditioner.average().values()

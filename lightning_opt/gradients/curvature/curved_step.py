@@ -15,7 +15,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.compiling import run_eagerly
 from lightning_opt.core.preserve import replaced
-from lightning_opt.core.sharding import mean_over_ranks
+from lightning_opt.core.sharding import Groups, sum_over
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, split_into
 from lightning_opt.core.trial import loss_of, without_a_trace
 
@@ -123,10 +123,11 @@ def twice_differentiable_loss(
             ) from error
 
 
-def mean_of_parts(parts: list[Tensor]) -> list[Tensor]:
-    """Return the mean over all processes, by one all-reduce."""
-    if not dist.is_available() or not dist.is_initialized():
+def mean_of_parts(parts: list[Tensor], groups: Groups) -> list[Tensor]:
+    """Return the mean over a group of processes, by one all-reduce."""
+    if not groups:
         return parts  # without the copy
-    flat = mean_over_ranks(torch.cat([part.float().flatten() for part in parts]))
+    flat = sum_over(torch.cat([part.float().flatten() for part in parts]), groups)
+    flat /= dist.get_world_size(groups[0])
     own = flat.split([part.numel() for part in parts])
     return [mean.view_as(part) for mean, part in zip(own, parts, strict=True)]

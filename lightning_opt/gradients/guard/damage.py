@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.norms import as_real
-from lightning_opt.core.sharding import local_part
+from lightning_opt.core.sharding import Groups, local_part
 
 
 class DamageWatch:
@@ -25,7 +25,7 @@ class DamageWatch:
         self._seen: set[str] = set()
         self._meant: set[str] = set()
 
-    def find(self, tensors: Mapping[str, Tensor], buffers: Sequence[str]) -> list[str]:
+    def find(self, tensors: Mapping[str, Tensor], buffers: list[str], groups: Groups) -> list[str]:
         """Return the names of what is damaged on any rank. A collective, and waits for the device.
 
         Call it once before the first step, so that it knows how buffers are made.
@@ -33,11 +33,12 @@ class DamageWatch:
         Args:
             tensors: Weights and buffers by name.
             buffers: Which of them are buffers.
+            groups: The ranks that train together.
         """
         bad = nonfinite_names(tensors)
         self._meant |= set(bad) & (set(buffers) - self._seen)
         self._seen.update(buffers)
-        of_ranks = gather([name for name in bad if name not in self._meant])
+        of_ranks = gather([name for name in bad if name not in self._meant], groups)
         return list(dict.fromkeys(name for names in of_ranks for name in names))
 
 
@@ -56,10 +57,10 @@ def nonfinite_names(tensors: Mapping[str, Tensor]) -> list[str]:
     return [name for name, finite in zip(floating, flags.tolist(), strict=True) if not finite]
 
 
-def gather(value: Any) -> list[Any]:
+def gather(value: Any, groups: Groups) -> list[Any]:
     """Return the value of every rank, in order. A collective, if there is more than one."""
-    if not (dist.is_available() and dist.is_initialized()) or dist.get_world_size() == 1:
+    if not groups:
         return [value]
-    values: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(values, value)
+    values: list[Any] = [None] * dist.get_world_size(groups[0])
+    dist.all_gather_object(values, value, group=groups[0])
     return values

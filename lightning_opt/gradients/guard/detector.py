@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.scalars import Condition, DeviceCopy, Scalar, move, stack_scalars
+from lightning_opt.core.sharding import COMPLETE, Groups
 from lightning_opt.core.statistics import BEYOND, WITHIN, DeviceBands, LogBand
 
 Kind: TypeAlias = Literal[
@@ -115,6 +116,7 @@ class Detector:
         *,
         loss_scale: Scalar | None = None,
         reduce_on: torch.device | None = None,
+        groups: Groups = COMPLETE,
     ) -> Symptoms:
         """Look at one step, and let it into the history.
 
@@ -123,11 +125,12 @@ class Detector:
             norm: Total norm of the gradient, without loss scale.
             state: From :meth:`init`, updated in place.
             loss_scale: The scale of an fp16 loss scaler. A gradient that is not finite while the
-            reduce_on: The device on which ranks gather; None for a single process. All ranks then
-                get the same symptoms, from one all-gather of two numbers.
+            reduce_on: The device on which ranks gather.
+            groups: Those ranks; none for a process that decides by itself. All of them then get the
+                same symptoms, from one all-gather of two numbers.
         """
-        if reduce_on is not None:
-            loss, norm = _of_all_ranks(loss, norm, reduce_on)
+        if groups:
+            loss, norm = _of_ranks(loss, norm, reduce_on, groups[0])
         if isinstance(loss, Tensor) or isinstance(norm, Tensor):
             return self._examine_on_device(stack_scalars([loss, norm]), state, loss_scale)
         high = []
@@ -164,12 +167,12 @@ class Detector:
         return Symptoms(*both.unbind(), *found.unbind())
 
 
-def _of_all_ranks(loss: Scalar, norm: Scalar, device: torch.device) -> tuple[Scalar, Scalar]:
+def _of_ranks(loss: Scalar, norm: Scalar, device: Any, group: Any) -> tuple[Scalar, Scalar]:
     """Return the mean loss and the largest norm: floats for floats, else tensors, unread."""
     on_host = not (isinstance(loss, Tensor) or isinstance(norm, Tensor))
     own = stack_scalars([loss, norm]).to(device)
-    every = own.new_empty(dist.get_world_size(), 2)
-    dist.all_gather(list(every.unbind()), own)
+    every = own.new_empty(dist.get_world_size(group), 2)
+    dist.all_gather(list(every.unbind()), own, group=group)
     # A NaN or an infinity of one rank is in both.
     both = torch.stack([every[:, 0].mean(), every[:, 1].amax()])
     mean, largest = both.tolist() if on_host else both.unbind()  # what was on the host goes back

@@ -10,11 +10,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
 from lightning_opt.core.norms import GradientNorms
 from lightning_opt.core.report import Report
+from lightning_opt.core.sharding import ranks_of_a_step
 from lightning_opt.gradients.guard.damage import gather
 from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
 from lightning_opt.gradients.guard.ladder import Action
@@ -127,12 +129,13 @@ class Incident:
             return [name for _, name in largest[:3]]
         return [n for n, value in zip(named, values, strict=True) if not value <= LARGEST_NORM]
 
-    def event(self, names: Mapping[Tensor, str], damaged: list[str]) -> Event:
+    def event(self, names: Mapping[Tensor, str], damaged: list[str], rank: int) -> Event:
         """Return the fault as plain types, as this rank sees it.
 
         Args:
             names: Of the parameters.
             damaged: Weights and buffers that are not finite.
+            rank: Of this process.
         """
         bad = damaged if self.kind == "nonfinite_weight" else self.bad_parameters(names)
         return {
@@ -144,7 +147,7 @@ class Incident:
             "action": self.action,
             "loss": self.loss,
             "norm": self.norm,
-            "ranks": [] if self.bad_place() is None else ["this one"],
+            "ranks": [] if self.bad_place() is None else [rank],
             "parameters": bad[:NAMED_PARAMETERS],
             "parameters_total": len(bad),
         }
@@ -155,7 +158,12 @@ class EventLog:
 
     Args:
         save_batch: Whether to save batches with a fault, up to :data:`SAVED_BATCHES` a rank.
+
+    Attributes:
+        folder: Where to.
     """
+
+    folder = Path("guard")
 
     def __init__(self, save_batch: bool) -> None:
         self.clear()
@@ -183,21 +191,23 @@ class EventLog:
             names: Of the parameters.
             damaged: Weights and buffers that are not finite.
         """
-        own = [incident.event(names, damaged) for incident in incidents]
-        events = [merge_events(of_ranks) for of_ranks in zip(*gather(own), strict=True)]
-        folder = Path(trainer.log_dir or trainer.default_root_dir) / "guard"  # on every rank
+        rank, groups = trainer.global_rank, ranks_of_a_step(trainer)
+        own = [incident.event(names, damaged, rank) for incident in incidents]
+        everyone = gather(own, groups)
+        events = [merge_events(of_ranks) for of_ranks in zip(*everyone, strict=True)]
         for event, incident in zip(events, incidents, strict=True):
-            mine = not event["ranks"] or trainer.global_rank in event["ranks"]
+            mine = not event["ranks"] or rank in event["ranks"]
             if self.save_batch and incident.batches and mine and self._saved < SAVED_BATCHES:
                 self._saved += 1
                 batch = move_data_to_device(incident.batch()[1], torch.device("cpu"))
-                folder.mkdir(parents=True, exist_ok=True)
-                path = folder / f"step{event['step']}_rank{trainer.global_rank}.pt"
+                self.folder.mkdir(parents=True, exist_ok=True)
+                path = self.folder / f"step{event['step']}_rank{rank}.pt"
                 torch.save({"event": event, "batch": batch}, path)
                 event["batch_file"] = str(path)
             self.events.append(event)
             self.count += 1
-            if trainer.is_global_zero and (self.count == 1 or event["action"] != "skip"):
+            leads = not groups or dist.get_rank(groups[0]) == 0
+            if leads and (self.count == 1 or event["action"] != "skip"):
                 done = DONE[event["action"]]
                 _logger.warning("NonFiniteGuard: %s; %s.", describe(event), done)
         del self.events[:-KEPT_EVENTS]
@@ -224,7 +234,7 @@ class EventLog:
 def merge_events(of_ranks: Sequence[Event]) -> Event:
     """Return what all ranks saw of one fault; the batch is that of the first with a bad loss."""
     merged = dict(next((event for event in of_ranks if event["ranks"]), of_ranks[0]))
-    merged["ranks"] = [rank for rank, event in enumerate(of_ranks) if event["ranks"]]
+    merged["ranks"] = [rank for event in of_ranks for rank in event["ranks"]]
     return merged
 
 

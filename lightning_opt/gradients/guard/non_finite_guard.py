@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -14,6 +14,7 @@ from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.sharding import ranks_of_a_step
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.guard.buffers import BufferKeeper
@@ -54,10 +55,12 @@ class NonFiniteGuard(GradientCallback):
     NaN in a weight cannot be skipped away: it leads to 3 at once, or to 4 where there is no
     snapshot. Spikes alone never stop a run: if they go on after 3, their level is the new normal.
 
-    All ranks decide together, by one all-gather of two numbers a step. With fused Adam, AdamW,
-    SGD or Adagrad on an accelerator the host never waits: the device leaves the step out by itself,
-    and the host learns of it, for rungs 2 to 4, two steps later. With other optimizers it reads one
-    small tensor a step. On a CPU reading is free.
+    All ranks decide together, by one all-gather of two numbers a step. Under ``DiLoCoStrategy`` a
+    replica decides by itself, and takes the weights that all share when it rolls back.
+
+    With fused Adam, AdamW, SGD or Adagrad on an accelerator the host never waits: the device leaves
+    the step out by itself, and the host learns of it, for rungs 2 to 4, two steps later. With other
+    optimizers it reads one small tensor a step. On a CPU reading is free.
 
     Under the fp16 loss scaler a gradient that is not finite with a loss that is counts as an
     overflow, the scaler's normal business, unless the loss scale is already below 1.
@@ -178,7 +181,9 @@ class NonFiniteGuard(GradientCallback):
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Copy the buffers, and take the first snapshot, now that any checkpoint is loaded."""
         self._start_run(BufferKeeper(pl_module), trainer.optimizers)
-        damaged = self._damaged(pl_module)
+        # Lightning asks all ranks, and not all may meet the same faults.
+        self._log.folder = Path(trainer.log_dir or trainer.default_root_dir) / "guard"
+        damaged = self._damaged(trainer, pl_module)
         if self.ladder.policy == "rollback":
             self._respond(trainer, pl_module, damaged)
 
@@ -205,8 +210,8 @@ class NonFiniteGuard(GradientCallback):
         index, step = self.measure(trainer, optimizer)
         losses = self._losses.take(index)
         batches, self._batches = self._batches, self._batches[-1:]
-        distributed = trainer.world_size > 1 and dist.is_initialized()
-        if not losses and not step.gradients.tensors and not distributed:
+        groups = ranks_of_a_step(trainer)
+        if not losses and not step.gradients.tensors and not groups:
             return  # `training_step` returned None: there is nothing to judge
         standing = self._judge.standing(index)
         on_host = step.gradients.on_host
@@ -217,7 +222,8 @@ class NonFiniteGuard(GradientCallback):
             step.norms.total,
             standing["usual"],
             loss_scale=known_scale,
-            reduce_on=trainer.strategy.root_device if distributed else None,
+            reduce_on=trainer.strategy.root_device,
+            groups=groups,
         )
         deferred = not on_host and skips_on_device(optimizer)
         if not deferred:
@@ -266,13 +272,13 @@ class NonFiniteGuard(GradientCallback):
         for control in self._controls:
             control.forget()
         if self._faults:
-            self._respond(trainer, pl_module, self._damaged(pl_module))
+            self._respond(trainer, pl_module, self._damaged(trainer, pl_module))
             return
         self._good_batches += 1
         if self.ladder.policy == "rollback" and self._good_batches >= self.snapshot_every_n_steps:
             self._hear(self._delayed.flush())
             self._good_batches -= len(self._faults)  # they were not, as it turns out
-            self._respond(trainer, pl_module, self._damaged(pl_module))
+            self._respond(trainer, pl_module, self._damaged(trainer, pl_module))
         if log_due:
             log_scalars(trainer, self._judge.scalars())
 
@@ -280,7 +286,7 @@ class NonFiniteGuard(GradientCallback):
         """Answer what the device has not told yet."""
         self._hear(self._delayed.flush())
         if self._faults:
-            self._respond(trainer, pl_module, self._damaged(pl_module))
+            self._respond(trainer, pl_module, self._damaged(trainer, pl_module))
 
     def _note(self, symptoms: Symptoms, incident: Incident) -> None:
         """Take note of a step whose symptoms are known."""
@@ -344,9 +350,9 @@ class NonFiniteGuard(GradientCallback):
         weights = {name: parameter for parameter, name in self.names.items()}
         return {**weights, **dict(pl_module.named_buffers())}
 
-    def _damaged(self, pl_module: pl.LightningModule) -> list[str]:
+    def _damaged(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
         buffers = [name for name, _ in pl_module.named_buffers()]
-        return self._damage.find(self._tensors(pl_module), buffers)
+        return self._damage.find(self._tensors(pl_module), buffers, ranks_of_a_step(trainer))
 
     def diagnose(self) -> list[Verdict]:
         """Return whether steps were left out."""

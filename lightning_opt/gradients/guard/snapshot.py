@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from lightning_opt.core.sharding import is_dtensor, local_part
-from lightning_opt.trainer.went_back import went_back
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -68,7 +67,8 @@ class Snapshot:
         ):
             config.scheduler.load_state_dict(copy.deepcopy(saved))
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._held["precision"]))
-        went_back(trainer)
+        # A strategy may owe something to the later weights, or share others.
+        getattr(trainer.strategy, "forget_residuals", lambda: None)()
         _wait(tensors.values())
 
 

@@ -16,7 +16,7 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.memory import MB, MemoryLimits, Usage, growth_figures
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.sharding import Groups, ranks_of_a_step, sum_over, wants_host
 from lightning_opt.memory.cleanup.actions import ACTIONS, Action, Effect, advise, clean
 from lightning_opt.memory.cleanup.pressure import Pressure
 from lightning_opt.trainer.run_callback import RunCallback
@@ -135,9 +135,9 @@ class MemoryCleanup(RunCallback):
             return
         self._steps += 1
         due = self._schedule.is_due(self._steps)
-        if trainer.world_size > 1 and dist.is_initialized():
+        if groups := ranks_of_a_step(trainer):
             if due:
-                self._ask_all(trainer, pl_module)
+                self._ask_all(trainer, pl_module, groups)
         elif due or self._has_grown():
             self._look(trainer, pl_module, due=due)
 
@@ -189,14 +189,14 @@ class MemoryCleanup(RunCallback):
         if short or due:
             self._log(trainer, _largest(usages))
 
-    def _ask_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _ask_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule, groups: Groups) -> None:
         """Ask all ranks, and act on their answer at one and the same step."""
         device = trainer.strategy.root_device
         if not wants_host(device):
             self._act_on_answer(trainer, pl_module)  # to what was asked the last time
         usages, short = self._read()
         question = torch.tensor([float(bool(short)), _largest(usages)], device=device)
-        dist.all_reduce(question, op=dist.ReduceOp.MAX)
+        sum_over(question, groups, dist.ReduceOp.MAX)
         self._answers.push(question, None)
         if wants_host(device):
             self._act_on_answer(trainer, pl_module)

@@ -16,6 +16,7 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.memory import MemoryLimits
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.sharding import ranks_of_a_step, sum_over
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.memory.leaks.census import Census, take_census
 from lightning_opt.memory.leaks.signals import SAMPLES, Signals, read_signals
@@ -226,11 +227,11 @@ class LeakDetector(RunCallback):
         """With ``action="raise"``, stop all ranks if one has found a leak."""
         if self.action != "raise":
             return
-        if trainer.world_size > 1 and dist.is_initialized():
+        if groups := ranks_of_a_step(trainer):
             if not self._signals["train"].is_due():  # all ranks have as many samples
                 return
             flag = torch.tensor(float(bool(self._suspects)), device=trainer.strategy.root_device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
+            sum_over(flag, groups, dist.ReduceOp.MAX)
             if not flag.item():
                 return
         elif not found:

@@ -6,8 +6,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
@@ -20,12 +18,12 @@ from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.norms import parameters_of
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.strategies.compression.choosing.auto import LOOK, AutoChoice
 from lightning_opt.strategies.compression.choosing.ramp import Ramp, default_steps
 from lightning_opt.strategies.compression.exchange.local_clipping import clip_locally
 from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
+from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.refusals import refuse_lbfgs
 
 CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
@@ -37,7 +35,7 @@ ONE_BUCKET = 2**20
 """Megabytes of a bucket that holds any model."""
 
 
-class CompressedDDPStrategy(DDPStrategy):
+class CompressedDDPStrategy(OwnExchangeStrategy):
     """DDP that sends a hundredth of the bytes, or a quarter or an eighth of them.
 
     For networks that are slow against the model: 1 to 25 Gbit/s between machines. What is not sent
@@ -106,6 +104,9 @@ class CompressedDDPStrategy(DDPStrategy):
         >>> trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
+    title = "compressed DDP"
+    checkpoint_key = CHECKPOINT_KEY
+
     def __init__(
         self,
         compressor: str | Compressor = "topk",
@@ -117,12 +118,6 @@ class CompressedDDPStrategy(DDPStrategy):
         process_group_backend: str | None = None,
         **kwargs: Any,
     ) -> None:
-        for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"CompressedDDPStrategy brings its own communication hook, so {name} cannot be "
-                    "given. Use lightning.pytorch.strategies.DDPStrategy for a hook of your own."
-                )
         self.compressor = resolve_compressor(compressor, ratio)
         if isinstance(self.compressor, PowerSGD):
             if "bucket_cap_mb" in kwargs:
@@ -146,7 +141,6 @@ class CompressedDDPStrategy(DDPStrategy):
         self._updated = False
         self._reduction: CompressedReduction | None = None
         self._auto: AutoChoice | None = None
-        self._resumed: dict[str, Any] | None = None
         self._handles: list[RemovableHandle] = []
 
     def compressor_at(self, step: int) -> Compressor | None:
@@ -157,10 +151,8 @@ class CompressedDDPStrategy(DDPStrategy):
     def on_train_start(self) -> None:
         """Settle the length of the ramp, now that the length of the run is known."""
         super().on_train_start()
-        module = self.lightning_module
-        assert module is not None
         if self.ramp_steps is None:
-            planned = float(module.trainer.estimated_stepping_batches)
+            planned = float(self._module.trainer.estimated_stepping_batches)
             # Ranks may have different numbers of batches.
             self._ramp.steps = default_steps(self.compressor, self.broadcast(planned))
 
@@ -184,14 +176,8 @@ class CompressedDDPStrategy(DDPStrategy):
         # Lightning registers hooks on CUDA only; gloo takes them as well.
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        module = self.lightning_module
-        assert module is not None
-        if any(map(is_dtensor, module.parameters())):
-            raise ValueError(
-                "Compressed DDP needs whole parameters on every rank, but this model's are sharded "
-                "(DTensor). Use it without FSDP or tensor parallelism, or use their strategies "
-                "without compression."
-            )
+        self.refuse_shards()
+        module = self._module
         if isinstance(self.compressor, TopK):
             # Refuses a k above the model now, one above a bucket at the first compressed step.
             self.compressor.capacity(sum(parameter.numel() for parameter in module.parameters()))
@@ -254,9 +240,8 @@ class CompressedDDPStrategy(DDPStrategy):
         return one if scaler is None else scaler.scale(one)  # unlike get_scale(), without a wait
 
     def _clip(self, gradient: Tensor, scale: Tensor) -> None:
-        module = self.lightning_module
-        assert module is not None
-        bound, algorithm = module.trainer.gradient_clip_val, module.trainer.gradient_clip_algorithm
+        trainer = self._module.trainer
+        bound, algorithm = trainer.gradient_clip_val, trainer.gradient_clip_algorithm
         if bound:
             clip_locally(gradient, scale * bound, algorithm or "norm", self.world_size)
 
@@ -277,31 +262,17 @@ class CompressedDDPStrategy(DDPStrategy):
             if not self._updated:
                 self._reduction.leave_out(parameters_of(optimizer))
             if self._schedule.is_due(self._optimizer_steps):
-                module = self.lightning_module
-                assert module is not None
-                values = self._reduction.read()
-                log_scalars(module.trainer, {f"comm/{key}": value for key, value in values.items()})
+                values = {f"comm/{key}": value for key, value in self._reduction.read().items()}
+                log_scalars(self._module.trainer, values)
         return output
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint with what the ranks have not yet sent. All ranks take part."""
-        # A checkpoint of weights alone is no place to resume from.
-        if self._reduction is not None and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = self._reduction.state_dict()
-        super().save_checkpoint(checkpoint, *args, **kwargs)
+    def state_to_save(self) -> dict[str, Any] | None:
+        """Return what the ranks have not yet sent."""
+        return None if self._reduction is None else self._reduction.state_dict()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
         """Load a checkpoint with what it says is owed: now, or when the model is wrapped."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        module = self.lightning_module
-        if module is None or module.trainer.state.fn != TrainerFn.FITTING:
-            return checkpoint
-        self._resumed = checkpoint.get(CHECKPOINT_KEY)
-        if self._resumed is None:
-            rank_zero_warn(
-                "This checkpoint was written without compressed DDP, so there is nothing to resume "
-                f"that was not yet sent. Compression begins after {self.warmup_steps} steps."
-            )
+        checkpoint = super().load_checkpoint(*args, **kwargs)
         if self._reduction is not None:  # in the midst of a run, as a learning-rate finder does
             self._reduction.load_state_dict(self._resumed or {})
             self._resumed = None

@@ -20,6 +20,22 @@ def broadcast_all(tensors: Iterable[Tensor]) -> None:
         tensor.detach().copy_(flat.view(tensor.shape))
 
 
+def require_equal_batches(batches: float, device: torch.device) -> None:
+    """Refuse loaders of unequal lengths: replicas meet after so many steps of each.
+
+    Raises:
+        ValueError: On all processes.
+    """
+    both = torch.tensor([batches, -batches], device=device)
+    dist.all_reduce(both, op=dist.ReduceOp.MAX)
+    most, fewest = both[0].item(), -both[1].item()
+    if most != fewest:
+        raise ValueError(
+            f"DiLoCo needs as many batches on every process, got from {fewest:g} to {most:g}. Use "
+            "a DistributedSampler, or Trainer(limit_train_batches=...) with a number that all have."
+        )
+
+
 def average_finite(tensors: Sequence[Tensor]) -> None:
     """Average over processes, element by element, what is finite; the rest stays.
 

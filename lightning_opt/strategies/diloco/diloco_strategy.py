@@ -2,31 +2,31 @@
 
 from __future__ import annotations
 
+from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch import Callback
 from lightning.pytorch.callbacks import LambdaCallback
-from lightning.pytorch.strategies import DDPStrategy
-from lightning.pytorch.trainer.states import TrainerFn
-from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor, nn
-from torch.optim import LBFGS, Optimizer
+from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, fraction, one_of, positive
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.sharding import flat_parameter_groups, is_dtensor
-from lightning_opt.strategies.diloco.agreement import average_states, broadcast_all
+from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.strategies.diloco.agreement import (
+    average_states,
+    broadcast_all,
+    require_equal_batches,
+)
 from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, make_groups
 from lightning_opt.strategies.diloco.fragments import default_outer
 from lightning_opt.strategies.diloco.replica import Plan, Replica
+from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
+from lightning_opt.trainer.refusals import refuse_lbfgs
 
-CHECKPOINT_KEY = "lightning_opt.diloco"
-"""Where a checkpoint keeps the outer momentum and the place in the window."""
 
-
-class DiLoCoStrategy(DDPStrategy):
+class DiLoCoStrategy(OwnExchangeStrategy):
     """Replicas train by themselves, and every ``sync_every`` steps apply what all have moved.
 
     For links of 1 Gbit/s and less, between machines or sites. A replica is a machine, within which
@@ -81,6 +81,10 @@ class DiLoCoStrategy(DDPStrategy):
         >>> trainer = L.Trainer(strategy=strategy, accelerator="cpu", devices=2, logger=False)
     """
 
+    title = "DiLoCo"
+    checkpoint_key = "lightning_opt.diloco"
+    brought = (*OwnExchangeStrategy.brought, "process_group")
+
     def __init__(
         self,
         sync_every: int = 16,
@@ -91,12 +95,6 @@ class DiLoCoStrategy(DDPStrategy):
         compression: Literal["int8", "int4", "float32"] = "int8",
         **kwargs: Any,
     ) -> None:
-        for name in ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper", "process_group"):
-            if kwargs.get(name) is not None:
-                raise ValueError(
-                    f"DiLoCoStrategy reduces gradients within a machine by itself, so {name} "
-                    "cannot be given. Leave it out."
-                )
         super().__init__(**kwargs)
         lr, momentum = default_outer(at_least("sync_every", sync_every, 1))
         self.plan = Plan(
@@ -112,59 +110,56 @@ class DiLoCoStrategy(DDPStrategy):
                 f"fragments={fragments} and delay={delay} do not fit into sync_every={sync_every}: "
                 "each fragment is sent once in so many steps, and must arrive before the next time."
             )
-        self._groups: tuple[Replicas, dist.ProcessGroup] | None = None
+        self._replicas: Replicas | None = None
+        self.step_group: dist.ProcessGroup | None = None
         self._replica: Replica | None = None
-        self._resumed: dict[str, Any] = {}
-        self._callbacks: list[Callback] = []
-
-    @property
-    def _trainer(self) -> Any:
-        assert self.lightning_module is not None
-        return self.lightning_module.trainer
+        self._undo = ExitStack()
 
     def configure_ddp(self) -> None:
         """Make the replicas start alike; within one of several processes, wrap the model."""
-        module = self._trainer.lightning_module
-        if any(map(is_dtensor, module.parameters())) or flat_parameter_groups(module):
-            raise ValueError(
-                "DiLoCo needs whole parameters on every process, but this model's are sharded "
-                "(FSDP). Use it without FSDP or tensor parallelism, or use their strategies."
-            )
+        self.refuse_shards()
         if self.world_size == 1:
             return  # there is nobody to learn from
+        module = self._module
         processes = self.num_processes if self.num_nodes > 1 else 1
-        if self._groups is None:
-            self._groups = make_groups(processes, self._timeout)
-        inside = self._groups[1]
+        if self._replicas is None:
+            self._replicas, self.step_group = make_groups(processes, self._timeout)
         broadcast_all([*module.parameters(), *module.buffers()])
         for part in module.modules():
             if isinstance(part, nn.SyncBatchNorm):  # across machines every step would wait
-                part.process_group = inside
+                part.process_group = self.step_group
         if processes > 1:
-            self._ddp_kwargs["process_group"] = inside
+            self._ddp_kwargs["process_group"] = self.step_group
             super().configure_ddp()
 
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, and refuse those that DiLoCo does not suit."""
         super().setup_optimizers(trainer)
-        if any(isinstance(optimizer, LBFGS) for optimizer in self.optimizers):
-            raise ValueError(
-                "DiLoCo does not work with torch.optim.LBFGS, which takes its own number of steps "
-                "on each replica. Use a first-order optimizer such as AdamW or SGD."
-            )
-        if self._groups is not None:
+        refuse_lbfgs("DiLoCo", self.optimizers)
+        if self._replicas is not None:
             # Before any other callback looks at the weights.
-            self._first = LambdaCallback(on_validation_start=self.agree, on_train_end=self.agree)
-            self._callbacks = trainer.callbacks
-            self._callbacks.insert(0, self._first)
+            first = LambdaCallback(on_validation_start=self.agree, on_train_end=self.agree)
+            trainer.callbacks.insert(0, first)
+            self._undo.callback(trainer.callbacks.remove, first)
+            # Lightning asks rank 0 at every batch whether it has got a SIGTERM.
+            loop = trainer.fit_loop.epoch_loop
+            self._undo.enter_context(replaced(loop, _broadcast_sigterm_tensor=do_nothing))
 
     def on_train_start(self) -> None:
         """Take the weights that training starts from for those that all share."""
         super().on_train_start()
-        if self._groups is not None:
-            module, replicas = self._trainer.lightning_module, self._groups[0]
-            self._replica = Replica(module, self.optimizers, replicas, self.plan, self._resumed)
-        self._resumed = {}
+        if self._replicas is not None:
+            require_equal_batches(self._module.trainer.num_training_batches, self.root_device)
+            self._replica = Replica(
+                self._module, self.optimizers, self._replicas, self.plan, self._resumed or {}
+            )
+            self._undo.callback(self._replica.close)
+        self._resumed = None
+
+    def on_train_end(self) -> None:
+        """Agree once more, on what callbacks have made of the weights."""
+        super().on_train_end()
+        self.agree()
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
         """Take a local step; send and merge what is due after it."""
@@ -173,9 +168,9 @@ class DiLoCoStrategy(DDPStrategy):
             return super().optimizer_step(optimizer, *args, **kwargs)
         replica.before_step()
         output = super().optimizer_step(optimizer, *args, **kwargs)
-        step, every = replica.after_step(), self._trainer.log_every_n_steps
+        step, every = replica.after_step(), self._module.trainer.log_every_n_steps  # type: ignore[attr-defined]
         if every and step % every == 0:
-            log_scalars(self._trainer, replica.read())
+            log_scalars(self._module.trainer, replica.read())
         return output
 
     def agree(self, *_: Any) -> None:
@@ -184,47 +179,29 @@ class DiLoCoStrategy(DDPStrategy):
             self._replica.agree()
 
     def forget_residuals(self) -> None:
-        """Begin anew, since all replicas have put their weights back."""
+        """Take the weights that all share, since this replica has put its own back."""
         if self._replica is not None:
-            self._replica.went_back()
+            self._replica.reset()
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, on which all replicas agree first."""
-        if not self._trainer.interrupted:  # by what may have ended this process alone
+        if not self._module.trainer.interrupted:  # by what may have ended this process alone
             self.agree()
         return super().lightning_module_state_dict()
 
     @torch.no_grad()
     def optimizer_state(self, optimizer: Optimizer) -> dict[str, Tensor]:
         """Return the state of an optimizer, which all replicas average first."""
-        if self._replica is not None and not self._trainer.interrupted:
+        if self._replica is not None and not self._module.trainer.interrupted:
             average_states(optimizer)
         return super().optimizer_state(optimizer)
 
-    def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint with the outer momentum and the place in the window."""
-        # A checkpoint of weights alone is no place to resume from.
-        if self._replica is not None and "optimizer_states" in checkpoint:
-            checkpoint[CHECKPOINT_KEY] = self._replica.state_dict()
-        super().save_checkpoint(checkpoint, *args, **kwargs)
-
-    def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint with what it says of the outer steps."""
-        checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
-        if self.lightning_module is not None and self._trainer.state.fn == TrainerFn.FITTING:
-            if CHECKPOINT_KEY not in checkpoint:
-                rank_zero_warn(
-                    "This checkpoint was written without DiLoCo: the outer momentum begins at 0."
-                )
-            self._resumed = checkpoint.get(CHECKPOINT_KEY, {})
-        return checkpoint
+    def state_to_save(self) -> dict[str, Any] | None:
+        """Return the outer momentum and the place in the window."""
+        return None if self._replica is None else self._replica.state_dict()
 
     def teardown(self) -> None:
         """Let go of the model and the thread."""
-        if self._callbacks:
-            self._callbacks.remove(self._first)
-            self._callbacks = []
-        if self._replica is not None:
-            self._replica.close()
-            self._replica = None
+        self._undo.close()
+        self._replica = None
         super().teardown()

@@ -73,8 +73,10 @@ class Replica:
         own = set(trained.values())
         self._frozen = [one for one in self._module.parameters() if one not in own]
         others = (*self._module.buffers(), *self._frozen)
-        self._others = [one for one in others if one.is_floating_point() and one.numel()]
-        self._sums = checksums(self._others)
+        self._tensors = [one for one in others if one.is_floating_point() and one.numel()]
+        self._others = len(self._tensors)
+        self._tensors += trained.values()
+        self._sums = checksums(self._tensors)
         self._fragments = cut_into_fragments(trained, self._plan.fragments)
         for name, part in momentum_of(self._fragments).items():
             if name in momentum:
@@ -128,21 +130,18 @@ class Replica:
         """
         fragment, plan = self._fragments[number], self._plan
         start = time.perf_counter()
-        outcome = self._on_the_way.pop(number)[1].result()
+        mean, sound, sent_bytes = self._on_the_way.pop(number)[1].result()
         self._waited += time.perf_counter() - start
-        self._sent += outcome.sent_bytes
+        self._sent += sent_bytes
         update: Tensor | float = 0.0
-        if outcome.mean is not None:
+        if mean is not None:
             lr, momentum = (1.0, 0.0) if plain else (plan.outer_lr, plan.outer_momentum)
-            update = fragment.step(outcome.mean, lr, momentum)
-            if outcome.apart is not None:
-                self._norms[number] = (outcome.apart, torch.linalg.vector_norm(outcome.mean))
-        if not outcome.sound:
-            # What is NaN anywhere makes all of the replica NaN in a step or two.
-            for other in self._fragments:
-                other.reset()
-            for optimizer in self._optimizers:
-                forget_non_finite(optimizer)
+            update = fragment.step(mean, lr, momentum)
+            if sound and fragment.moved is not None:
+                apart = torch.linalg.vector_norm(fragment.moved - mean)
+                self._norms[number] = (apart, torch.linalg.vector_norm(mean))
+        if not sound:
+            self.reset()  # what is NaN anywhere makes all of it NaN in a step or two
         elif plain or plan.delay == 0 or fragment.moved is None:
             fragment.reset()
         else:
@@ -154,26 +153,25 @@ class Replica:
         """Give all replicas the mean of their weights and buffers. All processes must call it."""
         for number in list(self._on_the_way):
             self._merge(number)
-        if self._agreed:
-            return
-        self._agreed = True
-        for number in range(len(self._fragments)):
-            self._send(number, "float32")
-        for number, fragment in enumerate(self._fragments):
-            self._merge(number, plain=True)
-            fragment.adopt()  # half-precision weights are rounded
-        average_changed(self._others, self._sums)
-        self._sums = checksums(self._others)
+        if not self._agreed:
+            self._agreed = True
+            for number in range(len(self._fragments)):
+                self._send(number, "float32")
+            for number, fragment in enumerate(self._fragments):
+                self._merge(number, plain=True)
+                fragment.adopt()  # half-precision weights are rounded
+            self._sums[self._others :] = checksums(self._tensors[self._others :])
+        # Of the weights, what callbacks have put in since: averages over earlier ones, say.
+        average_changed(self._tensors, self._sums)
+        self._sums = checksums(self._tensors)
 
-    def went_back(self) -> None:
-        """All replicas have put their weights back: begin anew from the mean of these."""
-        for _, future in self._on_the_way.values():
-            future.result()
-        self._on_the_way.clear()
+    @torch.no_grad()
+    def reset(self) -> None:
+        """Give this replica the weights that all share, and begin anew what is not finite."""
         for fragment in self._fragments:
-            fragment.owed.zero_()
-        self._agreed = False
-        self.agree()
+            fragment.reset()
+        for optimizer in self._optimizers:
+            forget_non_finite(optimizer)
 
     def read(self) -> dict[str, float]:
         """Return what is logged. Reads from the device."""

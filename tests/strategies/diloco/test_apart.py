@@ -1,0 +1,221 @@
+"""What is each replica's own while they differ, and what becomes of it when they meet."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EarlyStopping
+from torch import Tensor, nn
+
+import lightning_opt as lo
+from tests.helpers.models import SmallNet, loader_of
+from tests.helpers.processes import launch
+from tests.strategies.diloco.reference import simulate
+from tests.strategies.runs import fit, same_on_all_ranks
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 16
+
+PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "compression": "float32"}
+
+
+class Net(SmallNet):
+    """Each rank has batches of its own; some of rank 1 hold a NaN.
+
+    Args:
+        bad: Numbers of these batches.
+        fewer: By how many batches rank 1 has fewer.
+        settings: Of :class:`SmallNet`.
+    """
+
+    def __init__(self, bad: tuple[int, ...] = (), fewer: int = 0, **settings: Any) -> None:
+        super().__init__(**{"widths": (7, 5), **settings})
+        self.bad, self.fewer = bad, fewer
+
+    def train_dataloader(self) -> Any:
+        return loader_of(STEPS - self.fewer * self.global_rank, 4, seed=self.global_rank)
+
+    def step(self, batch: Any) -> Tensor:
+        return self.loss(self(batch[0]), batch[1])
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = self.step(batch)
+        return loss * torch.nan if self.global_rank == 1 and batch_idx in self.bad else loss
+
+    def validation_step(self, batch: Any, batch_idx: int) -> None:
+        self.log("val", self.step(batch), sync_dist=True)
+
+    test_step = validation_step
+
+
+def loss_of(model: nn.Module, step: int, replica: int) -> Tensor:
+    inputs, targets = loader_of(STEPS, 4, seed=replica).dataset.tensors  # type: ignore[attr-defined]
+    rows = slice(4 * step, 4 * (step + 1))
+    return nn.functional.mse_loss(model.layer(inputs[rows].double()), targets[rows].double())  # type: ignore[operator]
+
+
+def flat(model: nn.Module) -> Tensor:
+    return torch.cat([weight.detach().flatten() for weight in model.parameters()])
+
+
+def of_all_ranks(value: Tensor) -> list[Tensor]:
+    everywhere = [torch.empty_like(value) for _ in range(dist.get_world_size())]
+    dist.all_gather(everywhere, value)
+    return everywhere
+
+
+class Clipped(torch.optim.SGD):
+    """Clips by itself, as ``Trainer(gradient_clip_val=0.1)`` does on each replica."""
+
+    def step(self, closure: Any = None) -> Any:
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        torch.nn.utils.clip_grad_norm_(parameters, 0.1)
+        return super().step(closure)
+
+
+def _clipping() -> None:
+    """A replica clips its own gradient, and a learning rate counts its own steps."""
+
+    class Scheduled(Net):
+        def configure_optimizers(self) -> Any:
+            optimizer = super().configure_optimizers()
+            schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+            return [optimizer], [{"scheduler": schedule, "interval": "step"}]
+
+    model = Scheduled(lr=0.5)
+    fit(model, lo.DiLoCoStrategy(4, **PLAIN), precision="64-true", gradient_clip_val=0.1)
+    taken = 0
+
+    def decayed(one: nn.Module, step: int, replica: int) -> Tensor:
+        nonlocal taken
+        for group in optimizers[replica].param_groups:
+            group["lr"] = 0.5 / (1 + step)
+        taken += 1
+        return loss_of(one, step, replica)
+
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def make(one: nn.Module) -> torch.optim.Optimizer:
+        optimizers.append(Clipped(one.parameters(), lr=0.5))
+        return optimizers[-1]
+
+    expected = simulate(
+        Net(), decayed, make, replicas=2, steps=STEPS, sync_every=4, outer_lr=1.0, outer_momentum=0
+    )
+    assert taken == 2 * STEPS
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=1e-12)
+
+
+def _guarded() -> None:
+    """A batch that is bad for one replica costs the other nothing."""
+    guard, model = lo.NonFiniteGuard(), Net(bad=(5, 6))
+    fit(model, lo.DiLoCoStrategy(4, **PLAIN), callbacks=[guard], precision="64-true")
+    own = [(event["step"], event["ranks"]) for event in guard.events]
+    assert own == ([(5, [1]), (6, [1])] if dist.get_rank() == 1 else [])
+
+    class Skips(torch.optim.SGD):
+        def step(self, closure: Any = None) -> Any:
+            finite = all(p.grad.isfinite().all() for p in self.param_groups[0]["params"])
+            return super().step(closure) if finite else None
+
+    def spoiled(one: nn.Module, step: int, replica: int) -> Tensor:
+        loss = loss_of(one, step, replica)
+        return loss * torch.nan if replica == 1 and step in (5, 6) else loss
+
+    expected = simulate(
+        Net(),
+        spoiled,
+        lambda one: Skips(one.parameters(), lr=0.02),
+        replicas=2,
+        steps=STEPS,
+        sync_every=4,
+        outer_lr=1.0,
+        outer_momentum=0,
+    )
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(weight.detach(), expected[name], rtol=0, atol=1e-12)
+
+
+class Weights(Callback):
+    """Keeps this replica's weights after each step, before and after the guard's answer."""
+
+    def __init__(self) -> None:
+        self.seen: list[Tensor] = []
+
+    def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+        self.seen.append(flat(module).clone())
+
+
+def _rolled_back() -> None:
+    """A replica that rolls back takes the weights that all share; the others know nothing of it."""
+    bad = (5, 6)
+    guard = lo.NonFiniteGuard(
+        "rollback", rollback_after=2, backoff_after=1, max_consecutive=9, snapshot_every_n_steps=2
+    )
+    before, after, model = Weights(), Weights(), Net(bad=bad)
+    settings = {"fragments": 2, "delay": 1}
+    fit(model, lo.DiLoCoStrategy(4, **settings, **PLAIN), callbacks=[before, guard, after])
+    same = [torch.equal(a, b) for a, b in zip(before.seen, after.seen, strict=True)]
+    if dist.get_rank() == 0:
+        assert all(same)
+        assert not guard.events
+    else:
+        assert same == [step != 6 for step in range(STEPS)]
+        assert [event["action"] for event in guard.events] == ["backoff", "rollback"]
+    assert same_on_all_ranks(model)
+
+
+def _stopped(folder: str) -> None:
+    """Early stopping, checkpoints and tests see one model on all ranks."""
+    path = f"{folder}/best.ckpt"
+
+    class Saves(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_step == 6:  # within a window
+                before = flat(module).clone()
+                trainer.save_checkpoint(path)
+                saved = torch.load(path, weights_only=True)["state_dict"]
+                for name, weight in module.state_dict().items():
+                    assert torch.equal(weight, saved[name])
+                mean = sum(of_all_ranks(before)) / 2
+                torch.testing.assert_close(flat(module), mean)  # type: ignore[arg-type]
+                assert not torch.equal(before, flat(module))
+
+    model = Net(lr=1e-4)  # nothing becomes better by 1: rank 0 notices, and takes rank 1 along
+    patience = 1 if dist.get_rank() == 0 else 5
+    trainer = fit(
+        model,
+        lo.DiLoCoStrategy(4),
+        callbacks=[Saves(), EarlyStopping("val", patience=patience, min_delta=1.0)],
+        val_check_interval=5,
+        limit_val_batches=2,
+        max_epochs=3,
+    )
+    assert trainer.global_step == 10
+    assert same_on_all_ranks(model)
+    (found,) = trainer.test(model, verbose=False)
+    scores = of_all_ranks(torch.tensor(found["val"]))
+    assert torch.equal(*scores)
+    trainer.test(model, ckpt_path=path, verbose=False, weights_only=True)
+
+
+def _shorter() -> None:
+    with pytest.raises(ValueError, match="as many batches on every process, got from 14 to 16"):
+        fit(Net(fewer=2), lo.DiLoCoStrategy(4))
+
+
+def _apart(folder: str) -> None:
+    _clipping()
+    _guarded()
+    _rolled_back()
+    _stopped(folder)
+    _shorter()
+
+
+def test_what_is_each_replicas_own(tmp_path: Path) -> None:
+    launch(_apart, str(tmp_path))

@@ -1,0 +1,101 @@
+"""Between synchronisations no replica waits for another, whatever callbacks there are."""
+
+import os
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from lightning.pytorch import Callback
+from lightning.pytorch.callbacks import EMAWeightAveraging
+
+import lightning_opt as lo
+from tests.helpers.models import SmallNet, loader_of
+from tests.helpers.processes import launch
+from tests.strategies.runs import fit, same_on_all_ranks
+
+pytestmark = pytest.mark.distributed
+
+STEPS = 16
+
+
+class Net(SmallNet):
+    """Each rank has batches of its own."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**{"optimizer": "AdamW", "widths": (7, 5), **settings})
+
+    def train_dataloader(self) -> Any:
+        return loader_of(STEPS, 4, seed=self.global_rank)
+
+    def step(self, batch: Any) -> Any:
+        return self.loss(self(batch[0]), batch[1])
+
+
+class Collectives(Callback):
+    """Counts, step by step, what has been launched in groups that reach beyond this machine.
+
+    Each process group counts its collectives itself, those of the C++ reducer of DDP too.
+    """
+
+    def __init__(self, processes: int = 1) -> None:
+        self.processes = processes
+        self.counts: list[int] = []
+        self.start = 0
+
+    def now(self) -> int:
+        groups = dist.distributed_c10d._world.pg_map
+        machines = [{r // self.processes for r in dist.get_process_group_ranks(g)} for g in groups]
+        numbers = [group._get_sequence_number_for_group() for group in groups]
+        return sum(n for n, of in zip(numbers, machines, strict=True) if len(of) > 1)
+
+    def on_train_batch_start(self, *_: Any) -> None:
+        if not self.counts:
+            self.start = self.now()
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        self.counts.append(self.now() - self.start - sum(self.counts))
+
+
+def usual_callbacks() -> list[Callback]:
+    """All that looks at every step, or often, and asks other ranks under DDP."""
+    return [
+        lo.NonFiniteGuard("rollback", snapshot_every_n_steps=3, every_n_steps=2),
+        lo.AdaptiveClipping(),
+        lo.GradientHealth(every_n_steps=2),
+        lo.MemoryCleanup(every_n_steps=1),
+        lo.LeakDetector(action="raise", every_n_steps=1),
+        lo.Accumulation(normalize="samples"),
+        lo.CurvatureMonitor(every_n_steps=3, max_iterations=2, n_samples=2),
+        lo.MicroBatching(size=2),
+        lo.PerformanceMonitor(),
+        lo.DataMonitor(),
+        EMAWeightAveraging(),
+    ]
+
+
+def _count(processes: int) -> list[int]:
+    if processes > 1:
+        rank = int(os.environ["RANK"])
+        os.environ.update(
+            NODE_RANK=str(rank // processes),
+            LOCAL_RANK=str(rank % processes),
+            LOCAL_WORLD_SIZE=str(processes),
+        )
+    counts, model = Collectives(processes), Net()
+    fit(
+        model,
+        lo.DiLoCoStrategy(4),
+        callbacks=[*usual_callbacks(), counts],
+        num_nodes=2 if processes > 1 else 1,
+        log_every_n_steps=1,
+    )
+    assert same_on_all_ranks(model)
+    return counts.counts
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_no_collective_but_those_of_the_synchronisation(processes):
+    counts = launch(_count, processes, processes=2 * processes)
+    assert counts[0] == [0, 0, 0, 2] * (STEPS // 4)  # an all-to-all and an all-gather
+    # Of a machine, its first process speaks for all.
+    assert counts[1] == (counts[0] if processes == 1 else [0] * STEPS)
