@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.strategies.compression.compressed_ddp import (
-    CHECKPOINT_KEY,
     CompressedDDPStrategy,
 )
 from tests.helpers.trainers import quiet_trainer
@@ -168,7 +167,9 @@ def state_of(trainer: Any) -> dict[str, Any]:
     """What a checkpoint written now says of the strategy. All ranks must call it."""
     path = trainer.strategy.broadcast(f"{tempfile.mkdtemp()}/now.ckpt")
     trainer.save_checkpoint(path)
-    state: dict[str, Any] = torch.load(path, weights_only=True)[CHECKPOINT_KEY]
+    state: dict[str, Any] = torch.load(path, weights_only=True)[
+        CompressedDDPStrategy.checkpoint_key
+    ]
     return state
 
 

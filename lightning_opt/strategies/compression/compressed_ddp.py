@@ -26,9 +26,6 @@ from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize,
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.refusals import refuse_lbfgs
 
-CHECKPOINT_KEY = "lightning_opt.compressed_ddp"
-"""Where a checkpoint keeps what the ranks had not yet sent."""
-
 TOO_SPARSE_FOR_ADAM = 0.002
 
 ONE_BUCKET = 2**20
@@ -105,7 +102,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     """
 
     title = "compressed DDP"
-    checkpoint_key = CHECKPOINT_KEY
+    checkpoint_key = "lightning_opt.compressed_ddp"
 
     def __init__(
         self,

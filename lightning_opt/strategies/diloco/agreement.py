@@ -36,21 +36,6 @@ def require_equal_batches(batches: float, device: torch.device) -> None:
         )
 
 
-def average_finite(tensors: Sequence[Tensor]) -> None:
-    """Average over processes, element by element, what is finite; the rest stays.
-
-    In float64, in which the mean of equal numbers is that number.
-    """
-    for tensor in tensors:
-        tensor = tensor.detach()
-        wide = tensor.double()
-        finite = wide.isfinite()
-        both = torch.stack([wide.where(finite, 0.0), finite.double()])
-        dist.all_reduce(both)
-        mean = (both[0] / both[1]).to(tensor.dtype)
-        tensor.copy_(mean.where(both[1] > 0, tensor))
-
-
 def checksums(tensors: Iterable[Tensor]) -> list[float]:
     """Return a number for each floating tensor, which changes when it does. Waits for devices."""
     sums = [tensor.detach().double().sum() for tensor in tensors]
@@ -58,14 +43,24 @@ def checksums(tensors: Iterable[Tensor]) -> list[float]:
 
 
 def average_changed(tensors: Sequence[Tensor], before: Sequence[float]) -> None:
-    """Average those tensors that have changed on some process since their ``checksums``."""
+    """Average those tensors that have changed on some process since their ``checksums``.
+
+    Element by element over the processes where it is finite; what is so nowhere stays. In float64,
+    in which the mean of equal numbers is that number.
+    """
     if not tensors:
         return
     pairs = zip(checksums(tensors), before, strict=True)
     changed = [now != then and not (math.isnan(now) and math.isnan(then)) for now, then in pairs]
     flags = torch.tensor(changed, dtype=torch.uint8, device=tensors[0].device)
     dist.all_reduce(flags, op=dist.ReduceOp.MAX)
-    average_finite([t for t, flag in zip(tensors, flags.tolist(), strict=True) if flag])
+    for tensor in [t.detach() for t, flag in zip(tensors, flags.tolist(), strict=True) if flag]:
+        wide = tensor.double()
+        finite = wide.isfinite()
+        both = torch.stack([wide.where(finite, 0.0), finite.double()])
+        dist.all_reduce(both)
+        mean = (both[0] / both[1]).to(tensor.dtype)
+        tensor.copy_(mean.where(both[1] > 0, tensor))
 
 
 def average_states(optimizer: Optimizer) -> None:

@@ -153,7 +153,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
             self._replica = Replica(
                 self._module, self.optimizers, self._replicas, self.plan, self._resumed or {}
             )
-            self._undo.callback(self._replica.close)
+            self._undo.callback(self._replica.worker.shutdown, wait=False)
         self._resumed = None
 
     def on_train_end(self) -> None:
@@ -175,7 +175,8 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     def agree(self, *_: Any) -> None:
         """Give all replicas the mean of their weights and buffers. All processes must call it."""
-        if self._replica is not None:
+        # A process that something has interrupted may be alone.
+        if self._replica is not None and not self._module.trainer.interrupted:
             self._replica.agree()
 
     def forget_residuals(self) -> None:
@@ -185,8 +186,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """Return the weights, on which all replicas agree first."""
-        if not self._module.trainer.interrupted:  # by what may have ended this process alone
-            self.agree()
+        self.agree()
         return super().lightning_module_state_dict()
 
     @torch.no_grad()

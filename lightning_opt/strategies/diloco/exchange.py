@@ -90,8 +90,7 @@ def _average(owed: Tensor, sound: bool, replicas: Replicas) -> tuple[Tensor | No
     """Return the mean of what sound replicas owe, which is 0 then, and the bytes sent."""
     mine = owed if sound else torch.zeros_like(owed)
     total = functional.pad(mine, (0, 1), value=float(sound)).to(_wire(owed))
-    if sound:
-        owed.zero_()
+    owed.mul_(not sound)
     if replicas.leads:
         dist.all_reduce(total, group=replicas.leaders)
     if replicas.inside is not None:

@@ -38,6 +38,9 @@ class Replica:
         replicas: Who takes part.
         plan: The same on all replicas.
         state: What :meth:`state_dict` returned, or nothing.
+
+    Attributes:
+        worker: The thread that exchanges.
     """
 
     def __init__(
@@ -56,7 +59,7 @@ class Replica:
         self._agreed = True
         self._on_the_way: dict[int, tuple[int, Future[Outcome]]] = {}
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
-        self._worker = ThreadPoolExecutor(1, thread_name_prefix="diloco")
+        self.worker = ThreadPoolExecutor(1, thread_name_prefix="diloco")
         self._cut(state.get("momentum", {}))
         device = self._fragments[0].outer.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -118,7 +121,7 @@ class Replica:
                 return outcome
 
         due = self._step + self._plan.delay
-        self._on_the_way[number] = (due, self._worker.submit(run))
+        self._on_the_way[number] = (due, self.worker.submit(run))
 
     @torch.no_grad()
     def _merge(self, number: int, plain: bool = False) -> None:
@@ -187,7 +190,3 @@ class Replica:
         """Return what lasts, once the replicas agree."""
         momentum = {name: part.cpu().clone() for name, part in momentum_of(self._fragments).items()}
         return {"step": self._step, "momentum": momentum}
-
-    def close(self) -> None:
-        """Let go of the thread."""
-        self._worker.shutdown(wait=False)

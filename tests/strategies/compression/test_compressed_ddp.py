@@ -11,7 +11,6 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt.strategies.compression import hook as reduction
 from lightning_opt.strategies.compression.compressed_ddp import (
-    CHECKPOINT_KEY,
     CompressedDDPStrategy,
 )
 from lightning_opt.strategies.compression.exchange import two_stage
@@ -193,8 +192,10 @@ def test_a_resumed_run_owes_what_the_interrupted_one_did(tmp_path, bits, before,
     path = str(tmp_path / "half.ckpt")
     launch(_first_half, path, bits, processes=before)
     content = torch.load(path, weights_only=True)
-    assert content[CHECKPOINT_KEY]["step"] == 19
-    assert CHECKPOINT_KEY not in torch.load(path + ".weights", weights_only=True)
+    assert content[CompressedDDPStrategy.checkpoint_key]["step"] == 19
+    assert CompressedDDPStrategy.checkpoint_key not in torch.load(
+        path + ".weights", weights_only=True
+    )
     launch(_second_half, path, bits, processes=after)
 
 

@@ -17,7 +17,7 @@ import lightning_opt as lo
 from lightning_opt.strategies.compression.choosing import auto, network_probe
 from lightning_opt.strategies.compression.choosing import measurements as measuring
 from lightning_opt.strategies.compression.choosing.network_probe import agree, probe
-from lightning_opt.strategies.compression.compressed_ddp import CHECKPOINT_KEY
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.strategies.compression.exchange import channels as transport
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger
@@ -302,7 +302,10 @@ def _second_half(path: str) -> None:
 def test_a_resumed_run_keeps_to_the_choice(tmp_path):
     path = str(tmp_path / "half.ckpt")
     launch(_first_half, path)
-    assert torch.load(path, weights_only=True)[CHECKPOINT_KEY]["choice"] == "TopK(0.01)"
+    assert (
+        torch.load(path, weights_only=True)[CompressedDDPStrategy.checkpoint_key]["choice"]
+        == "TopK(0.01)"
+    )
     launch(_second_half, path, processes=3)
 
 
