@@ -235,22 +235,19 @@ class Copies(TorchDispatchMode):
 
 
 class Answers(TorchDispatchMode):
-    """Lets the host read: every value is ``value``.
+    """Lets the host read: every number is ``number``, and every truth ``truth``."""
 
-    Args:
-        value: Of every number.
-    """
-
-    def __init__(self, value: float = 1.0) -> None:
+    def __init__(self, number: float = 1.0, truth: bool = True) -> None:
         super().__init__()
-        self.value = value
+        self.number, self.truth = number, truth
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.overloadpacket is aten._local_scalar_dense:
-            dtype = args[0].dtype
-            kind = bool if dtype is torch.bool else float if dtype.is_floating_point else int
-            return kind(self.value)
-        return func(*args, **(kwargs or {}))
+        if func.overloadpacket is not aten._local_scalar_dense:
+            return func(*args, **(kwargs or {}))
+        dtype = args[0].dtype
+        if dtype is torch.bool:
+            return self.truth
+        return self.number if dtype.is_floating_point else int(self.number)
 
 
 class FakeAllocator(TorchDispatchMode):
@@ -514,16 +511,20 @@ class FakeNet(L.LightningModule):
 
 
 def fit_on_fake_cuda(
-    *callbacks: L.Callback, net: FakeNet | None = None, steps: int = 5, **settings: Any
+    *callbacks: L.Callback,
+    net: FakeNet | None = None,
+    steps: int = 5,
+    answers: Answers | None = None,
+    **settings: Any,
 ) -> L.Trainer:
     """Train with Lightning's own loops on the fake device, and return the Trainer.
 
-    Whoever reads a value gets 1; :class:`~tests.helpers.syncs.SyncCounter` tells who did.
+    Whoever reads a value gets an answer; :class:`~tests.helpers.syncs.SyncCounter` tells who did.
     """
     trainer = quiet_trainer(
         callbacks=list(callbacks), accelerator="auto", strategy=FakeDevice(), **settings
     )
     rows = TensorDataset(torch.empty(4 * steps, 6), torch.empty(4 * steps, 1))
-    with Answers(), FakeAllocator(2**40):
+    with answers or Answers(), FakeAllocator(2**40):
         trainer.fit(on_fake_cuda(net or FakeNet()), DataLoader(rows, batch_size=4))
     return trainer

@@ -79,6 +79,8 @@ def copy_to_host(value: Any) -> Any:
     """
     if isinstance(value, Tensor):
         local = local_part(value.detach())
+        if local.ndim == 0:
+            return local.clone()  # step counts are on the host or not, as the optimizer wants it
         copied = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
         return copied.copy_(local, non_blocking=True)
     if isinstance(value, dict):
@@ -128,15 +130,12 @@ def _settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
 
 
 def _rebuild(saved: Tensor, like: Tensor | None) -> Tensor:
-    if like is None:
+    if like is None or saved.ndim == 0:
         return saved.clone()
     if not is_dtensor(like):
-        # torch keeps step counts on the host, whatever the parameter's device.
-        return saved.clone() if saved.ndim == 0 and like.ndim > 0 else saved.to(like.device)
+        return saved.to(like.device, copy=True)
     from torch.distributed.tensor import DTensor
 
-    if saved.ndim == 0:
-        return saved.clone()
     return DTensor.from_local(saved.to(like.device), like.device_mesh, like.placements)  # type: ignore[attr-defined]
 
 

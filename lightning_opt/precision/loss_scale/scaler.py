@@ -59,17 +59,15 @@ class CountingScaler(torch.amp.GradScaler):
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
         """Adapt the scale, and count."""
-        found = [
-            flag
-            for state in self._per_optimizer_states.values()
-            for flag in state["found_inf_per_device"].values()
-        ]
+        states = self._per_optimizer_states.values()
+        found = [flags for state in states if (flags := state["found_inf_per_device"])]
         scale = self._scale
         if new_scale is not None or scale is None or not found:
             super().update(new_scale)
             return
-        flags = [move(flag, scale.device) for flag in found]
-        overflow: Condition = torch.stack(flags).sum() > 0
+        for flags in found:  # torch would not wait for a copy to the host
+            flags.update({device: move(flag, scale.device) for device, flag in flags.items()})
+        overflow: Condition = sum(flag for flags in found for flag in flags.values()) > 0
         at_floor: Condition = scale <= self.min_scale
         if wants_host(scale.device):
             overflow, at_floor = bool(overflow), bool(at_floor)

@@ -1,0 +1,95 @@
+"""What goes from the device to the host and back: a rollback, and the loss scaler's state."""
+
+from typing import Any
+
+import pytest
+import torch
+from lightning.pytorch import Callback
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+import lightning_opt as lo
+from lightning_opt.precision.loss_scale.scaler import CountingScaler
+from tests.helpers.fake_cuda import (
+    Answers,
+    Copies,
+    fake_gradients,
+    fit_on_fake_cuda,
+    on_fake_cuda,
+)
+
+pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cuda'")
+
+
+class Damage(Callback):
+    """Has the weights look damaged when the guard looks at them after a batch."""
+
+    def __init__(self, answers: Answers, batch: int, forgets: bool) -> None:
+        self.answers, self.batch, self.forgets = answers, batch, forgets
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.answers.truth = batch_idx != self.batch
+
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        if self.forgets and batch_idx == self.batch:
+            trainer.optimizers[0].state.clear()
+
+
+def places(optimizer: Any) -> list[tuple[str, str]]:
+    return [
+        (key, value.device.type)
+        for state in optimizer.state.values()
+        for key, value in state.items()
+    ]
+
+
+@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_rollback_is_carried_out(scaled, forgets):
+    """And the training goes on from it, where optimizers have their states as before."""
+    answers = Answers(number=0.0)
+    damage = Damage(answers, batch=5, forgets=forgets)
+    guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=2)
+    plugins = [lo.DynamicLossScale()] if scaled else []
+    settings: dict[str, Any] = {"steps": 8, "answers": answers, "plugins": plugins}
+    with Copies() as copies:
+        trainer = fit_on_fake_cuda(damage, guard, **settings)
+    assert [(event["step"], event["action"]) for event in guard.events] == [(6, "rollback")]
+    assert copies.to_device
+    plain = fit_on_fake_cuda(answers=Answers(0.0)).optimizers[0]
+    assert places(trainer.optimizers[0]) == places(plain)
+    assert {own.device.type for own in trainer.lightning_module.parameters()} == {"cuda"}
+
+
+class Kept(Callback):
+    def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
+        plugin = trainer.precision_plugin
+        self.state = plugin.state_dict()
+        if batch_idx == 2:
+            plugin.load_state_dict(self.state)
+
+
+@pytest.mark.parametrize("clips_itself", [False, True])
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_loss_scaler_whole(clips_itself, window):
+    """Losses, flags, scale, schedule of reports, clipping, its state on the host and back."""
+    plugin, kept = lo.DynamicLossScale(every_n_steps=2), Kept()
+    clipping = [] if clips_itself else [lo.AdaptiveClipping()]
+    settings: dict[str, Any] = {"gradient_clip_val": 1.0} if clips_itself else {}
+    fit_on_fake_cuda(kept, *clipping, plugins=[plugin], accumulate_grad_batches=window, **settings)
+    assert isinstance(plugin.scaler.skipped, Tensor)
+    assert plugin.scaler.skipped.device.type == "cuda"
+    assert not any(isinstance(value, Tensor) for value in tree_leaves(kept.state))
+
+
+def test_flags_of_a_device_have_arrived_before_the_host_adds_them_up():
+    """The scale is where the first loss is, and the weights may be elsewhere."""
+    scaler = CountingScaler("cuda", 65536.0, 2.0, 0.5, 1000, 1.0)
+    model = on_fake_cuda(nn.Linear(3, 2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler.scale(torch.empty(()))
+    fake_gradients(model)
+    scaler.unscale_(optimizer)
+    with Copies() as copies, Answers():
+        scaler.update()
+    assert [copy.waited for copy in copies.to_host] == [True]
