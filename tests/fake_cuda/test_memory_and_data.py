@@ -1,0 +1,202 @@
+"""Meters of memory, the offload, the prefetcher and the counts of micro-batches."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch._subclasses import FakeTensor
+from torch.utils._pytree import tree_leaves
+
+import lightning_opt as lo
+from lightning_opt.batching.accumulation.counting import count_with, quotient
+from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
+from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
+from lightning_opt.batching.peaks import LimitMeter
+from lightning_opt.core.memory import MemoryLimits, PeakMeter, growth_figures, live_bytes
+from lightning_opt.core.preserve import Before
+from lightning_opt.memory.checkpointing.methods import offloading
+from lightning_opt.memory.meters import StorageMeter, measuring, storage_bytes
+from tests.helpers.fake_cuda import (
+    FIRST,
+    Copies,
+    FakeAllocator,
+    FakeEvent,
+    FakeNet,
+    FakeStream,
+    Model,
+    fake_gradients,
+    fit_on_fake_cuda,
+    needs_cuda_build,
+    on_fake_cuda,
+)
+from tests.helpers.syncs import SyncCounter
+
+
+def block(nbytes: int) -> Tensor:
+    return torch.empty(nbytes, dtype=torch.uint8, device="cuda")
+
+
+# --- memory -------------------------------------------------------------------------------------
+
+
+def test_meters_agree_on_what_tensors_hold():
+    with FakeAllocator(1000) as _:
+        before = block(100)
+        run = PeakMeter(FIRST)
+        near = LimitMeter(FIRST, budget_mb=800 / 2**20)
+        near.start()
+        with measuring(FIRST) as meter, StorageMeter() as counted:
+            one, two = block(300), block(200)
+            views = one[:10], one.view(3, 100)
+            del two
+            assert meter.live() == counted.live() == 300
+            assert meter.mark() == counted.mark() == 500
+            assert meter.mark() == counted.mark() == 300
+        assert storage_bytes([before, *views, torch.empty(7)], FIRST) == 400
+        assert live_bytes(FIRST) == 400
+        assert growth_figures(FIRST) == (400,)
+        assert run.read() == 600
+        (usage,) = MemoryLimits(FIRST, host=False).read()
+        assert (usage.source, usage.used, usage.total) == ("cuda:0", 400, 1000)
+        peak = near.read()
+        assert (peak.rest, peak.share) == (400 / 800, 600 / 800)
+
+
+@pytest.mark.parametrize("spare", [0, 150])
+def test_what_is_offloaded_comes_back_and_few_copies_are_under_way(spare, monkeypatch):
+    """Both ways on a stream of its own, of which the host waits for the oldest copy alone."""
+    waited: list[FakeEvent] = []
+    monkeypatch.setattr(FakeEvent, "synchronize", lambda own: waited.append(own))
+    monkeypatch.setattr(offloading, "Tensor", FakeTensor)  # it leaves other subclasses alone
+    monkeypatch.setattr(offloading, "IN_FLIGHT", 200 + spare)
+    offload = offloading.Offload(FIRST)
+    current = FakeStream.current(FIRST)
+    tensors = [block(100) for _ in range(6)]
+    with Copies() as copies:
+        held = [offload.pack(tensor) for tensor in tensors]
+        assert offload.pack(tensors[0]) is held[0]
+        assert len(waited) == 4 - spare // 100
+        back = [one.get() for one in reversed(held) if isinstance(one, offloading.OnHost)]
+    assert [tensor.device for tensor in back] == [FIRST] * 6
+    (side,) = {copy.stream for copy in (*copies.to_host, *copies.to_device)}
+    assert side is not current
+    assert not any(copy.waited for copy in (*copies.to_host, *copies.to_device))
+    assert side.waits == [current] * 6
+    assert current.waits == [side] * 6
+    assert side.tensors == tensors
+    assert len(current.tensors) == 6
+
+
+@needs_cuda_build
+@pytest.mark.parametrize("policy", ["block", "custom", "selective", "none"])
+@pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
+def test_blocks_are_computed_again_on_the_device(policy, precision, monkeypatch):
+    """Activations come from the host or from a second forward pass, under the same autocast."""
+    monkeypatch.setattr(offloading, "Tensor", FakeTensor)
+    seen: list[bool] = []
+
+    class Noted(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(5, 5), nn.GELU(), nn.Dropout(0.1))
+
+        def forward(self, x: Tensor) -> Tensor:
+            seen.append(torch.is_autocast_enabled("cuda"))
+            y: Tensor = self.inner(x)
+            return y
+
+    net = FakeNet()
+    net.net = nn.Sequential(nn.Linear(6, 5), Noted(), Noted(), nn.Linear(5, 1))
+    modules = ["net.1", "net.2"] if policy == "custom" else None
+    offload = policy != "selective"
+    checkpointing = lo.ActivationCheckpointing(policy, modules=modules, offload=offload)
+    fit_on_fake_cuda(checkpointing, net=net, precision=precision, steps=3)
+    assert (len(seen) > 6) == (policy != "none")
+    assert set(seen) == {precision == "bf16-mixed"}
+
+
+# --- data ---------------------------------------------------------------------------------------
+
+
+def test_a_batch_is_copied_beside_the_computation():
+    prefetcher, module = lo.DevicePrefetcher(), Model(nn.Linear(3, 2))
+    trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=FIRST), datamodule=None)
+    prefetcher.on_fit_start(trainer, module)
+    batch = {"x": torch.empty(4, 3), "y": [torch.empty(4), "name", 1.0]}
+    current = FakeStream.current(FIRST)
+    with Copies() as copies:
+        moved = module.transfer_batch_to_device(batch, FIRST, 0)
+    tensors = [own for own in tree_leaves(moved) if isinstance(own, Tensor)]
+    assert [own.device for own in tensors] == [FIRST, FIRST]
+    (side,) = {copy.stream for copy in copies.to_device}
+    assert side is not current
+    assert not any(copy.waited for copy in copies.to_device)
+    assert current.waits == [side]
+    assert current.tensors == tensors
+    prefetcher.release(trainer)
+    assert prefetcher.copies == 1
+
+
+# --- micro-batches ------------------------------------------------------------------------------
+
+
+def tokens(batch: Any) -> Tensor:
+    return (batch[1] > 0).sum()
+
+
+@pytest.mark.parametrize("count", [None, tokens])
+@pytest.mark.parametrize("window", [1, 2])
+@pytest.mark.parametrize("size", ["auto", 2])
+def test_micro_batches_read_nothing(size, window, count):
+    """Losses, counts of tokens, what is logged and returned: all of it stays on the device."""
+    settings = {} if count is None else {"loss": "mean_over_tokens", "count": count}
+    callback = lo.MicroBatching(size, **settings)
+    net = FakeNet()
+    found: list[Any] = []
+    plain = net.training_step
+
+    def training_step(batch: Any, batch_idx: int) -> Any:
+        loss = plain(batch, batch_idx)
+        net.log("largest", loss, reduce_fx="max")
+        found.append(batch[0].shape[0])
+        return {"loss": loss, "rows": batch[1], "mean": loss.detach()}
+
+    net.training_step = training_step  # type: ignore[method-assign]
+    with SyncCounter() as syncs:
+        fit_on_fake_cuda(callback, net=net, accumulate_grad_batches=window)
+    assert set(found) == ({4} if size == "auto" else {2})
+    ours = [place for place in syncs.where if "lightning_opt" in place]
+    assert not [place for place in ours if "split_check" not in place]
+
+
+def test_a_batch_that_ran_out_of_memory_is_taken_back():
+    model = on_fake_cuda(Model(nn.BatchNorm1d(4)))
+    model.net.mask = torch.empty(3, device="cuda")
+    fake_gradients(model)
+    held = HeldGradients(model.parameters())
+    before = Before(model, FIRST)
+    before.take()
+    for buffer in model.buffers():
+        buffer.add_(1)
+    fake_gradients(model)
+    held.add_up()
+    before.restore()
+    held.drop()
+    held.end()
+    assert {own.device for own in (*model.parameters(), *model.buffers())} == {FIRST}
+
+
+def test_values_of_parts_and_counts_stay_on_the_device():
+    values = [torch.empty((), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
+    counts = [torch.ones((), device="cuda", dtype=torch.long) for _ in range(3)]
+    for reduction in ("mean", "sum", "min", "max"):
+        assert combine(values, counts, reduction).device == FIRST
+    outputs = [{"logits": torch.empty(2, 5, device="cuda"), "loss": value} for value in values]
+    merged = merge_outputs(outputs, [2, 2, 2], counts)
+    assert {key: own.device for key, own in merged.items()} == {"logits": FIRST, "loss": FIRST}
+    counted = count_with(lambda batch: batch.sum(), torch.ones(3, device="cuda"))
+    factor = quotient(4.0, counted)
+    assert isinstance(factor, Tensor)
+    assert factor.device == FIRST
