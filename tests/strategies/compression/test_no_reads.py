@@ -18,7 +18,6 @@ from lightning_opt.strategies.compressors import (
     Threshold,
     TopK,
 )
-from tests.helpers.fake_cuda import Copies, fake_cuda
 from tests.helpers.syncs import SyncCounter, take_device_path
 from tests.strategies.pretended import (
     PretendedBucket,
@@ -116,22 +115,6 @@ def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, 
         assert device_kept[name].isfinite().all()
         if exact:
             assert torch.equal(kept[name], device_kept[name]), name
-
-
-@pytest.mark.parametrize("world", [2, 3])
-@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_no_read_no_copy_and_one_device_on_cuda_tensors(monkeypatch, scheme, world):
-    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
-    monkeypatch.setattr(hook_module, "Event", PretendedEvent)
-    pretend_ranks(monkeypatch, world)
-    with fake_cuda(), Copies() as copies:
-        parameters = [torch.empty(size, device="cuda") for size in SIZES]
-        hook = reduction(scheme, parameters, **scaled("cuda"))
-        means = run_steps(hook, parameters, "cuda")
-        assert all(mean.is_cuda for mean in means)
-        assert not copies.to_host
-        assert not copies.to_device
-        hook.close()
 
 
 def test_what_a_fused_optimizer_left_out_of_a_part_of_a_bucket_is_put_back_on_a_device(monkeypatch):

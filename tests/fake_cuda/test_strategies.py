@@ -1,0 +1,46 @@
+"""Compressors and the quantised reduction: no read, no copy, one device."""
+
+import pytest
+import torch
+from lightning.pytorch.plugins.precision import MixedPrecision
+
+from lightning_opt.strategies.compression import hook as hook_module
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compression.exchange import two_stage
+from tests.helpers.fake_cuda import FIRST, Copies, FakeAccelerator
+from tests.strategies.compression.test_no_reads import (
+    SCHEMES,
+    SIZES,
+    reduction,
+    run_steps,
+    scaled,
+)
+from tests.strategies.pretended import PretendedEvent, pretend_ranks
+
+
+@pytest.mark.parametrize("world", [2, 3])
+@pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
+def test_a_reduction_reads_and_copies_nothing(monkeypatch, scheme, world):
+    monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
+    monkeypatch.setattr(hook_module, "Event", PretendedEvent)
+    launched = pretend_ranks(monkeypatch, world)
+    parameters = [torch.empty(size, device="cuda") for size in SIZES]
+    hook = reduction(scheme, parameters, **scaled("cuda"))
+    launched.clear()
+    with Copies() as copies:
+        means = run_steps(hook, parameters, "cuda")
+    assert all(mean.is_cuda for mean in means)
+    assert not copies.to_host
+    assert not copies.to_device
+    assert "new_group" not in launched, "in the middle of a backward pass"
+    hook.close()
+
+
+def test_the_scale_of_the_loss_is_not_read():
+    strategy = CompressedDDPStrategy(
+        "int8", accelerator=FakeAccelerator(), parallel_devices=[FIRST]
+    )
+    scaler = torch.amp.GradScaler("cuda")
+    scaler.scale(torch.empty((), device="cuda"))
+    strategy.precision_plugin = MixedPrecision("16-mixed", "cuda", scaler)
+    assert strategy._loss_scale().device == FIRST
