@@ -28,6 +28,7 @@ import statistics
 import time
 import warnings
 from collections import Counter
+from collections.abc import Iterator
 from typing import Any
 
 import lightning as L
@@ -45,6 +46,7 @@ from benchmarks.batching.hog import (
 )
 from benchmarks.harness import free_port, parse_arguments, publish, wait
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes
 from lightning_opt.core.malloc import malloc_trim
 
 TIMEOUT = 120.0
@@ -291,8 +293,8 @@ def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return rows
 
 
-def measure_survival(trainings: int, device: str) -> list[dict[str, Any]]:
-    """Return how trainings in one process ended."""
+def measure_survival(trainings: int, device: str) -> Iterator[list[dict[str, Any]]]:
+    """Yield how trainings in one process ended, all so far after every ten."""
     together = 1 if device == "cpu" else 10  # a process takes seconds to find its GPU
     results: list[dict[str, Any]] = []
     for first in range(0, trainings, together):
@@ -300,7 +302,8 @@ def measure_survival(trainings: int, device: str) -> list[dict[str, Any]]:
         (ends,) = in_processes((survive, seeds, device))
         # A process that hung or died says so, and takes its trainings with it.
         results += ends if isinstance(ends, list) else [ends] * len(seeds)
-    return tabulate([{"where": "?", "retries": 0, **result} for result in results])
+        if len(results) % 10 == 0 or len(results) == trainings:
+            yield tabulate([{"where": "?", "retries": 0, **result} for result in results])
 
 
 # --- regrowth -----------------------------------------------------------------------------------
@@ -311,14 +314,17 @@ def halving() -> lo.MicroBatching:
 
     So does Composer; what ours learns holds for the shape that ran out, and is tried again.
     """
-    micro = lo.MicroBatching(regrow_every=10**9)
-    sizes = micro._learner.sizes
 
-    def smallest(shape: str, elements: int) -> str | None:
-        return min(sizes.shapes, key=lambda key: sizes.shapes[key]["size"], default=None)
+    class Smallest(LearnedSizes):
+        def of(self, shape: str, elements: int) -> int | None:
+            return min((known["size"] for known in self.shapes.values()), default=None)
 
-    sizes.binding = smallest  # type: ignore[method-assign]
-    return micro
+    class Halving(lo.MicroBatching):
+        def _forget(self) -> None:
+            super()._forget()
+            self._sizes = Smallest(self.regrow_every)
+
+    return Halving(regrow_every=10**9)
 
 
 class Layers(L.LightningModule):
@@ -413,11 +419,11 @@ def publish_cost(arguments: Any, counts: Any) -> None:
 
 
 def publish_survival(arguments: Any, counts: Any) -> None:
-    """Let trainings in one process run out of memory, and publish how they ended."""
-    rows = measure_survival(3 if arguments.quick else counts.trainings, arguments.device)
+    """Let trainings in one process run out of memory, and publish how they ended so far."""
     what = "address space" if arguments.device == "cpu" else "share of the GPU's memory"
     title = f"Trainings under a limited {what}, with MicroBatching('auto')"
-    publish("micro_batching_survival", lo.Report(title, rows), arguments)
+    for rows in measure_survival(3 if arguments.quick else counts.trainings, arguments.device):
+        publish("micro_batching_survival", lo.Report(title, rows), arguments)
 
 
 def publish_pairs(arguments: Any, counts: Any) -> None:

@@ -10,7 +10,8 @@ CUDA every wait during a timed step is an error. A CPU rehearses it with a tiny 
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 
 import lightning as L
 import torch
@@ -49,19 +50,36 @@ NEVER = 10**9
 """Steps between reports: more than are measured."""
 
 
-def without_waits(step: Callable[[], None], device: str) -> Callable[[], None]:
-    """Return the step; on CUDA it raises where the host waits for a value."""
-    if not device.startswith("cuda"):
-        return step
+class Watched:
+    """A call, and whether the host waits for a value within it; only CUDA can tell.
 
-    def watched() -> None:
-        torch.cuda.set_sync_debug_mode("error")
+    Attributes:
+        waits: What torch says of a wait; the call goes on unwatched then, so that nothing is lost.
+    """
+
+    def __init__(self, call: Callable[[], None], device: str) -> None:
+        self._call, self._watching = call, device.startswith("cuda")
+        self.waits = ""
+
+    def __call__(self) -> None:
+        if self._watching:
+            torch.cuda.set_sync_debug_mode("error")
         try:
-            step()
+            self._call()
+        except RuntimeError as error:
+            if "synchroniz" not in str(error):
+                raise
+            self._watching, self.waits = False, str(error).splitlines()[0]
         finally:
-            torch.cuda.set_sync_debug_mode("default")
+            if self._watching or self.waits:
+                torch.cuda.set_sync_debug_mode("default")
 
-    return watched
+
+def say_waits(calls: Mapping[str, Watched]) -> None:
+    """Fail, once all is published, if the host has waited."""
+    waits = {name: call.waits for name, call in calls.items() if call.waits}
+    if waits:
+        sys.exit(f"The host waits: {waits}")
 
 
 def candidates(device: str) -> dict[str, Callable[[], None]]:
@@ -69,6 +87,10 @@ def candidates(device: str) -> dict[str, Callable[[], None]]:
     network = GPT(size_for(device, "124M")).to(device)
     batch = network.batch(8, device)
     found: dict[str, Callable[[], None]] = {}
+
+    def clip(*_: object) -> None:
+        torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0)
+
     kinds: dict[str, list[L.Callback]] = {
         "bare": [],
         "clip_grad_norm_": [],
@@ -86,9 +108,7 @@ def candidates(device: str) -> dict[str, Callable[[], None]]:
         trainer = fit_two_steps(module, device)
         if kind == "clip_grad_norm_":
             (optimizer,) = trainer.optimizers
-            optimizer.register_step_pre_hook(
-                lambda *_: torch.nn.utils.clip_grad_norm_(network.parameters(), 1.0) and None
-            )
+            optimizer.register_step_pre_hook(clip)
         for callback in callbacks:
             callback.setup(trainer, module, "fit")
         found[kind] = stepper(module, trainer, callbacks, [])
@@ -106,9 +126,9 @@ def main() -> None:
         with Launches() as counted:
             step()
         launches[kind] = counted.total
-    steps = {kind: without_waits(step, arguments.device) for kind, step in steps.items()}
+    watched = {kind: Watched(step, arguments.device) for kind, step in steps.items()}
     rounds = 3 if arguments.quick else 25
-    seconds = time_interleaved(steps, rounds=rounds, device=arguments.device)
+    seconds = time_interleaved(watched, rounds=rounds, device=arguments.device)
     rows = [
         {
             "step": kind,
@@ -116,6 +136,7 @@ def main() -> None:
             "of bare": round(median_ratio(seconds[kind], seconds["bare"]), 3),
             "launches": launches[kind],
             "more than bare": launches[kind] - launches["bare"],
+            "waits": watched[kind].waits,
         }
         for kind in steps
     ]
@@ -125,6 +146,7 @@ def main() -> None:
         ["Launches: operators that torch dispatches in a step, but for views."],
     )
     publish("gpt_step", report, arguments)
+    say_waits(watched)
 
 
 if __name__ == "__main__":

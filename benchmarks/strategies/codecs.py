@@ -1,18 +1,17 @@
 """How fast each compressor codes and decodes a bucket, beside a copy of it on the same device.
 
 Supports the choice between them: a bucket of 26 MB, as a rank codes it at each step with what was
-left over, in gigabytes of gradient a second. On CUDA a wait within coding or decoding is an error.
+left over, in gigabytes of gradient a second. On CUDA a wait within coding or decoding is a failure.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from statistics import median
 
 import torch
 
 import lightning_opt as lo
-from benchmarks.gradients.gpt_step import without_waits
+from benchmarks.gradients.gpt_step import Watched, say_waits
 from benchmarks.harness import parse_arguments, publish, time_interleaved
 
 GPU = True
@@ -25,7 +24,7 @@ def main() -> None:
     device, numel = torch.device(arguments.device), NUMEL // (100 if arguments.quick else 1)
     gradients = [torch.randn(numel, device=device) for _ in range(4)]
     out = torch.empty(numel, device=device)
-    calls: dict[str, Callable[[], object]] = {"copy": lambda: out.copy_(gradients[0])}
+    watched = {"copy": Watched(lambda: out.copy_(gradients[0]), arguments.device)}
     compressors = {
         "int8": lo.Quantize(8),
         "int4": lo.Quantize(4),
@@ -46,10 +45,10 @@ def main() -> None:
 
         code()
         ratios[name] = 4 * numel / codec.nbytes
-        calls[f"{name}, code"] = without_waits(code, arguments.device)
-        calls[f"{name}, decode"] = without_waits(decode, arguments.device)
+        watched[f"{name}, code"] = Watched(code, arguments.device)
+        watched[f"{name}, decode"] = Watched(decode, arguments.device)
     seconds = time_interleaved(
-        calls, rounds=3 if arguments.quick else 15, calls=4, device=arguments.device, warmup=4
+        watched, rounds=3 if arguments.quick else 15, calls=4, device=arguments.device, warmup=4
     )
     speed = {name: 4e-9 * numel / median(values) for name, values in seconds.items()}
     rows = [{"what": "copy", "code GB/s": round(speed["copy"], 2), "of a copy": 1.0}]
@@ -68,6 +67,7 @@ def main() -> None:
         "adding the gradient to what was left over."
     ]
     publish("codecs", lo.Report("Coding and decoding a bucket", rows, notes), arguments)
+    say_waits(watched)
 
 
 if __name__ == "__main__":

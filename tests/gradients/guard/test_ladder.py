@@ -194,6 +194,11 @@ class TestRollback:
         assert plugins.scaler.get_scale() == 64.0  # six faults had halved it six times
         assert plugins.scaler._get_growth_tracker() == 10 + 9
 
+    def test_what_a_lost_state_is_made_of_is_no_part_of_the_snapshot(self) -> None:
+        saved = copy_to_host({"exp_avg": torch.ones(3)})
+        copy_back(saved, {}, like=torch.zeros(3))["exp_avg"].zero_()
+        assert saved["exp_avg"].tolist() == [1.0, 1.0, 1.0]
+
     def test_scales_the_learning_rate_again(self) -> None:
         guard = lo.NonFiniteGuard("rollback", lr_recovery_steps=10**6)
         fit(scheduled(row(4, 10)), guard)
