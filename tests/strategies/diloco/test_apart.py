@@ -142,13 +142,16 @@ def _guarded() -> None:
 
 
 class Weights(Callback):
-    """Keeps this replica's weights after each step, before and after the guard's answer."""
+    """Keeps this replica's weights after each step, and whether they are those that all share."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
+        self.shared: list[bool] = []
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
         self.seen.append(flat(module).clone())
+        parts = [one.parts(one.outer) for one in trainer.strategy._replica._fragments]
+        self.shared.append(all(torch.equal(*pair) for part in parts for pair in part))
 
 
 def _rolled_back() -> None:
@@ -166,6 +169,8 @@ def _rolled_back() -> None:
         assert not guard.events
     else:
         assert same == [step != 6 for step in range(STEPS)]
+        assert after.shared[6]
+        assert not before.shared[6]
         assert [event["action"] for event in guard.events] == ["backoff", "rollback"]
     assert same_on_all_ranks(model)
 
@@ -204,6 +209,44 @@ def _stopped(folder: str) -> None:
     trainer.test(model, ckpt_path=path, verbose=False, weights_only=True)
 
 
+def _unfrozen() -> None:
+    """A layer that is unfrozen within a window is sent from then on."""
+
+    class Thaws(Callback):
+        def __init__(self) -> None:
+            self.same: dict[int, bool] = {}
+
+        def on_train_batch_start(self, trainer: Any, module: Any, *_: Any) -> None:
+            module.layer[0].requires_grad_(trainer.global_step >= 5)
+
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            weights = of_all_ranks(module.layer[0].weight.detach())
+            self.same[trainer.global_step] = torch.equal(*weights)
+
+    thaws = Thaws()
+    fit(Net(lr=0.1), lo.DiLoCoStrategy(4, **PLAIN), callbacks=[thaws])
+    expected = {step: step <= 5 or step % 4 == 0 for step in range(1, STEPS + 1)}
+    assert thaws.same == expected
+
+
+def _alike_at_start() -> None:
+    """Whatever each process has made of the model, all begin from the first one's."""
+
+    class Start(Callback):
+        def on_train_start(self, trainer: Any, module: Any) -> None:
+            assert same_on_all_ranks(module)
+            shifts.append(float(module.shift))
+
+    shifts: list[float] = []
+    model = Net()
+    rank = dist.get_rank()
+    model.register_buffer("shift", torch.tensor(2.0 + rank))
+    with torch.no_grad():
+        model.layer[0].weight += rank  # type: ignore[index]
+    fit(model, lo.DiLoCoStrategy(4), callbacks=[Start()])
+    assert shifts == [2.0]
+
+
 def _shorter() -> None:
     with pytest.raises(ValueError, match="as many batches on every process, got from 14 to 16"):
         fit(Net(fewer=2), lo.DiLoCoStrategy(4))
@@ -214,6 +257,8 @@ def _apart(folder: str) -> None:
     _guarded()
     _rolled_back()
     _stopped(folder)
+    _unfrozen()
+    _alike_at_start()
     _shorter()
 
 
