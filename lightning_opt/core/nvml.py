@@ -23,7 +23,7 @@ def open_nvml() -> ModuleType | None:
         pynvml.nvmlInit()
     except Exception as error:  # noqa: BLE001 - NVMLError, ImportError, OSError: no NVML
         log.info(
-            "NVML is not there (%s): what other processes hold on a GPU stays unknown; "
+            "NVML is not available (%s): what other processes use on a GPU is unknown; "
             "everything else works.",
             error,
         )

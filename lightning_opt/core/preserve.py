@@ -175,14 +175,14 @@ class Before:
         if parameters and self._weights != [p._version for p in self._parameters]:
             raise CannotUndoError(
                 "The step has changed parameters (such as those of a moving average) before it "
-                "failed, so it cannot be taken back and tried again. Change them in "
+                "failed, so it cannot be rolled back and retried. Change them in "
                 "on_train_batch_end."
             )
         lost = [kept.name for kept in self._tensors if kept.copy is None and kept.changed]
         if lost:
             raise CannotUndoError(
                 f"The step has written to tensors that it had not written before ({lost}), so it "
-                "cannot be taken back and tried again."
+                "cannot be rolled back and retried."
             )
         for kept in self._tensors:
             if isinstance(kept.place, dict):  # entries of lists are put back with these

@@ -10,7 +10,7 @@ from typing import IO, Any
 
 
 class Report:
-    """Rows with the same columns, under a title, with notes below.
+    """A table: rows with the same columns, a title, and notes.
 
     Args:
         title: One line that says what was measured.

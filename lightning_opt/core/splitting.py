@@ -22,7 +22,7 @@ Batch = TypeVar("Batch")
 
 
 class UnsplittableBatchError(ValueError):
-    """It is not clear where one sample of a batch ends and the next begins."""
+    """Raised if a batch cannot be split into samples."""
 
 
 def batch_length(batch: Any) -> int:
@@ -46,7 +46,7 @@ def batch_length(batch: Any) -> int:
 
 
 def split_batch(batch: Batch, size: int) -> list[Batch]:
-    """Cut a batch into parts of at most ``size`` samples, as equal as possible.
+    """Split a batch into parts of at most ``size`` samples, as equal as possible.
 
     Tensors and arrays are cut along their first dimension, into views. Lists and tuples that hold
     neither tensors nor containers of them have one entry a sample. Numbers, strings, ``None`` and
@@ -77,7 +77,7 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
 
 
 def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
-    """Cut a batch like :func:`split_batch`, and return each part with its share of the samples.
+    """Split a batch like :func:`split_batch`, and return each part with its share of the samples.
 
     For manual optimisation and plain loops: the gradients of ``loss * share`` add up to that of the
     whole batch, if the loss is a mean over samples.

@@ -33,7 +33,7 @@ OWN = ("callbacks",)
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Preset:
-    """Callbacks and Trainer arguments under a name, of which each says why it is there.
+    """A named set of callbacks and Trainer arguments, each with the reason why it is there.
 
     What a part needs and the machine, the strategy or another part does not allow is left out, and
     :meth:`describe` says so; nothing that a preset puts together is refused by its parts. What you

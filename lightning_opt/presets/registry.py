@@ -55,7 +55,7 @@ def preset(name: str, /, **overrides: Any) -> Preset:
 
 
 def register_preset(name: str, builder: Callable[[], Preset]) -> None:
-    """Make a preset of one's own known by name.
+    """Register your own preset under a name.
 
     Args:
         name: How it is called for; registering a name again replaces what it stood for.

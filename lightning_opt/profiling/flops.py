@@ -86,7 +86,7 @@ def count_flops(
     loss: Callable[[Any], Tensor] | None = None,
     **inputs: Any,
 ) -> Flops:
-    """Count the floating-point operations of a model on a batch, and leave both as they were.
+    """Count the floating-point operations of a model on a batch, without changing either.
 
     The model runs once. Parameters may be on the ``meta`` device, where that takes no memory.
     Counted are matrix products, convolutions and attention, as

@@ -359,7 +359,7 @@ def test_an_old_driver_counts_its_own_share_as_used(tmp_path):
 @linux
 def test_without_nvml_there_is_one_notice(tmp_path):
     lines = ask_driver(tmp_path, "-DINIT=9")
-    notices = [line for line in lines if "NVML is not there" in line]
+    notices = [line for line in lines if "NVML is not available" in line]
     assert len(notices) == 1
     assert "Driver Not Loaded" in notices[0]
     assert lines.count("None") == 4

@@ -45,7 +45,7 @@ KINDS = ("batches", "samples", "tokens")
 
 
 class Accumulation(RunCallback):
-    """Accumulates gradients of several batches into that of the one batch they would make.
+    """Accumulates the gradients of several batches into exactly that of one large batch.
 
     Lightning divides each batch's loss by ``accumulate_grad_batches``. That is the mean of means:
     a batch of 2 samples counts as much as one of 32, a window at the end of an epoch that has fewer

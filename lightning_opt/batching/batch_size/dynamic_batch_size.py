@@ -44,7 +44,7 @@ SHRINK, BELOW, ABOVE = 0.8, 0.1, 0.05
 
 
 class DynamicBatchSize(RunCallback):
-    """Gives the training DataLoader larger or smaller batches, by the memory that an epoch took.
+    """Adapts the training loader's batch size to the memory that the last epoch took.
 
     At the end of each epoch the peak of memory is compared with every limit: the device's, and on a
     CPU the machine's, those of control groups, ``RLIMIT_AS`` and ``budget_mb``. More than 0.1 below

@@ -49,7 +49,7 @@ class Trial:
 
 @dataclass
 class FoundSizes:
-    """What a search has found.
+    """The result of a search.
 
     Attributes:
         initial: The batch size that the loader had.

@@ -269,7 +269,7 @@ def find_batch_size(
     budget_mb: float | None = None,
     worst_batch: Callable[[int], Any] | str | None = None,
 ) -> FoundSizes:
-    """Find the largest batch size that fits into memory, or the one with most samples a second.
+    """Find the largest batch size that fits into memory, or the fastest.
 
     Each trial is some steps of a copy of the model with the Trainer's strategy, precision and
     callbacks (copies of them), so that their memory is counted. Nothing of it is left: model,

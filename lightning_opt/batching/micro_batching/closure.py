@@ -325,5 +325,5 @@ class MicroBatchClosure(Closure):
         if any(tensor._version != version for tensor, version in versions):
             raise CannotUndoError(
                 "training_step has changed tensors of its batch in place before it ran out of "
-                f"memory ({problem}), so the batch cannot be tried again. Change a copy of them."
+                f"memory ({problem}), so the batch cannot be retried. Change a copy of them."
             )

@@ -55,61 +55,58 @@ if TYPE_CHECKING:
 
 MID_BATCH = (
     "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
-    "in a collective with it, so the batch cannot be tried again and the run ends on all ranks: "
+    "in a collective with it, so the batch cannot be retried and the run ends on all ranks: "
     "resume from the last checkpoint, with MicroBatching(size=...) or a smaller batch. The "
     "allocator said: "
 )
 
 
 class MicroBatching(RunCallback):
-    """Runs each training batch as micro-batches, with the loss and the gradient of the whole batch.
+    """Runs each batch in parts that fit, with the loss and the gradient of the whole batch.
 
-    Only the size of what is in memory at a time changes. The optimised batch, the learning rate,
-    ``global_step``, logged values, ``accumulate_grad_batches`` and hooks of callbacks are as
-    without it.
+    Only the amount in memory at a time changes. The batch per step, the learning rate,
+    ``global_step``, logged values, ``accumulate_grad_batches`` and callback hooks stay the same.
 
-    With ``size="auto"`` nothing is split as long as everything fits. A batch that runs out of
-    memory in its forward or backward pass is taken back: random numbers, gradients, buffers,
-    metrics, counters and logged values are as before it. Then it is run again in halves, quarters
-    and so on. What was learned holds for batches whose samples have the same shape or more
-    elements, and is kept in checkpoints. ``regrow_every`` batches later the size doubles again;
-    where that proves wrong, the next attempt comes twice as late.
+    With ``size="auto"`` it splits nothing while everything fits. If a batch runs out of memory in
+    its forward or backward pass, it is rolled back: random state, gradients, buffers, metrics,
+    counters and logged values are restored. Then it runs again in halves, quarters and so on.
+    The size found applies to samples of the same shape and larger ones, and checkpoints keep it.
+    After ``regrow_every`` batches the size doubles; if that fails, the next attempt waits twice
+    as long.
 
-    Exact for losses that are means over samples, or over tokens
-    that ``count`` counts, or sums. Not for
-    losses that compare samples with each other (contrastive ones), nor for BatchNorm, which sees
-    one micro-batch at a time: before the first split there is a trial, and a warning.
+    It is exact for losses that are means over samples, means over tokens counted by ``count``, or
+    sums. It is not for losses that compare samples with each other (contrastive ones), nor for
+    BatchNorm, which sees one micro-batch at a time: it checks some splits, and warns.
 
-    Under DDP the ranks agree, and take a batch back together if one of them runs out of memory.
-    Under FSDP2 a batch cannot be taken back, so sizes are planned: a shape begins with one sample
-    and grows as measured peaks say that it fits. If memory runs out nevertheless, the run ends on
-    all ranks.
+    Under DDP, all ranks roll a batch back together if one of them runs out of memory. Under FSDP2
+    a batch cannot be rolled back, so sizes are planned: a shape begins with one sample and grows
+    as far as measured peaks allow. If memory runs out anyway, the run ends on all ranks.
 
     Logged when a size changes:
 
     ========================== =================================================================
-    ``micro_batching/size``    samples of a micro-batch from now on, for shapes like this batch's
-    ``micro_batching/retries`` attempts so far that ran out of memory and were taken back
+    ``micro_batching/size``    samples per micro-batch from now on, for shapes like this batch's
+    ``micro_batching/retries`` attempts so far that ran out of memory and were rolled back
     ========================== =================================================================
 
     Args:
-        size: Samples that a micro-batch may have, or ``"auto"``.
-        regrow_every: Batches from one size to the attempt at its double, at least 1.
-        split: For batches that are not made of tensors with one row a sample: a function
+        size: Maximum samples per micro-batch, or ``"auto"``.
+        regrow_every: Batches before the next attempt at twice the size, at least 1.
+        split: For batches that are not made of tensors with one row per sample: a function
             ``split(batch, parts)``, or its import path, that returns a list of ``parts`` pairs
             ``(part, samples)``.
         loss: What ``training_step`` returns: ``"mean_over_samples"``, ``"mean_over_tokens"``, which
             needs ``count``, or ``"sum"``.
         count: A function of a micro-batch, or its import path, that counts the tokens that its loss
-            is a mean over: a number, or a tensor without dimensions.
+            is a mean over. Returns a number or a 0-dimensional tensor.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under manual
             optimisation, DeepSpeed, with ``dataloader_iter``, or for ``"auto"`` under a strategy of
             several processes other than DDP and FSDP2; in ``on_fit_start`` for LBFGS.
-        UnsplittableBatchError: While training, for a batch that needs ``split``.
-        MemoryError: While training with ``"auto"``, if one sample does not fit, or if memory runs
-            out in the optimizer's update or under FSDP2, which cannot be taken back.
+        UnsplittableBatchError: During training, for a batch that needs ``split``.
+        MemoryError: During training with ``"auto"``, if one sample does not fit, or if memory runs
+            out in the optimizer's update or under FSDP2, which cannot be rolled back.
 
     Example:
         >>> import lightning as L

@@ -16,7 +16,7 @@ from lightning_opt.data.randomness import attributes_put_back, find_randomness
 
 
 class CachedDataset(Caching, Dataset[Any]):
-    """A map-style dataset whose items are computed once and then taken from a bounded cache.
+    """Wraps a map-style dataset, and computes each item once, within a limited cache.
 
     Items are kept as bytes and a new item is made of them at each fetch, so that whoever changes
     an item changes nothing in the cache, and what counts towards ``max_bytes`` is what is there.

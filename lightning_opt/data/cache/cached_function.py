@@ -13,7 +13,7 @@ from lightning_opt.data.encoding import decode, digest, encode
 
 
 class cached(Caching):  # noqa: N801 - called as a function is
-    """A function with a bounded cache of its results: distances of pairs, tokens of a text.
+    """Wrap a function in a limited cache of its results, such as distances of pairs.
 
     Arguments are compared by value, of tensors and arrays too, and by type: ``f(1)`` and ``f(1.0)``
     are two results. Results are new objects at each call. An error is not cached.

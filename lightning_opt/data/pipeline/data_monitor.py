@@ -28,7 +28,7 @@ ADVICE = (
 
 
 class DataMonitor(RunCallback):
-    """Logs the share of the time that training waits for data, and advises where it is large.
+    """Logs the share of time that training waits for data, and says what to do if it is large.
 
     What is measured is the host's time from asking the loader for a batch to having it, over the
     time from one report to the next without validation. Without workers that is the time to make

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class DevicePrefetcher(RunCallback):
-    """On CUDA, copies each batch on a stream of its own, beside the computation.
+    """Copies batches to a CUDA device on a separate stream, during computation.
 
     Lightning queues the copy of a batch behind the step before it. Here it is queued on a side
     stream, so that it runs while that step still computes; the next step waits for the copy alone.
@@ -73,7 +73,7 @@ class DevicePrefetcher(RunCallback):
         for owner in (pl_module, trainer.datamodule):  # type: ignore[attr-defined]
             if owner is not None and is_overridden("transfer_batch_to_device", owner):
                 log.warning(
-                    "DevicePrefetcher does nothing: %s has a transfer_batch_to_device of its own.",
+                    "DevicePrefetcher does nothing: %s defines its own transfer_batch_to_device.",
                     type(owner).__name__,
                 )
                 return

@@ -47,7 +47,7 @@ MEASURE = 0.4
 
 
 class DataPipelineTuner(RunCallback):
-    """Measures the training loader before the first step, and sets what is fastest.
+    """Measures the training loader before the first step, and keeps the fastest settings.
 
     It tries a few numbers of workers, values of ``prefetch_factor`` and, on CUDA, pinned memory,
     on the real dataset with the real training step (forward and backward pass) between the batches,
@@ -178,7 +178,7 @@ class DataPipelineTuner(RunCallback):
     def _leave(self, reason: str) -> None:
         if not self._notes:
             self._notes = [f"The loader was left as it was: {reason}."]
-            log.warning("DataPipelineTuner leaves the training loader as it is: %s.", reason)
+            log.warning("DataPipelineTuner leaves the training loader unchanged: %s.", reason)
 
     def _tune(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: DataLoader[Any]

@@ -25,31 +25,31 @@ OFTEN = 0.3
 
 
 class AdaptiveClipping(GradientCallback):
-    """Clips gradients before each optimizer step, at a threshold learned from the run itself.
+    """Clips gradients before each optimizer step, at a threshold learned from the run.
 
-    A fixed ``gradient_clip_val`` has to be found anew for each model and is wrong for most of a
-    run, since norms shrink by orders of magnitude. This callback learns what is normal and clips
-    what is not. It acts on true gradients: unscaled under fp16 (fused optimizers too), whole under
-    DDP, FSDP and tensor parallelism, once for each accumulation window, and separately for each
-    optimizer, under manual optimisation too. A norm that is NaN or infinite changes no statistic,
-    and its gradients are left as they are, for the loss scaler or a guard.
+    A fixed ``gradient_clip_val`` must be found for each model, and is wrong for most of a run,
+    because norms shrink by orders of magnitude. This callback learns what is normal and clips
+    the rest. It acts on true gradients: unscaled under fp16 (also with fused optimizers), whole
+    under DDP, FSDP and tensor parallelism, once per accumulation window, and separately for each
+    optimizer, also under manual optimisation. A NaN or infinite norm enters no statistic, and
+    its gradients stay as they are, for the loss scaler or a guard.
 
-    On an accelerator nothing is read between reports, so the host never waits for the device.
+    On an accelerator it reads nothing between reports, so the host never waits for the device.
 
     Logged every ``every_n_steps`` steps (with several optimizers as ``clip/<index>/...``):
 
     ====================== =====================================================================
     ``clip/norm``          total gradient norm before clipping
-    ``clip/threshold``     threshold on it (rules on the total norm)
-    ``clip/coefficient``   what the gradients were multiplied with; the smallest of several
-    ``clip/fraction``      share of steps clipped so far; of tensors, or of units, for rules on them
-    ``clip/nonfinite``     steps so far whose norm was NaN or infinite
+    ``clip/threshold``     threshold, for rules on the total norm
+    ``clip/coefficient``   factor on the gradients; the smallest if there are several
+    ``clip/fraction``      share of steps (or of tensors or units, for rules on those) clipped
+    ``clip/nonfinite``     steps so far with a NaN or infinite norm
     ====================== =====================================================================
 
     Args:
         rule: ``"robust"``, ``"fixed_norm"``, ``"fixed_value"``, ``"mean_std"``, ``"percentile"``,
             ``"zclip"``, ``"unit_wise"``, ``"per_parameter"``, or a rule object such as
-            ``ZClip(z=3.0)`` for other settings than the default.
+            ``ZClip(z=3.0)`` to change its settings.
         every_n_steps: Steps from one report to the next, at least 1.
 
     Raises:

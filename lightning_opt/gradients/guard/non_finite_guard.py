@@ -35,71 +35,73 @@ RESTORES_OF_A_SNAPSHOT = 3
 
 
 class NonFiniteGuard(GradientCallback):
-    """Leaves out optimizer steps that would ruin the run, and climbs a ladder if they go on.
+    """Skips steps that would ruin the run; backs off, rolls back or stops if they persist.
 
-    A step is left out if the loss of one of its batches, on any rank, is NaN or infinite, if the
-    gradient is, or, with ``spike``, if either is far above the usual. Weights, optimizer state
-    (momentum, step counts) and small buffers (BatchNorm) are then exactly as before the step.
-    ``global_step`` and learning-rate schedulers go on, as they do at Lightning's own fp16 skips.
+    It skips a step if the loss of one of its batches, on any rank, or the gradient is NaN or
+    infinite or, with ``spike``, far above the usual. Weights, optimizer state (momentum, step
+    counts) and small buffers (BatchNorm) stay exactly as before the step. ``global_step`` and
+    learning-rate schedulers advance, as they do when Lightning skips a step in fp16.
 
-    What happens at faults in a row, counted for each optimizer:
+    What happens at consecutive faults, counted for each optimizer:
 
     1. The step is skipped.
-    2. At ``backoff_after``, the learning rate is scaled by ``lr_backoff``, around each update only,
-       so that schedulers and loggers do not see it. It recovers over ``lr_recovery_steps``.
+    2. At ``backoff_after``, the learning rate is multiplied by ``lr_backoff``, only during each
+       update, so that schedulers and loggers do not see it. It recovers over
+       ``lr_recovery_steps``.
     3. At ``rollback_after``, with ``policy="rollback"``, model, optimizers, schedulers and loss
-       scaler return to the snapshot in host memory, and the learning rate is scaled again. The
-       data goes on, so that what led here is left out.
-    4. At ``max_consecutive`` the run stops with an error that says what happened.
+       scaler return to the snapshot in host memory, and the learning rate is reduced again. The
+       data continues, so the batches that led here are not repeated.
+    4. At ``max_consecutive`` the run stops with an error that explains what happened.
 
-    NaN in a weight cannot be skipped away: it leads to 3 at once, or to 4 where there is no
-    snapshot. Spikes alone never stop a run: if they go on after 3, their level is the new normal.
+    A NaN in a weight cannot be skipped: it leads to 3 at once, or to 4 without a snapshot. Spikes
+    alone never stop a run: if they persist after 3, their level becomes the new normal.
 
-    All ranks decide together, by one all-gather of two numbers a step. Under ``DiLoCoStrategy`` a
-    replica decides by itself, and takes the weights that all share when it rolls back.
+    All ranks decide together, with one all-gather of two numbers per step. Under
+    ``DiLoCoStrategy`` each replica decides for itself, and takes the shared weights when it rolls
+    back.
 
-    With fused Adam, AdamW, SGD or Adagrad on an accelerator the host never waits: the device leaves
-    the step out by itself, and the host learns of it, for rungs 2 to 4, two steps later. With other
-    optimizers it reads one small tensor a step. On a CPU reading is free.
+    With fused Adam, AdamW, SGD or Adagrad on an accelerator the host never waits: the device itself
+    skips the step, and the host learns of it two steps later, for 2 to 4. With other optimizers it
+    reads one small tensor per step. On a CPU reading is free.
 
-    Under the fp16 loss scaler a gradient that is not finite with a loss that is counts as an
-    overflow, the scaler's normal business, unless the loss scale is already below 1.
+    Under the fp16 loss scaler, a non-finite gradient with a finite loss counts as an overflow,
+    which is the scaler's job, unless the loss scale is already below 1.
 
-    Put it before :class:`AdaptiveClipping`, which then does not count what was left out. Gradients
-    of such a step stay readable for hooks and other callbacks.
+    Put it before :class:`AdaptiveClipping`, which then ignores skipped steps. The gradients of
+    such a step stay readable for hooks and other callbacks.
 
     Logged at faults and every ``every_n_steps`` optimizer steps:
 
     ===================== ======================================================================
-    ``guard/skipped``     steps left out so far for faults
-    ``guard/consecutive`` faults in a row at this moment; the most of several optimizers
+    ``guard/skipped``     steps skipped so far because of faults
+    ``guard/consecutive`` current consecutive faults; the maximum over optimizers
     ``guard/overflows``   overflows under the loss scaler so far
-    ``guard/lr_scale``    what learning rates are multiplied with; the least of several optimizers
+    ``guard/lr_scale``    factor on the learning rates; the minimum over optimizers
     ``guard/rollbacks``   snapshots restored so far
     ===================== ======================================================================
 
     Args:
-        policy: ``"skip"`` has rungs 1, 2 and 4; ``"rollback"`` has all; ``"raise"`` stops at the
-            first fault, whose step it leaves out.
-        max_consecutive: Faults in a row at which the run stops, at least 1.
-        spike: Deviations above the usual, in the logarithm, at which a loss or a gradient norm is
-            a spike; None looks for none. 6 is a careful choice. See :class:`Robust`. Losses of 0
-            and below have no logarithm and are never spikes.
-        lr_backoff: In (0, 1]; 1 leaves the learning rate alone.
-        snapshot_every_n_steps: Good batches from one snapshot to the next, at least 1. Only
-            ``policy="rollback"`` takes any.
-        backoff_after: Faults in a row at which the learning rate is scaled.
-        rollback_after: Faults in a row at which the snapshot is restored, below
+        policy: ``"skip"`` does 1, 2 and 4; ``"rollback"`` does all; ``"raise"`` skips the step and
+            stops at the first fault.
+        max_consecutive: Consecutive faults at which the run stops, at least 1.
+        spike: Deviations above the usual level, in the logarithm, at which a loss or a gradient
+            norm is a spike; None for no spikes. 6 is a conservative choice. See :class:`Robust`.
+            Losses of 0 and below have no logarithm and are never spikes.
+        lr_backoff: Factor in (0, 1]; 1 leaves the learning rate alone.
+        snapshot_every_n_steps: Good batches from one snapshot to the next, at least 1. Only for
+            ``policy="rollback"``.
+        backoff_after: Consecutive faults at which the learning rate is reduced.
+        rollback_after: Consecutive faults at which the snapshot is restored, below
             ``max_consecutive``.
-        lr_recovery_steps: Good steps in which one scaling is made up for.
+        lr_recovery_steps: Good steps after which one reduction is undone.
         every_n_steps: Steps between logged values, at least 1.
-        save_batch: Whether to save the batches of faults, five a rank at most, as ``guard/*.pt`` in
-            the Trainer's log folder.
+        save_batch: Whether to save up to five faulty batches per rank, as ``guard/*.pt`` in the
+            Trainer's log folder.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` under DeepSpeed, or if
-            it stands behind ``AdaptiveClipping``; in ``on_fit_start`` for LBFGS.
-        FloatingPointError: While training, on all ranks, when the ladder ends.
+            it comes after ``AdaptiveClipping``; in ``on_fit_start`` for LBFGS.
+        FloatingPointError: During training, on all ranks, when the guard stops the run.
 
     Example:
         >>> import lightning as L
@@ -163,8 +165,8 @@ class NonFiniteGuard(GradientCallback):
         clipping = [other for other in before if getattr(other, "rescales_gradients", False)]
         if clipping and stage == "fit":
             raise ValueError(
-                f"NonFiniteGuard must stand before {type(clipping[0]).__name__} in "
-                "Trainer(callbacks=[...]): behind it, it would see spikes only after they have "
+                f"NonFiniteGuard must come before {type(clipping[0]).__name__} in "
+                "Trainer(callbacks=[...]): after it, it would see spikes only after they have "
                 "been clipped."
             )
 

@@ -35,7 +35,7 @@ FIGURE = "gradient_health.png"
 
 
 class GradientHealth(GradientCallback):
-    """Watches gradients and says in plain words what is wrong, where, and what to do.
+    """Watches gradients, and reports in plain words what is wrong, where, and what to do about it.
 
     Every step's norms are kept where they are (those that clipping measures are shared); on a
     report step more is measured, and all is read to the host at once. Issues are judged against

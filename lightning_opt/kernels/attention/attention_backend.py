@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 
 class AttentionBackend(RunCallback):
-    """Sets the order in which torch tries its attention backends, and tells which one serves.
+    """Reports which attention backend torch uses, and sets the order in which it tries them.
 
     ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, takes the
     first that can serve a call, and says nothing. A mask or a dropout that the quick ones do not

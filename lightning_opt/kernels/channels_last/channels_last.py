@@ -33,7 +33,7 @@ GAIN = 0.97
 
 
 class ChannelsLast(RunCallback):
-    """Puts convolutions into channels_last, if that is faster.
+    """Switches convolutions to channels_last, if that is faster.
 
     Weights of ``Conv2d``, ``Conv3d`` and their transposes, with gradients and optimizer state, go
     to ``torch.channels_last`` or ``channels_last_3d`` while a stage runs; what they compute follows
@@ -89,7 +89,7 @@ class ChannelsLast(RunCallback):
         if sharded and self.policy == "always":
             raise ValueError(
                 f"ChannelsLast('always') does not work with {type(trainer.strategy).__name__}: its "
-                "shards have a memory order of their own. Use DDP, or leave the callback out."
+                "shards have their own memory order. Use DDP, or leave the callback out."
             )
         super().setup(trainer, pl_module, stage)
         self.release(trainer)

@@ -38,7 +38,7 @@ OFTEN = 3
 
 
 class CompileModel(RunCallback):
-    """Compiles the model with torch.compile, and goes on without where that fails.
+    """Compiles the model with torch.compile, and falls back to eager if that fails.
 
     ``forward`` of the model's parts is replaced by compiled code while a stage runs. Classes, names
     of parameters, ``state_dict`` keys and hooks stay as they are, so that checkpoints load without
@@ -262,7 +262,7 @@ class CompileModel(RunCallback):
         kind = "" if self.backend != "inductor" else f" in mode {failed!r}"
         warnings.warn(
             f"CompileModel: {region.name} ({region.kind}) could not be compiled{kind}{rank} and "
-            f"runs {then} from now on. The call in which it showed was done uncompiled, so nothing "
+            f"runs {then} from now on. That call ran uncompiled, so nothing "
             f"is lost. The reason: {region.reason}",
             stacklevel=2,
         )
@@ -274,7 +274,7 @@ class CompileModel(RunCallback):
                 self._said.add(said)
                 warnings.warn(
                     f"CompileModel: {region.name} ({region.kind}) was compiled again {again} "
-                    "times, which costs more than it brings. If shapes vary, try "
+                    "times, which costs more than it gains. If shapes vary, try "
                     "CompileModel(dynamic=True), pad to a few sizes, or set drop_last=True in the "
                     "DataLoader. TORCH_LOGS=recompiles in the environment has torch say why.",
                     stacklevel=2,

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class FusedOptimizer(RunCallback):
-    """Switches optimizers to torch's fused implementation for the time of the run.
+    """Switches optimizers to torch's fused implementation during the run.
 
     A fused update is one pass over parameter, gradient and state; the default makes one pass for
     each operation. Adam, AdamW, SGD and Adagrad have one, and so have classes derived from them
@@ -93,7 +93,7 @@ class FusedOptimizer(RunCallback):
                 )
                 rank_zero_warn(
                     f"FusedOptimizer has put {row['class']} back: fused kernels do not take "
-                    f"{obstacle}. Training goes on as without it."
+                    f"{obstacle}. Training continues without it."
                 )
             return
 

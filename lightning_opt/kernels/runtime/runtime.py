@@ -40,7 +40,7 @@ WATCHED = 100
 
 
 class Runtime(RunCallback):
-    """Sets precision, cuDNN, allocator, CPUs and threads for the run, and puts them back.
+    """Sets precision, cuDNN, allocator, CPUs and threads for the run, and restores them afterwards.
 
     Settings are made in ``setup`` of every stage, the first hook there is, and undone in
     ``teardown`` and after an exception. What could not be set is in :meth:`report`; what you asked
@@ -133,7 +133,7 @@ class Runtime(RunCallback):
         failed = [f"{o.setting}={o.asked} ({o.note})" for o in self._outcomes if o.failed]
         if failed and not self._warned:
             self._warned = True
-            rank_zero_warn(f"Runtime could not set {', '.join(failed)}. Training goes on without.")
+            rank_zero_warn(f"Runtime could not set {', '.join(failed)}. Training continues.")
 
     def _set(self, trainer: pl.Trainer) -> None:
         device, outcomes = trainer.strategy.root_device, self._outcomes

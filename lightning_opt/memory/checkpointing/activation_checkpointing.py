@@ -43,70 +43,71 @@ POLICIES = ("auto", "none", "every_layer", "sqrt", "block", "every_nth", "select
 
 
 class ActivationCheckpointing(RunCallback):
-    """Keeps fewer activations for the backward pass, and computes the others a second time.
+    """Keeps fewer activations for the backward pass, and recomputes the rest.
 
-    The model's code stays as it is. Its repeated blocks are found by structure and shapes;
-    ``forward`` of those that the policy names is replaced when the fit starts and put back when it
-    ends, also by an exception. Gradients are bit-identical to those without it: random numbers,
-    autocast and the buffers that a block writes are put back for the second run, so that dropout
-    draws the same and BatchNorm counts a batch once. Names in ``state_dict`` and
-    ``named_parameters``, classes, hooks and attributes do not change. Validation does not notice.
+    You do not change the model's code. The callback finds repeated blocks by structure and shapes,
+    and replaces ``forward`` of those that the policy selects until the fit ends, even by an
+    exception. Gradients are bit-identical: the recomputation restores random state, autocast and
+    the buffers that a block writes, so dropout draws the same numbers and BatchNorm counts a
+    batch once. Names in ``state_dict`` and ``named_parameters``, classes, hooks and attributes
+    do not change. Validation is unaffected.
 
     ================= ==========================================================================
-    ``"auto"``        the fastest mixture of all below that stays within the budget: measured on the
-                      first batch, planned, applied, and verified by measuring again
+    ``"auto"``        the fastest mixture of all below within the budget: measured on the first
+                      batch, planned, applied, and verified by measuring again
     ``"none"``        nothing is recomputed
-    ``"every_layer"`` each block by itself
+    ``"every_layer"`` each block separately
     ``"sqrt"``        segments of about the square root of the number of blocks
-    ``"block"``       segments of ``interval`` consecutive blocks, of which one input is kept
-    ``"every_nth"``   one block in ``interval``, by itself; the others keep everything
-    ``"selective"``   each block, but for the outputs of its dear operators, which are kept
-    ``"custom"``      exactly ``modules``, each by itself
+    ``"block"``       segments of ``interval`` consecutive blocks; only the segment's input is kept
+    ``"every_nth"``   one block in ``interval``; the others keep everything
+    ``"selective"``   each block, except the outputs of its expensive operators, which are kept
+    ``"custom"``      exactly ``modules``, each separately
     ================= ==========================================================================
 
-    Blocks are joined into a segment while the model runs, where one's output is the next one's
-    input. Where it is not, and under torch.compile or FSDP, they are recomputed by themselves.
+    Blocks are joined into segments as the model runs, if the output of one is the input of the
+    next. Otherwise, and under torch.compile or FSDP, each is recomputed on its own.
 
-    Under ``"auto"`` the training step runs twenty to forty times on the first batch before the
-    first optimizer step. Random numbers, gradients, buffers, metrics and attributes of plain
-    types are put back, nothing is logged, and no optimizer steps. When a larger batch comes that
-    would miss the budget, it is planned anew.
+    With ``"auto"`` the training step runs twenty to forty times on the first batch before the
+    first optimizer step. Random state, gradients, buffers, metrics and attributes of plain types
+    are restored, nothing is logged, and no optimizer steps. A larger batch that would exceed the
+    budget gets a new plan.
 
-    Logged once; what is timed or a peak by ``"auto"`` alone:
+    Logged once; times and peaks only with ``"auto"``:
 
     ===================================== ======================================================
-    ``checkpointing/blocks``              blocks that were found
-    ``checkpointing/recomputed``          blocks that are recomputed, in part or whole
+    ``checkpointing/blocks``              blocks found
+    ``checkpointing/recomputed``          blocks recomputed, partly or fully
     ``checkpointing/unchecked_peak_mb``   peak of the step's activations without recomputation
-    ``checkpointing/predicted_peak_mb``   the plan's, as predicted
-    ``checkpointing/peak_mb``             the plan's, as measured
+    ``checkpointing/predicted_peak_mb``   the plan's peak, predicted
+    ``checkpointing/peak_mb``             the plan's peak, measured
     ``checkpointing/unchecked_step_ms``   forward and backward pass without recomputation
     ``checkpointing/step_ms``             the same under the plan
-    ``checkpointing/offloaded_mb``        with ``offload``: what the first step kept on the host
+    ``checkpointing/offloaded_mb``        with ``offload``: kept on the host by the first step
     ===================================== ======================================================
 
-    A megabyte is 2**20 bytes. On CUDA peaks are those of torch's allocator; elsewhere the memory of
-    all tensors is counted, without what kernels need inside.
+    A megabyte is 2**20 bytes. On CUDA, peaks come from torch's allocator; elsewhere they count the
+    memory of all tensors, without kernels' internal buffers.
 
     Args:
         policy: One of the names above.
         interval: For ``"block"`` and ``"every_nth"``: how many blocks, at least 1.
-        modules: What counts as a block instead of what is found: qualified names, shell patterns
+        modules: What to use as blocks instead of those found: qualified names, shell patterns
             (``"encoder.layers.*"``), classes or their names.
-        min_flops: For ``"selective"``: operations from which an operator is dear, or below 1 the
-            share of its block's; ``None`` for every matrix product, convolution and attention.
+        min_flops: For ``"selective"``: the number of operations that makes an operator expensive
+            or, below 1, its share of the block's; ``None`` for every matrix product, convolution
+            and attention.
         budget_mb: For ``"auto"``: megabytes for parameters, buffers, gradients, optimizer states
             and activations together.
         budget: For ``"auto"``: share of the activations' peak without recomputation, above 0. With
-            neither, the budget is nine tenths of what the device has free.
-        strict: Whether a budget that cannot be met is an error; else the plan with the smallest
-            peak is used, with a warning.
-        offload: Keep what is saved for the backward pass, of blocks that are recomputed and of the
-            rest, in pinned memory of the host. On CUDA only; elsewhere training goes on without it,
-            and says so. Not for ``"auto"``, which measures the device, and not under FSDP.
-        worst_batch: For ``"auto"``: a batch as the loader gives it, of the largest shapes that will
-            come. It is planned for in place of the first one, so that a budget that it cannot meet
-            is an error before the first step and not a warning when such a batch comes.
+            neither, the budget is nine tenths of the device's free memory.
+        strict: Whether a budget that cannot be met is an error; otherwise it warns and uses the
+            plan with the smallest peak.
+        offload: Keep everything saved for the backward pass, of recomputed blocks and of the rest,
+            in pinned host memory. On CUDA only; elsewhere it has no effect, and a log line says
+            so. Not for ``"auto"``, which measures the device, and not under FSDP.
+        worst_batch: For ``"auto"``: a batch from the loader with the largest shapes that will
+            occur. It is planned for instead of the first one, so a budget that it cannot meet is an
+            error before the first step, and not a warning later.
 
     Raises:
         ValueError: In ``__init__`` for an unknown policy or a setting that it has no use for; in

@@ -31,7 +31,7 @@ EVENTS = 1000
 
 
 class MemoryCleanup(RunCallback):
-    """Cleans up when memory runs short: collects garbage, empties caches, trims the heap.
+    """Cleans up when memory runs low: collects garbage, empties caches, trims the heap.
 
     Each limit is watched on its own: the device, the machine, the control group of the container,
     ``RLIMIT_AS``. What counts as used is what cannot be had, so that a full cache of the CUDA

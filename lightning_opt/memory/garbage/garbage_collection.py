@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 class GarbageCollection(RunCallback):
-    """Turns Python's automatic garbage collection off and collects on a schedule instead.
+    """Collects garbage on a schedule, at the same step on every rank, instead of automatically.
 
     Python collects whenever enough objects have been made, and a full collection looks at every
     object there is: with torch and Lightning imported that takes a fifth of a second, and it comes

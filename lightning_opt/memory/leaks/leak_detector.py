@@ -39,7 +39,7 @@ Phase = Literal["train", "validation"]
 
 
 class LeakDetector(RunCallback):
-    """Notices that memory grows steadily, finds out what it is that grows, and says who holds it.
+    """Notices steady memory growth, and reports what grows, what holds it and the line of source.
 
     On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
     If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,

@@ -38,7 +38,7 @@ FIGURE, DATA = "memory_profile.png", "memory_profile.json"
 
 
 class MemoryProfiler(RunCallback):
-    """Measures where memory goes, on some of the steps, and writes down what was alive if it ends.
+    """Measures where memory goes on some of the steps, and records what was alive if it runs out.
 
     As a callback it profiles every ``every_n_steps``-th batch and the first batch of each
     validation: live memory at the turns of the step, what it is taken by, and the peak of each

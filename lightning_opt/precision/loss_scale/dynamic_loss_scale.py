@@ -27,7 +27,7 @@ from lightning_opt.trainer.refusals import refuse_lbfgs
 
 
 class DynamicLossScale(MixedPrecision):
-    """Trains in float16 mixed precision on CUDA and CPU, and shows what its loss scale does.
+    """Float16 mixed precision on CUDA and CPU, with a loss scale that is logged and configurable.
 
     Gradients of float16 below 6e-8 are zero. So the loss is multiplied with a large scale before
     the backward pass, and gradients are divided by it before the update. Where one of them is not
@@ -282,7 +282,7 @@ def _check(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
         )
     if any(parameter.dtype is torch.float16 for parameter in model.parameters()):
         raise ValueError(
-            "DynamicLossScale wants weights in float32, since updates of float16 weights are "
+            "DynamicLossScale needs weights in float32, since updates of float16 weights are "
             "rounded away; autocast computes in float16. Leave out `.half()`."
         )
     refuse_lbfgs("DynamicLossScale", optimizers)

@@ -29,7 +29,7 @@ _MAX_CALLS = 1 << 20
 
 
 class BenchmarkResult(Measured):
-    """What :func:`benchmark` has measured.
+    """The result of :func:`benchmark`.
 
     Attributes:
         report: A row a function: median and quartiles of the seconds of a call, the ratio to the
@@ -80,7 +80,7 @@ def benchmark(
     confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> BenchmarkResult:
-    """Time functions, interleaved, and say whether they differ.
+    """Time functions, interleaved, and tell whether they differ.
 
     Each is timed once a round, in an order that rotates, so that a slow moment of the machine hits
     all of them. The ratio to the first is the centre of the ratios within rounds. Its interval

@@ -32,7 +32,7 @@ def compare(
     confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> Comparison:
-    """Train under several configurations of the Trainer, interleaved, and say whether they differ.
+    """Train under several Trainer configurations, interleaved, and tell whether they differ.
 
     Each configuration is a real run in a process of its own. All are alive at once and take
     turns of a few steps, in an order that rotates, so that a slow minute of the machine hits all of

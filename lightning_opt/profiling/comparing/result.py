@@ -88,7 +88,7 @@ class Run:
 
 
 class Comparison(Measured):
-    """What :func:`compare` has measured.
+    """The result of :func:`compare`.
 
     Attributes:
         report: A row a configuration: median and quartiles of the milliseconds of a step, samples a

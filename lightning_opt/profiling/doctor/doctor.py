@@ -44,7 +44,7 @@ MARKS: dict[State, str] = {"look": "LOOK", "ok": "ok", "unknown": "?"}
 
 
 class Diagnosis(Report):
-    """The answers to the checklist, what needs a look first.
+    """The answers to the checklist; those that need attention come first.
 
     Prints as text, renders in a notebook, and gives markdown or JSON.
 
@@ -92,7 +92,7 @@ class Diagnosis(Report):
 
 
 def doctor(trainer: pl.Trainer) -> Diagnosis:
-    """Return what a Trainer and its callbacks know of the run they have made.
+    """Go through a checklist after a run, answered from what the Trainer's callbacks measured.
 
     Nothing is run and nothing measured: ask after ``fit``. Each question is answered by whoever of
     the callbacks, profiler, strategy and plugins offers ``diagnose() -> list[Verdict]``, else from

@@ -35,7 +35,7 @@ WARMUP = 2
 
 
 class PerformanceMonitor(RunCallback):
-    """Logs speed and use of the machine, and warns when the run gets slower.
+    """Logs speed and use of the machine, and warns when the run slows down.
 
     A step lasts from the end of one batch to the end of the next, so that waiting for data counts.
     Validation and the first batch of an epoch's wait do not, nor do the first two steps. On CUDA
@@ -168,10 +168,10 @@ class PerformanceMonitor(RunCallback):
             self._facts.gpu = gpu.name
         elif device.type == "cuda":
             self._facts.gpu_note = (
-                "NVML is not there or does not know this GPU, so its use, power and temperature "
-                "are not known."
+                "NVML is not available or does not know this GPU, so its use, power and "
+                "temperature are not known."
             )
-            log.warning("PerformanceMonitor: %s Training goes on.", self._facts.gpu_note)
+            log.warning("PerformanceMonitor: %s Training continues.", self._facts.gpu_note)
         self._sampler = Sampler(self.sample_seconds, gpu)
 
     def on_train_batch_end(

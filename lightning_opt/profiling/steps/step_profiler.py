@@ -31,14 +31,14 @@ DATA_BOUND = 0.2
 
 
 class StepProfiler(Profiler):
-    """Says where the time of a run goes: one line a phase, and the phases sum up to the wall time.
+    """Shows where the time of a run goes, in phases that add up to the wall time.
 
-    Phases are what a person knows of a step, and not Lightning's hooks: data wait, transfer,
+    Phases have familiar names, unlike Lightning's hooks: data wait, transfer,
     forward, loss, backward, gradient communication, clipping, each callback by name, optimizer
-    step, logging, validation, checkpoint, and Lightning's own loop. A moment counts for the
-    innermost of them alone. On CUDA the device's time of each phase is measured too, by events that
-    are read some steps later, so nothing in a step waits for the device. Memory does not grow with
-    the run.
+    step, logging, validation, checkpoint, and Lightning's own loop. Time counts only towards the
+    innermost phase. On CUDA the device's time of each phase is measured too, by events that are
+    read some steps later, so nothing in a step waits for the device. Memory does not grow with the
+    run.
 
     At the end of a run rank 0 prints the table; :meth:`report` returns it. Under several processes
     every rank needs one. Logged every ``log_every_n_steps`` batches and at the end of a fit:

@@ -33,7 +33,7 @@ ONE_BUCKET = 2**20
 
 
 class CompressedDDPStrategy(OwnExchangeStrategy):
-    """DDP that sends a hundredth of the bytes, or a quarter or an eighth of them.
+    """DDP that sends compressed gradients: from half to 1/164 of the bytes.
 
     For networks that are slow against the model: 1 to 25 Gbit/s between machines. What is not sent
     in a step is kept on the rank and added to the next step's gradient (error feedback), so that

@@ -13,7 +13,7 @@ from lightning_opt.core.arguments import one_of
 
 
 class HookedDDPStrategy(DDPStrategy):
-    """DDP with one of the communication hooks that torch brings, on gloo too.
+    """DDP with one of torch's own communication hooks, on gloo too.
 
     Args:
         hook: ``"fp16"`` or ``"bf16"``, which cast what they send.

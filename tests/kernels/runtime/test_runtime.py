@@ -232,7 +232,7 @@ def test_a_cpu_that_does_not_exist():
     assert rows["cpu_affinity"]["set"] is False
     assert rows["cpu_affinity"]["note"] == os.strerror(errno.EINVAL)
     assert said == [
-        "Runtime could not set cpu_affinity=[100000] (Invalid argument). Training goes on without."
+        "Runtime could not set cpu_affinity=[100000] (Invalid argument). Training continues."
     ]
     assert set(map(frozenset, after["affinity"].values())) == {
         frozenset(cpus) for cpus in before["affinity"].values()
@@ -288,9 +288,7 @@ def test_priority_that_the_system_refuses(monkeypatch):
         "set": False,
         "note": "Permission denied",
     }
-    assert said == [
-        "Runtime could not set priority=-5 (Permission denied). Training goes on without."
-    ]
+    assert said == ["Runtime could not set priority=-5 (Permission denied). Training continues."]
 
 
 @linux

@@ -523,7 +523,7 @@ def test_refusals():
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
-    with pytest.raises(ValueError, match="wants weights in float32"):
+    with pytest.raises(ValueError, match="needs weights in float32"):
         fit(Half(), lo.DynamicLossScale())
     with pytest.raises(ValueError, match=r"does not work with torch\.optim"):
         fit(Lbfgs(), lo.DynamicLossScale())

@@ -125,8 +125,8 @@ def test_without_nvml_a_run_on_a_gpu_goes_on_and_says_it_once(monkeypatch, caplo
     callbacks = [on_gpu, monitor, OnCpuAgain(on_gpu)]
     with caplog.at_level(logging.WARNING):
         quiet_trainer(callbacks=callbacks, max_epochs=2).fit(SmallNet())
-    assert caplog.text.count("NVML is not there or does not know this GPU") == 1
-    assert any("NVML is not there" in note for note in monitor.report().notes)
+    assert caplog.text.count("NVML is not available or does not know this GPU") == 1
+    assert any("NVML is not available" in note for note in monitor.report().notes)
     assert monitor.report().rows[0]["quantity"] == "step"
 
 

@@ -33,7 +33,7 @@ SHARE_OF_FREE = 0.9
 
 
 class BudgetError(ValueError):
-    """No plan meets the budget.
+    """Raised if no plan meets the budget.
 
     Attributes:
         smallest_mb: The smallest ``budget_mb`` that can be met, as measured.
@@ -177,7 +177,7 @@ def plan_for_batch(
     if first is not None:
         if sharded:
             warnings.warn(
-                "ActivationCheckpointing('auto'): a larger batch has come, and may miss "
+                "ActivationCheckpointing('auto'): a larger batch may exceed "
                 f"{budget}. With sharded parameters all processes must recompute alike, and the "
                 "others know nothing of this batch, so the plan stays. Have the largest batch "
                 "first or as worst_batch, or lower the budget.",
