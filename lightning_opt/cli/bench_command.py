@@ -21,8 +21,8 @@ from lightning_opt.cli.parsing import (
     make_parser,
     names_of,
     parse_job,
+    settings_of,
 )
-from lightning_opt.cli.settings import settings_of
 from lightning_opt.profiling.comparing.compare import compare
 
 DESCRIPTION = """\

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_opt.cli.errors import OK, UsageError
+from lightning_opt.cli.errors import OK, UsageError, begin
 from lightning_opt.cli.parsing import (
     HelpFormatter,
     add_options,
@@ -52,6 +52,10 @@ class Fit(LightningCLI):
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
         """Parse the words without LightningCLI's warning of the arguments of this process."""
         self.config = parser.parse_args(args)  # type: ignore[arg-type]
+
+    def before_instantiate_classes(self) -> None:
+        """Have Ctrl-C end the training in good order from now on."""
+        begin()
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import difflib
 import importlib.util
 import os
+import signal
 import sys
 import traceback
 from collections.abc import Iterator, Sequence
+from unittest import mock
 
 from lightning_opt.cli.errors import (
     FAILED,
@@ -18,6 +21,8 @@ from lightning_opt.cli.errors import (
     USAGE,
     MissingExtraError,
     UsageError,
+    end_at_once,
+    say_interrupted,
 )
 
 COMMANDS = {
@@ -57,19 +62,36 @@ def main(arguments: Sequence[str] | None = None) -> int:
     Args:
         arguments: Without the name of the program; None for those of this process.
     """
-    words = list(sys.argv[1:] if arguments is None else arguments)
-    debug = "--debug" in words
-    words = [word for word in words if word != "--debug"]
+    if arguments is not None:
+        return _run(arguments)
+    codes: list[int] = []
+    atexit.register(_leave, codes)  # the first to be registered is the last to run
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        signal.signal(signal.SIGINT, end_at_once)
+    codes.append(_run(sys.argv[1:]))
+    return codes[0]
+
+
+def _leave(codes: list[int]) -> None:
+    """End an interrupted process at once: to take its modules apart takes seconds."""
+    if codes == [INTERRUPTED]:
+        sys.stdout.flush()
+        os._exit(INTERRUPTED)
+
+
+def _run(arguments: Sequence[str]) -> int:
+    debug = "--debug" in arguments
+    words = [word for word in arguments if word != "--debug"]
     try:
         with _surroundings():
             return _dispatch(words)
     except SystemExit as end:
         # Lightning ends the process when it is interrupted; parsers do so for --help and mistakes.
         if isinstance(end.__context__, KeyboardInterrupt):
-            return _say_interrupted()
+            return say_interrupted()
         return end.code if isinstance(end.code, int) else (OK if end.code is None else FAILED)
     except KeyboardInterrupt:
-        return _say_interrupted()
+        return say_interrupted()
     except Exception as error:  # noqa: BLE001 - a sentence for whatever comes out of a run
         if debug:
             traceback.print_exc()
@@ -106,18 +128,11 @@ def _dispatch(words: list[str]) -> int:
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
     """Have modules of the working directory found, and Lightning's use of jsonargparse be quiet."""
-    path, name = list(sys.path), "JSONARGPARSE_DEPRECATION_WARNINGS"
-    before = os.environ.get(name)
-    folder = str(os.getcwd())  # noqa: PTH109 - as it is written, not resolved
-    if folder not in sys.path and "" not in sys.path:
-        sys.path.insert(0, folder)
-    os.environ.setdefault(name, "off")
-    try:
+    path, folder = sys.path, os.getcwd()  # noqa: PTH109 - as it is written, not resolved
+    path = path if {folder, ""} & {*path} else [folder, *path]
+    quiet = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"} | os.environ
+    with mock.patch.object(sys, "path", path), mock.patch.dict(os.environ, quiet):
         yield
-    finally:
-        sys.path[:] = path
-        if before is None:
-            os.environ.pop(name, None)
 
 
 def _say(error: Exception, debug: bool) -> int:
@@ -132,8 +147,3 @@ def _say(error: Exception, debug: bool) -> int:
     if not debug:
         sys.stderr.write("The same command with --debug shows where it came from.\n")
     return FAILED
-
-
-def _say_interrupted() -> int:
-    sys.stderr.write("Interrupted.\n")
-    return INTERRUPTED

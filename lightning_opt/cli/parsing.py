@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import argparse
 import inspect
+import logging
 import re
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
 from jsonargparse import (  # type: ignore[attr-defined]
     ActionConfigFile,
     ArgumentError,
@@ -19,7 +21,7 @@ from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
 from torch.optim import Optimizer
 
-from lightning_opt.cli.errors import UsageError
+from lightning_opt.cli.errors import UsageError, begin
 from lightning_opt.cli.targets import Recipe, Targets, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
@@ -33,6 +35,8 @@ model and data:
   loaders serve. --config takes a configuration of LightningCLI with all of this.
 """
 
+
+log = logging.getLogger(__name__)
 
 DEFAULTS = inspect.signature(Trainer).parameters
 
@@ -158,6 +162,7 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
         )
     trainer = given_arguments(config.pop("trainer"))
     seed = config.pop("seed_everything")
+    begin()
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 
 
@@ -210,6 +215,29 @@ def names_of(listed: str | None) -> list[str]:
 def list_of_presets() -> str:
     """Return the names of all presets, for a help text."""
     return ", ".join(preset_names())
+
+
+def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[str, Any]:
+    """Return the job's arguments of the Trainer with those of a preset, if there is one."""
+    if name is None:
+        return dict(job.trainer)
+    preset = preset_of(name, without)
+    model = outline(job.model)
+    if model is not None:
+        preset = preset.for_model(model)
+    # Runs that are measured have no logger unless it is asked for.
+    return preset.to_dict(**{"logger": False, **job.trainer})
+
+
+def outline(recipe: Recipe) -> LightningModule | None:
+    """Return the model without its numbers, so that it takes no memory; None if it cannot be."""
+    try:
+        with torch.device("meta"):
+            made = recipe()
+    except Exception as error:  # noqa: BLE001 - whatever a model does that wants numbers
+        log.info("The model is not looked at before it is trained: %s", error)
+        return None
+    return made if isinstance(made, LightningModule) else None
 
 
 def folder_of(path: str | None) -> Path | None:

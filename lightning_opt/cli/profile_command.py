@@ -29,16 +29,9 @@ def parser() -> LightningArgumentParser:
     made = make_parser("profile", DESCRIPTION, EXAMPLES)
     made.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
     add_preset(made, None)
-    made.add_argument(
-        "--trace",
-        type=int,
-        nargs=2,
-        metavar=("FIRST", "LAST"),
-        help="Batches, from 0, that torch's profiler records operator by operator.",
-    )
-    made.add_argument(
-        "--out", type=str | None, metavar="FOLDER", help="Where to write table and trace."
-    )
+    batches = "Batches, from 0, that torch's profiler records operator by operator."
+    made.add_argument("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help=batches)
+    made.add_argument("--out", type=str | None, metavar="FOLDER", help="For table and trace.")
     add_targets(made)
     return made
 

@@ -17,8 +17,8 @@ from lightning_opt.cli.parsing import (
     make_parser,
     names_of,
     parse_job,
+    settings_of,
 )
-from lightning_opt.cli.settings import settings_of
 
 DESCRIPTION = """\
 Tries optimisations on your model and data, each in a process of its own, alternating with your

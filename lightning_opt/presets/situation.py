@@ -13,12 +13,12 @@ import torch
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.accelerators import (
     Accelerator,
-    CPUAccelerator,
     CUDAAccelerator,
     MPSAccelerator,
     XLAAccelerator,
 )
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
+from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -33,13 +33,6 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 from lightning_opt.core.blocks import find_blocks
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.memory import MemoryLimits
-
-KINDS: dict[type[Accelerator], str] = {
-    CPUAccelerator: "cpu",
-    CUDAAccelerator: "cuda",
-    MPSAccelerator: "mps",
-    XLAAccelerator: "tpu",
-}
 
 STANDING = 4
 """Parameters, their gradients and two states of Adam, in sizes of the parameters."""
@@ -91,10 +84,8 @@ class Situation:
         given = self.arguments.get("accelerator", "auto")
         given = getattr(self.arguments.get("strategy"), "accelerator", None) or given
         if isinstance(given, Accelerator):
-            return next(
-                (kind for base, kind in KINDS.items() if isinstance(given, base)),
-                type(given).__name__,
-            )
+            name = type(given).__name__.removesuffix("Accelerator").lower()
+            return {"xla": "tpu"}.get(name, name)
         name = str(given or "auto").lower()
         if name in ("auto", "gpu"):
             if name == "auto" and XLAAccelerator.is_available():
@@ -205,8 +196,6 @@ class Situation:
     @property
     def precision_plugin(self) -> bool:
         """Whether a plugin brings the precision."""
-        from lightning.pytorch.plugins import Precision
-
         plugins = self.arguments.get("plugins") or []
         plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
         return any(isinstance(plugin, Precision) for plugin in plugins)

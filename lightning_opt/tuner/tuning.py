@@ -185,7 +185,6 @@ class Tuning:
             self._plan.data,
             partial(in_float32, settings) if role == "float32" else settings,
             timeout=self._plan.patience(self._baseline.startup),
-            label=" + ".join(switches) or "baseline",
             wait=False,
         )
         return fit, file

@@ -74,7 +74,8 @@ class Worker:
 
     def _ready(self, trainer: pl.Trainer) -> None:
         self._began = True
-        self._send("ready", _summarise(trainer))
+        place = {"device": str(trainer.strategy.root_device), "devices": trainer.world_size}
+        self._send("ready", place | {"pid": os.getpid()})
 
     def _deliver(self, steps: list[Step]) -> None:
         self._send("steps", [tuple(step) for step in steps], self._peak())
@@ -87,24 +88,10 @@ class Worker:
             self._connection.send(message)
 
     def _describe(self, error: BaseException) -> tuple[str, str, str]:
-        kind = "error" if self._began else "setup"
-        if is_out_of_memory(error):
-            kind = "out of memory"
+        began = "error" if self._began else "setup"
+        kind = "out of memory" if is_out_of_memory(error) else began
         last = "".join(traceback.format_exception_only(error)).strip()
         return kind, last, "".join(traceback.format_exception(error))
-
-
-def _summarise(trainer: pl.Trainer) -> dict[str, Any]:
-    module = trainer.lightning_module
-    return {
-        "model": type(module).__name__,
-        "parameters": sum(parameter.numel() for parameter in module.parameters()),
-        "device": str(trainer.strategy.root_device),
-        "devices": trainer.world_size,
-        "strategy": type(trainer.strategy).__name__,
-        "threads": torch.get_num_threads(),
-        "pid": os.getpid(),
-    }
 
 
 def train(connection: Connection, place: Place, folder: str) -> None:

@@ -78,12 +78,6 @@ class StepGate(pl.Callback):
         self._losses: list[Any] = []
         self._samples: list[int] = []
 
-    def __getstate__(self) -> dict[str, Any]:
-        raise TypeError(
-            "A run that is measured step by step cannot be handed to other processes: take "
-            "strategy='ddp' instead of a strategy that spawns or forks."
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
         return pl.Callback()  # in trials of batch sizes nobody tells it to go on
 

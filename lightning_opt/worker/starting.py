@@ -13,10 +13,13 @@ import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
+from multiprocessing.util import Finalize, get_temp_dir
 from types import ModuleType
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 
@@ -58,12 +61,13 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
     }
     environment["PYTHONPATH"] = os.pathsep.join(path)
     place = Place(environment, os.getcwd(), multiprocessing.get_start_method(allow_none=True))  # noqa: PTH109
-    with _lock, _environment(environment), _script_left_out():
+    with _lock, mock.patch.dict(os.environ, environment, clear=True), _script_left_out():
         context = _context(environment, run.__module__)
+        get_temp_dir()  # else each process makes one, which stays when it is killed
         ours, theirs = context.Pipe()
-        process = context.Process(target=run, args=(theirs, place, *arguments))
-        process.start()
-    theirs.close()
+        with theirs, _ctrl_c_blocked():
+            process = context.Process(target=run, args=(theirs, place, *arguments))
+            process.start()
     return process, ours
 
 
@@ -71,29 +75,42 @@ def _context(environment: dict[str, str], module: str) -> Any:
     """Return the context of the fork server, if what it forks can be as if started anew."""
     if sys.platform == "linux" and not torch.cuda.is_available():
         early = {n: value for n, value in environment.items() if n.startswith(READ_EARLY)}
-        if not _environment_of_server:
-            _environment_of_server.update(early)
-        if _environment_of_server == early:
+        if _environment_of_server in ({}, early):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([module])
+            if not _environment_of_server:
+                _launch_server(context)
+                _environment_of_server.update(early)
             return context
     return multiprocessing.get_context("spawn")
 
 
+def _launch_server(context: Any) -> None:
+    """Start the fork server, and wait until it has imported all."""
+    import psutil
+
+    here = psutil.Process()
+    resource_tracker.ensure_running()  # unblocks Ctrl-C when it starts
+    before = here.children()
+    with _ctrl_c_blocked():
+        forkserver.ensure_running()
+    for server in set(here.children()) - set(before):
+        # By itself it would take seconds to end, after whoever started it.
+        Finalize(None, server.kill, exitpriority=-1)
+    context.Process(target=os.getpid).start()
+
+
 @contextlib.contextmanager
-def _environment(environment: dict[str, str]) -> Iterator[None]:
-    before = dict(os.environ)
-    _replace_environment(environment)
+def _ctrl_c_blocked() -> Iterator[None]:
+    """Block Ctrl-C, which a terminal sends to all: processes started here never hear of it."""
+    if not hasattr(signal, "pthread_sigmask"):
+        yield
+        return
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
         yield
     finally:
-        _replace_environment(before)
-
-
-def _replace_environment(environment: dict[str, str]) -> None:
-    for name in os.environ.keys() - environment.keys():
-        del os.environ[name]
-    os.environ.update(environment)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager
@@ -122,16 +139,25 @@ class Place(NamedTuple):
 
     def settle_in(self, log: str) -> None:
         """Make this process independent of whoever started it, and have it print into a file."""
+        _print_into(os.devnull, 0, 1, 2)  # also if the log's folder is gone already
+        _print_into(log, 1, 2)
         if hasattr(os, "setsid"):
             os.setsid()
-        _replace_environment(self.environment)
+        if hasattr(signal, "pthread_sigmask"):
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets what came while it was blocked
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.environ.clear()
+        os.environ.update(self.environment)
         os.chdir(self.folder)
         multiprocessing.set_start_method(self.start_method, force=True)
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
-        for number, descriptor in enumerate((nothing, output, output)):
-            os.dup2(descriptor, number)
         _stir()
+
+
+def _print_into(path: str, *descriptors: int) -> None:
+    opened = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND)
+    for descriptor in descriptors:
+        os.dup2(opened, descriptor)
 
 
 _PADDING: list[Any] = []
@@ -143,8 +169,7 @@ def _stir() -> None:
     Forks of one process would otherwise have their memory at the very same places, and how these
     fall into the caches would favour one of two configurations in every one of them alike.
     """
-    sizes = (int.from_bytes(os.urandom(2), "big") + 513 for _ in range(8))
-    _PADDING.extend(bytearray(size) for size in sizes)
+    _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
 
 
 def kill_tree(pid: int) -> None:

@@ -50,9 +50,6 @@ class FitFailed(RuntimeError):  # noqa: N818 - the name says that a measurement 
         super().__init__(f"{kind}: {message}")
         self.kind, self.message, self.details = kind, message, details
 
-    def __reduce__(self) -> tuple[Any, ...]:
-        return type(self), (self.kind, self.message, self.details)
-
 
 class Fit:
     """A run by a Lightning Trainer in a fresh process that takes steps when it is told.
@@ -73,7 +70,6 @@ class Fit:
         seed: Of everything random, set anew before the Trainer, the model, the data and the
             run are begun, so that two runs begin alike whatever their settings draw.
         timeout: Seconds that the start, or one call of :meth:`advance`, may take.
-        label: A name for messages.
         wait: Wait until the run is ready. False returns at once, and the first
             :meth:`advance`, or asking for the summary, waits.
 
@@ -95,7 +91,6 @@ class Fit:
         *,
         seed: int = 0,
         timeout: float = 120.0,
-        label: str = "",
         wait: bool = True,
     ) -> None:
         recipe = {
@@ -103,7 +98,6 @@ class Fit:
             "data": check_factory("data", data),
             "settings": check_settings("settings", settings),
         }
-        self.label = label
         self.timeout = positive("timeout", timeout)
         self._peak = 0
         self._summary: dict[str, Any] | None = None
@@ -116,8 +110,12 @@ class Fit:
             "recipe": _pickled(recipe),
         }
         self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))
-        (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
-        self._process, self._connection = start(train, str(self._folder))
+        try:
+            (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
+            self._process, self._connection = start(train, str(self._folder))
+        except BaseException:  # Ctrl-C too
+            shutil.rmtree(self._folder, ignore_errors=True)
+            raise
         # With a priority, because at the exit multiprocessing waits for all processes after that.
         ended = (self._process, self._connection, self._folder)
         self._finalizer = Finalize(self, _end, args=ended, exitpriority=1)
@@ -126,7 +124,7 @@ class Fit:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """What is trained and where: model, parameters, device, strategy, process."""
+        """Where it trains: device, how many of them, process."""
         self._wait_until_ready()
         assert self._summary is not None
         return self._summary
@@ -202,7 +200,7 @@ class Fit:
             raise self._failure
         if self._summary is not None:
             if self.closed:
-                raise RuntimeError(f"The training{self._named()} was closed.")
+                raise RuntimeError("The training was closed.")
             return
         try:
             message = self._receive(self.timeout)
@@ -212,9 +210,6 @@ class Fit:
         if message[0] != "ready":
             self._fail("setup", "The run had no step to take: its data are empty.", "")
         self._summary = message[1]
-
-    def _named(self) -> str:
-        return f" {self.label!r}" if self.label else ""
 
     def _tell(self, steps: int) -> None:
         with contextlib.suppress(OSError):  # it has died, which reading will find out

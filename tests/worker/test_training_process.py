@@ -3,7 +3,6 @@
 import math
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -52,7 +51,7 @@ def losses_without_us(epochs: int = 2) -> list[float]:
 
 @pytest.fixture(scope="module")
 def fit() -> Iterator[Fit]:
-    with Fit(Net, rows, CPU, label="plain") as fit:
+    with Fit(Net, rows, CPU) as fit:
         yield fit
 
 
@@ -83,10 +82,7 @@ def test_steps_are_those_of_a_training_without_us(fit):
 
 def test_summary_says_what_is_trained(fit):
     summary = fit.summary
-    assert summary["model"] == "Net"
-    assert summary["parameters"] == sum(p.numel() for p in Net().parameters())
     assert (summary["device"], summary["devices"]) == ("cpu", 1)
-    assert summary["threads"] == torch.get_num_threads()
     assert psutil.pid_exists(summary["pid"])
     assert summary["pid"] != os.getpid()
 
@@ -156,7 +152,6 @@ def test_settings_are_made_in_the_process():
 
     with Fit("tests.profiling.fitting:Net", rows, settings) as fit:
         assert all(step.seconds > 0.05 for step in fit.advance(2))
-        assert fit.summary["strategy"] == "SingleDeviceStrategy"
 
 
 @pytest.mark.slow
@@ -256,8 +251,6 @@ def test_failures_have_a_kind_and_one_sentence(what, kind, message):
         assert "\n" not in failure.value.message
         if what in ("raises", "segfaults"):
             assert f"in {what}" in failure.value.details  # where in the user's code
-        again = pickle.loads(pickle.dumps(failure.value))
-        assert (again.kind, again.message) == (kind, failure.value.message)
         with pytest.raises(FitFailed):
             fit.advance(1)
         assert fit.closed

@@ -141,7 +141,7 @@ def _train_in_turns(
         for name in _turned(list(settings), start):
             with _recorded(runs[name], fits):
                 fits[name] = stack.enter_context(
-                    Fit(**recipe, settings=settings[name], timeout=timeout, label=name)
+                    Fit(**recipe, settings=settings[name], timeout=timeout)
                 )
                 runs[name].begin(fits[name].summary)
                 runs[name].add(fits[name].advance(warmup), warmup)

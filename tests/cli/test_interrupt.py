@@ -1,0 +1,109 @@
+"""Ctrl-C at any moment of a search: heard once, at once, and nothing is left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).parents[2]
+# A shell has what it starts in the background ignore the signal.
+COMMAND = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from lightning_opt.cli import main
+print("begun", file=sys.stderr, flush=True)
+sys.exit(main())
+"""
+PROJECT = """
+import os, sys, time
+from pathlib import Path
+from torch.utils.data import DataLoader
+from tests.tuner.subjects import Sleeper as Model, batches
+
+class TakenApart:
+    def __del__(self, note=Path(os.environ["INTERRUPTED_BY"], "taken apart")):
+        note.touch()
+
+last = TakenApart()
+
+if "swallowing" in os.environ:
+    print("swallowing", file=sys.stderr, flush=True)
+    try:
+        time.sleep(60)
+    except BaseException:  # as numpy, torch and others do while they are imported
+        pass
+
+def data():
+    return DataLoader(batches().dataset, batch_size=32, num_workers=1)
+"""
+WORDS = "--budget 60s --candidates compile --trainer.accelerator cpu --out"
+
+
+def alive(mark: str) -> list[str]:
+    """Return the commands of all processes that descend from the one with this mark."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            marked = process.environ().get("INTERRUPTED_BY") == mark
+            if marked and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(" ".join(process.cmdline()))
+        except (psutil.Error, OSError):
+            continue
+    return found
+
+
+def wait(seconds: float, condition: Callable[[], bool]) -> None:
+    end = time.monotonic() + seconds
+    while not condition() and time.monotonic() < end:
+        time.sleep(0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes by their environment")
+@pytest.mark.parametrize(
+    ("after", "seconds", "to_all"),
+    [
+        pytest.param("begun", 0.5, True, id="imports"),
+        pytest.param("swallowing", 0.5, True, id="imports that swallow it"),
+        pytest.param("trying baseline", 1.0, True, id="the server's imports"),
+        pytest.param("Tried will be", 2.0, False, id="a trial's start, to the command alone"),
+        pytest.param("trying compile", 6.0, True, id="in a trial"),
+    ],
+)
+def test_ctrl_c_is_heard_once_and_leaves_nothing(tmp_path, after, seconds, to_all):
+    project, said, temporary = (tmp_path / name for name in ("project.py", "said", "temporary"))
+    project.write_text(PROJECT)
+    temporary.mkdir()
+    environment = os.environ | {
+        "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "INTERRUPTED_BY": str(tmp_path),
+        "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), after: "",
+    }  # fmt: skip
+    words = ["tune", f"{project}:Model", "--data", f"{project}:data", *WORDS.split()]
+    with said.open("w") as errors:
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND, *words, str(tmp_path / "out")],
+            env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
+        )  # fmt: skip
+    try:
+        wait(120, lambda: after in said.read_text() or process.poll() is not None)
+        time.sleep(seconds)
+        assert process.poll() is None, said.read_text()
+        (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
+        assert process.wait(20) == 130, said.read_text()
+        wait(10, lambda: not alive(str(tmp_path)))
+        assert alive(str(tmp_path)) == []
+    finally:
+        process.kill()  # with which all the others end
+        process.wait()
+    text = said.read_text()
+    assert text.count("Interrupted.") == 1
+    assert "Traceback" not in text
+    left = [path.name for path in temporary.iterdir()]
+    assert [name for name in left if name.startswith(("lightning_opt", "pymp"))] == []
+    assert not (tmp_path / "taken apart").exists(), "which takes seconds with all of torch"
