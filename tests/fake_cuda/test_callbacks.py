@@ -44,9 +44,8 @@ class Watch(Callback):
 
 
 def count_syncs(*callbacks: Callback, **settings: Any) -> dict[str, int]:
-    with SyncCounter() as syncs:
-        watch = Watch(syncs)
-        fit_on_fake_cuda(*callbacks, watch, **settings)
+    watch = Watch(syncs := SyncCounter())
+    fit_on_fake_cuda(*callbacks, watch, syncs=syncs, **settings)
     return {
         place: n for place, n in watch.counted.items() if not any(file in place for file in EXEMPT)
     }

@@ -164,8 +164,8 @@ def test_micro_batches_read_nothing(size, window, count):
         return {"loss": loss, "rows": batch[1], "mean": loss.detach()}
 
     net.training_step = training_step  # type: ignore[method-assign]
-    with SyncCounter() as syncs:
-        fit_on_fake_cuda(callback, net=net, accumulate_grad_batches=window)
+    syncs = SyncCounter()
+    fit_on_fake_cuda(callback, net=net, syncs=syncs, accumulate_grad_batches=window)
     assert set(found) == ({4} if size == "auto" else {2})
     ours = [place for place in syncs.where if "lightning_opt" in place]
     assert not [place for place in ours if "split_check" not in place]

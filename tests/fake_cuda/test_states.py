@@ -5,11 +5,13 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch import Callback
+from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
+from tests.fake_cuda.test_callbacks import count_syncs
 from tests.helpers.fake_cuda import (
     Answers,
     Copies,
@@ -93,3 +95,15 @@ def test_flags_of_a_device_have_arrived_before_the_host_adds_them_up():
     with Copies() as copies, Answers():
         scaler.update()
     assert [copy.waited for copy in copies.to_host] == [True]
+
+
+@pytest.mark.parametrize("window", [1, 2])
+def test_the_loss_scaler_adds_no_host_sync_between_reports(window):
+    ours, torchs = (
+        count_syncs(plugins=[plugin], accumulate_grad_batches=window)
+        for plugin in (
+            lo.DynamicLossScale(every_n_steps=1000),
+            MixedPrecision("16-mixed", "cuda", torch.amp.GradScaler("cuda")),
+        )
+    )
+    assert ours == torchs

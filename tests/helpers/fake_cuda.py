@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt import NonFiniteGuard
 from tests.helpers.fake_autograd import nodes_called_one_by_one
+from tests.helpers.syncs import SyncCounter
 from tests.helpers.trainers import quiet_trainer
 
 aten = torch.ops.aten
@@ -516,16 +517,18 @@ def fit_on_fake_cuda(
     net: FakeNet | None = None,
     steps: int = 5,
     answers: Answers | None = None,
+    syncs: SyncCounter | None = None,
     **settings: Any,
 ) -> L.Trainer:
     """Train with Lightning's own loops on the fake device, and return the Trainer.
 
-    Whoever reads a value gets an answer; :class:`~tests.helpers.syncs.SyncCounter` tells who did.
+    Whoever reads a value gets an answer, and ``syncs`` tells who did.
     """
     trainer = quiet_trainer(
         callbacks=list(callbacks), accelerator="auto", strategy=FakeDevice(), **settings
     )
     rows = TensorDataset(torch.empty(4 * steps, 6), torch.empty(4 * steps, 1))
-    with answers or Answers(), FakeAllocator(2**40):
+    # The mode that comes last hears first.
+    with answers or Answers(), FakeAllocator(2**40), syncs or nullcontext():
         trainer.fit(on_fake_cuda(net or FakeNet()), DataLoader(rows, batch_size=4))
     return trainer

@@ -14,11 +14,10 @@ from torch.nn import functional
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from lightning_opt.core import delayed
 from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import ResumableLoader, assert_same_state, assert_same_weights
 from tests.helpers.processes import launch
-from tests.helpers.syncs import SyncCounter, take_device_path
+from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 WIDTH, BATCH = 8, 4
@@ -222,25 +221,6 @@ def test_logs_on_its_schedule():
     }
     assert trainer.callback_metrics["loss_scale/skipped"] == 3
     assert trainer.callback_metrics["loss_scale/overflows"] == 2
-
-
-def count_syncs(plugin: Any) -> dict[str, int]:
-    class Watch(Callback):
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            if batch_idx == 0:
-                syncs.clear()
-            self.counted = syncs.where.copy()
-
-    watch = Watch()
-    with SyncCounter() as syncs:
-        quiet_trainer(plugins=[plugin], callbacks=[watch]).fit(Net(12, {4: 1e30}, fused=True))
-    return {place: n for place, n in watch.counted.items() if delayed.__file__ not in place}
-
-
-def test_adds_no_host_sync_between_reports(monkeypatch):
-    take_device_path(monkeypatch)
-    plain = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
-    assert count_syncs(lo.DynamicLossScale(every_n_steps=1000)) == count_syncs(plain)
 
 
 # --- learning-rate schedulers -------------------------------------------------------------------
