@@ -224,7 +224,9 @@ def _unfrozen() -> None:
             self.same[trainer.global_step] = torch.equal(*weights)
 
     thaws = Thaws()
-    fit(Net(lr=0.1), lo.DiLoCoStrategy(4, **PLAIN), callbacks=[thaws])
+    model = Net(lr=0.1)
+    model.layer[0].requires_grad_(False)  # type: ignore[index]
+    fit(model, lo.DiLoCoStrategy(4, **PLAIN), callbacks=[thaws])
     expected = {step: step <= 5 or step % 4 == 0 for step in range(1, STEPS + 1)}
     assert thaws.same == expected
 
