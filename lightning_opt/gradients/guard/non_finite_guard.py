@@ -45,9 +45,8 @@ class NonFiniteGuard(GradientCallback):
     What happens at consecutive faults, counted for each optimizer:
 
     1. The step is skipped.
-    2. At ``backoff_after``, the learning rate is multiplied by ``lr_backoff``, only during each
-       update, so that schedulers and loggers do not see it. It recovers over
-       ``lr_recovery_steps``.
+    2. At ``backoff_after``, ``lr_backoff`` scales the learning rate, only during each update, so
+       that schedulers and loggers do not see it. It recovers over ``lr_recovery_steps``.
     3. At ``rollback_after``, with ``policy="rollback"``, model, optimizers, schedulers and loss
        scaler return to the snapshot in host memory, and the learning rate is reduced again. The
        data continues, so the batches that led here are not repeated.
@@ -56,13 +55,11 @@ class NonFiniteGuard(GradientCallback):
     A NaN in a weight cannot be skipped: it leads to 3 at once, or to 4 without a snapshot. Spikes
     alone never stop a run: if they persist after 3, their level becomes the new normal.
 
-    All ranks decide together, with one all-gather of two numbers per step. Under
-    ``DiLoCoStrategy`` each replica decides for itself, and takes the shared weights when it rolls
-    back.
-
-    With fused Adam, AdamW, SGD or Adagrad on an accelerator the host never waits: the device itself
-    skips the step, and the host learns of it two steps later, for 2 to 4. With other optimizers it
-    reads one small tensor per step. On a CPU reading is free.
+    All ranks decide together, with one all-gather of two numbers per step; each replica of
+    ``DiLoCoStrategy`` by itself, taking the shared weights when it rolls back. With fused Adam,
+    AdamW, SGD or Adagrad on an accelerator the host never waits: the device itself skips the step,
+    and the host learns of it two steps later, for 2 to 4. With other optimizers it reads one small
+    tensor per step. On a CPU reading is free.
 
     Under the fp16 loss scaler, a non-finite gradient with a finite loss counts as an overflow,
     which is the scaler's job, unless the loss scale is already below 1.
