@@ -1,11 +1,14 @@
 """What CachedDataset costs: a hit and a miss by the number of items, and memory with workers.
 
 Supports: a miss of a full cache costs the same however many items there are, and the memory of four
-workers that read one cache is that of the cache, once, and of the workers themselves.
+workers that read one cache, or of two ranks, is that of the cache, once, and of the processes
+themselves.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import statistics
 import time
 import warnings
@@ -61,7 +64,7 @@ def time_items(items: int, policy: Any, folder: str) -> dict[str, Any]:
 def memory_of_all() -> int:
     """Return bytes of this process and its children, and of what lies in /dev/shm."""
     process = psutil.Process()
-    own = sum(each.memory_full_info().uss for each in (process, *process.children()))
+    own = sum(each.memory_full_info().pss for each in (process, *process.children()))
     return own + sum(file.stat().st_size for file in Path("/dev/shm").glob("lightning_opt*/*"))
 
 
@@ -79,6 +82,36 @@ def memory(megabytes: int, workers: int) -> float:
     return (most - before) / 2**20
 
 
+def rank(rank: int, megabytes: int, ranks: int, meeting: Any, taken: Any) -> None:
+    """Fill a cache as one of several ranks does, each its part first, and say what it took."""
+    before = psutil.Process().memory_full_info().uss
+    length = (megabytes << 20) // BYTES
+    cache = lo.CachedDataset(Vectors(length), megabytes << 20)
+    meeting.wait()
+    for part in range(ranks):
+        for index in range((rank + part) % ranks, length, ranks):
+            cache[index]
+        meeting.wait()
+    shared = sum(file.stat().st_size for file in Path("/dev/shm").glob("lightning_opt*/*"))
+    taken.put(psutil.Process().memory_full_info().uss - before + shared / ranks)
+    meeting.wait()
+
+
+def memory_of_ranks(megabytes: int, ranks: int) -> float:
+    """Return the MB that ranks take together that each read all of a dataset."""
+    context = multiprocessing.get_context("spawn")
+    os.environ["LIGHTNING_OPT_RUN"] = str(megabytes)  # as the process that starts them has it
+    meeting, taken = context.Barrier(ranks), context.Queue()
+    arguments = (megabytes, ranks, meeting, taken)
+    processes = [context.Process(target=rank, args=(place, *arguments)) for place in range(ranks)]
+    for process in processes:
+        process.start()
+    total = sum(taken.get(timeout=300) for _ in processes)
+    for process in processes:
+        process.join()
+    return total / 2**20
+
+
 def main() -> None:
     """Time items and weigh memory."""
     arguments = parse_arguments(__doc__)
@@ -94,13 +127,23 @@ def main() -> None:
         workers: memory(large, workers) - memory(small, workers)
         for workers in ((0, 2) if arguments.quick else (0, 2, 4))
     }
+    of_ranks = {
+        ranks: memory_of_ranks(large, ranks) - memory_of_ranks(small, ranks) for ranks in (1, 2)
+    }
     notes = [
         f"Items of {BYTES} bytes, on a disk; medians.",
         f"A cache of {large} MB in memory takes, more than one of {small} MB, with all processes: "
         + ", ".join(f"{value:.0f} MB with {workers} workers" for workers, value in taken.items())
+        + "".join(f", {value:.0f} MB with {n} rank{'s'[: n - 1]}" for n, value in of_ranks.items())
         + ".",
     ]
-    publish("cache", lo.Report("What CachedDataset costs", rows, notes), arguments, memory=taken)
+    publish(
+        "cache",
+        lo.Report("What CachedDataset costs", rows, notes),
+        arguments,
+        memory=taken,
+        of_ranks=of_ranks,
+    )
 
 
 if __name__ == "__main__":

@@ -28,8 +28,10 @@ class CachedDataset(Caching, Dataset[Any]):
         max_bytes: The bound on everything that is cached, at least 1.
         policy: ``"lru"`` gives up the item that was used least recently. ``"keep"`` gives nothing
             up: once it is full it stays as it is, which is better for whole epochs that do not fit.
-        storage: ``"memory"``: in memory that all workers of its loaders share (``/dev/shm``), until
-            this object is gone. ``"disk"``: in a file, for later runs too.
+        storage: ``"memory"``: in memory that all workers of its loaders share (``/dev/shm``), and
+            all ranks of a run on this machine whose datasets have the same class, length, first,
+            middle and last item; until the last of them is gone. Random items are not shared.
+            ``"disk"``: in a file, for later runs too.
         key: A name of the dataset's version that takes the place of its computed fingerprint.
             Cached items of another version are never served.
         folder: Where the file is, for ``"disk"``; default is ``lightning_opt`` in the user's
@@ -80,14 +82,18 @@ class CachedDataset(Caching, Dataset[Any]):
                 "afterwards, or say allow_random=True."
             )
 
-        def version() -> str:
-            if key is not None:
-                return key
+        def looks() -> list[bytes]:
             with attributes_put_back(dataset):
-                items = [] if allow_random else [digest(dataset[index]) for index in probes]
-            return fingerprint(dataset, items)
+                return [] if allow_random else [digest(dataset[index]) for index in probes]
 
-        self._open(max_bytes, policy, storage, folder, version)
+        def version() -> str:
+            return fingerprint(dataset, looks()) if key is None else key
+
+        def shared() -> object:
+            # Ranks may have parts of their own: those look different.
+            return None if allow_random else (type(dataset).__qualname__, probes, looks(), key)
+
+        self._open(max_bytes, policy, storage, folder, version, shared)
 
     def __len__(self) -> int:
         return len(self.dataset)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import os
+import secrets
 import shutil
 import tempfile
-import time
 import weakref
+from collections import Counter
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
 from lightning_opt.core.arguments import at_least
+from lightning_opt.core.preserve import do_nothing
 from lightning_opt.core.report import Report
 from lightning_opt.data.cache.counters import Counters
 from lightning_opt.data.cache.store import Policy, Store
@@ -24,9 +27,12 @@ except ImportError:  # pragma: no cover - Windows: what a killed process leaves 
 
 Storage: TypeAlias = Literal["memory", "disk"]
 
+FILE = "cache.sqlite"
 MARK = "lightning_opt_cache_"
-YOUNG = 60.0
-"""Seconds for which a folder is let be that nobody holds: it may be about to be."""
+RUN = "LIGHTNING_OPT_RUN"
+"""The environment variable by which the ranks that a process starts know of its caches."""
+LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
+"""Variables of which the ranks of a run have the same values."""
 
 
 class Caching:
@@ -41,8 +47,13 @@ class Caching:
         storage: Storage,
         folder: str | None,
         version: Callable[[], str | None],
+        shared: Callable[[], object] = do_nothing,
     ) -> None:
-        """Check the arguments and open the store; ``version`` is asked for files that stay."""
+        """Check the arguments and open the store.
+
+        ``version`` is asked for files that stay. ``shared`` is asked for memory: it returns what
+        stands for the items, or ``None`` where ranks may not share them.
+        """
         at_least("max_bytes", max_bytes, 1)
         if policy not in ("lru", "keep"):
             raise ValueError(f'policy must be "lru" or "keep", got {policy!r}.')
@@ -54,10 +65,10 @@ class Caching:
             )
         if storage == "disk":
             default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            file = Path(folder or default / "lightning_opt") / "cache.sqlite"
+            file = Path(folder or default / "lightning_opt") / FILE
             self._store = Store(file, max_bytes, policy, digest(version()).hex())
         else:
-            self._store = Store(memory_folder(max_bytes, self) / "cache.sqlite", max_bytes, policy)
+            self._store = Store(memory_folder(max_bytes, self, shared()) / FILE, max_bytes, policy)
         self._storage = storage
         self._counters = Counters()
 
@@ -88,8 +99,14 @@ class Caching:
         self._store.clear()
 
 
-def memory_folder(max_bytes: int, owner: object) -> Path:
+def memory_folder(max_bytes: int, owner: object, shared: object = None) -> Path:
     """Return a folder in memory that is gone when ``owner`` is, or else when nobody holds it.
+
+    Args:
+        max_bytes: What it is to hold.
+        owner: Whose it is.
+        shared: What stands for the content. The ranks of a run on this machine that make the same
+            in the same order get the same folder. ``None`` for a folder of one's own.
 
     Raises:
         ValueError: If there is no room for ``max_bytes``.
@@ -98,36 +115,66 @@ def memory_folder(max_bytes: int, owner: object) -> Path:
     if not os.access(root, os.W_OK):
         root = Path(tempfile.gettempdir())  # which the system keeps in memory while it can
     _sweep(root)
+    user = getattr(os, "getuid", int)()
+    name = secrets.token_bytes(16) if shared is None else digest(_run(), user, max_bytes, shared)
+    _MADE[name] += 1
+    name = digest(name, _MADE[name])
+    folder = root / f"{MARK}{name.hex()}"
     free = shutil.disk_usage(root).free
-    if max_bytes > free:
+    if max_bytes > free and not folder.exists():
         raise ValueError(
             f"max_bytes={max_bytes} is more than the {free} bytes that are free in {root}. Lower "
             'it, give the container more (docker run --shm-size=...), or use storage="disk".'
         )
-    folder = Path(tempfile.mkdtemp(prefix=MARK, dir=root))
-    lock = _hold(folder)
+    lock = None
+    while lock is None:  # it may be about to be removed by who was the last, or sweeps
+        folder.mkdir(mode=0o700, exist_ok=True)
+        with suppress(FileNotFoundError):
+            lock = _hold(folder)
     weakref.finalize(owner, _remove, folder, os.getpid(), lock)
     return folder
 
 
-def _hold(folder: Path) -> Any:
-    """Return a locked file, which forked workers hold too, or None if another process holds it.
+_MADE: Counter[bytes] = Counter()
+"""How many caches of the same content this process has made: each is one of its own."""
+
+
+def _run() -> str:
+    """Return what the ranks of a run have in common.
+
+    Where no launcher says it, this process is the first: it tells those that it will start.
+    """
+    if RUN not in os.environ:
+        said = [os.environ.get(name) for name in LAUNCHERS]
+        os.environ[RUN] = " ".join(filter(None, said)) or secrets.token_hex(8)
+    return os.environ[RUN]
+
+
+def _hold(folder: Path, alone: bool = False) -> Any:
+    """Return a locked file, which forked workers hold too, or None if that cannot be had.
 
     A lock says who is alive in other containers as well, where numbers of processes say nothing.
     """
     lock = (folder / "lock").open("ab")
+    if not _locked(lock, alone) or not (folder / "lock").exists():
+        lock.close()
+        return None
+    return lock
+
+
+def _locked(lock: Any, alone: bool) -> bool:
     if fcntl is not None:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
         except OSError:
-            lock.close()
-            return None
-    return lock
+            return False
+    return True
 
 
 def _remove(folder: Path, pid: int, lock: Any) -> None:
     if pid == os.getpid():  # not at the end of a forked worker
-        shutil.rmtree(folder, ignore_errors=True)
+        if _locked(lock, alone=True):  # the last rank that holds it
+            shutil.rmtree(folder, ignore_errors=True)
         lock.close()
 
 
@@ -135,9 +182,7 @@ def _sweep(root: Path) -> None:
     """Remove what killed processes of this user have left behind."""
     for folder in root.glob(f"{MARK}*"):
         try:
-            if fcntl is None or time.time() - folder.stat().st_mtime < YOUNG:
-                continue
-            lock = _hold(folder)
+            lock = None if fcntl is None else _hold(folder, alone=True)
         except OSError:  # somebody else's, or gone meanwhile
             continue
         if lock is not None:

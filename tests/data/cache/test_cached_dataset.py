@@ -4,6 +4,8 @@ import gc
 import multiprocessing
 import os
 import pickle
+import subprocess
+import sys
 import tempfile
 import time
 from pathlib import Path
@@ -22,7 +24,7 @@ from lightning_opt.data.encoding import decode, encode
 from lightning_opt.data.randomness import same
 from tests.data import datasets
 from tests.data.datasets import Batched, Counting, Lazy, Numbers
-from tests.helpers.processes import PRELOAD
+from tests.helpers.processes import PRELOAD, launch
 
 MB = 2**20
 STORAGES = ["memory", "disk"]
@@ -237,7 +239,6 @@ def test_memory_of_the_dead_is_swept_and_that_of_the_living_is_not(monkeypatch):
     other = context.Process(target=hold_for_ever, args=(theirs,), daemon=True)
     other.start()
     (folder,) = map(Path, ours.recv())
-    monkeypatch.setattr(caching, "YOUNG", 0.0)
     with monkeypatch.context() as patch:
         patch.setattr(os, "kill", nobody)
         cached_dataset(Numbers())
@@ -248,9 +249,9 @@ def test_memory_of_the_dead_is_swept_and_that_of_the_living_is_not(monkeypatch):
     assert not folder.exists()
 
 
-def take(max_bytes: int, workers: int) -> tuple[int, dict[str, int]]:
-    """Fill the cache in this process, read it in workers, and return the memory that it took."""
-    before = memory_of_all()
+def take(max_bytes: int, workers: int) -> tuple[int, int, dict[str, int]]:
+    """Fill the cache in this process, read it in workers; return what they and the cache took."""
+    before = memory_of_processes()
     cache = lo.CachedDataset(Counting(400, width=64 * 1024), max_bytes)  # 256 KB an item
     for index in range(400):
         cache[index]
@@ -258,23 +259,28 @@ def take(max_bytes: int, workers: int) -> tuple[int, dict[str, int]]:
     loader = DataLoader(cache, batch_size=None, num_workers=workers, shuffle=True)
     for place, _ in enumerate(loader):
         if place % 50 == 20:
-            most = max(most, memory_of_all())
-    return most - before, cache.statistics()
+            most = max(most, memory_of_processes())
+    return most - before, size_of(cache), cache.statistics()
 
 
-def memory_of_all() -> int:
-    """Bytes of this process and its children: their own, and what lies in /dev/shm."""
+def memory_of_processes() -> int:
+    """Bytes of this process and its children, what they share counted once."""
     process = psutil.Process()
-    own = sum(each.memory_full_info().uss for each in (process, *process.children()))
-    return own + sum(file.stat().st_size for folder in folders() for file in folder.glob("*"))
+    return sum(each.memory_full_info().pss for each in (process, *process.children()))
+
+
+def size_of(cache) -> int:
+    """Bytes of a cache in /dev/shm."""
+    return sum(file.stat().st_size for file in cache._store.file.parent.glob("*"))
 
 
 def test_memory_stays_within_the_bound_however_many_workers_read():
-    small, large = (take(bound * MB, 2) for bound in (1, 60))
-    assert large[1]["bytes"] <= 60 * MB
-    assert large[1]["evictions"] > 100
+    (small, _, _), (large, held, statistics) = (take(bound * MB, 2) for bound in (1, 60))
+    assert statistics["evictions"] > 100
+    assert statistics["bytes"] <= 60 * MB
+    assert 50 * MB < held <= 60 * MB + 64 * 1024
     # Copies on write would give each worker another 60 MB.
-    assert 50 * MB < large[0] - small[0] < 60 * MB + 20 * MB
+    assert large - small < 50 * MB
 
 
 # --- versions -----------------------------------------------------------------------------------
@@ -427,3 +433,91 @@ def test_results_of_a_function_outlive_the_process_on_the_disk(tmp_path):
         assert kept(torch.ones(2), torch.zeros(2)) == 2
         assert kept.statistics()["hits"] == hits
     assert list(Path(tmp_path).glob("*.sqlite"))
+
+
+# --- ranks --------------------------------------------------------------------------------------
+
+
+def read_a_part(bound: int, kind: str) -> tuple[int, int, Path]:
+    """Read as a rank does; return what this process took, what the cache took, and its folder."""
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    before = psutil.Process().memory_full_info().uss
+    offset = rank if kind == "parts" else 0
+    dataset = Counting(400, offset=offset, width=64 * 1024)  # 256 KB an item
+    cache = lo.CachedDataset(dataset, bound, allow_random=kind == "random", key="v1")
+    for half in (rank, 1 - rank):  # each its own, and then the other's
+        assert all(same(cache[index], dataset[index]) for index in range(half, 400, 2))
+        torch.distributed.barrier()
+    used = psutil.Process().memory_full_info().uss - before
+    folder = cache._store.file.parent
+    held = size_of(cache)
+    assert cache.statistics()["bytes"] <= bound
+    torch.distributed.barrier()
+    del cache
+    gc.collect()
+    torch.distributed.barrier()
+    assert not folder.exists(), "the last rank removes it"
+    torch.distributed.destroy_process_group()
+    return used, held, folder
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("kind", "caches"), [("same", 1), ("parts", 2), ("random", 2)])
+def test_ranks_with_the_same_items_share_one_bound(kind, caches):
+    """`max_bytes` is the machine's, and nobody gets the items of another's part."""
+    ranks = launch(read_a_part, 60 * MB, kind)
+    assert len({folder for _, _, folder in ranks}) == caches
+    for used, held, _ in ranks:
+        assert 50 * MB < held <= 60 * MB + 64 * 1024
+        assert used < 30 * MB
+
+
+def read_half(bound: int) -> dict[str, int]:
+    rank, dataset = int(os.environ["RANK"]), Counting()
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    cache = lo.CachedDataset(dataset, bound)
+    for half in (rank, 1 - rank):
+        for index in range(half, 24, 2):
+            cache[index]
+        torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+    return cache.statistics()
+
+
+@pytest.mark.distributed
+def test_a_rank_finds_what_the_other_has_fetched():
+    for statistics in launch(read_half, MB):
+        assert (statistics["hits"], statistics["misses"]) == (12, 12)
+        assert statistics["items"] == 24
+
+
+SCRIPT = """
+import os, subprocess, sys
+import torch
+import lightning_opt as lo
+cache = lo.CachedDataset([torch.tensor(i) for i in range(8)], 2**20)
+if "LOCAL_RANK" not in os.environ:  # as Lightning starts the other ranks: the same script, later
+    cache[5]
+    subprocess.run([sys.executable, __file__], env={**os.environ, "LOCAL_RANK": "1"}, check=True)
+else:
+    print(cache[5].item(), cache.statistics()["hits"])
+"""
+
+
+def test_ranks_that_the_first_one_starts_share_its_cache(tmp_path):
+    script = tmp_path / "train.py"
+    script.write_text(SCRIPT)
+    environment = {k: v for k, v in os.environ.items() if k not in (caching.RUN, "LOCAL_RANK")}
+    command = [sys.executable, str(script)]
+    environment["PYTHONPATH"] = str(Path(lo.__file__).parents[1])
+    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert run.stdout.split() == ["5", "1"]
+
+
+def test_two_caches_of_one_process_share_nothing():
+    first, second = cached_dataset(Numbers()), cached_dataset(Numbers())
+    first[3]
+    assert second.statistics()["items"] == 0
+    second[3]
+    assert second.statistics()["hits"] == 0
