@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, Protocol, TypeAlias, runtime_checkable
+from typing import Literal, TypeAlias
 
 State: TypeAlias = Literal["ok", "look", "unknown"]
 
@@ -49,12 +49,3 @@ class Verdict:
     def __post_init__(self) -> None:
         if self.topic not in TOPICS:
             raise ValueError(f"topic must be one of {', '.join(TOPICS)}, got {self.topic!r}.")
-
-
-@runtime_checkable
-class Diagnosing(Protocol):
-    """A callback, profiler, logger or strategy that can be asked how the run went."""
-
-    def diagnose(self) -> list[Verdict]:
-        """Return verdicts on what it has measured in its last run; unknown before that."""
-        ...

@@ -32,11 +32,6 @@ class Flops(NamedTuple):
         """What the model needs: forward and backward. The numerator of MFU."""
         return self.forward + self.backward
 
-    @property
-    def hardware(self) -> int:
-        """What the hardware does: with what is computed again."""
-        return self.model + self.recomputed
-
 
 class FlopCount(TorchDispatchMode):
     """Counts by torch's formulas (matrix products, convolutions, attention) what runs within it.

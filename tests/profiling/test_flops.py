@@ -74,7 +74,6 @@ def test_gpt2_small(recompute):
     last = LAYERS * 2 * 2 * CONTEXT * 4 * WIDTH**2
     again = theory - head - last if recompute else 0
     assert flops.recomputed == pytest.approx(again, rel=0.02)
-    assert flops.hardware == flops.model + flops.recomputed
 
 
 class Residual(nn.Module):

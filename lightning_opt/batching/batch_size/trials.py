@@ -32,6 +32,7 @@ from torch import nn
 
 from lightning_opt.batching.batch_size.probe import TIME, TRY, Length, Probe, RanOutError
 from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
+from lightning_opt.core.arguments import one_of
 from lightning_opt.core.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
 from lightning_opt.core.importing import function_named
 from lightning_opt.core.preserve import do_nothing, replaced
@@ -312,10 +313,8 @@ def find_batch_size(
         >>> found.largest  # all samples that there are
         64
     """
-    if mode not in ("largest", "fastest"):
-        raise ValueError(f"mode must be 'largest' or 'fastest', got {mode!r}.")
     finding = _Finding(
-        mode=mode,
+        mode=one_of("mode", mode, ("largest", "fastest")),
         target=target,
         max_size=max_size,
         budget_mb=budget_mb,

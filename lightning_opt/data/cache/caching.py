@@ -11,9 +11,9 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, TypeAlias, get_args
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import at_least, one_of
 from lightning_opt.core.preserve import do_nothing
 from lightning_opt.core.report import Report
 from lightning_opt.data.cache.counters import Counters
@@ -55,10 +55,8 @@ class Caching:
         stands for the items, or ``None`` where ranks may not share them.
         """
         at_least("max_bytes", max_bytes, 1)
-        if policy not in ("lru", "keep"):
-            raise ValueError(f'policy must be "lru" or "keep", got {policy!r}.')
-        if storage not in ("memory", "disk"):
-            raise ValueError(f'storage must be "memory" or "disk", got {storage!r}.')
+        one_of("policy", policy, get_args(Policy))
+        one_of("storage", storage, get_args(Storage))
         if folder is not None and storage != "disk":
             raise ValueError(
                 f'folder={folder!r} goes with storage="disk", got storage={storage!r}.'

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import at_least, one_of, positive
 from lightning_opt.core.cpus import available_cpus
 from lightning_opt.core.preserve import isolated_random, replaced
 from lightning_opt.core.report import Report
@@ -104,13 +104,12 @@ class DataPipelineTuner(RunCallback):
             raise ValueError(f"prefetch must be one or more whole numbers, got {prefetch!r}.")
         if not isinstance(pin, bool) and pin != "auto":
             raise ValueError(f'pin must be "auto", True or False, got {pin!r}.')
-        if random_items not in ("allow", "refuse"):
-            raise ValueError(f'random_items must be "allow" or "refuse", got {random_items!r}.')
         self.max_workers = max_workers
         self.prefetch = tuple(at_least("prefetch", factor, 1) for factor in prefetch)
         self.pin, self.persistent = pin, persistent
         self.budget_seconds = positive("budget_seconds", budget_seconds)
-        self.random_items, self.verbose = random_items, verbose
+        self.random_items = one_of("random_items", random_items, ("allow", "refuse"))
+        self.verbose = verbose
         self._reset()
 
     only_one = True

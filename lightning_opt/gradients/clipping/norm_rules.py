@@ -16,7 +16,7 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.arguments import at_least, between, fraction, positive
+from lightning_opt.core.arguments import at_least, between, fraction, one_of, positive
 from lightning_opt.core.norms import GradientStep
 from lightning_opt.core.scalars import DeviceCopy, Scalar, constant
 from lightning_opt.core.statistics import LogBand, State, Window
@@ -156,11 +156,10 @@ class MeanStd(NormRule):
     ) -> None:
         self.k = positive("k", k)
         self._norms = Window(at_least("window", window, 2))
-        if history not in ("raw", "clipped"):
-            raise ValueError(f"history must be 'raw' or 'clipped', got {history!r}.")
+        self.history = one_of("history", history, ("raw", "clipped"))
         if at_least("warmup", warmup, 2) > window:
             raise ValueError(f"warmup must be at most window ({window}), got {warmup!r}.")
-        self.window, self.history, self.warmup = window, history, warmup
+        self.window, self.warmup = window, warmup
 
     def init(self) -> State:
         """Return an empty history."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import at_least, one_of
 from lightning_opt.core.scalars import to_plain
 from lightning_opt.gradients.guard.detector import Detector, Kind, Symptoms
 
@@ -40,11 +40,9 @@ class Ladder:
         lr_backoff: float = 0.5,
         lr_recovery_steps: int = 100,
     ) -> None:
-        if policy not in ("skip", "rollback", "raise"):
-            raise ValueError(f"policy must be 'skip', 'rollback' or 'raise', got {policy!r}.")
         if isinstance(lr_backoff, bool) or not 0.0 < lr_backoff <= 1.0:
             raise ValueError(f"lr_backoff must be above 0 and at most 1, got {lr_backoff!r}.")
-        self.policy = policy
+        self.policy = one_of("policy", policy, ("skip", "rollback", "raise"))
         self.backoff_after = at_least("backoff_after", backoff_after, 1)
         self.rollback_after = at_least("rollback_after", rollback_after, 1)
         self.max_consecutive = at_least("max_consecutive", max_consecutive, 1)

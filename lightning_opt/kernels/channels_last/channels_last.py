@@ -11,6 +11,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
+from lightning_opt.core.arguments import one_of
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
 from lightning_opt.core.report import Report
@@ -68,9 +69,7 @@ class ChannelsLast(RunCallback):
     """
 
     def __init__(self, policy: Policy = "auto") -> None:
-        if policy not in get_args(Policy):
-            raise ValueError(f"policy must be one of {get_args(Policy)}, got {policy!r}.")
-        self.policy = policy
+        self.policy = one_of("policy", policy, get_args(Policy))
         self._layout: Convolutions | None = None
         self._hooks: list[RemovableHandle] = []
         self._pending = False

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import at_least, one_of
 from lightning_opt.core.report import Report
 from lightning_opt.core.splitting import tensors_of
 from lightning_opt.kernels.runtime.process_settings import (
@@ -85,15 +85,8 @@ class Runtime(RunCallback):
         priority: int | None = None,
         threads: int | None = None,
     ) -> None:
-        if matmul_precision not in (None, *get_args(MatmulPrecision)):
-            raise ValueError(
-                f"matmul_precision must be one of {get_args(MatmulPrecision)} or None, got "
-                f"{matmul_precision!r}."
-            )
-        if cudnn_benchmark not in (None, True, False, "auto"):
-            raise ValueError(
-                f"cudnn_benchmark must be True, False, 'auto' or None, got {cudnn_benchmark!r}."
-            )
+        one_of("matmul_precision", matmul_precision, (*get_args(MatmulPrecision), None))
+        one_of("cudnn_benchmark", cudnn_benchmark, (True, False, "auto", None))
         if deterministic and cudnn_benchmark is True:
             raise ValueError(
                 "deterministic=True contradicts cudnn_benchmark=True, which takes whatever kernel "

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 import torch.distributed as dist
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import at_least, one_of, positive
 from lightning_opt.core.loggers import log_scalars
 from lightning_opt.core.memory import MemoryLimits
 from lightning_opt.core.report import Report
@@ -96,12 +96,10 @@ class LeakDetector(RunCallback):
         min_kb_per_step: float = 0.5,
         action: Literal["warn", "raise"] = "warn",
     ) -> None:
-        if action not in ("warn", "raise"):
-            raise ValueError(f"action must be 'warn' or 'raise', got {action!r}.")
         self._schedule = Schedule(every_n_steps)
         self.warmup_steps = at_least("warmup_steps", warmup_steps, 0)
         self.min_rate = 1024 * positive("min_kb_per_step", min_kb_per_step)
-        self.action = action
+        self.action = one_of("action", action, ("warn", "raise"))
         self._reset()
 
     def _reset(self) -> None:

@@ -45,11 +45,6 @@ class Outcome:
     high: float = math.inf
     retry: bool = False
 
-    @property
-    def works(self) -> bool:
-        """Whether the configuration ran and is accepted."""
-        return math.isfinite(self.score)
-
 
 class TimeIsUp(Exception):  # noqa: N818 - no error: it ends the search with what is known
     """The budget does not allow another trial."""

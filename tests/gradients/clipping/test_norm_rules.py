@@ -321,7 +321,7 @@ def test_other_arguments() -> None:
     assert "window" in refusal(MeanStd, window=None)
     assert "warmup must be at most window (20)" in refusal(MeanStd, window=20, warmup=21)
     for history in ("all", None, True):
-        assert "'raw' or 'clipped'" in refusal(MeanStd, history=history)
+        assert "'raw', 'clipped'" in refusal(MeanStd, history=history)
     for wrong in (0.0, NAN, True, "1"):
         assert "max_norm must be a finite number" in refusal(ZClip, max_norm=wrong)
     assert Percentile(0).percentile == 0
