@@ -75,7 +75,7 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
             "one bad batch ruins the weights",
             "[`NonFiniteGuard(spike=8)`](docs/gradients/guard.md)",
             f"final loss {bad['guard']['with']:.2f}, as without the bad batch; plain: {lost}",
-            f"{more(guard[0])} of a 4 ms step, {more(guard[1])} of a 230 ms step",
+            f"{more(guard[0])} of a 4 ms step, {more(guard[1])} of a 190 ms step",
             f"{record('compression_outlier', 'GPT, three seeds')}; {record('guard_cost', 'cost')}",
         ),
         (
@@ -101,7 +101,7 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
             "[`AdaptiveClipping()`](docs/gradients/clipping.md)",
             f"a norm 100 times the usual is clipped to {passes['spike']}; "
             f"so are {passes['steady']} of normal steps",
-            f"{more(clip[0])} of a 2 ms step, {more(clip[1])} of a 220 ms step",
+            f"{more(clip[0])} of a 5 ms step, {more(clip[1])} of a 250 ms step",
             f"{record('clipping_rules', 'known norms')}; {record('clipping_cost', 'cost')}",
         ),
         (
