@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Literal
 
 from lightning.pytorch.cli import LightningArgumentParser
 
@@ -19,6 +18,7 @@ from lightning_opt.cli.parsing import (
     parse_job,
     settings_of,
 )
+from lightning_opt.core.arguments import one_of
 
 DESCRIPTION = """\
 Tries optimisations on your model and data, each in a process of its own, alternating with your
@@ -39,8 +39,8 @@ def parser() -> LightningArgumentParser:
     made = make_parser("tune", DESCRIPTION, EXAMPLES)
     add_options(
         made,
-        ("--objective", Literal["throughput", "memory", "batch"], "throughput", "",
-         "What to make better: steps a second, peak memory, or the largest batch."),
+        ("--objective", str, "throughput", "NAME",
+         "What to improve: throughput (steps a second), memory (its peak) or batch (the largest)."),
         ("--budget", str | float, "10m", "", "Time for the search: 90s, 10m, 1h."),
         ("--out", str, "tuned", "FOLDER", "Where to write the answer."),
         ("--candidates", str | None, None, "NAMES",
@@ -57,12 +57,14 @@ def parser() -> LightningArgumentParser:
 def run(words: Sequence[str]) -> int:
     """Run the command."""
     from lightning_opt.tuner.autotune import autotune, parse_budget
+    from lightning_opt.tuner.search.objective import OBJECTIVES
     from lightning_opt.tuner.search.space import check_candidates
 
     job = parse_job(parser(), words)
     options = job.options
     try:
         parse_budget(options.budget)
+        one_of("--objective", options.objective, tuple(OBJECTIVES))
         check_candidates(names_of(options.candidates) or None)
     except ValueError as error:
         raise UsageError(str(error)) from error

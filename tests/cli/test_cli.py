@@ -131,6 +131,7 @@ def test_the_helps_own_examples_name_candidates_that_there_are(capsys):
         (["tune", "PROJECT:NOT_A_MODEL"], "is no class and no function"),
         (["tune", "PROJECT", "--budget", "soon"], "soon"),
         (["tune", "PROJECT", "--candidates", "bf16,compil"], "did you mean 'compile'?"),
+        (["tune", "PROJECT", "--objective", "speed"], "one of 'throughput', 'memory', 'batch'"),
         (["bench", "PROJECT", "--preset", "none"], "There is no preset 'none'"),
         (["bench", "PROJECT", "--without", "Nothing"], "has no 'Nothing'"),
         (["bench", "PROJECT", "--against", "no.yaml"], "There is no file no.yaml"),

@@ -115,10 +115,9 @@ def _with(switches: Switches) -> str:
 
 def _answer(objective: str, best: Trial, tried: bool) -> str:
     if not tried:
-        return "Leave it as it is: nothing was tried."
+        return "Change nothing: nothing was tried."
     if not best.switches:
-        goal = OBJECTIVES[objective]
-        return f"Leave it as it is: nothing that was tried gains enough in {goal} to be sure of."
+        return f"Change nothing: no candidate gains enough in {OBJECTIVES[objective]} to be sure."
     return (
         f"Take {best.name}: a step takes {best.ratio or math.nan:.2f} of the time (from "
         f"{best.low or 0:.2f} to {best.high or math.inf:.2f}), peak memory is "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import statistics
 import time
 from dataclasses import asdict, dataclass, field
@@ -158,6 +159,10 @@ class Baseline:
                             failure.kind, failure.message, failure.details
                         ) from failure
                     self._first[role] = own
+                    logging.getLogger(__name__).warning(
+                        "The model does not fit in float32, so candidates are compared with the "
+                        "baseline's own gradients: an error that it makes too stays unseen."
+                    )
         return self._first[role]
 
     def _run(self, role: str) -> list[dict[str, torch.Tensor]]:

@@ -182,7 +182,7 @@ def test_the_explanation_says_what_happened() -> None:
     assert "Failed (died): compile. The process died of SIGSEGV." in text
     assert "Undecided: one_thread takes 0.90 of the time (from 0.88 to 1.05)." in text
     nothing = result(()).explain()
-    assert nothing.startswith("Leave it as it is: nothing that was tried gains enough in time")
+    assert nothing.startswith("Change nothing: no candidate gains enough in time")
     assert result(()).table.title.endswith("change nothing")
     assert not result(()).improved
 

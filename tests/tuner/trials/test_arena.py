@@ -176,11 +176,14 @@ def test_gradients_are_compared_with_eager_float32_whatever_the_users_precision(
     assert [role for names, role in world.started if not names] == ["account", "float32", "noise"]
 
 
-def test_a_model_too_large_for_float32_is_compared_with_itself(tmp_path: Path) -> None:
+def test_a_model_too_large_for_float32_is_compared_with_itself(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     world = world_of(tmp_path, same=Plan(0.05))
     world.plans[()], world.refused = Plan(eager=False), "float32"
     assert run(world, [("same",)])[("same",)].verdict == "accepted"
     assert [role for names, role in world.started if not names] == ["account", "float32", "float32"]
+    assert "does not fit in float32" in caplog.text
 
 
 @pytest.mark.parametrize(
