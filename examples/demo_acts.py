@@ -194,7 +194,7 @@ def half_the_memory(side: str, quick: bool) -> dict[str, Any]:
         try:
             for side in sides:
                 settings = partial(settings_of, side, Path(folder, side), budget)
-                fits[side] = Fit(model, data, settings, label=side, timeout=600)
+                fits[side] = Fit(model, data, settings, timeout=600)
                 fits[side].advance(LEFT_OUT)
             for _ in range(rounds):
                 for side in sides:

@@ -4,6 +4,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -77,9 +78,14 @@ def wait(seconds: float, condition: Callable[[], bool]) -> None:
     ],
 )
 def test_ctrl_c_is_heard_once_and_leaves_nothing(tmp_path, after, seconds, to_all):
-    project, said, temporary = (tmp_path / name for name in ("project.py", "said", "temporary"))
+    project, said = tmp_path / "project.py", tmp_path / "said"
     project.write_text(PROJECT)
-    temporary.mkdir()
+    # Sockets have short names, which pytest's own folder may leave no room for.
+    with tempfile.TemporaryDirectory(prefix="lo", dir="/tmp") as folder:
+        interrupt(tmp_path, project, said, Path(folder), after, seconds, to_all)
+
+
+def interrupt(tmp_path, project, said, temporary, after, seconds, to_all):
     environment = os.environ | {
         "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "INTERRUPTED_BY": str(tmp_path),
         "TMPDIR": str(temporary), "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache"), after: "",

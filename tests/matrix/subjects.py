@@ -57,6 +57,9 @@ RESUMES_OTHERWISE = {
 }
 """Those whose resumed run is not that in one piece."""
 
+OF_A_REPLICA = {"CurvaturePreconditioner"}
+"""Those whose state is each replica's own under DiLoCo, of which a checkpoint holds rank 0's."""
+
 ROUNDS = {"ChannelsLast", "CompileModel", "FusedOptimizer", "MicroBatching"}
 """Those that add up in another order, so that their last digits may depend on the processor."""
 

@@ -198,10 +198,10 @@ def refuse_all() -> list[str]:
 def train_without_gloo() -> tuple[bool, list[str]]:
     """Train where no second process group can be made."""
 
-    def new_group(*args: Any, **kwargs: Any) -> Any:
+    def new_subgroups(*args: Any, **kwargs: Any) -> Any:
         raise RuntimeError("planted: no interface")
 
-    dist.new_group = new_group
+    dist.new_subgroups = new_subgroups
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run = train("auto", FREE)
