@@ -34,7 +34,7 @@ import torch.distributed as dist
 import lightning_opt as lo
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.strategies.compression import NETWORKS, namespaces, start_ranks, why_not
-from benchmarks.strategies.compression_tasks import TASKS, Task
+from benchmarks.strategies.compression_tasks import TASKS, Task, trainer_of
 
 MODULE = "benchmarks.strategies.compression_accuracy"
 
@@ -113,19 +113,8 @@ def run_rank(own: argparse.Namespace) -> None:
     for name in own.only:
         scores = Scores(own.steps, own.looks)
         settings = PROTECTIONS[own.protection]()
-        trainer = L.Trainer(
-            accelerator="cpu",
-            devices=world,
-            strategy=STRATEGIES[name](),
-            max_epochs=1,
-            logger=False,
-            enable_checkpointing=False,
-            enable_progress_bar=False,
-            enable_model_summary=False,
-            use_distributed_sampler=False,
-            callbacks=[*settings.pop("callbacks", []), scores],
-            **settings,
-        )
+        settings["callbacks"] = [*settings.get("callbacks", []), scores]
+        trainer = trainer_of(world, STRATEGIES[name](), **settings)
         task = TASKS[own.task](own.optimizer, world, own.seed)
         task.bad_batch = own.bad_batch
         trainer.fit(task, range(own.steps))

@@ -16,6 +16,19 @@ BATCH = 32
 """Samples of a step, shared among the ranks."""
 
 
+def trainer_of(world: int, strategy: Any, **settings: Any) -> L.Trainer:
+    """Return a Trainer of so many ranks for one epoch, which writes and draws nothing."""
+    off = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    return L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_epochs=1,
+        use_distributed_sampler=False,
+        **{**dict.fromkeys(off, False), **settings},
+    )
+
+
 class Task(L.LightningModule):
     """A model, its batches and its score."""
 

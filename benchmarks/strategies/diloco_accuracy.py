@@ -22,14 +22,13 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import lightning as L
 import torch
 import torch.distributed as dist
 
 import lightning_opt as lo
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.strategies.compression import start_ranks
-from benchmarks.strategies.compression_tasks import Bytes
+from benchmarks.strategies.compression_tasks import Bytes, trainer_of
 
 MODULE = "benchmarks.strategies.diloco_accuracy"
 NAME = "diloco_accuracy"
@@ -81,18 +80,7 @@ def train(own: argparse.Namespace, world: int, rate: float) -> dict[str, float]:
     """Return the validation loss at the end, and the bytes of a step."""
     task = Bytes("AdamW", world, own.seed)
     task.rates = (0.0, rate)
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=world,
-        strategy=METHODS[own.method](),
-        max_epochs=1,
-        logger=False,
-        log_every_n_steps=EVERY,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-    )
+    trainer = trainer_of(world, METHODS[own.method](), log_every_n_steps=EVERY)
     trainer.fit(task, range(own.steps))
     task.eval()
     score = task.score()

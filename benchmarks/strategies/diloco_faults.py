@@ -39,6 +39,7 @@ from torch import Tensor, nn
 import lightning_opt as lo
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.strategies.compression import INTERFACE, namespaces, rank_environment, why_not
+from benchmarks.strategies.compression_tasks import trainer_of
 
 PLANS: list[tuple[int, dict[str, Any]]] = [
     (2, {"fragments": 2, "delay": 2}),
@@ -132,18 +133,9 @@ def run_rank(
     torch.set_num_threads(1)
     rank, last = int(environment["RANK"]), folder / "last.ckpt"
     torch.manual_seed(rank + os.getpid())
-    trainer = L.Trainer(
-        accelerator="cpu",
-        devices=int(environment["WORLD_SIZE"]),
-        strategy=lo.DiLoCoStrategy(**OUTER, **plan),
-        max_epochs=1,
-        logger=False,
-        enable_checkpointing=False,
-        enable_progress_bar=False,
-        enable_model_summary=False,
-        use_distributed_sampler=False,
-        callbacks=[Witness(folder, rank, attempt)],
-    )
+    strategy = lo.DiLoCoStrategy(**OUTER, **plan)
+    callbacks = [Witness(folder, rank, attempt)]
+    trainer = trainer_of(int(environment["WORLD_SIZE"]), strategy, callbacks=callbacks)
     trainer.fit(Net(), range(10**7), ckpt_path=last if last.exists() else None)
 
 
