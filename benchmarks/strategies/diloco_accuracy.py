@@ -3,9 +3,10 @@
 Claim: replicas that meet every 16 or 30 steps send a sixtieth of the bytes of plain DDP or less,
 and come closer to its loss under AdamW than Top-K does with as many bytes.
 
-Real processes over gloo train a byte-level transformer on the source of Python's standard library;
-the learning rate falls to zero linearly. All methods of a seed start from the same weights and see
-the same batches. Outer momentum acts as a larger learning rate, so only the best of each method's
+Real processes over gloo train a byte-level transformer on the source of Python's standard library
+(``--task digits``: a ConvNet on digits); the learning rate falls to zero linearly. All methods of a
+seed start from the same weights and see the same batches. Outer momentum acts as a larger
+learning rate, so only the best of each method's
 rates compares: all rates are tried with seed 0, and the best one again with the other seeds.
 Scores do not depend on what else the machine does, so they are collected in pieces: a call goes on
 where the one before ended, and ``--minutes`` ends it in time.
@@ -22,21 +23,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import lightning as L
 import torch
 import torch.distributed as dist
 
 import lightning_opt as lo
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.strategies.compression import start_ranks
-from benchmarks.strategies.compression_tasks import Bytes, trainer_of
+from benchmarks.strategies.compression_tasks import TASKS, Task, trainer_of
 
 MODULE = "benchmarks.strategies.diloco_accuracy"
 NAME = "diloco_accuracy"
 
-RATES = (3e-3, 6e-3, 1e-2, 2e-2)
+RATES = {"bytes": (3e-3, 6e-3, 1e-2, 2e-2), "digits": (5e-4, 1e-3, 2e-3, 4e-3)}
 
 EVERY = 240
-"""Steps from one count of bytes to the next: whole windows of 16 and of 30."""
+"""Steps from one count of bytes, and one score, to the next: whole windows of 16 and of 30."""
 
 
 def _diloco(*arguments: Any, **settings: Any) -> Callable[[], Any]:
@@ -76,53 +78,70 @@ def run_rank(own: argparse.Namespace) -> None:
         dist.barrier()
 
 
-def train(own: argparse.Namespace, world: int, rate: float) -> dict[str, float]:
-    """Return the validation loss at the end, and the bytes of a step."""
-    task = Bytes("AdamW", world, own.seed)
+class Curve(L.Callback):
+    """The score of this process's weights during training."""
+
+    def __init__(self) -> None:
+        self.scores: list[float] = []
+
+    def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
+        if trainer.global_step % EVERY == 0:
+            self.scores.append(round(pl_module.eval().score(), 4))
+            pl_module.train()
+
+
+def train(own: argparse.Namespace, world: int, rate: float) -> dict[str, Any]:
+    """Return the score at the end, those on the way, and the bytes of a step."""
+    task = TASKS[own.task]("AdamW", world, own.seed)
     task.rates = (0.0, rate)
-    trainer = trainer_of(world, METHODS[own.method](), log_every_n_steps=EVERY)
+    curve = Curve()
+    strategy = METHODS[own.method]()
+    trainer = trainer_of(world, strategy, log_every_n_steps=EVERY, callbacks=[curve])
     trainer.fit(task, range(own.steps))
-    task.eval()
-    score = task.score()
+    score = task.eval().score()
     numel = sum(parameter.numel() for parameter in task.parameters())
     sent = trainer.callback_metrics.get("comm/bytes", 2 * (world - 1) * 4 * numel / world)
-    return {"loss": score, "bytes": float(sent)}
+    return {"score": score, "curve": curve.scores, "bytes": float(sent)}
 
 
-def best_rate(of_rates: dict[str, dict[str, Any]]) -> str | None:
-    """Return the rate whose loss with seed 0 is the lowest; None until all are known."""
-    known = {rate: seeds["0"]["loss"] for rate, seeds in of_rates.items() if "0" in seeds}
-    return min(known, key=known.__getitem__) if len(known) >= len(RATES) else None
+def best_rate(of_rates: dict[str, dict[str, Any]], task: type[Task]) -> str | None:
+    """Return the rate whose score with seed 0 is the best; None until all are known."""
+    known = {rate: task.better * own["0"]["score"] for rate, own in of_rates.items() if "0" in own}
+    return max(known, key=known.__getitem__) if len(known) >= len(RATES["bytes"]) else None
 
 
 def next_run(
-    scores: dict[str, Any], names: Sequence[str], seeds: int
+    scores: dict[str, Any], names: Sequence[str], seeds: int, task: str
 ) -> tuple[str, list[str], int] | None:
     """Return a method, rates and a seed that nobody has tried; None when all is done."""
     for name in names:
         of_rates = scores.setdefault(name, {})
-        missing = [r for r in map(str, RATES) if "0" not in of_rates.setdefault(r, {})]
+        missing = [r for r in map(str, RATES[task]) if "0" not in of_rates.setdefault(r, {})]
         if missing:
             return name, missing, 0
     for seed in range(1, seeds):
         for name in names:
-            best = best_rate(scores[name])
+            best = best_rate(scores[name], TASKS[task])
             assert best is not None
             if str(seed) not in scores[name][best]:
                 return name, [best], seed
     return None
 
 
-def report_of(scores: dict[str, Any], steps: int, ranks: int) -> lo.Report:
+def report_of(scores: dict[str, Any], steps: int, ranks: int, task: str) -> lo.Report:
     """Return one row a method: at its best rate, compared with dense by seed."""
+    kind = TASKS[task]
     rows = []
-    best = {name: best_rate(of_rates) for name, of_rates in scores.items()}
+    best = {name: best_rate(of_rates, kind) for name, of_rates in scores.items()}
     dense = scores["dense"].get(best.get("dense") or "", {})
 
-    def distance(name: str) -> float:
+    def distance(name: str) -> Any:
+        """Return by how much a method is worse: percent of a loss, points of an accuracy."""
         own = scores[name][best[name]]
-        shared = [seed for seed in own if seed in dense]
-        return statistics.mean(100 * (own[s]["loss"] / dense[s]["loss"] - 1) for s in shared)
+        pairs = [(own[s]["score"], dense[s]["score"]) for s in own if s in dense]
+        if kind.better > 0:
+            return statistics.median(usual - score for score, usual in pairs)
+        return statistics.median(100 * (score / usual - 1) for score, usual in pairs)
 
     for name, of_rates in scores.items():
         rate = best[name]
@@ -130,15 +149,15 @@ def report_of(scores: dict[str, Any], steps: int, ranks: int) -> lo.Report:
             continue
         own = of_rates[rate]
         sent = next(iter(own.values()))["bytes"]
-        known = best.get(COMPARED) is not None
+        known = kind.better < 0 and best.get(COMPARED) is not None
         rows.append(
             {
                 "method": name,
                 "best rate": float(rate),
                 "seeds": len(own),
-                "loss": round(statistics.mean(one["loss"] for one in own.values()), 4),
-                "spread": round(statistics.pstdev(one["loss"] for one in own.values()), 4),
-                "worse by %": round(distance(name), 2),
+                "score": round(statistics.median(one["score"] for one in own.values()), 4),
+                "spread": round(statistics.pstdev(one["score"] for one in own.values()), 4),
+                "worse by": round(distance(name), 2),
                 "of Top-K's distance": round(distance(name) / distance(COMPARED), 2)
                 if known
                 else None,
@@ -146,13 +165,13 @@ def report_of(scores: dict[str, Any], steps: int, ranks: int) -> lo.Report:
             }
         )
     return lo.Report(
-        f"Validation loss after {steps} steps of AdamW on {ranks} ranks, each at its best rate",
+        f"{kind.name}: after {steps} steps of AdamW on {ranks} ranks, each at its best rate",
         rows,
         [
-            f"Rates tried with seed 0: {', '.join(map(str, RATES))}. `worse by`: mean over seeds "
-            "of the difference to dense. `fewer bytes`: what dense sends in a step, as a ratio. "
-            "H: steps of a window. Outer rate and momentum are 0.7 and 0.8, messages of 8 bits, "
-            "unless another stands there."
+            f"Rates tried with seed 0: {', '.join(map(str, RATES[task]))}. `worse by`: median over "
+            "seeds of the difference to dense, in percent of the loss or points of accuracy. "
+            "`fewer bytes`: what dense sends in a step, as a ratio. H: steps of a window. Outer "
+            "rate and momentum are 0.7 and 0.8, messages of 8 bits, unless another stands there."
         ],
     )
 
@@ -160,6 +179,7 @@ def report_of(scores: dict[str, Any], steps: int, ranks: int) -> lo.Report:
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--result", type=Path)
+    parser.add_argument("--task", choices=list(RATES), default="bytes")
     parser.add_argument("--method", choices=list(METHODS))
     parser.add_argument("--only", nargs="*", choices=list(METHODS), default=list(METHODS))
     parser.add_argument("--rates", nargs="+")
@@ -174,18 +194,21 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     arguments = parse_arguments(__doc__ or "", rest)
     steps = 40 if arguments.quick else own.steps
-    place = f"{own.ranks} ranks, {steps} steps"
-    path = arguments.out / f"{NAME}.json"
+    file = f"{NAME}_{own.task}_{own.ranks}"
+    path = arguments.out / f"{file}.json"
     known = json.loads(path.read_text())["scores"] if path.exists() and not arguments.quick else {}
-    scores = known.setdefault(place, {})
+    scores = known.setdefault(str(steps), {})
     end = time.monotonic() + 60 * own.minutes
-    while time.monotonic() < end and (run := next_run(scores, own.only, own.seeds)) is not None:
+    while time.monotonic() < end:
+        run = next_run(scores, own.only, own.seeds, own.task)
+        if run is None:
+            break
         name, rates, seed = run
-        options = ["--method", name, "--seed", seed, "--steps", steps, "--rates", *rates]
-        found = start_ranks(MODULE, own.ranks, options, port=free_port())
+        options = ["--task", own.task, "--method", name, "--seed", seed, "--steps", steps]
+        found = start_ranks(MODULE, own.ranks, [*options, "--rates", *rates], port=free_port())
         for rate, score in found.items():
             scores[name][rate][str(seed)] = score
-        publish(NAME, report_of(scores, steps, own.ranks), arguments, scores=known)
+        publish(file, report_of(scores, steps, own.ranks, own.task), arguments, scores=known)
 
 
 if __name__ == "__main__":
