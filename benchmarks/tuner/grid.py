@@ -15,9 +15,12 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import itertools
+import json
 import os
+import statistics
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -196,43 +199,56 @@ def empty_cache() -> Iterator[None]:
             del os.environ["TORCHINDUCTOR_CACHE_DIR"]
 
 
-def measure(name: str, device: str, budget: float) -> dict[str, Any]:
-    """Return the row of a model."""
+def measure(name: str, device: str, budget: float, runs: int) -> dict[str, Any]:
+    """Return the row of a model: one exhaustive search, and several of the tuner's."""
     plan = plan_for(name, device, budget)
-    with empty_cache():
-        begun = time.monotonic()
-        tuned = Tuning(plan, None, Progress(budget, enabled=False)).run()
-        tuner_seconds = time.monotonic() - begun
     with empty_cache():
         begun = time.monotonic()
         grid = Grid(dataclasses.replace(plan), None, Progress(budget, enabled=False))
         every = grid.run()
         grid_seconds = time.monotonic() - begun
-        answer, best = tuned.switches, every.switches
-        again = {(): 1.0}
-        if answer != best:
-            again |= grid.side_by_side([names for names in (answer, best) if names])
+    best, tuned, seconds = every.switches, [], []
+    for _ in range(runs):
+        with empty_cache():
+            begun = time.monotonic()
+            tuned.append(Tuning(plan, None, Progress(budget, enabled=False)).run())
+            seconds.append(time.monotonic() - begun)
+        print(f"{name}: {named(tuned[-1].switches)} in {seconds[-1]:.0f} s", flush=True)
+    answers = [one.switches for one in tuned]
+    again: dict[Switches, float] = {(): 1.0}
+    wanted = {names for names in (*answers, best) if names}
+    if set(answers) != {best}:
+        with empty_cache():
+            again |= grid.side_by_side(sorted(wanted))
+    shares = [again.get(names, 1.0) / again.get(best, 1.0) for names in answers]
+    took = statistics.median(seconds)
     return {
         "model": name,
-        "tuner's answer": " + ".join(answer) or "leave it as it is",
-        "time": round(tuned.best.ratio or 1.0, 3),
-        "best of all": " + ".join(best) or "leave it as it is",
+        "tuner's answers": "; ".join(
+            f"{count} of {named(names)}" if count > 1 else named(names)
+            for names, count in Counter(answers).items()
+        ),
+        "time": ", ".join(f"{one.best.ratio or 1.0:.2f}" for one in tuned),
+        "best of all": named(best),
         "its time": round(every.best.ratio or 1.0, 3),
-        "answer / best, measured again": round(again.get(answer, 1.0) / again.get(best, 1.0), 3)
-        if answer != best
-        else 1.0,
-        "trials": len(tuned.trials) - 1,
+        "answer / best, measured again": ", ".join(f"{share:.2f}" for share in shares),
+        "within 5%": f"{sum(share <= 1.05 for share in shares)} of {runs}",
+        "trials": round(statistics.median(len(one.trials) - 1 for one in tuned)),
         "of": len(every.trials) - 1,
-        "tuner s": round(tuner_seconds, 1),
+        "tuner s": round(took, 1),
         "all s": round(grid_seconds, 1),
-        "share of the time": round(tuner_seconds / grid_seconds, 3),
-        "complete": tuned.complete,
+        "share of the time": round(took / grid_seconds, 3),
     }
+
+
+def named(switches: Switches) -> str:
+    return " + ".join(switches) or "leave it as it is"
 
 
 NOTES = [
     "time: of a step, as a share of the baseline's. of: all combinations that do not exclude each "
-    "other. The last columns: seconds that each search took, and the tuner's as a share.",
+    "other. The last columns: seconds that each search took (of the tuner's, the median), and the "
+    "tuner's as a share.",
     "answer / best, measured again: both side by side with the baseline after the searches, where "
     "they differ; at most 1.05 is wanted. share of the time: at most 0.25 is wanted.",
 ]
@@ -242,20 +258,23 @@ def main() -> None:
     """Compare on every model, and publish the table anew after each."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
-    parser.add_argument("--budget", type=float, default=150.0, help="seconds for each search")
+    parser.add_argument("--runs", type=int, default=5, help="searches of the tuner for each model")
+    parser.add_argument("--budget", type=float, default=150.0, help="seconds of a search")
     own, rest = parser.parse_known_args()
     threads = torch.get_num_threads()
     arguments = parse_arguments(__doc__ or "", rest)
     torch.set_num_threads(threads)  # the user's default, since that is what the answer is against
     if arguments.quick:
+        own.runs = 1
         for name in MODELS:
             del SWITCHES[arguments.device][name][2:]
-    rows: list[dict[str, Any]] = []
-    details: dict[str, Any] = {}
+    file = arguments.out / "tuner.json"
+    known = json.loads(file.read_text()).get("models", {}) if file.exists() else {}
     for name in own.models:
-        rows.append(measure(name, arguments.device, own.budget))
+        known[name] = measure(name, arguments.device, own.budget, own.runs)
+        rows = [known[name] for name in MODELS if name in known]
         report = lo.Report("The tuner against all combinations", rows, NOTES)
-        publish("tuner", report, arguments, **details)
+        publish("tuner", report, arguments, models=known)
 
 
 if __name__ == "__main__":
