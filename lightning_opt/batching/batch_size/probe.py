@@ -43,7 +43,7 @@ class Length(NamedTuple):
 
 
 TRY = Length(4, 0.3, 30)
-TIME = Length(11, 1.0, 2000)
+TIME = Length(6, 0.5, 2000)
 
 
 class RanOutError(BaseException):

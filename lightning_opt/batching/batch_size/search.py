@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+import statistics
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -17,7 +18,7 @@ TRIALS = 12
 SLOW = 0.6
 """Of the best speed: sizes below one that is slower are not timed."""
 
-FINALISTS = (3, 3, 2)
+FINALISTS = (3, 3, 3, 2)
 """How many of the best sizes are timed in each round after the first."""
 
 TOLERANCE = 0.03
@@ -128,26 +129,23 @@ def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
 
     The first round goes down from the largest, its half, its quarter and so on, and ends at a size
     that is much slower than the best so far: what costs the same each step weighs more the smaller
-    the size. The best of them has its neighbours timed too, half a step away. Then come rounds of
-    the best few in another order each time, so that what slows the machine down for a while does so
-    to all; sizes stay whose interval, from their slowest to their fastest round, meets that of the
-    best. Of those at the end that are as fast as the best, but for noise, the smallest is the one.
+    the size. The best of them has its neighbours timed too, half a step away. Then come short
+    rounds of the best few, in another order each time. Sizes are compared by their mean over rounds
+    that all of them took part in, so that a slow minute of the machine counts for none of them. Of
+    those as fast as the best, but for noise, the smallest is the one.
 
     Args:
         run: Times a size.
         largest: The largest that fits, at least 1.
 
     Returns:
-        The size, and one trial a size, with its speed in the fastest round.
+        The size, and one trial a size, with the mean of its speeds.
     """
     order = random.Random(0)  # the same on all ranks
     trials: dict[int, list[Trial]] = {}
 
-    def speeds(size: int) -> list[float]:
-        return [trial.speed for trial in trials[size]]
-
     def speed(size: int) -> float:
-        return max(speeds(size))  # whatever else the machine does only slows
+        return statistics.fmean(trial.speed for trial in trials[size])
 
     # Not one sample alone, of which BatchNorm makes no statistics.
     for halvings in range(max(1, largest.bit_length() - 1)):
@@ -160,11 +158,8 @@ def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
         if near <= largest and near > 1 and near not in trials:
             trials[near] = [run(near)]
     racing = list(trials)
-    for number, most in enumerate(FINALISTS):
+    for most in FINALISTS:
         racing = sorted(racing, key=lambda size: (-speed(size), size))[:most]
-        if number:
-            slowest = min(speeds(racing[0]))
-            racing = [size for size in racing if max(speeds(size)) >= slowest]
         if len(racing) == 1:
             break
         order.shuffle(racing)
