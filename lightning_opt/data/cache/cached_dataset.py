@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset
@@ -29,8 +30,9 @@ class CachedDataset(Caching, Dataset[Any]):
         policy: ``"lru"`` gives up the item that was used least recently. ``"keep"`` gives nothing
             up: once it is full it stays as it is, which is better for whole epochs that do not fit.
         storage: ``"memory"``: in memory that all workers of its loaders share (``/dev/shm``), and
-            all ranks of a run on this machine whose datasets have the same class, length, first,
-            middle and last item; until the last of them is gone. Random items are not shared.
+            all ranks of a run on this machine whose datasets have the same class, attributes and
+            first, middle and last item; until the last of them is gone. Random items are not
+            shared, nor are those of datasets that cannot be pickled.
             ``"disk"``: in a file, for later runs too.
         key: A name of the dataset's version that takes the place of its computed fingerprint.
             Cached items of another version are never served.
@@ -90,8 +92,11 @@ class CachedDataset(Caching, Dataset[Any]):
             return fingerprint(dataset, looks()) if key is None else key
 
         def shared() -> object:
-            # Ranks may have parts of their own: those look different.
-            return None if allow_random else (type(dataset).__qualname__, probes, looks(), key)
+            # Ranks may have parts of their own: some attribute or item tells them apart.
+            if not allow_random:
+                with suppress(ValueError):
+                    return fingerprint(dataset, (looks(), key), files=False)
+            return None
 
         self._open(max_bytes, policy, storage, folder, version, shared)
 

@@ -22,7 +22,7 @@ PATHS = 100_000
 """Strings that are tried as names of files."""
 
 
-def fingerprint(dataset: Any, items: Any = None) -> str:
+def fingerprint(dataset: Any, items: Any = None, files: bool = True) -> str:
     """Return 16 hexadecimal digits that stand for ``dataset``.
 
     They cover its type, its length, all values of its attributes, the code of its methods and of
@@ -34,6 +34,7 @@ def fingerprint(dataset: Any, items: Any = None) -> str:
     Args:
         dataset: A map-style dataset.
         items: A few of its items, which go in too.
+        files: Whether to look at the files that attributes name.
 
     Raises:
         ValueError: If an attribute cannot be pickled.
@@ -47,7 +48,7 @@ def fingerprint(dataset: Any, items: Any = None) -> str:
             f"There is no fingerprint of this {type(dataset).__qualname__}, because an attribute "
             f"cannot be pickled: {error}. Give key=, a name that you change whenever the items do."
         ) from error
-    for path in sorted(_paths(dataset)):
+    for path in sorted(_paths(dataset)) if files else ():
         try:
             status = Path(path).stat()
         except (OSError, ValueError):

@@ -7,8 +7,10 @@ import pickle
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import psutil
@@ -438,13 +440,24 @@ def test_results_of_a_function_outlive_the_process_on_the_disk(tmp_path):
 # --- ranks --------------------------------------------------------------------------------------
 
 
+class AlikeAtTheEnds(Counting):
+    """Has the same first, middle and last item whatever the offset."""
+
+    def __getitem__(self, index: int) -> Any:
+        at_the_ends = index in (0, self.length // 2, self.length - 1)
+        return Counting(self.length, self.width, 0 if at_the_ends else self.offset)[index]
+
+
 def read_a_part(bound: int, kind: str) -> tuple[int, int, Path]:
     """Read as a rank does; return what this process took, what the cache took, and its folder."""
     rank = int(os.environ["RANK"])
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
     before = psutil.Process().memory_full_info().uss
-    offset = rank if kind == "parts" else 0
-    dataset = Counting(400, offset=offset, width=64 * 1024)  # 256 KB an item
+    offset = rank if kind in ("parts", "alike at the ends") else 0
+    kind_of = AlikeAtTheEnds if kind == "alike at the ends" else Counting
+    dataset = kind_of(400, offset=offset, width=64 * 1024)  # 256 KB an item
+    if kind == "not to be pickled":
+        dataset.lock = threading.Lock()
     cache = lo.CachedDataset(dataset, bound, allow_random=kind == "random", key="v1")
     for half in (rank, 1 - rank):  # each its own, and then the other's
         assert all(same(cache[index], dataset[index]) for index in range(half, 400, 2))
@@ -463,7 +476,16 @@ def read_a_part(bound: int, kind: str) -> tuple[int, int, Path]:
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("kind", "caches"), [("same", 1), ("parts", 2), ("random", 2)])
+@pytest.mark.parametrize(
+    ("kind", "caches"),
+    [
+        ("same", 1),
+        ("parts", 2),
+        ("alike at the ends", 2),
+        ("not to be pickled", 2),
+        ("random", 2),
+    ],
+)
 def test_ranks_with_the_same_items_share_one_bound(kind, caches):
     """`max_bytes` is the machine's, and nobody gets the items of another's part."""
     ranks = launch(read_a_part, 60 * MB, kind)
