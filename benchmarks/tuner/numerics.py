@@ -26,7 +26,7 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from lightning_opt.tuner.search.settings import in_float32
 from lightning_opt.tuner.trials.baseline import Observed
-from lightning_opt.tuner.trials.numerics import compare_gradients, compare_losses, compare_paths
+from lightning_opt.tuner.trials.numerics import judge
 from lightning_opt.tuner.trials.probe import TrialWatch
 from lightning_opt.worker.gate import QUIET
 
@@ -73,9 +73,10 @@ class Task(L.LightningModule):
         self.losses: list[float] = []
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        loss = nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
-        self.losses.append(float(loss.detach()))
-        return loss
+        return nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
+
+    def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
+        self.losses.append(float(outputs["loss"]))  # of the whole batch, as a trial tells it
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameters(), lr=1e-3)
@@ -107,7 +108,7 @@ def harmless(net: str) -> dict[str, dict[str, Any]]:
     found: dict[str, dict[str, Any]] = {
         "bf16-mixed": {"precision": "bf16-mixed"},
         "FusedOptimizer": {"callbacks": [lo.FusedOptimizer()]},
-        "other random numbers": {"reseed": True},
+        "other random numbers": {"reseed": 2},  # not those of the noise
     }
     if net == "ConvNet":
         found["ChannelsLast"] = {"callbacks": [lo.ChannelsLast()]}
@@ -120,8 +121,8 @@ def harmless(net: str) -> dict[str, dict[str, Any]]:
 
 
 def observe(
-    task: tuple[str, str, bool], seed: int, reseed: bool = False, exact: bool = False, **more: Any
-) -> tuple[Observed, list[float]]:
+    task: tuple[str, str, bool], seed: int, reseed: int = 0, exact: bool = False, **more: Any
+) -> Observed:
     """Train for some steps, and return what a trial would have told."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "watch.pt"
@@ -134,33 +135,28 @@ def observe(
         trainer = L.Trainer(**(in_float32(settings) if exact else settings))
         torch.compiler.set_stance("default")
         trainer.fit(model, DataLoader(data, batch_size=32))
-        return Observed.read(file), model.losses
+        return Observed.read(file, model.losses)
 
 
 @cache
-def usual(
-    task: tuple[str, str, bool], seed: int, precision: str, role: str = ""
-) -> tuple[Observed, list[float]]:
+def usual(task: tuple[str, str, bool], seed: int, precision: str, role: str = "") -> Observed:
     """Return what the baseline tells, or another run of it."""
-    return observe(task, seed, role == "noise", role == "float32", precision=precision)
+    return observe(task, seed, int(role == "noise"), role == "float32", precision=precision)
 
 
-def why_not(task: tuple[str, str, bool], seed: int, usually: str, **change: Any) -> str:
+def why_not(
+    task: tuple[str, str, bool], seed: int = 0, usually: str = "32-true", **change: Any
+) -> str:
     """Return why a change is rejected; empty if it is accepted."""
-    own, losses = observe(task, seed, **{"precision": usually, **change})
-    reference, expected = usual(task, seed, usually)
+    own = observe(task, seed, **{"precision": usually, **change})
     run = partial(usual, task, seed, usually)
-    exact = run("float32")[0].gradients
-    _, why = compare_gradients(own.gradients, exact)
-    if why:
-        _, why = compare_gradients(own.gradients, exact, run("noise")[0].gradients)
-    return why or compare_paths(own.moved, reference.moved) or compare_losses(losses, expected)
+    return judge(own, run(), run)[1]
 
 
 def main() -> None:
     """Plant everything, and publish the table."""
     parser = argparse.ArgumentParser(add_help=False)
-    parser.add_argument("--seeds", type=int, default=3)
+    parser.add_argument("--seeds", type=int, default=5)
     own, rest = parser.parse_known_args()
     arguments = parse_arguments(__doc__ or "", rest)
     seeds = range(1 if arguments.quick else own.seeds)

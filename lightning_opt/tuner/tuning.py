@@ -169,7 +169,7 @@ class Tuning:
         file = self._folder / f"{self._processes}.pt"
         watch = {
             "class_path": "lightning_opt.tuner.trials.probe.TrialWatch",
-            "init_args": {"file": str(file), "reseed": role == "noise"},
+            "init_args": {"file": str(file), "reseed": int(role == "noise")},
         }
         more: dict[str, Any] = {"callbacks": [watch]}
         base = plain(self._plan.base)

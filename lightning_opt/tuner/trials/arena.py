@@ -12,7 +12,7 @@ from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import TimeIsUp
 from lightning_opt.tuner.trial import Switches, Trial
 from lightning_opt.tuner.trials.baseline import Baseline, BaselineFailed, Observed, Start
-from lightning_opt.tuner.trials.numerics import compare_gradients, compare_losses, compare_paths
+from lightning_opt.tuner.trials.numerics import judge
 from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed
 
@@ -196,19 +196,9 @@ class Arena:
 
     def _learns_otherwise(self, racer: Racer) -> str:
         """Return why it does not learn what the baseline learns; empty if it does."""
-        trial, baseline = racer.trial, self.baseline
-        own = Observed.read(racer.file)
+        own = Observed.read(racer.file, racer.trial.losses)
         if not racer.alone:
-            baseline.catch_up(len(trial.losses))
+            self.baseline.catch_up(len(own.losses))
         racer.fit.close()  # another run of the baseline may need the room
-        exact = baseline.first_gradients("float32")
-        trial.agreement, why = compare_gradients(own.gradients, exact)
-        if why:
-            trial.agreement, why = compare_gradients(
-                own.gradients, exact, baseline.first_gradients("noise")
-            )
-        return (
-            why
-            or compare_paths(own.moved, baseline.observed.moved)
-            or compare_losses(trial.losses, baseline.losses)
-        )
+        racer.trial.agreement, why = judge(own, self.baseline.observed, self.baseline.another)
+        return why

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import statistics
 import time
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -18,6 +19,9 @@ from lightning_opt.worker.training_process import Fit, FitFailed, Step
 
 MOST_STEPS = 200
 """Steps of a block, however short a step is."""
+
+DRAWN = 16
+"""Steps of a run with other random numbers: as many say how far losses of equal batches differ."""
 
 KEPT = 400
 """Losses that a journal keeps."""
@@ -38,19 +42,21 @@ class Observed:
         facts: Of the model and the machine.
         gradients: Samples of the first ones, one mapping a step.
         moved: How far each parameter is from its start, after powers of two of steps.
+        losses: Of its steps, which it has told before.
     """
 
     facts: Facts = field(default_factory=Facts)
     gradients: list[dict[str, torch.Tensor]] = field(default_factory=list)
     moved: dict[int, dict[str, float]] = field(default_factory=dict)
+    losses: Sequence[float] = ()
 
     @classmethod
-    def read(cls, file: Path) -> Observed:
+    def read(cls, file: Path, losses: Sequence[float] = ()) -> Observed:
         """Return what is in the file; nothing where there is none yet."""
         if not file.exists():
             return cls()
         written = torch.load(file, weights_only=True)
-        return cls(Facts(**written["facts"]), written["gradients"], written["moved"])
+        return cls(Facts(**written["facts"]), written["gradients"], written["moved"], losses)
 
 
 @dataclass
@@ -58,7 +64,7 @@ class Baseline:
     """The baseline's process, if it runs, and all that is known of it.
 
     Args:
-        start: Starts a process from switches and, for :meth:`first_gradients`, a role; returns it
+        start: Starts a process from switches and, for :meth:`another`, a role; returns it
             and the file in which it writes about itself.
         block_seconds: About how long a block of steps takes.
 
@@ -82,7 +88,7 @@ class Baseline:
     _fit: Fit | None = None
     _file: Path = Path()
     _taken: int = 0
-    _first: dict[str, list[dict[str, torch.Tensor]]] = field(default_factory=dict)
+    _others: dict[str, Observed] = field(default_factory=dict)
 
     @property
     def known(self) -> bool:
@@ -136,40 +142,40 @@ class Baseline:
         later = [count for count in self.peaks if count >= steps]
         return self.peaks[min(later, default=max(self.peaks))]
 
-    def first_gradients(self, role: str) -> list[dict[str, torch.Tensor]]:
-        """Return the first gradients of another run of it, measured once.
+    def another(self, role: str) -> Observed:
+        """Return what the first steps of another run of it tell, which is begun once.
 
         Args:
             role: ``"noise"`` for other random numbers in the model, ``"float32"`` for eager
                 float32, which are its own if it trains so; also where that finds no memory.
         """
-        own = self.observed.gradients
+        own = self.observed
         if role == "float32" and self.observed.facts.eager:
             return own
-        if role not in self._first:
+        if role not in self._others:
             try:
-                self._first[role] = self._run(role)
+                self._others[role] = self._run(role)
             except FitFailed as failure:
                 self.close()  # it may have found no room beside
                 try:
-                    self._first[role] = self._run(role)
+                    self._others[role] = self._run(role)
                 except FitFailed:
                     if role == "noise":
                         raise BaselineFailed(
                             failure.kind, failure.message, failure.details
                         ) from failure
-                    self._first[role] = own
+                    self._others[role] = own
                     logging.getLogger(__name__).warning(
                         "The model does not fit in float32, so candidates are compared with the "
                         "baseline's own gradients: an error that it makes too stays unseen."
                     )
-        return self._first[role]
+        return self._others[role]
 
-    def _run(self, role: str) -> list[dict[str, torch.Tensor]]:
+    def _run(self, role: str) -> Observed:
         fit, file = self.start((), role)
         try:
-            fit.advance(LOOKED_AT)
-            return Observed.read(file).gradients
+            steps = fit.advance(DRAWN if role == "noise" else LOOKED_AT)
+            return Observed.read(file, [step.loss for step in steps])
         finally:
             fit.close()
 
@@ -182,7 +188,7 @@ class Baseline:
 
     def _read(self) -> None:
         if self._fit is not None and self._file.exists():
-            self.observed = Observed.read(self._file)
+            self.observed = Observed.read(self._file, self.losses)
 
     def _advance(self, steps: int) -> list[Step]:
         assert self._fit is not None

@@ -2,21 +2,24 @@
 
 All trainings start from equal weights and see equal batches. So the first gradients are those of
 eager float32 up to rounding, whatever the learning rate and the user's own precision, and are
-compared parameter by parameter in direction and length. Where the model itself draws random numbers
-(dropout), the scale is how far the baseline's own gradient turns when it draws others. Afterwards
-the weights must move about as far as the baseline's, and the losses must stay near: what goes wrong
-later, or in the optimizer, shows there.
+compared parameter by parameter in direction and length. Afterwards the weights must move about as
+far as the baseline's, and the losses must stay near: what goes wrong later, or in the optimizer,
+shows there. Where the model itself draws random numbers (dropout), the scale of gradients and
+losses is how far the baseline's own differ when it draws others.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from lightning_opt.tuner.trials.baseline import Observed
 
 Gradients = Mapping[str, Tensor]
 """Sampled elements of each parameter's gradient, by the parameter's name."""
@@ -41,6 +44,33 @@ FLOOR = 2e-2
 
 PROGRESS = 0.2
 """Share of the baseline's progress that may be lost."""
+
+DRAWS = 4.0
+"""Standard errors of the mean loss that other random numbers in the model may make."""
+
+
+def judge(
+    own: Observed, baseline: Observed, another: Callable[[str], Observed]
+) -> tuple[float | None, str]:
+    """Judge whether a candidate learns what the baseline learns.
+
+    Args:
+        own: Of the candidate.
+        baseline: Of the baseline.
+        another: Returns what another run of the baseline tells: in eager ``"float32"``, or with
+            other random numbers in the model, ``"noise"``, which is asked for only if it decides.
+
+    Returns:
+        The cosine of :func:`compare_gradients`, and why not; empty if it does.
+    """
+    exact = another("float32").gradients
+    agreement, why = compare_gradients(own.gradients, exact)
+    if why:
+        agreement, why = compare_gradients(own.gradients, exact, another("noise").gradients)
+    why = why or compare_paths(own.moved, baseline.moved)
+    if not why and compare_losses(own.losses, baseline.losses):
+        why = compare_losses(own.losses, baseline.losses, another("noise").losses)
+    return agreement, why
 
 
 def compare_gradients(
@@ -137,11 +167,19 @@ def compare_paths(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
     return ""
 
 
-def compare_losses(own: Sequence[float], reference: Sequence[float]) -> str:
+def compare_losses(
+    own: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
+) -> str:
     """Return why the losses speak against a candidate; empty if they do not.
 
     The mean of the last third of the common steps may differ by a share of the loss, by a part of
-    what the baseline has learned until then, or by the noise of the batches.
+    what the baseline has learned until then, by the noise of the batches, or by what the random
+    numbers of the model make of it.
+
+    Args:
+        own: Of the candidate.
+        reference: Of the baseline.
+        noise: Of the baseline, on the same batches, with other random numbers.
     """
     steps = min(len(own), len(reference))
     for step, (loss, usual) in enumerate(zip(own, reference, strict=False)):
@@ -153,8 +191,11 @@ def compare_losses(own: Sequence[float], reference: Sequence[float]) -> str:
     last = max(1, steps // 3)
     theirs = reference[steps - last : steps]
     mean = statistics.fmean(theirs)
-    noise = 3 * statistics.pstdev(theirs) / math.sqrt(last)
-    allowed = max(FLOOR * abs(mean), PROGRESS * abs(reference[0] - mean), noise)
+    # Of all its steps, since a few of them say little of their spread; each draws anew.
+    pairs = [one - other for one, other in zip(noise, reference, strict=False)]
+    drawn = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
+    error = max(3 * statistics.pstdev(theirs), DRAWS * drawn) / math.sqrt(last)
+    allowed = max(FLOOR * abs(mean), PROGRESS * abs(reference[0] - mean), error)
     difference = statistics.fmean(own[steps - last : steps]) - mean
     if abs(difference) <= allowed:
         return ""

@@ -47,12 +47,12 @@ class TrialWatch(Callback):
 
     Args:
         file: Where to; it is replaced at each power of two of steps.
-        reseed: Whether the model draws other random numbers than it would, from the first batch on.
+        reseed: Which other random numbers the model draws, from the first batch on; 0 for its own.
 
     A StepProfiler of the Trainer says where the first steps go, until that is steady.
     """
 
-    def __init__(self, file: str = "watch.pt", reseed: bool = False) -> None:
+    def __init__(self, file: str = "watch.pt", reseed: int = 0) -> None:
         self._file, self._reseed = Path(file), reseed
         self._facts: dict[str, Any] = {}
         self._gradients: list[dict[str, Tensor]] = []
@@ -77,7 +77,7 @@ class TrialWatch(Callback):
         """Look at the first batch."""
         if self._batches == 0:
             if self._reseed:
-                seed_everything(torch.initial_seed() % 2**31 + 1, verbose=False)
+                seed_everything(torch.initial_seed() % 2**31 + self._reseed, verbose=False)
             try:
                 self._facts["samples"] = batch_length(batch)
             except UnsplittableBatchError:

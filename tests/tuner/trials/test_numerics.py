@@ -182,3 +182,16 @@ def test_a_loss_that_is_not_finite_is_rejected(value: float) -> None:
     )
     assert compare_losses(losses, losses) == ""
     assert compare_losses(FALLING, losses) == "", "there is nothing to compare with"
+
+
+def test_losses_may_differ_by_what_the_models_random_numbers_make_of_them() -> None:
+    """Of 200 runs that only draw others, and of a fault that as many steps show."""
+    torch.manual_seed(0)
+    flat, verdicts = torch.full((9,), 2.0), []
+    for _ in range(200):
+        usual, noise, other = ((flat + 0.1 * torch.randn(9)).tolist() for _ in range(3))
+        verdicts.append((compare_losses(other, usual), compare_losses(other, usual, noise)))
+    blind, told = (sum(map(bool, said)) for said in zip(*verdicts, strict=True))
+    assert blind > 10
+    assert told <= 2
+    assert compare_losses((flat + 0.6).tolist(), usual, noise)
