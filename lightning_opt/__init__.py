@@ -1,7 +1,9 @@
 """Callbacks, strategies and plugins that make a Lightning Trainer faster, smaller and safer."""
 
+import sys
+from importlib.machinery import ModuleSpec, PathFinder
+
 import lazy_loader
-import wrapt
 
 __version__ = "0.1.0"
 
@@ -10,9 +12,29 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-@wrapt.when_imported("lightning.pytorch")
-def _register_strategies(_: object) -> None:
-    """Make the strategy strings known as soon as there is a Lightning that could be given one."""
-    from lightning_opt.strategies.strategy_strings import register_strategies
+class _StrategyStrings(PathFinder):
+    """Makes the strategy strings known as soon as there is a Lightning that could be given one."""
 
-    register_strategies()
+    @classmethod
+    def find_spec(cls, fullname: str, *where: object) -> ModuleSpec | None:
+        """Find Lightning, and nothing else."""
+        if fullname != "lightning.pytorch":
+            return None
+        found = super().find_spec(fullname, *where)  # type: ignore[arg-type]
+        if found is not None and found.loader is not None:
+            load = found.loader.exec_module
+            found.loader.exec_module = lambda module: cls.register(load(module))  # type: ignore[method-assign]
+        return found
+
+    @staticmethod
+    def register(_: object = None) -> None:
+        """Register them."""
+        from lightning_opt.strategies.strategy_strings import register_strategies
+
+        register_strategies()
+
+
+if "lightning.pytorch" in sys.modules:
+    _StrategyStrings.register()
+else:
+    sys.meta_path.insert(0, _StrategyStrings)

@@ -23,7 +23,7 @@ PAIRS = ("2.5.1:2.5.0", "2.5.1:2.6.6", "2.13.0:2.5.0", "2.14.1:2.6.6")
 
 TESTED = ("core", "gradients", "memory", "batching", "precision", "strategies", "test_package.py")
 NEEDED = (
-    *("cloudpickle", "lazy-loader", "torchmetrics", "nvidia-ml-py", "psutil", "wrapt"),
+    *("cloudpickle", "lazy-loader", "torchmetrics", "nvidia-ml-py", "psutil"),
     *("pytest>=8.3", "pytest-timeout", "pytest-xdist", "hypothesis>=6.100", "numpy<2.4"),
     *("matplotlib>=3.8", "jsonargparse[signatures]>=4.35", "rich>=13", "scikit-learn>=1.4"),
     *("zclip==1.0.0", "transformers"),

@@ -68,7 +68,7 @@ def imported() -> set[str]:
 def test_import_brings_nothing_that_lightning_has_not(imported):
     """Heavy and optional packages are imported where they are used."""
     packages = {name.partition(".")[0] for name in imported}
-    allowed = {"lazy_loader", "lightning_opt", "wrapt"}
+    allowed = {"lazy_loader", "lightning_opt"}
     assert packages - sys.stdlib_module_names - {"torch"} == allowed
 
 
@@ -85,7 +85,6 @@ def test_import_before_lightning_costs_nothing_and_registers_the_strategies():
     assert {name for name in loaded if not name.startswith("_")} == {
         "lazy_loader",
         "lightning_opt",
-        "wrapt",
     }
     assert trained == "True True"
 

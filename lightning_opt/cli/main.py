@@ -1,17 +1,17 @@
-"""From the words of a command line to an exit code: no traceback unless it is asked for."""
+"""From the words of a command line to an exit code: no traceback unless it is asked for.
+
+Little is imported here, since Ctrl-C is Python's own affair until :func:`main` begins.
+"""
 
 from __future__ import annotations
 
 import atexit
 import contextlib
-import difflib
 import importlib.util
 import os
 import signal
 import sys
-import traceback
 from collections.abc import Iterator, Sequence
-from unittest import mock
 
 from lightning_opt.cli.errors import (
     FAILED,
@@ -94,6 +94,8 @@ def _run(arguments: Sequence[str]) -> int:
         return say_interrupted()
     except Exception as error:  # noqa: BLE001 - a sentence for whatever comes out of a run
         if debug:
+            import traceback
+
             traceback.print_exc()
         return _say(error, debug)
 
@@ -109,6 +111,8 @@ def _dispatch(words: list[str]) -> int:
         return OK
     name = words[0]
     if name not in COMMANDS:
+        import difflib
+
         near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UsageError(
             f"There is no command {name!r}; "
@@ -128,6 +132,8 @@ def _dispatch(words: list[str]) -> int:
 @contextlib.contextmanager
 def _surroundings() -> Iterator[None]:
     """Have modules of the working directory found, and Lightning's use of jsonargparse be quiet."""
+    from unittest import mock  # which takes long, so only when Ctrl-C is heard
+
     path, folder = sys.path, os.getcwd()  # noqa: PTH109 - as it is written, not resolved
     path = path if {folder, ""} & {*path} else [folder, *path]
     quiet = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"} | os.environ

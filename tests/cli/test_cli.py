@@ -85,6 +85,15 @@ def test_without_anything_it_says_what_there_is(capsys):
     assert lo.__version__ in capsys.readouterr().out
 
 
+def test_ctrl_c_is_heard_before_much_is_imported():
+    """Until the command begins Python answers it, with a traceback."""
+    program = "import sys; from lightning_opt.cli import main; print(*sys.modules)"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert {"asyncio", "inspect", "logging", "typing", "unittest"} & {*done.stdout.split()} == set()
+
+
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["tun"], []])
 def test_what_trains_nothing_loads_no_torch(words):
     """Torch and Lightning take seconds to import, which an answer of one line is not worth."""
