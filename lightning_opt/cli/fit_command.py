@@ -81,7 +81,7 @@ class Fit(LightningCLI):
         theirs = plain(config.trainer.callbacks) or []
         ours = []
         for choice in preset.choose(**given):
-            if choice.is_on and choice.part.is_callback:
+            if choice.is_on and choice.part.kind:
                 ours.append(choice.described())
             elif choice.is_on:
                 config.trainer[choice.part.name] = choice.settings

@@ -141,7 +141,8 @@ class Targets:
             return self._only(find_module(value), kind, value)
         if ":" not in value or value.startswith("{"):
             return value  # as LightningCLI takes it: an import path, a name, JSON
-        found, target = look_up(value), _absolute(value)
+        found, (place, _, name) = look_up(value), value.rpartition(":")
+        target = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
         if not inspect.isclass(found) or not issubclass(found, BASES[kind]):
             if not callable(found):
                 raise UsageError(f"{value} is no class and no function, so it makes no {kind}.")
@@ -234,8 +235,3 @@ def _refuse_to_train(place: str, *args: Any, **kwargs: Any) -> NoReturn:
         f"{place} trains when it is imported, and would do so in each process. Put its call of "
         "fit, and what goes with it, under: if __name__ == '__main__':"
     )
-
-
-def _absolute(target: str) -> str:
-    place, _, name = target.rpartition(":")
-    return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target

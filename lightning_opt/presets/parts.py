@@ -33,6 +33,7 @@ class Part:
         why: What it is for, in a few words.
         costs: What it costs, in a few words.
         obstacle: Why to leave it out, if so.
+        kind: The callback's class; None for an argument of the Trainer.
     """
 
     name: str
@@ -41,11 +42,6 @@ class Part:
     costs: str = ""
     obstacle: Obstacle = no_obstacle
     kind: type[Callback] | None = None
-
-    @property
-    def is_callback(self) -> bool:
-        """Whether it is a callback and no argument of the Trainer."""
-        return self.kind is not None
 
     def settings(self, situation: Situation) -> Any:
         """Return the callback's settings, the user's among them, or the argument's value."""

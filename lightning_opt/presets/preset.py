@@ -27,8 +27,8 @@ ORDER = (
 """Callbacks whose order matters, first to last: settings of the process, then what makes the
 gradient, sees it, judges it, and last what changes it. The others follow."""
 
-TRAINER = tuple(name for name in inspect.signature(Trainer.__init__).parameters if name != "self")
-OWN = ("callbacks",)
+ARGUMENTS = set(inspect.signature(Trainer).parameters) - {"callbacks"}
+"""Of the Trainer, which a preset may set."""
 
 
 @dataclass(frozen=True, repr=False, eq=False)
@@ -99,7 +99,7 @@ class Preset:
         obstacle: Obstacle = no_obstacle,
     ) -> Self:
         """Return this preset with one more argument of the Trainer; see :meth:`plus`."""
-        if name not in TRAINER or name in OWN:
+        if name not in ARGUMENTS:
             raise ValueError(f"The Trainer has no argument {name!r} that a preset could set.")
         return self._with(Part(name, value, why, costs, obstacle))
 
@@ -120,14 +120,13 @@ class Preset:
         """
         wishes, trainer = dict(self.wishes), dict(self.arguments)
         kinds = {part.name: part.kind for part in self.parts if part.kind is not None}
-        arguments = [name for name in TRAINER if name not in OWN]
         for name, value in overrides.items():
-            if name in OWN:
+            if name == "callbacks":
                 raise ValueError(
                     f"preset({self.name!r}) takes no callbacks; give yours to "
                     "trainer_kwargs(callbacks=[...])."
                 )
-            self._check_name(name, [*kinds, *arguments])
+            self._check_name(name, [*kinds, *ARGUMENTS])
             if name not in kinds:
                 trainer[name] = value
             elif isinstance(value, Mapping):
@@ -157,7 +156,7 @@ class Preset:
     def _check_name(self, name: str, allowed: Sequence[str]) -> None:
         if name in allowed:
             return
-        callbacks = ", ".join(part.name for part in self.parts if part.is_callback)
+        callbacks = ", ".join(part.name for part in self.parts if part.kind)
         raise ValueError(
             f"preset({self.name!r}) has no {name!r}{did_you_mean(name, allowed)} "
             f"Its callbacks are {callbacks}; arguments of the Trainer can be given too."
@@ -200,11 +199,11 @@ class Preset:
         chosen = self.choose(**more)
         if does_not_fit := self._situation(more).does_not_fit:
             rank_zero_warn(does_not_fit)
-        ours = [choice.make() for choice in chosen if choice.is_on and choice.part.is_callback]
+        ours = [choice.make() for choice in chosen if choice.is_on and choice.part.kind]
         arguments = {
             choice.part.name: choice.settings
             for choice in chosen
-            if choice.is_on and not choice.part.is_callback
+            if choice.is_on and not choice.part.kind
         }
         given = self._situation(more).given
         return {

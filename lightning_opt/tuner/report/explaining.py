@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from lightning_opt.tuner import account as parts
 from lightning_opt.tuner.search.objective import OBJECTIVES
 from lightning_opt.tuner.search.space import Facts, Space
 from lightning_opt.tuner.trial import Switches, Trial
+
+if TYPE_CHECKING:
+    from lightning_opt.tuner.report.result import TuneResult
 
 OVERHEAD = "Lightning and callbacks"
 PARTS = {
@@ -61,24 +64,13 @@ def _further(facts: Facts) -> str:
     return f"More would take {REMEDIES.get(part, better)}: {part} takes {share:.0%} of a step."
 
 
-def explain(
-    objective: str,
-    space: Space,
-    trials: Sequence[Trial],
-    best: Trial,
-    complete: bool,
-    batches: Mapping[Switches, int],
-) -> str:
+def explain(result: TuneResult) -> str:
     """Return paragraphs, one a line; the first is the answer."""
-    tried = [trial for trial in trials if trial.switches]
+    space, best, objective = result.space, result.best, result.objective
+    tried = [trial for trial in result.trials if trial.switches]
     lines = [_answer(objective, best, bool(tried))]
     if best.switches:
-        about = [
-            f"{name}: {space.switches[name].about}"
-            for name in best.switches
-            if space.switches[name].about
-        ]
-        lines += about
+        lines += [f"{name}: {space.switches[name].about}" for name in best.switches]
         if best.startup and best.startup > 1:
             lines.append(f"The first step takes {best.startup:.0f} s longer than a later one.")
     for trial in tried:
@@ -95,8 +87,8 @@ def explain(
     if space.left_out:
         left = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
         lines.append(f"Not tried: {left}.")
-    if batches:
-        sizes = ", ".join(f"{size} {_with(names)}" for names, size in batches.items())
+    if result.batches:
+        sizes = ", ".join(f"{size} {_with(names)}" for names, size in result.batches.items())
         lines.append(f"Largest batch, tried: {sizes}.")
     if objective == "memory" and best.switches and best.peak_ratio:
         lines.append(
@@ -104,7 +96,7 @@ def explain(
         )
     if objective == "throughput" and space.facts.account:
         lines.append(_further(space.facts))
-    if not complete:
+    if not result.complete:
         lines.append("The budget ended before the search did; a longer one may find more.")
     return "\n".join(lines)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,44 +20,35 @@ from lightning_opt.worker.recipes import instantiate
 MIB = 2**20
 
 
+@dataclass(repr=False, eq=False)
 class TuneResult:
     """The answer of :func:`~lightning_opt.autotune`, with all that led to it.
 
-    Args:
+    Attributes:
         objective: What was tuned for.
         space: What could be switched on.
         trials: All trials, the baseline first.
-        best: What is switched on in the answer; nothing where it is better to leave things as they
-            are.
+        switches: What is switched on in the answer; nothing where it is better to leave things as
+            they are.
         complete: Whether the search ended by itself, and not with its budget.
         facts: Of machine and versions.
         seconds: Time that the search took.
         batches: Samples of the largest batches that were found, by what was on.
-
-    Attributes:
-        best: The trial of the answer; the baseline's where nothing is better.
-        trials: All trials, the baseline first.
-        switches: Names of what is switched on in the answer.
-        complete: Whether the search ended by itself, and not with its budget.
     """
 
-    def __init__(
-        self,
-        objective: str,
-        space: Space,
-        trials: Sequence[Trial],
-        best: Switches,
-        *,
-        complete: bool = True,
-        facts: Mapping[str, Any] | None = None,
-        seconds: float = 0.0,
-        batches: Mapping[Switches, int] | None = None,
-    ) -> None:
-        self.objective, self.complete, self.seconds = objective, complete, seconds
-        self.trials, self.switches = list(trials), best
-        self.best = next(trial for trial in self.trials if trial.switches == best)
-        self.facts, self.batches = dict(facts or {}), dict(batches or {})
-        self._space = space
+    objective: str
+    space: Space
+    trials: Sequence[Trial]
+    switches: Switches
+    complete: bool = True
+    facts: Mapping[str, Any] = field(default_factory=dict)
+    seconds: float = 0.0
+    batches: Mapping[Switches, int] = field(default_factory=dict)
+
+    @property
+    def best(self) -> Trial:
+        """The trial of the answer; the baseline's where nothing is better."""
+        return next(trial for trial in self.trials if trial.switches == self.switches)
 
     @property
     def improved(self) -> bool:
@@ -115,9 +106,7 @@ class TuneResult:
 
     def explain(self) -> str:
         """Return in sentences what was tried, what came of it, and why the answer is what it is."""
-        return explain(
-            self.objective, self._space, self.trials, self.best, self.complete, self.batches
-        )
+        return explain(self)
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
         """Return the arguments for ``Trainer(**...)``, base included, with new callbacks each time.
@@ -125,7 +114,7 @@ class TuneResult:
         Args:
             more: Further arguments. ``callbacks`` and ``plugins`` are added, others replace.
         """
-        settings = plain(self._space.settings(self.switches, more))
+        settings = plain(self.space.settings(self.switches, more))
         return {name: instantiate(value) for name, value in settings.items()}
 
     @property
@@ -135,13 +124,13 @@ class TuneResult:
         Raises:
             ValueError: If something in them is an object or a function.
         """
-        if not self._space.is_written(self.switches):
+        if not self.space.is_written(self.switches):
             raise ValueError(
                 "The settings have objects or functions in them, which cannot be written down. In "
                 "base and candidates describe them instead: {'class_path': "
                 "'package.module.Class', 'init_args': {...}}. trainer_kwargs() works as it is."
             )
-        return dict(plain(self._space.settings(self.switches)))
+        return dict(plain(self.space.settings(self.switches)))
 
     def to_yaml(self) -> str:
         """Return a configuration for LightningCLI, ``--config trainer.yaml``.
@@ -165,7 +154,7 @@ class TuneResult:
         Raises:
             ValueError: If the settings cannot be written down.
         """
-        before = dict(plain(self._space.settings(())))
+        before = dict(plain(self.space.settings(())))
         found = ""
         for form, name in ((to_python, "trainer.py"), (to_yaml, "trainer.yaml")):
             old, new = (form(kwargs).splitlines(True) for kwargs in (before, self.settings))
@@ -178,11 +167,11 @@ class TuneResult:
             "objective": self.objective,
             "improved": self.improved,
             "switches": list(self.switches),
-            "settings": self.settings if self._space.is_written(self.switches) else None,
+            "settings": self.settings if self.space.is_written(self.switches) else None,
             "complete": self.complete,
             "seconds": round(self.seconds, 1),
             "facts": self.facts,
-            "left_out": self._space.left_out,
+            "left_out": self.space.left_out,
             "trials": [asdict(trial) | {"losses": None} for trial in self.trials],
         }
         return json.dumps(content, indent=2)
@@ -199,7 +188,7 @@ class TuneResult:
             "result.json": self.to_json,
             "report.md": lambda: f"{self.table.to_markdown()}\n\n{self.explain()}\n",
         }
-        if self._space.is_written(self.switches):
+        if self.space.is_written(self.switches):
             forms |= {
                 "trainer.yaml": self.to_yaml,
                 "trainer.py": self.to_python,

@@ -20,7 +20,6 @@ from lightning_opt.tuner.search.settings import (
     join_made,
     plain,
 )
-from lightning_opt.tuner.trial import Switches
 from lightning_opt.worker.recipes import Settings
 
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
@@ -245,11 +244,6 @@ class Space:
             return "base sets " + ", ".join(f"{name}={value!r}" for name, value in values.items())
         return None
 
-    def ordered(self, names: Iterable[str]) -> Switches:
-        """Return the names without repetition, in the order of the space."""
-        wanted = set(names)
-        return tuple(name for name in self.switches if name in wanted)
-
     def allows(self, names: Iterable[str]) -> bool:
         """Return whether the switches can all be on at once."""
         wanted = set(names)
@@ -265,7 +259,7 @@ class Space:
 
         A mapping where all parts are mappings, else a function that returns it anew.
         """
-        parts = [self.base, *(self.switches[name].settings for name in self.ordered(names)), *more]
+        parts = [self.base, *(self.switches[name].settings for name in names), *more]
         fixed = [part for part in parts if isinstance(part, Mapping)]
         return join(fixed) if len(fixed) == len(parts) else functools.partial(join_made, parts)
 

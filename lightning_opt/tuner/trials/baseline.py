@@ -155,19 +155,16 @@ class Baseline:
         if role not in self._others:
             try:
                 self._others[role] = self._run(role)
-            except FitFailed as failure:
+            except FitFailed:
                 self.close()  # it may have found no room beside
                 try:
                     self._others[role] = self._run(role)
                 except FitFailed:
-                    if role == "noise":
-                        raise BaselineFailed(
-                            failure.kind, failure.message, failure.details
-                        ) from failure
                     self._others[role] = own
                     logging.getLogger(__name__).warning(
-                        "The model does not fit in float32, so candidates are compared with the "
-                        "baseline's own gradients: an error that it makes too stays unseen."
+                        "Another run of the baseline (%s) failed, so candidates are compared with "
+                        "its own gradients: an error that it makes too stays unseen.",
+                        role,
                     )
         return self._others[role]
 

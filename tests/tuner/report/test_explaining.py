@@ -6,6 +6,7 @@ import pytest
 
 from lightning_opt.tuner import account as parts
 from lightning_opt.tuner.report.explaining import bottleneck, describe_step, explain
+from lightning_opt.tuner.report.result import TuneResult
 from lightning_opt.tuner.search.space import Facts, Space
 from lightning_opt.tuner.trial import Trial
 
@@ -49,7 +50,7 @@ def test_what_would_have_to_change(
 ) -> None:
     known = facts(group, **more)
     assert bottleneck(known)[0] == part
-    said = explain("throughput", Space("throughput", known), [BASELINE], BASELINE, True, {})
+    said = explain(TuneResult("throughput", Space("throughput", known), [BASELINE], ()))
     assert f"More would take {remedy}" in said.splitlines()[-1]
     assert f"{part} takes 9" in said.splitlines()[-1]
 
@@ -57,7 +58,9 @@ def test_what_would_have_to_change(
 def test_largest_batches_and_models_are_said() -> None:
     best = Trial(("fused",), "accepted", ratio=1.1, peak_ratio=0.5)
     space = Space("batch", FACTS)
-    said = explain("batch", space, [BASELINE, best], best, True, {(): 32, ("fused",): 96})
+    said = explain(
+        TuneResult("batch", space, [BASELINE, best], ("fused",), batches={(): 32, ("fused",): 96})
+    )
     assert "Largest batch, tried: 32 as it is, 96 with fused." in said
-    said = explain("memory", space, [BASELINE, best], best, True, {})
+    said = explain(TuneResult("memory", space, [BASELINE, best], ("fused",)))
     assert "by the peak about 2 times as large" in said
