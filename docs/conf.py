@@ -5,7 +5,9 @@ import re
 import shutil
 import sys
 from pathlib import Path
+from typing import Any
 
+from docutils import nodes
 from sphinx.application import Sphinx
 
 import lightning_opt
@@ -16,6 +18,7 @@ GENERATED = DOCS / "_generated"
 sys.path.insert(0, str(DOCS))
 
 import pages  # noqa: E402
+import references  # noqa: E402
 
 project = "lightning_opt"
 author = "The lightning_opt developers"
@@ -127,8 +130,25 @@ def _tree(caption: str, names: list[str]) -> str:
     return "\n".join([*head, "", *names, "```", ""])
 
 
+def name_others(
+    _: Sphinx, _what: str, _name: str, _thing: Any, _options: Any, lines: list[str]
+) -> None:
+    """Let docstrings refer to torch and Lightning."""
+    references.cross_reference(lines)
+
+
+def resolve(_: Sphinx, _env: Any, wanted: nodes.Element, shown: nodes.Element) -> nodes.Node | None:
+    """Link what docstrings and annotations name of torch and Lightning, without a network."""
+    name = references.defined_name(wanted["reftarget"])
+    if name is None:
+        return None
+    return nodes.reference("", "", shown, refuri=references.address_of(name), internal=False)
+
+
 def setup(app: Sphinx) -> None:
     app.connect("source-read", prepare)
+    app.connect("autodoc-process-docstring", name_others)
+    app.connect("missing-reference", resolve)
 
 
 collect()

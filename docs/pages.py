@@ -20,6 +20,7 @@ from lightning_opt import Report
 sys.path.insert(0, str(Path(__file__).parent))
 
 from evidence import evidence_table
+from references import link_names, mentioned
 
 DOCS = Path(__file__).parent
 ROOT = DOCS.parent
@@ -153,6 +154,10 @@ def _reference(name: str) -> str:
         "",
         f"{where}Source and docstring: [{file}](../../{file}).",
     ]
+    elsewhere = mentioned(inspect.getdoc(found) or "")
+    if elsewhere:
+        named = ", ".join(f"[`{name}`]({address})" for name, address in elsewhere.items())
+        lines += ["", f"In torch and Lightning: {named}."]
     return "\n".join(lines) + "\n"
 
 
@@ -327,10 +332,11 @@ BLOCK = re.compile(r"(?P<begin><!-- begin: (?P<name>\S+) -->\n).*?(?P<end><!-- e
 
 
 def fill(page: Path) -> str:
-    """Return a page with its generated parts as they should be."""
-    return BLOCK.sub(
+    """Return a page with its generated parts and its links to torch and Lightning."""
+    text = BLOCK.sub(
         lambda m: f"{m['begin']}\n{_part(m['name']).strip()}\n\n{m['end']}", page.read_text()
     )
+    return text if page.stem in CONTRIBUTORS else link_names(text)
 
 
 def _part(name: str) -> str:

@@ -2,7 +2,9 @@
 
 import importlib.util
 import json
+import pkgutil
 import re
+import sys
 from types import ModuleType
 
 import pytest
@@ -43,6 +45,43 @@ def test_a_table_that_is_out_of_date_is_seen(pages, tmp_path):
     assert (ROOT / "benchmarks/results/cache.md").read_text().strip() in text
     page.write_text(text)
     assert pages.fill(page) == text
+
+
+@pytest.fixture(scope="module")
+def references(pages) -> ModuleType:
+    """The module that knows where torch and Lightning describe their names."""
+    return sys.modules["references"]
+
+
+def test_the_first_mention_of_others_names_is_linked_and_no_other(references):
+    compiled = references.address_of("torch.compile")
+    kept = "# torch.compile\n\n```python\ntorch.compile(model)\n```\n[of `torch.compile`](a.md)\n"
+    assert references.link_names(kept) == kept
+    text = "With `torch.compile(model)`, and torch.compile again; `my.compile` and mytorch.compile."
+    linked = references.link_names(text)
+    assert linked == text.replace("`torch.compile(model)`", f"[`torch.compile(model)`]({compiled})")
+    assert references.link_names(linked) == linked
+    assert "[FSDP2](https://docs.pytorch.org/" in references.link_names("Under FSDP2 it works.")
+
+
+def test_docstrings_refer_to_others_names(references):
+    lines = ["Calls ``torch.compile`` and", "``sdpa_kernel(...)``, not ``compile``."]
+    references.cross_reference(lines)
+    assert lines == [
+        "Calls :py:obj:`torch.compile <torch.compile>` and",
+        ":py:obj:`sdpa_kernel(...) <torch.nn.attention.sdpa_kernel>`, not ``compile``.",
+    ]
+    defined = references.defined_name("lightning.pytorch.strategies.ddp.DDPStrategy")
+    assert defined == "lightning.pytorch.strategies.DDPStrategy"
+    assert references.defined_name("transformers.Trainer") is None
+
+
+def test_others_names_exist_and_have_an_address(references):
+    for name in references.NAMES:
+        assert pkgutil.resolve_name(name) is not None
+        assert references.address_of(name).startswith("https://")
+    assert set(references.PAGES) | set(references.PLAIN.values()) <= set(references.NAMES)
+    assert references.address_of("torch.nn.Linear") is None
 
 
 def test_every_feature_page_is_listed_once_under_an_area(pages):
