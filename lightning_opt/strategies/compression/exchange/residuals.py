@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.utils import get_total_norm
 
 from lightning_opt.core.sharding import wants_host
 
@@ -174,7 +173,10 @@ class Residuals:
     def norm(self) -> float:
         """Return the L2 norm of everything kept. Reads one number from the device."""
         parts = [*self._loose.values(), *(residual.kept for residual in self._bound)]
-        return float(get_total_norm(parts))
+        norms = [part.norm() for part in parts]
+        return float(
+            torch.stack([norm.to(norms[0].device) for norm in norms]).norm() if norms else 0
+        )
 
     def averaged(self, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
         """Return the mean over ranks, on the CPU. All ranks must call it.
