@@ -173,10 +173,8 @@ class Residuals:
     def norm(self) -> float:
         """Return the L2 norm of everything kept. Reads one number from the device."""
         parts = [*self._loose.values(), *(residual.kept for residual in self._bound)]
-        norms = [part.norm() for part in parts]
-        return float(
-            torch.stack([norm.to(norms[0].device) for norm in norms]).norm() if norms else 0
-        )
+        norms = [part.norm() for part in parts] or [torch.zeros(())]
+        return float(torch.stack([norm.to(norms[0].device) for norm in norms]).norm())
 
     def averaged(self, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
         """Return the mean over ranks, on the CPU. All ranks must call it.
