@@ -39,8 +39,14 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
     guard = [
         find("guard_cost", model=m, callbacks="NonFiniteGuard")["1 + hooks"] for m in (small, large)
     ]
+    guarded = [
+        find("guard_cost", model=m, callbacks="bare step")["ms a step"] for m in (small, large)
+    ]
     clip = [
         find("clipping_cost", model=m, what="AdaptiveClipping")["of step"] for m in (small, large)
+    ]
+    clipped = [
+        find("clipping_cost", model=m, what="bare step")["us"] / 1000 for m in (small, large)
     ]
     bad = {
         kind: find("compression_outlier", optimizer="SGD", protection=kind, strategy="dense")
@@ -51,7 +57,7 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
         "micro_batching_survival",
         "completed, right weights and samples", "trainings", "bare run completed",
     )  # fmt: skip
-    micro = find("micro_batching_cost", model="transformer, 9.5M", accumulate=4)["of the bare step"]
+    micro = find("micro_batching_cost", model="transformer, 9.5M", accumulate=4)
     half = {
         model: find("checkpointing", model=model, policy="auto, 0.5")
         for model in ("transformer", "convnet")
@@ -75,7 +81,8 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
             "one bad batch ruins the weights",
             "[`NonFiniteGuard(spike=8)`](docs/gradients/guard.md)",
             f"final loss {bad['guard']['with']:.2f}, as without the bad batch; plain: {lost}",
-            f"{more(guard[0])} of a 4 ms step, {more(guard[1])} of a 190 ms step",
+            f"{more(guard[0])} of a {guarded[0]:.0f} ms step, "
+            f"{more(guard[1])} of a {guarded[1]:.0f} ms step",
             f"{record('compression_outlier', 'GPT, three seeds')}; {record('guard_cost', 'cost')}",
         ),
         (
@@ -83,7 +90,8 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
             '[`MicroBatching("auto")`](docs/batching/micro_batching.md)',
             f"{survived[0]} of {survived[1]} runs finish with the right weights; "
             f"plain: {survived[2]}",
-            f"{more(micro)} of a 750 ms step while everything fits",
+            f"{more(micro['of the bare step'])} of a {micro['ms a bare step']:.0f} ms step "
+            "while everything fits",
             f"{record('micro_batching_survival', 'random limits')}; "
             f"{record('micro_batching_cost', 'cost')}",
         ),
@@ -102,7 +110,8 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
             "[`AdaptiveClipping()`](docs/gradients/clipping.md)",
             f"a norm 100 times the usual is clipped to {passes['spike']}; "
             f"so are {passes['steady']} of normal steps",
-            f"{more(clip[0])} of a 5 ms step, {more(clip[1])} of a 250 ms step",
+            f"{more(clip[0])} of a {clipped[0]:.0f} ms step, "
+            f"{more(clip[1])} of a {clipped[1]:.0f} ms step",
             f"{record('clipping_rules', 'known norms')}; {record('clipping_cost', 'cost')}",
         ),
         (

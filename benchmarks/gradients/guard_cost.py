@@ -79,11 +79,9 @@ def measure(
 ) -> list[dict[str, object]]:
     """Time the step with each set of callbacks, every one on a model of its own."""
     often = 10**9
-    clipping = "AdaptiveClipping"
     sets: dict[str, list[L.Callback]] = {
         "bare step": [],
         "bare step again": [],
-        clipping: [lo.AdaptiveClipping(every_n_steps=often)],
         "NonFiniteGuard": [lo.NonFiniteGuard(every_n_steps=often)],
         "NonFiniteGuard(spike=6)": [lo.NonFiniteGuard(spike=6.0, every_n_steps=often)],
         "NonFiniteGuard, AdaptiveClipping": [

@@ -135,7 +135,6 @@ def loops(module: Regression, trainer: L.Trainer, every: int) -> dict[str, Loop]
     return {
         BARE: Loop(module, trainer),
         "GradientHealth": with_callbacks(health()),
-        "AdaptiveClipping": with_callbacks(lo.AdaptiveClipping(every_n_steps=every)),
         "GradientHealth and AdaptiveClipping": with_callbacks(
             health(), lo.AdaptiveClipping(every_n_steps=every)
         ),
