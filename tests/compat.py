@@ -1,8 +1,9 @@
 """Run a part of the tests with other versions of torch and Lightning: ``make compat``.
 
-Each pair gets an environment of its own below ``build/compat``, large where the registry has only
-the torch with CUDA, and it is removed afterwards unless ``--keep`` is given. Name pairs to run only
-those: ``python tests/compat.py 2.5.1:2.5.0``.
+What is quick runs first, then what trains: the contracts of every callback, and the features that
+depend most on versions. Each pair gets an environment of its own below ``build/compat``, large
+where the registry has only the torch with CUDA, and it is removed afterwards unless ``--keep`` is
+given. Name pairs to run only those: ``python tests/compat.py 2.5.1:2.5.0``.
 
 ``make cuda-dry`` is the same with ``--cuda``: the newest pair, whose torch is built for CUDA, runs
 the tests on fake CUDA tensors. With that build backward passes and ``torch.compile`` run there too.
@@ -21,12 +22,26 @@ ROOT = Path(__file__).resolve().parents[1]
 PAIRS = ("2.5.1:2.5.0", "2.5.1:2.6.6", "2.13.0:2.5.0", "2.14.1:2.6.6")
 """Versions of torch and of Lightning. What CI runs every time, 2.13.0:2.6.6, is not among them."""
 
-TESTED = ("core", "gradients", "memory", "batching", "precision", "strategies", "test_package.py")
+QUICK = ("core", "gradients", "memory", "batching", "kernels", "precision", "strategies", "data")
+"""Folders of ``tests``, of which what neither trains nor starts a process runs."""
+
+TRAINED = (
+    *("test_package.py", "test_contracts.py", "gradients/clipping/test_adaptive_clipping.py"),
+    *("gradients/guard/test_non_finite_guard.py", "gradients/health/test_gradient_health.py"),
+    *("memory/checkpointing/test_activation_checkpointing.py", "precision"),
+    "batching/accumulation/test_accumulation.py",
+    "batching/batch_size/test_dynamic_batch_size.py",
+    "batching/micro_batching/test_micro_batching.py",
+    "kernels/fused_optimizer/test_fused_optimizer.py",
+    "strategies/compression/test_compressed_ddp.py",
+)
+"""What trains: the contracts of every callback, and the features that depend most on versions."""
+
 NEEDED = (
     *("cloudpickle", "lazy-loader", "torchmetrics", "nvidia-ml-py", "psutil"),
     *("pytest>=8.3", "pytest-timeout", "pytest-xdist", "hypothesis>=6.100", "numpy<2.4"),
     *("matplotlib>=3.8", "jsonargparse[signatures]>=4.35", "rich>=13", "scikit-learn>=1.4"),
-    *("zclip==1.0.0", "transformers"),
+    *("zclip==1.0.0", "transformers", "tensorboard"),
 )
 
 
@@ -48,21 +63,21 @@ def check(pair: str, cuda: bool, keep: bool) -> int:
         return 1
     print(f"\n=== torch {torch}, Lightning {lightning}", flush=True)
     env = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    tested = [f"tests/{name}" for name in TESTED]
-    options = ["--quick", "-n", "2", *tested]
+    runs = [
+        ["--quick", "-n", "2", *(f"tests/{name}" for name in QUICK)],
+        ["-m", "not slow", *(f"tests/{name}" for name in TRAINED)],
+    ]
     if cuda:
         # Without a GPU in sight, so that what is fake here is fake everywhere.
         env["CUDA_VISIBLE_DEVICES"] = ""
-        options = ["-ra", "tests/fake_cuda"]
+        runs = [["-ra", "tests/fake_cuda"]]
     built = "import sys, torch; sys.exit(not torch.backends.cuda.is_built())"
     if cuda and run(python, "-c", built):
         print(f"The registry gave a torch {torch} without CUDA.")
         return 1
     # Warnings of other versions are not ours to forbid.
-    status = run(
-        python, "-m", "pytest", "-q", "-W", "default", "-p", "no:cacheprovider", "--no-header",
-        *options, env=env,
-    )  # fmt: skip
+    quiet = ("-q", "-W", "default", "-p", "no:cacheprovider", "--no-header")
+    status = max(run(python, "-m", "pytest", *quiet, *options, env=env) for options in runs)
     if not keep:
         shutil.rmtree(folder)
     return status

@@ -6,6 +6,7 @@ out to pytest-xdist's workers needs neither, and the workers wait for it.
 
 import functools
 import gc
+import inspect
 import logging
 import multiprocessing.process
 import subprocess
@@ -33,9 +34,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.reportchars = "fE"  # that most are left is no news
 
 
-def pytest_collectstart(collector: pytest.Collector) -> None:
-    if not isinstance(collector, pytest.Session):
-        return
+def pytest_collectstart() -> None:
+    _prepare()
+
+
+@functools.cache
+def _prepare() -> None:
+    """Import torch and Lightning once, before the first module of tests does."""
     import lightning.pytorch  # sets the level of its logger, which is then set anew
     import torch
     from lightning.fabric.utilities import registry
@@ -44,6 +49,19 @@ def pytest_collectstart(collector: pytest.Collector) -> None:
     logging.getLogger(lightning.pytorch.__name__).setLevel(logging.WARNING)
     # Each of our thousands of Trainers would read the metadata of every package that is installed.
     registry.entry_points = functools.cache(registry.entry_points)
+    trainer = lightning.pytorch.Trainer
+    if "weights_only" not in inspect.signature(trainer.fit).parameters:  # before Lightning 2.6
+        trainer.fit = _without_weights_only(trainer.fit)  # type: ignore[method-assign]
+
+
+def _without_weights_only(fit: Callable[..., None]) -> Callable[..., None]:
+    """Return ``fit`` as older versions of Lightning have it: they always load whole checkpoints."""
+
+    @functools.wraps(fit)
+    def older(*args: Any, weights_only: bool | None = None, **settings: Any) -> None:
+        fit(*args, **settings)
+
+    return older
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
