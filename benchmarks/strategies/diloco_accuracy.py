@@ -176,6 +176,72 @@ def report_of(scores: dict[str, Any], steps: int, ranks: int, task: str) -> lo.R
     )
 
 
+def steps_to(target: float, run: dict[str, Any], steps: int) -> float:
+    """Return the step in which a loss is first reached, between two looks by interpolation."""
+    places = [*range(EVERY, steps, EVERY), steps]
+    losses = [*run["curve"][: len(places) - 1], run["score"]]
+    before = (0, losses[0])
+    for place, loss in zip(places, losses, strict=True):
+        if loss <= target:
+            share = 0.0 if loss == before[1] else (before[1] - target) / (before[1] - loss)
+            return before[0] + share * (place - before[0])
+        before = place, loss
+    return float("inf")
+
+
+def time_report(scores: dict[str, Any], steps: int, out: Path) -> lo.Report | None:
+    """Return how long a larger model would take to a loss; None without records of its steps."""
+    milliseconds = {}
+    for file in ("compression", "diloco"):
+        if (out / f"{file}.json").exists():
+            for row in json.loads((out / f"{file}.json").read_text())["rows"]:
+                if row["ranks"] == 2:
+                    milliseconds[row["network"], row["strategy"]] = row["ms"]
+    best = {name: best_rate(of_rates, TASKS["bytes"]) for name, of_rates in scores.items()}
+    runs = {name: scores[name][rate].values() for name, rate in best.items() if rate is not None}
+    known = [name for name in STEP_OF if STEP_OF[name][0] in runs]
+    if "dense" not in runs or COMPARED not in runs:
+        return None
+    target = max(
+        statistics.median(run["score"] for run in runs[STEP_OF[name][0]]) for name in known
+    )
+    rows = []
+    for network in ("1 Gbit/s", "100 Mbit/s"):
+        seconds = {}
+        for name in known:
+            method, step = STEP_OF[name]
+            taken = statistics.median(steps_to(target, run, steps) for run in runs[method])
+            if (ms := milliseconds.get((network, step))) is not None:
+                seconds[name] = taken * ms / 1000
+                row = {"network": network, "strategy": name, "steps": round(taken), "ms": ms}
+                rows.append({**row, "hours": round(seconds[name] / 3600, 2)})
+        for row in rows[-len(seconds) :] if seconds else []:
+            for other in ("dense", "int8", "Top-K 1%"):
+                if other in seconds:
+                    share = seconds[str(row["strategy"])] / seconds[other]
+                    row[f"of {other}"] = round(share, 3)
+    return lo.Report(
+        f"Time to a loss of {target:.3f} on 2 ranks, computed",
+        rows,
+        [
+            "`steps`: until a byte-level GPT reaches the loss under AdamW, median over seeds, each "
+            "method at its best rate; int8 as many as dense. `ms`: a step with 33.6 MB of weights "
+            "over that network, measured. `hours`: their product."
+        ],
+    )
+
+
+STEP_OF = {
+    "dense": ("dense", "dense"),
+    "int8": ("dense", "ddp_int8"),
+    "Top-K 1%": ("ddp_topk 1%", "ddp_topk 1%"),
+    "diloco, H=16": ("H=16, outer 1.0 and 0", "diloco, H=16"),
+    "diloco, H=30": ("H=30", "diloco, H=30"),
+    "diloco_streaming": ("H=30, 4 fragments, delay 5", "diloco_streaming, H=30"),
+}
+"""Whose losses, and whose time of a step, by name."""
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--result", type=Path)
@@ -209,6 +275,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         for rate, score in found.items():
             scores[name][rate][str(seed)] = score
         publish(file, report_of(scores, steps, own.ranks, own.task), arguments, scores=known)
+    if own.task == "bytes" and own.ranks == 2:
+        report = time_report(scores, steps, arguments.out)
+        if report is not None:
+            publish("diloco_time_to_loss", report, arguments)
 
 
 if __name__ == "__main__":

@@ -189,7 +189,8 @@ def test_largest_under_a_limited_address_space():
     (result,) = launch(find_under_a_limit, 120.0, processes=1)
     assert result["trials"] <= 12
     size = result["found"]
-    assert launch(fits, 120.0, int(0.97 * size), processes=1) == [True]
+    # The search ends within 3%, and what a process has mapped besides differs by as much again.
+    assert launch(fits, 120.0, int(0.94 * size), processes=1) == [True]
     assert launch(fits, 120.0, int(1.06 * size) + 1, processes=1) == [False]
 
 
