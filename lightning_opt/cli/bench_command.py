@@ -89,10 +89,8 @@ def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[
         UsageError: For an unknown preset or file.
     """
     options = job.options
-    default = None if options.against else "basic,advanced"
     found = {"plain": dict(job.trainer)}
-    presets = names_of(options.preset or default)
-    for name in presets:
+    for name in names_of(options.preset or (None if options.against else "basic,advanced")):
         found[name] = settings_of(job, name, options.without)
     for path in names_of(options.against):
         if not Path(path).is_file():

@@ -9,7 +9,7 @@ from lightning.pytorch import seed_everything
 
 from lightning_opt.cli.errors import UsageError
 from lightning_opt.cli.parsing import Job, preset_of
-from lightning_opt.worker.gate import QUIET
+from lightning_opt.worker.gate import QUIET, short_run
 from lightning_opt.worker.recipes import instantiate
 
 
@@ -33,8 +33,7 @@ def fit_shortly(job: Job, steps: int, **settings: Any) -> pl.Trainer:
     model, data = job.model(), job.data()
     given = {name: instantiate(value) for name, value in job.trainer.items()}
     own = settings.pop("callbacks", [])
-    callbacks = given.pop("callbacks", None) or []
-    callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+    callbacks = short_run(given)
     kinds = {type(callback) for callback in callbacks}
     callbacks += [callback for callback in own if type(callback) not in kinds]
     arguments = {**QUIET, "max_steps": steps, **settings, **given}

@@ -18,7 +18,6 @@ from lightning_opt.cli.parsing import (
     parse_job,
     settings_of,
 )
-from lightning_opt.core.arguments import one_of
 
 DESCRIPTION = """\
 Tries optimisations on your model and data, each in a process of its own, alternating with your
@@ -56,32 +55,27 @@ def parser() -> LightningArgumentParser:
 
 def run(words: Sequence[str]) -> int:
     """Run the command."""
-    from lightning_opt.tuner.autotune import autotune, parse_budget
-    from lightning_opt.tuner.search.objective import OBJECTIVES
-    from lightning_opt.tuner.search.space import check_candidates
+    from lightning_opt.tuner.autotune import autotune
 
     job = parse_job(parser(), words)
     options = job.options
-    try:
-        parse_budget(options.budget)
-        one_of("--objective", options.objective, tuple(OBJECTIVES))
-        check_candidates(names_of(options.candidates) or None)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
     folder = folder_of(options.out)
     assert folder is not None
-    result = autotune(
-        job.model,
-        job.data,
-        objective=options.objective,
-        budget=options.budget,
-        candidates=names_of(options.candidates) or None,
-        base=settings_of(job, options.preset, options.without),
-        journal=folder / "journal.jsonl",
-        max_slowdown=options.max_slowdown,
-        timeout=options.timeout,
-        progress=not options.quiet,
-    )
+    try:
+        result = autotune(
+            job.model,
+            job.data,
+            objective=options.objective,
+            budget=options.budget,
+            candidates=names_of(options.candidates) or None,
+            base=settings_of(job, options.preset, options.without),
+            journal=folder / "journal.jsonl",
+            max_slowdown=options.max_slowdown,
+            timeout=options.timeout,
+            progress=not options.quiet,
+        )
+    except ValueError as error:  # of the arguments: what fails in a trial is no ValueError here
+        raise UsageError(str(error)) from error
     result.table.print()
     sys.stdout.write(f"\n{result.explain()}\n\n")
     paths = result.save(folder)

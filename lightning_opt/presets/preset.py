@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -126,7 +126,12 @@ class Preset:
                     f"preset({self.name!r}) takes no callbacks; give yours to "
                     "trainer_kwargs(callbacks=[...])."
                 )
-            self._check_name(name, [*kinds, *ARGUMENTS])
+            if name not in {*kinds, *ARGUMENTS}:
+                near = did_you_mean(name, [*kinds, *ARGUMENTS])
+                raise ValueError(
+                    f"preset({self.name!r}) has no {name!r}{near} Its callbacks are "
+                    f"{', '.join(kinds)}; arguments of the Trainer can be given too."
+                )
             if name not in kinds:
                 trainer[name] = value
             elif isinstance(value, Mapping):
@@ -152,15 +157,6 @@ class Preset:
     def _with(self, part: Part) -> Self:
         parts = {own.name: own for own in self.parts}
         return replace(self, parts=tuple({**parts, part.name: part}.values()))
-
-    def _check_name(self, name: str, allowed: Sequence[str]) -> None:
-        if name in allowed:
-            return
-        callbacks = ", ".join(part.name for part in self.parts if part.kind)
-        raise ValueError(
-            f"preset({self.name!r}) has no {name!r}{did_you_mean(name, allowed)} "
-            f"Its callbacks are {callbacks}; arguments of the Trainer can be given too."
-        )
 
     # --- what comes of it -----------------------------------------------------------------------
 

@@ -37,9 +37,8 @@ class Progress:
 
     def end(self, trial: Trial, known: bool = False) -> None:
         """Say what came of a trial, and whether it was read from the journal."""
-        ratios = _ratios(trial) if trial.switches else ""
-        source = ", from the journal" if known else ""
-        self.say(f"{trial.name}: {trial.verdict}{ratios and ', '}{ratios}{source}")
+        said = [trial.verdict, _ratios(trial), "from the journal" * known]
+        self.say(f"{trial.name}: {', '.join(filter(None, said))}")
 
 
 def _ratios(trial: Trial) -> str:

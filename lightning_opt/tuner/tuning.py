@@ -175,6 +175,8 @@ class Tuning:
         base = plain(self._plan.base)
         if any(base.get(name) is not None for name in LIMITS):
             more |= LIMITS  # a trial trains for as long as it is told
+        if base.get("logger"):  # trials are no runs that the user would look for there
+            more["logger"] = {"class_path": "lightning.pytorch.loggers.logger.DummyLogger"}
         if role == "account" and not base.get("profiler"):
             more["profiler"] = {"class_path": PROFILER, "init_args": QUIETLY}
         if role == "batch":
@@ -191,8 +193,8 @@ class Tuning:
 
     def _begin(self) -> None:
         """Run the baseline, and find out what there is to try."""
-        baseline, known = self._baseline, self._baseline.known
-        if not known:
+        baseline = self._baseline
+        if not baseline.known:
             self._progress.begin((), Trial(()))
             baseline.ensure()
             # A model may take longer to start than the search may last.
@@ -207,7 +209,6 @@ class Tuning:
             (), "baseline", ratio=1.0, low=1.0, high=1.0, seconds=baseline.step,
             peak=baseline.peak_after(len(losses)), peak_ratio=1.0, losses=losses,
         )  # fmt: skip
-        self._progress.end(self._trials[()], known)
         self._progress.say("\n".join(describe_step(self._space, self._trials[()])))
 
     def _say(self, switches: Switches) -> None:

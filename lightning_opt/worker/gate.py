@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
@@ -162,6 +163,30 @@ def _loss_of(outputs: Any, accumulated: int) -> Any:
     return math.nan
 
 
+class _Lenient(pl.Callback):
+    """Has schedulers leave the rate alone where the metric that they look at is not there."""
+
+    def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for scheduler in trainer.lr_scheduler_configs:
+            scheduler.strict = False
+
+
+def short_run(arguments: dict[str, Any]) -> list[pl.Callback]:
+    """Take the callbacks from a Trainer's arguments, and return those for a run of some steps.
+
+    Without checkpoints Lightning refuses what saves them. What ends a run early, or lowers its
+    learning rate, looks at a validation that there is none of.
+    """
+    given = arguments.pop("callbacks", None) or []
+    needs = {Checkpoint: "enable_checkpointing", EarlyStopping: "limit_val_batches"}
+    kept = [
+        callback
+        for callback in ([given] if isinstance(given, pl.Callback) else given)
+        if all(arguments.get(name) for kind, name in needs.items() if isinstance(callback, kind))
+    ]
+    return [*kept, _Lenient()]
+
+
 def run(
     model: Factory,
     data: Factory,
@@ -190,9 +215,7 @@ def run(
     begin_alike = partial(pl.seed_everything, seed, workers=True, verbose=False)
     begin_alike()
     arguments = {**QUIET, **make_settings(settings)}
-    callbacks = arguments.pop("callbacks", None) or []
-    callbacks = [callbacks] if isinstance(callbacks, pl.Callback) else list(callbacks)
-    trainer = pl.Trainer(callbacks=[*callbacks, gate], **arguments)
+    trainer = pl.Trainer(callbacks=[*short_run(arguments), gate], **arguments)
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise ValueError(
             f"The strategy {arguments.get('strategy')!r} spawns or forks its processes, which "

@@ -468,6 +468,49 @@ def test_profile(capsys, tmp_path):
     assert {"forward", "backward", "callback GradientHealth"} <= phases
 
 
+WATCHED = """
+trainer:
+  accelerator: cpu
+  enable_progress_bar: false
+  log_every_n_steps: 1
+  callbacks:
+    - class_path: lightning.pytorch.callbacks.ModelCheckpoint
+      init_args: {dirpath: saved, every_n_train_steps: 1}
+    - class_path: lightning.pytorch.callbacks.EarlyStopping
+      init_args: {monitor: val_loss}
+    - class_path: lightning.pytorch.callbacks.LearningRateMonitor
+  logger:
+    class_path: lightning.pytorch.loggers.CSVLogger
+    init_args: {save_dir: logged}
+optimizer:
+  class_path: torch.optim.SGD
+  init_args: {lr: 0.1}
+lr_scheduler:
+  class_path: lightning.pytorch.cli.ReduceLROnPlateau
+  init_args: {monitor: val_loss}
+"""
+
+
+@pytest.mark.filterwarnings("ignore:ReduceLROnPlateau conditioned on metric val_loss")
+@pytest.mark.parametrize(
+    "command",
+    [
+        "profile --steps=40",
+        pytest.param("tune --budget=5s --candidates=fused --quiet", marks=pytest.mark.slow),
+    ],
+)
+def test_a_configuration_that_saves_stops_early_and_looks_at_a_validation(
+    command, capsys, tmp_path
+):
+    """A short run has no validation, saves nothing, and a search logs nothing either."""
+    Path("watched.yaml").write_text(WATCHED)
+    name, *options = command.split()
+    words = [name, "--config", "watched.yaml", "--model", f"{PROJECT}:Small"]
+    assert main([*words, "--data", f"{PROJECT}:SmallData", *options]) == 0, capsys.readouterr()
+    assert not (tmp_path / "saved").exists()
+    assert name == "profile" or not (tmp_path / "logged").exists()
+
+
 def test_doctor(capsys):
     words = ["doctor", str(PROJECT), "--model.width=4", "--steps=20", "--json", *QUIET]
     assert main([*words, "--strict"]) == 1

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from lightning_opt.tuner import account as parts
 from lightning_opt.tuner.search.objective import OBJECTIVES
 from lightning_opt.tuner.search.space import Facts, Space
-from lightning_opt.tuner.trial import Switches, Trial
+from lightning_opt.tuner.trial import Trial
 
 if TYPE_CHECKING:
     from lightning_opt.tuner.report.result import TuneResult
@@ -41,7 +41,7 @@ def describe_step(space: Space, baseline: Trial) -> list[str]:
     if not facts.account:
         return [what]
     shares = ", ".join(f"{group} {facts.share(group) or 0:.0%}" for group in facts.account)
-    used = f"{facts.busy:.0%} of {facts.cpus} CPUs"
+    used = f"{facts.busy:.0%} of {facts.cpus} CPU{'s' * (facts.cpus > 1)}"
     if facts.device != "cpu":
         idle = facts.share(parts.WAITING, parts.CALLBACKS, parts.REST) or 0.0
         used = f"the device ({facts.device}) {1 - idle:.0%} of the time"
@@ -88,7 +88,10 @@ def explain(result: TuneResult) -> str:
         left = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
         lines.append(f"Not tried: {left}.")
     if result.batches:
-        sizes = ", ".join(f"{size} {_with(names)}" for names, size in result.batches.items())
+        named = {" + ".join(names): size for names, size in result.batches.items()}
+        sizes = ", ".join(
+            f"{n} {name and 'with '}{name or 'as it is'}" for name, n in named.items()
+        )
         lines.append(f"Largest batch, tried: {sizes}.")
     if objective == "memory" and best.switches and best.peak_ratio:
         lines.append(
@@ -99,10 +102,6 @@ def explain(result: TuneResult) -> str:
     if not result.complete:
         lines.append("The budget ended before the search did; a longer one may find more.")
     return "\n".join(lines)
-
-
-def _with(switches: Switches) -> str:
-    return f"with {' + '.join(switches)}" if switches else "as it is"
 
 
 def _answer(objective: str, best: Trial, tried: bool) -> str:

@@ -98,10 +98,12 @@ class TuneResult:
 
     def _table_notes(self) -> list[str]:
         machine = ", ".join(f"{name} {value}" for name, value in self.facts.items())
+        held = "On a CPU freed tensors may stay resident: recomputing can save more than is seen."
         return [
             "time, memory: shares of the baseline's; the interval is at 90%. gradient: cosine to "
             "the baseline's from equal weights and batches, where they differ most.",
-            f"{len(self.trials) - 1} trials in {self.seconds:.0f} s; {machine}.",
+            f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {machine}.",
+            *[held] * (self.objective != "throughput" and self.facts.get("device") == "cpu"),
         ]
 
     def explain(self) -> str:

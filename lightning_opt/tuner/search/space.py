@@ -133,7 +133,7 @@ def built_in(facts: Facts) -> list[Switch]:
     no_cuda = _unless(facts.device == "cuda", f"it is for CUDA, and the device is {facts.device}")
     no_cpu = _unless(facts.device == "cpu", "the device is not a CPU")
     no_blocks = _unless(facts.blocks, "the model has no repeated blocks")
-    one, every = "torch uses one thread already", f"torch uses all {facts.cpus} CPUs already"
+    one, every = "torch uses one thread already", "torch uses all CPUs already"
     parts = _unless(facts.automatic, "the module optimises by itself; micro_batches is for that")
     parts = parts or _unless(facts.samples >= 4, f"a batch has {facts.samples} samples")
     return [

@@ -149,9 +149,8 @@ class Baseline:
             role: ``"noise"`` for other random numbers in the model, ``"float32"`` for eager
                 float32, which are its own if it trains so; also where that finds no memory.
         """
-        own = self.observed
         if role == "float32" and self.observed.facts.eager:
-            return own
+            return self.observed
         if role not in self._others:
             try:
                 self._others[role] = self._run(role)
@@ -160,10 +159,9 @@ class Baseline:
                 try:
                     self._others[role] = self._run(role)
                 except FitFailed:
-                    self._others[role] = own
+                    self._others[role] = self.observed
                     logging.getLogger(__name__).warning(
-                        "Another run of the baseline (%s) failed, so candidates are compared with "
-                        "its own gradients: an error that it makes too stays unseen.",
+                        "A run of the baseline (%s) failed, so its own gradients stand for it.",
                         role,
                     )
         return self._others[role]

@@ -230,3 +230,10 @@ def test_the_answer_is_a_change_of_the_call() -> None:
     assert "     max_epochs=1," in python, "what stays is shown around it"
     assert "+  - class_path: lightning_opt.ChannelsLast" in yaml
     assert result(()).diff() == ""
+
+
+def test_on_a_cpu_the_memory_of_recomputation_is_not_all_seen() -> None:
+    found = result()
+    assert "stay resident" not in found.table.to_markdown()
+    found.objective, found.facts = "memory", {"device": "cpu"}
+    assert "recomputing can save more than is seen" in found.table.to_markdown()

@@ -45,7 +45,7 @@ def test_what_cannot_work_here_is_left_out_with_a_reason() -> None:
             "only 0.1% of a step goes into waiting for data",
         ),
         (Facts(loader=False), "data_pipeline", "the data does not come from a DataLoader"),
-        (Facts(threads=2, cpus=2), "all_threads", "torch uses all 2 CPUs already"),
+        (Facts(threads=2, cpus=2), "all_threads", "torch uses all CPUs already"),
         (Facts(no_bf16="no bf16 units"), "bf16", "no bf16 units"),
         (Facts(device="cuda"), "fp16", "bfloat16 needs no loss scale"),
     ],
