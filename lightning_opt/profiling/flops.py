@@ -83,10 +83,10 @@ def count_flops(
 ) -> Flops:
     """Count the floating-point operations of a model on a batch, without changing either.
 
-    The model runs once. Parameters may be on the ``meta`` device, where that takes no memory.
-    Counted are matrix products, convolutions and attention, as
-    :mod:`torch.utils.flop_counter` does; the elementwise rest is a few percent at most. An operator
-    of one's own counts if it is registered with ``torch.utils.flop_counter.register_flop_formula``.
+    The model runs once. Parameters may be on the ``meta`` device, which takes no memory. Matrix
+    products, convolutions and attention are counted, as :mod:`torch.utils.flop_counter` does; the
+    elementwise rest is a few percent at most. Your own operators count if you register them with
+    ``torch.utils.flop_counter.register_flop_formula``.
 
     Args:
         model: What is called as ``model(*batch, **inputs)``.

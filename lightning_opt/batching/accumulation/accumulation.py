@@ -47,17 +47,17 @@ KINDS = ("batches", "samples", "tokens")
 class Accumulation(RunCallback):
     """Accumulates the gradients of several batches into exactly that of one large batch.
 
-    Lightning divides each batch's loss by ``accumulate_grad_batches``. That is the mean of means:
-    a batch of 2 samples counts as much as one of 32, a window at the end of an epoch that has fewer
-    batches gets a smaller gradient, and a rank with few tokens counts as much as one with many.
-    Here each loss counts by its samples, or by what ``count`` finds, over all batches of the window
-    and over all ranks. Where all batches are alike, results are bit for bit those of Lightning.
+    Lightning divides each batch's loss by ``accumulate_grad_batches``, which gives the mean of
+    means: a batch of 2 samples counts as much as one of 32, a short window at the end of an epoch
+    gets a smaller gradient, and a rank with few tokens counts as much as one with many. Here each
+    loss is weighted by its number of samples, or by what ``count`` returns, over all batches of the
+    window and over all ranks. If all batches are alike, results are bit-identical to Lightning's.
 
-    The number of batches is that of the Trainer (``accumulate_grad_batches``), or follows
-    ``schedule`` or ``effective_batch``; then the Trainer's must be left out. A window may begin and
-    end anywhere in an epoch; the last one of an epoch ends with it.
+    The number of batches is the Trainer's (``accumulate_grad_batches``), or follows ``schedule`` or
+    ``effective_batch``; in that case leave the Trainer's unset. A window may begin and end anywhere
+    in an epoch; the last one ends with the epoch.
 
-    Logged at the start of a window of another length than the one before:
+    Logged at the start of a window whose length differs from the one before:
 
     ========================= ==================================================================
     ``accumulation/batches``  batches of a window from now on

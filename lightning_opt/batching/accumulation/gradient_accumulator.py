@@ -1,4 +1,4 @@
-"""Gradient accumulation for loops of one's own."""
+"""Gradient accumulation for hand-written loops."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from lightning_opt.core.sharding import local_part
 class GradientAccumulator:
     """Averages the gradients of several batches, each by its weight, for a plain training loop.
 
-    Gradients of bfloat16 and float16 parameters are added up in ``dtype``: with 8 bits of mantissa
-    a sum of 256 like terms stops to grow. They are rounded once, at the end. Those of other
-    parameters stay where autograd adds them up, and take no further memory.
+    Gradients of bfloat16 and float16 parameters are summed in ``dtype``: with 8 bits of mantissa, a
+    sum of 256 similar terms stops growing. They are rounded once, at the end. Those of other
+    parameters stay where autograd accumulates them, and take no further memory.
 
-    With DDP, FSDP2 or no strategy at all, weights are right across ranks too: call
+    With DDP, FSDP2 or no strategy at all, the weighting is correct across ranks too: call
     :meth:`average` on all of them.
 
     Args:
-        module: Whose gradients. Parameters are known by their names.
+        module: The model whose gradients are accumulated. Parameters are identified by name.
         dtype: What low-precision gradients are added up in.
 
     Example:

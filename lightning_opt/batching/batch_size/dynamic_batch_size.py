@@ -46,16 +46,17 @@ SHRINK, BELOW, ABOVE = 0.8, 0.1, 0.05
 class DynamicBatchSize(RunCallback):
     """Adapts the training loader's batch size to the memory that the last epoch took.
 
-    At the end of each epoch the peak of memory is compared with every limit: the device's, and on a
-    CPU the machine's, those of control groups, ``RLIMIT_AS`` and ``budget_mb``. More than 0.1 below
-    ``target`` the batch size grows by ``grow``, but only to where a line through what was measured
-    foretells ``target``; more than 0.05 above it shrinks by 0.8. All ranks change together, by the
-    one that is nearest to its limit, and only between epochs, so each sample is seen once.
+    At the end of each epoch, the memory peak is compared with every limit: the device's, and on a
+    CPU the machine's, those of control groups, ``RLIMIT_AS`` and ``budget_mb``. If it is more than
+    0.1 below ``target``, the batch size grows by ``grow``, but no further than where a line through
+    the measurements predicts ``target``; if it is more than 0.05 above, the size shrinks by 0.8.
+    All ranks change together, according to the one nearest to its limit, and only between epochs,
+    so each sample is seen once.
 
-    Larger batches are another training: fewer and less noisy steps. So an optimizer step keeps its
-    samples, those of ``keep_effective``: batches are accumulated to that number, and sizes go into
-    it. With ``scale_lr`` steps have as many samples as fit, and learning rates follow. Those that
-    follow a schedule by steps reach its end at the end of training, whatever epochs have of them.
+    Larger batches train differently, with fewer and less noisy steps. So an optimizer step keeps
+    its number of samples, ``keep_effective``: batches are accumulated to that number, and sizes
+    divide it. With ``scale_lr``, steps have as many samples as fit, and learning rates follow.
+    Schedules by step still end with the training, however many steps an epoch has.
 
     Logged when the size changes:
 
@@ -77,7 +78,7 @@ class DynamicBatchSize(RunCallback):
         find: Whether to start with a size found by trials before training: ``True`` or
             ``"largest"`` for the largest that fits ``target``, ``"fastest"`` for the one with most
             samples a second. Not when resuming.
-        budget_mb: A limit of one's own: memory of this process on its device.
+        budget_mb: A further limit: memory of this process on its device.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range or that exclude each other; in

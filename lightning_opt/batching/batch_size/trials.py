@@ -66,9 +66,9 @@ class Trials:
         trainer: In ``Callback.setup`` of its ``fit``.
         module: Its module, which is copied.
         target: Share of the limit that a size may take.
-        budget_mb: A limit of one's own.
+        budget_mb: A further limit.
         worst: Makes the batch of so many samples that takes the most memory.
-        leave_out: A callback that takes no part.
+        leave_out: A callback to leave out.
 
     Raises:
         ValueError: Under strategies whose ranks wait for each other within a forward or backward
@@ -272,10 +272,10 @@ def find_batch_size(
 ) -> FoundSizes:
     """Find the largest batch size that fits into memory, or the fastest.
 
-    Each trial is some steps of a copy of the model with the Trainer's strategy, precision and
-    callbacks (copies of them), so that their memory is counted. Nothing of it is left: model,
-    optimizers, random numbers, loaders, loggers and checkpoints are as before. Under DDP all ranks
-    find the same size; one that runs out of memory tells the others.
+    Each trial runs some steps of a copy of the model, with the Trainer's strategy and precision and
+    copies of its callbacks, so that their memory counts. It leaves no trace: model, optimizers,
+    random state, loaders, loggers and checkpoints are as before. Under DDP all ranks find the same
+    size; one that runs out of memory tells the others.
 
     Args:
         trainer: As it will train, before its ``fit``.
@@ -287,7 +287,7 @@ def find_batch_size(
             copying included, and the neighbours of the best of them.
         target: Share of the nearest limit of memory that a size may take; 1 for all of it.
         max_size: The largest size to try; None for as many samples as there are.
-        budget_mb: A limit of one's own.
+        budget_mb: A further limit.
         worst_batch: A function of a number of samples, or its import path, that returns the batch
             of so many that takes the most memory, such as the longest sequences, as the loader
             would give it. It takes the place of the loader's where memory is measured, and not

@@ -19,9 +19,9 @@ from lightning_opt.data.randomness import attributes_put_back, find_randomness
 class CachedDataset(Caching, Dataset[Any]):
     """Wraps a map-style dataset, and computes each item once, within a limited cache.
 
-    Items are kept as bytes and a new item is made of them at each fetch, so that whoever changes
-    an item changes nothing in the cache, and what counts towards ``max_bytes`` is what is there.
-    Tensors come back contiguous; everything else as pickle brings it back.
+    Items are kept as bytes, and each fetch makes a new object from them. Changing an item therefore
+    does not change the cache, and ``max_bytes`` counts exactly what is stored. Tensors come back
+    contiguous; everything else comes back as pickle restores it.
 
     Args:
         dataset: Has ``__getitem__``, and ``__len__`` if the sampler needs it. An item is a function

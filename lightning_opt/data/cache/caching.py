@@ -104,7 +104,7 @@ def memory_folder(max_bytes: int, owner: object, shared: object = None) -> Path:
         max_bytes: What it is to hold.
         owner: Whose it is.
         shared: What stands for the content. The ranks of a run on this machine that make the same
-            in the same order get the same folder. ``None`` for a folder of one's own.
+            in the same order get the same folder. ``None`` for a separate folder.
 
     Raises:
         ValueError: If there is no room for ``max_bytes``.

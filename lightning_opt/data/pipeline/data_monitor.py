@@ -30,10 +30,10 @@ ADVICE = (
 class DataMonitor(RunCallback):
     """Logs the share of time that training waits for data, and says what to do if it is large.
 
-    What is measured is the host's time from asking the loader for a batch to having it, over the
-    time from one report to the next without validation. Without workers that is the time to make
-    the batch. On an accelerator, whose host runs ahead, it is an upper bound of what the device
-    waits: it may be busy meanwhile.
+    It measures the host's time from asking the loader for a batch to having it, as a share of the
+    time since the last report, without validation. Without workers, that is the time to make the
+    batch. On an accelerator, whose host runs ahead, it is an upper bound of the device's wait: the
+    device may be busy in the meantime.
 
     Logged every ``every_n_steps`` batches, for this process (rank 0 where there are several):
 

@@ -24,19 +24,19 @@ log = logging.getLogger(__name__)
 class DevicePrefetcher(RunCallback):
     """Copies batches to a CUDA device on a separate stream, during computation.
 
-    Lightning queues the copy of a batch behind the step before it. Here it is queued on a side
-    stream, so that it runs while that step still computes; the next step waits for the copy alone.
-    No batch is taken from the loader earlier than before, so order, checkpoints and resume stay as
-    they are.
+    Lightning queues the copy of a batch behind the previous step. Here it is queued on a side
+    stream, so it runs while that step still computes; the next step waits only for the copy. No
+    batch is taken from the loader earlier than before, so order, checkpoints and resume stay the
+    same.
 
     It needs pinned memory (``DataLoader(pin_memory=True)``, which
     :class:`~lightning_opt.DataPipelineTuner` tries) and a host that runs ahead of its device: a
     step that reads a value of the device at its end (``loss.item()``) leaves nothing to overlap.
 
-    On other devices it does nothing, and says so. A model or data module with a
-    ``transfer_batch_to_device`` of its own is left alone too: what that does must not run on a side
-    stream unseen. A batch with things in it that are neither tensors nor plain values is copied as
-    usual, because tensors inside could not be kept from being reused too early.
+    On other devices it does nothing, and logs that. A model or data module with its own
+    ``transfer_batch_to_device`` is left alone too, because its code must not run on a side stream
+    unawares. A batch that holds anything other than tensors and plain values is copied as usual,
+    because tensors inside it could be reused too early.
 
     Raises:
         ValueError: In ``setup`` if there are two.

@@ -49,20 +49,21 @@ MEASURE = 0.4
 class DataPipelineTuner(RunCallback):
     """Measures the training loader before the first step, and keeps the fastest settings.
 
-    It tries a few numbers of workers, values of ``prefetch_factor`` and, on CUDA, pinned memory,
-    on the real dataset with the real training step (forward and backward pass) between the batches,
-    and stops as soon as the loader is no bottleneck. The loader is changed in place and put back
-    after the run: dataset, sampler (of DDP too), collate function, generator and subclass stay.
+    It tries a few numbers of workers, values of ``prefetch_factor`` and, on CUDA, pinned memory, on
+    the real dataset with the real training step (forward and backward pass) between the batches,
+    and stops as soon as the loader is no longer the bottleneck. The loader is changed in place and
+    restored after the run: dataset, sampler (DDP's too), collate function, generator and subclass
+    stay the same.
 
-    The order of samples is that of the user's own settings. Neither the dataset nor the sampler of
-    this process is touched while measuring, and random numbers are put back. What cannot be
-    measured or would come in another order is left alone, with a warning that gives the reason:
-    iterable datasets, several training loaders, datasets that cannot be pickled where workers are
-    spawned, samplers that draw while they go. Random augmentation that runs in workers draws other
-    numbers than without, as with every change of ``num_workers``.
+    The order of samples is the same as without it. Measuring touches neither the dataset nor the
+    sampler of this process, and random state is restored. Loaders that cannot be measured, or whose
+    order would change, are left alone, with a warning that gives the reason: iterable datasets,
+    several training loaders, datasets that cannot be pickled for spawned workers, samplers that
+    draw as they go. Random augmentation in workers draws different numbers, as with every change of
+    ``num_workers``.
 
-    Under several processes all of them take the same settings, those that are best for the slowest.
-    A resumed run takes the settings of its checkpoint.
+    With several processes, all use the settings that are best for the slowest. A resumed run uses
+    the settings of its checkpoint.
 
     Args:
         max_workers: The most workers of a process; None for its share of the CPUs that affinity

@@ -37,9 +37,9 @@ class CurvatureMonitor(RunCallback):
     (Cohen et al. 2021). ``curvature/edge`` is the sharpness as a share of it. It is logged for SGD
     only: an adaptive optimizer's edge is that of its preconditioned Hessian.
 
-    It looks at a part of one training batch, before its step, in float32. Under DDP the Hessian is
-    that of all ranks' parts together. Random numbers, BatchNorm statistics, metrics and logs are
-    afterwards as before.
+    It uses a part of one training batch, before its step, in float32. Under DDP the Hessian is that
+    of all ranks' parts together. Random state, BatchNorm statistics, metrics and logs are restored
+    afterwards.
 
     Logged every ``every_n_steps`` steps:
 

@@ -37,10 +37,10 @@ FIGURE = "gradient_health.png"
 class GradientHealth(GradientCallback):
     """Watches gradients, and reports in plain words what is wrong, where, and what to do about it.
 
-    Every step's norms are kept where they are (those that clipping measures are shared); on a
-    report step more is measured, and all is read to the host at once. Issues are judged against
-    the run's own history and the other layers, and most have to be seen in several reports. Put it
-    before callbacks that change gradients, so that it sees them as they are.
+    The norms of every step stay on the device, and are shared with clipping. A report step measures
+    more, and reads everything back to the host at once. Issues are judged against the run's own
+    history and the other layers, and most must be seen in several reports. Put it before callbacks
+    that change gradients, so that it sees the originals.
 
     ================== ========================================================================
     issue              raised when

@@ -27,22 +27,22 @@ if TYPE_CHECKING:
 class AttentionBackend(RunCallback):
     """Reports which attention backend torch uses, and sets the order in which it tries them.
 
-    ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, takes the
-    first that can serve a call, and says nothing. A mask or a dropout that the quick ones do not
-    take thus costs speed and memory unnoticed. This callback looks at the calls of the first batch,
+    ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, and silently
+    takes the first that can serve a call. A mask or a dropout that the fast ones do not support
+    therefore costs speed and memory unnoticed. This callback looks at the calls of the first batch,
     and warns once if the slow one, math, serves any of them. Its :meth:`report` names the backend
-    of each kind of call and why the better ones cannot serve it. After the first batch nothing of
-    it is left in the way of a step.
+    of each kind of call, and why the better ones cannot serve it. After the first batch it adds
+    nothing to a step.
 
     The order holds from ``setup`` to ``teardown``, for training, validation, test and prediction,
-    and for forward passes that activation checkpointing repeats in the backward pass. Then, or on
-    an exception, everything is put back.
+    and for forward passes that activation checkpointing repeats in the backward pass. Everything is
+    restored afterwards, even after an exception.
 
-    Math serves what no other backend does, whether it is in ``order`` or not: training never stops
-    for want of a backend.
+    Math serves the calls that no other backend can, whether it is in ``order`` or not, so training
+    never stops for lack of a backend.
 
-    On a CPU torch has flash and math. A model that is already compiled when its first batch comes
-    is not looked at, since that would compile it twice.
+    On a CPU, torch has flash and math. A model that is already compiled when its first batch
+    arrives is skipped, since looking at it would compile it twice.
 
     Nothing is logged.
 

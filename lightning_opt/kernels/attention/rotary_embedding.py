@@ -62,10 +62,10 @@ class RotaryEmbedding(nn.Module):
     """Rotates queries and keys by their positions, with cached cosines and sines.
 
     The tables are buffers that follow the module from device to device and stay out of its
-    ``state_dict``. They are computed in float64 and kept in float32, also in a module of half
-    precision (float64 in one of float64), and used in the dtype of what is rotated. They grow when
-    a longer sequence comes, to the next power of two, so that this is rare; that step alone is
-    computed outside of a graph of ``torch.compile``. One instance may serve all layers.
+    ``state_dict``. They are computed in float64 and kept in float32, even in a half-precision
+    module (float64 in a float64 one), and used in the dtype of the input. They grow to the next
+    power of two when a longer sequence arrives, which is rare; only that step is computed outside
+    of a ``torch.compile`` graph. All layers may share one instance.
 
     Args:
         dim: Features of a head; even.
@@ -73,7 +73,7 @@ class RotaryEmbedding(nn.Module):
         max_positions: What the tables have room for at first.
         interleaved: Which features form a pair: ``i`` and ``i + dim / 2`` (half-split, as in
             GPT-NeoX and LLaMA), or with True ``2 i`` and ``2 i + 1`` (as in the paper and GPT-J).
-            Weights that were trained with one layout are of no use with the other.
+            Weights trained with one layout do not work with the other.
 
     Raises:
         ValueError: For a ``dim`` that is odd, or arguments out of range.

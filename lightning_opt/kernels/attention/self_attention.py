@@ -13,13 +13,13 @@ from lightning_opt.kernels.attention.rotary_embedding import RotaryEmbedding
 class SelfAttention(nn.Module):
     """Multi-head self-attention that leaves the scores to torch's fused kernels.
 
-    The matrix of scores, of the size of heads times length squared, is never kept where a fused
-    backend serves (see :class:`AttentionBackend`). A ``key_padding_mask`` rules out the flash
-    backend on CUDA, not the others.
+    The matrix of scores, whose size is heads times length squared, is never stored when a fused
+    backend serves the call (see :class:`AttentionBackend`). A ``key_padding_mask`` rules out the
+    flash backend on CUDA, but not the others.
 
-    A query that may look at nothing (all of a sequence is padding, or it stands before the first
-    key of a causal sequence with padding in front) gets zeros, never NaN, and hands no gradient
-    back; the output projection then adds its bias.
+    A query that may attend to nothing (an all-padding sequence, or a position before the first key
+    of a left-padded causal sequence) gets zeros, never NaN, and passes no gradient back; the output
+    projection then adds its bias.
 
     Args:
         dim: Features of the input and the output.

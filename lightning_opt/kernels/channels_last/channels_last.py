@@ -36,22 +36,22 @@ GAIN = 0.97
 class ChannelsLast(RunCallback):
     """Switches convolutions to channels_last, if that is faster.
 
-    Weights of ``Conv2d``, ``Conv3d`` and their transposes, with gradients and optimizer state, go
-    to ``torch.channels_last`` or ``channels_last_3d`` while a stage runs; what they compute follows
-    their weights, whatever the order of the image. Results are the same up to rounding, since
-    another kernel sums in another order.
+    Weights of ``Conv2d``, ``Conv3d`` and their transposes, with their gradients and optimizer
+    state, are converted to ``torch.channels_last`` or ``channels_last_3d`` while a stage runs.
+    Outputs follow the weights, regardless of the layout of the input. Results are the same up to
+    rounding, since a different kernel sums in a different order.
 
-    With ``"auto"`` on a single process, the first batch of training is run forward and backward
-    four times in each format before it is trained on, and leaves no trace; channels_last is taken
-    if it saves 3% of the time. Where there is nothing to measure with, the layers decide:
-    outside of training, on several processes (DDP wants its weights as they will be before there
-    is a batch), beside ``CompileModel``, whose compiler would be timed, and where deterministic
-    algorithms are asked for, because a measurement is not repeatable.
+    With ``"auto"`` on a single process, the first training batch is run forward and backward four
+    times in each format before it is trained on, and leaves no trace; channels_last is kept if it
+    saves 3% of the time. If nothing can be measured, the layers decide: outside of training, with
+    several processes (DDP needs the final layout of the weights before there is a batch), with
+    ``CompileModel`` (the compiler would be timed), and with deterministic algorithms, because a
+    measurement is not repeatable.
 
-    Everything is put back when the run ends or fails. Checkpoints hold optimizer state in the
-    order in which it was found.
+    Everything is restored when the run ends or fails. Checkpoints hold the optimizer state in its
+    original layout.
 
-    Nothing is logged; :meth:`report` says what was decided and why.
+    Nothing is logged; :meth:`report` tells what was decided and why.
 
     Args:
         policy: ``"auto"`` measures; ``"layers"`` takes channels_last if at least half of the layers

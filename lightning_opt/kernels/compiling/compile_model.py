@@ -40,16 +40,16 @@ OFTEN = 3
 class CompileModel(RunCallback):
     """Compiles the model with torch.compile, and falls back to eager if that fails.
 
-    ``forward`` of the model's parts is replaced by compiled code while a stage runs. Classes, names
-    of parameters, ``state_dict`` keys and hooks stay as they are, so that checkpoints load without
-    it, and the other way round. Metrics, logging and whatever else ``training_step`` does around
-    the calls of its modules runs as before.
+    The ``forward`` of the model's parts is replaced by compiled code while a stage runs. Classes,
+    parameter names, ``state_dict`` keys and hooks stay the same, so checkpoints load with and
+    without it. Metrics, logging and everything else that ``training_step`` does around its modules
+    run as before.
 
-    A call that fails while it is compiled, with its backward graph, is taken back (random numbers,
-    buffers, attributes), done again uncompiled, and the region goes on in the next mode of the
-    ladder. Said once, with the reason; no batch is lost or trained twice. If the uncompiled run
-    raises as well, the error is the model's own and is raised as it is. Errors that say that memory
-    ran out pass through. What compiled code raises in a backward pass ends the run.
+    If compiling a call or its backward graph fails, the call is rolled back (random numbers,
+    buffers, attributes) and repeated uncompiled, and the region moves on to the next mode of the
+    ladder. The reason is logged once; no batch is lost or trained twice. If the uncompiled run
+    raises as well, the error is the model's own and is raised unchanged. Out-of-memory errors pass
+    through. An error that compiled code raises in a backward pass ends the run.
 
     ================================ ============================================================
     ``mode``                         modes that are tried, in this order
@@ -62,7 +62,7 @@ class CompileModel(RunCallback):
     ``"default"``                    ``default``
     ================================ ============================================================
 
-    Behind the last comes the model as it is. Each region goes down the ladder by itself.
+    After the last mode comes the uncompiled model. Each region moves down the ladder independently.
 
     Logged when something was compiled, and when something failed:
 

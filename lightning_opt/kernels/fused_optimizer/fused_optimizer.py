@@ -22,15 +22,15 @@ log = logging.getLogger(__name__)
 class FusedOptimizer(RunCallback):
     """Switches optimizers to torch's fused implementation during the run.
 
-    A fused update is one pass over parameter, gradient and state; the default makes one pass for
-    each operation. Adam, AdamW, SGD and Adagrad have one, and so have classes derived from them
-    that leave ``step`` alone. Whether it runs for the parameters' device and dtype is tried out.
-    Those that cannot be switched are left alone, and :meth:`report` says why.
+    A fused update makes one pass over parameter, gradient and state; the default makes one pass for
+    each operation. Adam, AdamW, SGD and Adagrad have one, and so do subclasses that do not override
+    ``step``. Whether it runs for the parameters' device and dtype is tried out. Optimizers that
+    cannot be switched are left alone, and :meth:`report` says why.
 
-    The result is the same up to rounding: the fused kernel rounds in another order.
+    The result is the same up to rounding, because the fused kernel rounds in a different order.
 
-    Checkpoints hold the flags that the user has set, and load without this callback; what is loaded
-    is switched again. When training ends or fails, the optimizer is as it was found.
+    Checkpoints hold the flags that the user set, and load without this callback; a loaded optimizer
+    is switched again. When training ends or fails, the optimizer is restored.
 
     With a loss scaler (fp16) gradients are unscaled before the update, as they are for optimizers
     that are not fused.

@@ -42,9 +42,9 @@ WATCHED = 100
 class Runtime(RunCallback):
     """Sets precision, cuDNN, allocator, CPUs and threads for the run, and restores them afterwards.
 
-    Settings are made in ``setup`` of every stage, the first hook there is, and undone in
-    ``teardown`` and after an exception. What could not be set is in :meth:`report`; what you asked
-    for and the system refused is also warned of, once. None leaves a setting alone.
+    Settings are applied in ``setup`` of every stage, the first hook there is, and restored in
+    ``teardown`` and after an exception. :meth:`report` lists what could not be set; if you asked
+    for it and the system refused, a warning says so once. None leaves a setting alone.
 
     Nothing is logged.
 

@@ -33,17 +33,18 @@ EVENTS = 1000
 class MemoryCleanup(RunCallback):
     """Cleans up when memory runs low: collects garbage, empties caches, trims the heap.
 
-    Each limit is watched on its own: the device, the machine, the control group of the container,
-    ``RLIMIT_AS``. What counts as used is what cannot be had, so that a full cache of the CUDA
-    allocator, which the next step takes its memory from, is no reason to empty it. Every cleanup
-    is measured. One that frees next to nothing raises the level of the next one, after three in a
-    row there are no more, and what would help instead is said once: a working set that is simply
-    large is not garbage. When use falls below ``release``, all is forgotten.
+    Each limit is watched separately: the device, the machine, the container's control group,
+    ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used, so a full cache of the CUDA
+    allocator, which serves the next step, is no reason to empty it. Every cleanup is measured. One
+    that frees next to nothing raises the level of the next; after three in a row it gives up, and
+    says once what would help instead: a working set that is simply large is not garbage. When use
+    falls below ``release``, it starts afresh.
 
-    Use is read every ``every_n_steps`` steps. In between, on a single process, each step looks at
-    one cheap counter, and use is read early if that has grown by half of what was left to the
-    threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce, and clean all
-    or none; on an accelerator they read the answer at the next such step, so that no host waits.
+    Use is read every ``every_n_steps`` steps. In between, on a single process, each step checks one
+    cheap counter, and reads use early if that counter grew by half of the remaining distance to the
+    threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce, and either all
+    clean up or none; on an accelerator they read the answer at the next such step, so no host
+    waits.
 
     Logged at every reading on the schedule, and at each cleanup:
 

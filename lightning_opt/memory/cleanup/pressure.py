@@ -1,4 +1,4 @@
-"""When to clean up: at a threshold, with hysteresis and a cooldown, and not where it is no use."""
+"""When to clean up: at a threshold, with hysteresis and a cooldown, while cleanups free memory."""
 
 from __future__ import annotations
 

@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class GarbageCollection(RunCallback):
     """Collects garbage on a schedule, at the same step on every rank, instead of automatically.
 
-    Python collects whenever enough objects have been made, and a full collection looks at every
-    object there is: with torch and Lightning imported that takes a fifth of a second, and it comes
-    at another step on every rank, so that in a distributed run all wait for each in turn. Here all
-    ranks collect at the same step, and what exists by then is frozen, that is, set aside so that no
-    collection looks at it again. Everything is put back when training ends or fails.
+    Python collects whenever enough objects have been created, and a full collection looks at every
+    object there is. With torch and Lightning imported, that takes a fifth of a second, and it
+    happens at a different step on every rank, so that in a distributed run all ranks wait for each
+    in turn. Here all ranks collect at the same step, and objects that exist by then are frozen, so
+    that no collection looks at them again. Everything is restored when training ends or fails.
 
     Objects in reference cycles live until the next collection. If they hold tensors, collect more
     often, or add :class:`~lightning_opt.MemoryCleanup`, which collects when memory runs short.

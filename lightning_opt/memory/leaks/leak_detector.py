@@ -43,11 +43,11 @@ class LeakDetector(RunCallback):
 
     On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
     If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,
-    it counts everything, four times over the next steps, and compares: which containers, graphs of
-    autograd and kinds of garbage have grown each time. Only what is confirmed so is reported, with
-    its holder and, where it can be found, the line of source that fills it. What may be emptied at
-    the end of an epoch has to outlive one, unless it would not fit until then. Without suspicion
-    nothing is searched.
+    it counts everything four times over the next steps, and compares: which containers, autograd
+    graphs and kinds of garbage grew each time. Only what is confirmed this way is reported, with
+    its holder and, if it can be found, the line of source that fills it. Anything that may be
+    emptied at the end of an epoch has to outlive one, unless memory would run out before then.
+    Without suspicion, nothing is searched.
 
     ============= ===============================================================================
     kind          what it is

@@ -40,11 +40,11 @@ FIGURE, DATA = "memory_profile.png", "memory_profile.json"
 class MemoryProfiler(RunCallback):
     """Measures where memory goes on some of the steps, and records what was alive if it runs out.
 
-    As a callback it profiles every ``every_n_steps``-th batch and the first batch of each
-    validation: live memory at the turns of the step, what it is taken by, and the peak of each
-    phase. In a loop of your own use it as a context manager, with :meth:`record` and :meth:`phase`.
-    If memory runs out, ``out_of_memory.txt`` and ``.json`` name the largest live tensors before the
-    error goes on; on CUDA there is also a snapshot that https://pytorch.org/memory_viz opens.
+    As a callback, it profiles every ``every_n_steps``-th batch and the first batch of each
+    validation: live memory at the turning points of the step, what uses it, and the peak of each
+    phase. In your own loop, use it as a context manager, with :meth:`record` and :meth:`phase`. If
+    memory runs out, ``out_of_memory.txt`` and ``.json`` name the largest live tensors before the
+    error propagates; on CUDA there is also a snapshot for https://pytorch.org/memory_viz.
 
     Logged at each profiled step:
 

@@ -29,11 +29,11 @@ from lightning_opt.trainer.refusals import refuse_lbfgs
 class DynamicLossScale(MixedPrecision):
     """Float16 mixed precision on CUDA and CPU, with a loss scale that is logged and configurable.
 
-    Gradients of float16 below 6e-8 are zero. So the loss is multiplied with a large scale before
-    the backward pass, and gradients are divided by it before the update. Where one of them is not
-    finite, the update is left out and the scale is multiplied with ``backoff_factor``; after
-    ``growth_interval`` updates in a row it is multiplied with ``growth_factor``. That is torch's
-    ``GradScaler``, which ``Trainer(precision="16-mixed")`` has too. What is different here:
+    float16 gradients below 6e-8 become zero. So the loss is multiplied by a large scale before the
+    backward pass, and gradients are divided by it before the update. If one of them is not finite,
+    the update is skipped and the scale is multiplied by ``backoff_factor``; after
+    ``growth_interval`` updates in a row it is multiplied by ``growth_factor``. That is torch's
+    ``GradScaler``, which ``Trainer(precision="16-mixed")`` uses too. What is different here:
 
     - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
     - The scale has a floor. A run whose updates are left out ``patience`` times in a row at the
@@ -41,33 +41,32 @@ class DynamicLossScale(MixedPrecision):
     - It logs, and schedulers do not run ahead.
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
-    Lightning counts a step that was left out in ``global_step``, and steps the learning-rate
-    schedulers of ``interval="step"`` as if it had been made; so a warm-up begins with steps that
-    never were. With ``hold_schedulers`` these schedulers are not stepped after an update that was
-    left out. ``global_step`` still counts it, since loggers, checkpoints and ``max_steps`` rest on
-    it.
+    Lightning counts a skipped step in ``global_step``, and steps the learning-rate schedulers of
+    ``interval="step"`` as if it had happened, so a warm-up begins with steps that never took place.
+    With ``hold_schedulers``, these schedulers wait after a skipped update. ``global_step`` still
+    counts it, since loggers, checkpoints and ``max_steps`` depend on it.
 
-    On an accelerator nothing is read to the host between reports. What follows from a value there
-    comes later: schedulers are held two steps after the update that was left out, and the error of
-    a collapse comes with the next report.
+    On an accelerator, nothing is read back to the host between reports. What depends on a value
+    there comes later: schedulers are held two steps after the skipped update, and the error of a
+    collapse comes with the next report.
 
     Logged every ``every_n_steps`` optimizer steps:
 
     ======================== ===================================================================
     ``loss_scale/scale``     the scale now
-    ``loss_scale/skipped``   updates left out so far
+    ``loss_scale/skipped``   updates skipped so far
     ``loss_scale/overflows`` those of them whose loss was finite (on this rank); the others had a
                              loss of NaN or infinity, which no scale mends
     ======================== ===================================================================
 
     Args:
         init_scale: The scale at the beginning.
-        growth_factor: What it is multiplied with when it grows, above 1.
-        backoff_factor: What it is multiplied with at an overflow, in (0, 1).
+        growth_factor: What it is multiplied by when it grows, above 1.
+        backoff_factor: What it is multiplied by at an overflow, in (0, 1).
         growth_interval: Updates in a row without an overflow from one growth to the next.
         min_scale: Its floor, at most ``init_scale``.
-        patience: Updates left out in a row at the floor, at which the run stops.
-        hold_schedulers: Whether schedulers wait where an update is left out.
+        patience: Consecutive skipped updates at the floor, after which the run stops.
+        hold_schedulers: Whether schedulers wait when an update is skipped.
         every_n_steps: Optimizer steps between logged values.
 
     Raises:

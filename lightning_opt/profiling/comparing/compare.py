@@ -34,11 +34,11 @@ def compare(
 ) -> Comparison:
     """Train under several Trainer configurations, interleaved, and tell whether they differ.
 
-    Each configuration is a real run in a process of its own. All are alive at once and take
-    turns of a few steps, in an order that rotates, so that a slow minute of the machine hits all of
-    them. Then all processes are started anew, ``starts`` times in all: one process may be a little
-    faster than another for as long as it lives, with the same settings, and only new ones tell.
-    A configuration that fails becomes a row that says how; the others go on.
+    Each configuration is a real run in its own process. All are alive at once and take turns of a
+    few steps, in rotating order, so that a slow minute of the machine hits all of them. Then all
+    processes are restarted, ``starts`` times in all, because one process may be a little faster
+    than another for its whole life, with the same settings. A configuration that fails becomes a
+    row that says how; the others continue.
 
     ``"no difference"`` means that the confidence interval of the ratio to the first configuration
     contains 1, or that the ratio is within ``tolerance`` of 1. It does not mean that the two are

@@ -94,16 +94,16 @@ class Diagnosis(Report):
 def doctor(trainer: pl.Trainer) -> Diagnosis:
     """Go through a checklist after a run, answered from what the Trainer's callbacks measured.
 
-    Nothing is run and nothing measured: ask after ``fit``. Each question is answered by whoever of
-    the callbacks, profiler, strategy and plugins offers ``diagnose() -> list[Verdict]``, else from
-    the Trainer itself. If several answer, what needs a look counts. A question that nobody answers
-    is ``unknown``, with what would measure it.
+    It runs and measures nothing: call it after ``fit``. Each question is answered by any callback,
+    profiler, strategy or plugin that offers ``diagnose() -> list[Verdict]``, or else from the
+    Trainer itself. If several answer, the one that needs attention counts. A question that nobody
+    answers is ``unknown``, with a hint as to what would measure it.
 
     Args:
-        trainer: Also one that has not run, whose answers are mostly unknown.
+        trainer: After its run; before it, most answers are unknown.
 
     Returns:
-        One verdict for each question, and one advice where there is something to do.
+        One verdict per question, with advice if there is something to do.
 
     Example:
         >>> import lightning as L

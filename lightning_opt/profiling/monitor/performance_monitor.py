@@ -37,14 +37,14 @@ WARMUP = 2
 class PerformanceMonitor(RunCallback):
     """Logs speed and use of the machine, and warns when the run slows down.
 
-    A step lasts from the end of one batch to the end of the next, so that waiting for data counts.
-    Validation and the first batch of an epoch's wait do not, nor do the first two steps. On CUDA
-    the device's own clock is read, without ever waiting for it. CPU, memory and GPU are sampled by
-    a thread, which runs while training does; the GPU through NVML, by its UUID, so that
-    ``CUDA_VISIBLE_DEVICES`` and MIG are followed.
+    A step lasts from the end of one batch to the end of the next, so waiting for data counts.
+    Validation, the wait for an epoch's first batch and the first two steps do not count. On CUDA
+    the device's own clock is read, without ever waiting for it. A thread samples CPU, memory and
+    GPU while training runs; the GPU through NVML, by its UUID, so that ``CUDA_VISIBLE_DEVICES`` and
+    MIG are respected.
 
-    If throughput falls by ``slowdown`` and stays there, that is said once, with the step at which
-    it began.
+    If throughput falls by ``slowdown`` and stays there, it warns once, with the step at which the
+    slowdown began.
 
     Logged every ``every_n_steps`` batches, by rank 0 and for its own process and device; what is
     not known is left out:
@@ -68,7 +68,7 @@ class PerformanceMonitor(RunCallback):
         sample_seconds: From one sample of the machine to the next, at least 0.01.
         tokens: Counts tokens: a number is that of each sample; a name is a key of the batch, the
             elements of whose tensor are counted, padding included.
-        slowdown: Share of the throughput whose loss is told, from 0.01 to 0.99; None for never.
+        slowdown: Loss of throughput that triggers a warning, from 0.01 to 0.99; None for never.
 
     Attributes:
         record: What was measured of the last run.

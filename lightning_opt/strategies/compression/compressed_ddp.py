@@ -35,25 +35,25 @@ ONE_BUCKET = 2**20
 class CompressedDDPStrategy(OwnExchangeStrategy):
     """DDP that sends compressed gradients: from half to 1/164 of the bytes.
 
-    For networks that are slow against the model: 1 to 25 Gbit/s between machines. What is not sent
-    in a step is kept on the rank and added to the next step's gradient (error feedback), so that
-    nothing is lost, only late. All replicas stay bit-identical. Works with gloo on CPUs and NCCL on
-    GPUs, accumulation, mixed precision and several optimizers.
+    For networks that are slow relative to the model: 1 to 25 Gbit/s between machines. What a step
+    does not send stays on the rank and is added to the next step's gradient (error feedback), so
+    nothing is lost, only late. All replicas stay bit-identical. It works with gloo on CPUs and NCCL
+    on GPUs, accumulation, mixed precision and several optimizers.
 
-    A compressor that is named is used. ``"auto"`` measures the network, the backward pass and the
-    compressors in the warm-up, and chooses once: uncompressed, bfloat16, int8, int4 or, if all
-    optimizers are SGD and nothing clips reduced gradients, Top-K. It takes the gentlest that no
-    harsher one is predicted to beat by a tenth of a step (Top-K by a quarter). After a few steps
-    the choice is compared with the uncompressed ones, and taken back if it does not pay. What was
-    chosen is logged, :meth:`describe` tells more, and a resumed run keeps to it.
+    A named compressor is always used. ``"auto"`` measures the network, the backward pass and the
+    compressors during warm-up, and chooses once: uncompressed, bfloat16, int8, int4 or, if all
+    optimizers are SGD and nothing clips reduced gradients, Top-K. It takes the gentlest scheme that
+    no harsher one is predicted to beat by a tenth of a step (Top-K: a quarter). After a few steps
+    the choice is compared with uncompressed steps, and dropped if it does not pay. The choice is
+    logged, :meth:`describe` tells more, and a resumed run keeps it.
 
-    A step that is not applied, since a guard or a loss scaler leaves it out, takes back what it has
-    brought. If some rank's gradient holds a NaN or an infinity, all ranks get NaN for the whole
-    bucket, so that all leave it out.
+    If a guard or a loss scaler skips a step, its contribution to the residual is undone. If any
+    rank's gradient holds a NaN or an infinity, all ranks get NaN for the whole bucket, so all of
+    them skip the step.
 
     Top-K and Threshold clip what enters the residual: with ``Trainer(gradient_clip_val=c)`` each of
     N ranks clips each bucket at ``c / sqrt(N)``, and the sum is clipped once more. Adam with either
-    is experimental: what arrives late all at once is noise to its second moments.
+    is experimental: an element that arrives late, all at once, is noise to its second moments.
 
     Logged every ``every_n_steps`` optimizer steps, bytes as means over the steps in between:
 
@@ -68,8 +68,8 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
                             Top-K, 4 another compressor, 5 bfloat16
     ======================= ====================================================================
 
-    A checkpoint keeps the mean of the ranks' residuals, as many numbers as there are parameters;
-    it is taken up again at any number of ranks.
+    A checkpoint keeps the mean of the ranks' residuals, one number per parameter element, and can
+    be resumed with any number of ranks.
 
     Args:
         compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, ``"powersgd"``, an object

@@ -42,12 +42,12 @@ class BudgetError(ValueError):
 
     def __init__(self, given: str, smallest_mb: float, smallest: float) -> None:
         super().__init__(
-            f"ActivationCheckpointing cannot meet {given}: with as much recomputed as there are "
-            f"blocks for, a step of this batch takes {smallest_mb:.1f} MB, of which activations "
-            f"are {smallest:.3f} of their peak without recomputation. Raise it to "
+            f"ActivationCheckpointing cannot meet {given}: even with every block recomputed, a "
+            f"step of this batch takes {smallest_mb:.1f} MB, and its activations peak at "
+            f"{smallest:.3f} of what they take without recomputation. Raise it to "
             f"budget_mb={math.ceil(10 * smallest_mb) / 10:.1f} or "
             f"budget={math.ceil(1000 * smallest) / 1000:.3f}, make the batch smaller, or pass "
-            "strict=False to train with the smallest."
+            "strict=False to train with the smallest peak."
         )
         self.smallest_mb, self.smallest = smallest_mb, smallest
 
