@@ -47,11 +47,10 @@ class DynamicBatchSize(RunCallback):
     """Adapts the training loader's batch size to the memory that the last epoch took.
 
     At the end of each epoch, the memory peak is compared with every limit: the device's, and on a
-    CPU the machine's, those of control groups, ``RLIMIT_AS`` and ``budget_mb``. If it is more than
-    0.1 below ``target``, the batch size grows by ``grow``, but no further than where a line through
-    the measurements predicts ``target``; if it is more than 0.05 above, the size shrinks by 0.8.
-    All ranks change together, according to the one nearest to its limit, and only between epochs,
-    so each sample is seen once.
+    CPU the machine's, those of control groups, ``RLIMIT_AS`` and ``budget_mb``. More than 0.1 below
+    ``target``, the batch size grows by ``grow``, but no further than where a line through the
+    measurements predicts ``target``; more than 0.05 above, it shrinks by 0.8. All ranks change
+    together, by the one nearest to its limit, and only between epochs, so each sample is seen once.
 
     Larger batches train differently, with fewer and less noisy steps. So an optimizer step keeps
     its number of samples, ``keep_effective``: batches are accumulated to that number, and sizes

@@ -12,15 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import (
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ProgressBar,
-    Timer,
-)
+from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.loops.fit_loop import _FitLoop
 from lightning.pytorch.loops.training_epoch_loop import _TrainingEpochLoop
@@ -45,13 +37,14 @@ log = logging.getLogger(__name__)
 SAYS = logging.getLogger("lightning.pytorch.utilities.rank_zero")
 
 LEFT_OUT = (
-    BatchSizeFinder,
-    Checkpoint,
-    EarlyStopping,
-    LearningRateFinder,
-    LearningRateMonitor,
-    ProgressBar,
-    Timer,
+    lightnings.BatchSizeFinder,
+    lightnings.Checkpoint,
+    lightnings.EarlyStopping,
+    lightnings.LearningRateFinder,
+    lightnings.LearningRateMonitor,
+    lightnings.ModelSummary,
+    lightnings.ProgressBar,
+    lightnings.Timer,
 )
 """Callbacks of Lightning that take no memory and write, stop or draw."""
 

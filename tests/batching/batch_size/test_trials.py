@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from lightning.pytorch import Callback, LightningModule
-from lightning.pytorch.callbacks import ModelCheckpoint
+from lightning.pytorch.callbacks import ModelCheckpoint, ModelSummary
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -60,6 +60,20 @@ class Custom(Callback):
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.seen.append(batch_idx)
+
+
+class Summary(ModelSummary):
+    tables = 0
+
+    @staticmethod
+    def summarize(*_: Any, **__: Any) -> None:
+        Summary.tables += 1
+
+
+def test_trials_print_no_summaries():
+    trainer = quiet_trainer(callbacks=[Summary()])
+    lo.find_batch_size(trainer, Wide(), loader_of(64), budget_mb=10**6)
+    assert Summary.tables == 0
 
 
 def test_leaves_no_trace(tmp_path):
