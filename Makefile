@@ -67,7 +67,7 @@ matrix: $(INSTALLED) ## run every cell of the compatibility matrix and of the zo
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo
 	$(BIN)/python docs/pages.py
 
-compat: $(INSTALLED) ## fast tests with the oldest and newest torch and Lightning, each in an environment of its own
+compat: $(INSTALLED) ## with the oldest and newest torch and Lightning: quick tests, and those that train most features
 	$(BIN)/python tests/compat.py $(PAIRS)
 
 cuda-dry: $(INSTALLED) ## fake CUDA with torch's CUDA build, no GPU needed: 5 GB, removed afterwards

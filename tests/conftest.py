@@ -6,6 +6,7 @@ out to pytest-xdist's workers needs neither, and the workers wait for it.
 
 import functools
 import gc
+import importlib
 import inspect
 import logging
 import multiprocessing.process
@@ -42,13 +43,17 @@ def pytest_collectstart() -> None:
 def _prepare() -> None:
     """Import torch and Lightning once, before the first module of tests does."""
     import lightning.pytorch  # sets the level of its logger, which is then set anew
-    import torch
+    import torch.distributed.fsdp
     from lightning.fabric.utilities import registry
 
     torch.set_num_threads(1)  # workers of pytest-xdist share the cores
     logging.getLogger(lightning.pytorch.__name__).setLevel(logging.WARNING)
     # Each of our thousands of Trainers would read the metadata of every package that is installed.
     registry.entry_points = functools.cache(registry.entry_points)
+    if not hasattr(torch.distributed.fsdp, "fully_shard"):  # torch 2.5
+        torch.distributed.fsdp.fully_shard = importlib.import_module(
+            "torch.distributed._composable.fsdp"
+        ).fully_shard
     trainer = lightning.pytorch.Trainer
     if "weights_only" not in inspect.signature(trainer.fit).parameters:  # before Lightning 2.6
         trainer.fit = _without_weights_only(trainer.fit)  # type: ignore[method-assign]

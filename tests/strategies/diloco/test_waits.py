@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 from lightning.pytorch import Callback
-from lightning.pytorch.callbacks import EMAWeightAveraging
+from lightning.pytorch import callbacks as lightnings
 
 import lightning_opt as lo
 from tests.helpers.models import SmallNet, loader_of
@@ -69,7 +69,7 @@ def usual_callbacks() -> list[Callback]:
         lo.MicroBatching(size=2),
         lo.PerformanceMonitor(),
         lo.DataMonitor(),
-        EMAWeightAveraging(),
+        lightnings.EMAWeightAveraging(),
     ]
 
 
