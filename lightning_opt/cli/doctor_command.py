@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
@@ -17,7 +18,7 @@ from lightning_opt.memory.leaks.leak_detector import LeakDetector
 from lightning_opt.memory.profiler.memory_profiler import MemoryProfiler
 from lightning_opt.profiling.doctor.doctor import Diagnosis, doctor
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
-from lightning_opt.profiling.steps.step_profiler import StepProfiler
+from lightning_opt.profiling.steps.step_profiler import BESIDE, StepProfiler
 
 DESCRIPTION = """\
 Trains a few steps under the preset 'basic' with data, memory and time measured, and answers a
@@ -70,12 +71,16 @@ def run(words: Sequence[str]) -> int:
 
 
 def _about_the_job(diagnosis: Diagnosis, job: Job) -> Diagnosis:
-    """Leave out what is so because a short run has no logger and no checkpoints."""
+    """Leave out what is so because of this command: no logger, no checkpoints, its callbacks."""
     ours = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
     left_out = {topic for topic, argument in ours.items() if argument not in job.trainer}
-    if not left_out:
-        return diagnosis
-    kept = [verdict for verdict in diagnosis.verdicts if verdict.topic not in left_out]
+    kept = [
+        replace(verdict, finding=verdict.finding.split(BESIDE)[0] + ".")
+        if BESIDE in verdict.finding
+        else verdict
+        for verdict in diagnosis.verdicts
+        if verdict.topic not in left_out
+    ]
     names = " and ".join(sorted(left_out))
     note = f"Not asked: {names}, since this short run has none unless you give them."
-    return Diagnosis(kept, [*diagnosis.notes, note])
+    return Diagnosis(kept, [*diagnosis.notes, *([note] if left_out else [])])
