@@ -75,9 +75,7 @@ def _about_the_job(diagnosis: Diagnosis, job: Job) -> Diagnosis:
     ours = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
     left_out = {topic for topic, argument in ours.items() if argument not in job.trainer}
     kept = [
-        replace(verdict, finding=verdict.finding.split(BESIDE)[0] + ".")
-        if BESIDE in verdict.finding
-        else verdict
+        replace(verdict, finding=verdict.finding.split(BESIDE)[0])
         for verdict in diagnosis.verdicts
         if verdict.topic not in left_out
     ]

@@ -520,7 +520,7 @@ def test_doctor(capsys):
     assert found["optimizer"]["verdict"] == "look"  # AdamW could be fused
     assert "checkpoints" not in found  # a short training has none, which says nothing of the job
     assert "takes longest" in found["profile"]["finding"]
-    assert "callbacks take" not in found["profile"]["finding"]  # they are this command's own
+    assert "Callbacks take" not in found["profile"]["finding"]  # they are this command's own
 
 
 def test_a_model_that_brings_its_own_data(capsys):

@@ -9,12 +9,12 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_opt.batching.batch_size.learning_rates import Pace, ScaledRates
 from lightning_opt.batching.batch_size.memory_fit import MemoryFit, next_size
+from lightning_opt.batching.batch_size.probe import largest_of_ranks
 from lightning_opt.batching.batch_size.search import FoundSizes
 from lightning_opt.batching.batch_size.trials import find_within
 from lightning_opt.batching.loader_sizes import (
@@ -310,7 +310,7 @@ class DynamicBatchSize(RunCallback):
         now = self._meter.read()
         values = [max(self._peak, now.share), now.rest, float(self._size), -float(self._most)]
         if trainer.world_size > 1:
-            values = _largest_of_ranks(values, trainer.strategy.root_device)
+            values = largest_of_ranks(values, trainer.strategy.root_device)
         peak, rest, most = values[0], values[1], -int(values[3])
         if peak >= self.target / 2:  # what is far from the limit tells little about it
             self._fit.add(self._size, peak, rest)
@@ -391,10 +391,3 @@ class DynamicBatchSize(RunCallback):
         self.events = [dict(event) for event in state_dict["events"]]
         if self._trainer is not None:
             self._trainer.fit_loop._combined_loader = None  # was it loaded with another size?
-
-
-def _largest_of_ranks(values: list[float], device: torch.device) -> list[float]:
-    largest = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    found: list[float] = largest.tolist()  # once an epoch
-    return found

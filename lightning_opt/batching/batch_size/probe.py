@@ -200,6 +200,14 @@ class Probe(Callback):
         return sum(self.rows[first:]) / sum(self.seconds[first:]) if self.seconds else 0.0
 
 
+def largest_of_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Return the largest of each value over all ranks. Reads from the device."""
+    largest = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
+    found: list[float] = largest.tolist()
+    return found
+
+
 def _without_ranks(log_value: Any) -> Any:
     """Return ``self.log`` that waits for no other rank."""
 

@@ -9,8 +9,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch import callbacks as lightnings
 from lightning.pytorch.loggers.logger import DummyLogger
@@ -22,7 +20,14 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_opt.batching.batch_size.probe import TIME, TRY, Length, Probe, RanOutError
+from lightning_opt.batching.batch_size.probe import (
+    TIME,
+    TRY,
+    Length,
+    Probe,
+    RanOutError,
+    largest_of_ranks,
+)
 from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
 from lightning_opt.core.arguments import one_of
 from lightning_opt.core.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
@@ -128,9 +133,7 @@ class Trials:
             return Trial(size, False, None, 0.0, 0.0)
         values = [probe.peak.share, probe.peak.rest, -probe.speed(), -float(probe.samples)]
         if trainer.world_size > 1:
-            worst = torch.tensor(values, dtype=torch.float64, device=trainer.strategy.root_device)
-            dist.all_reduce(worst, op=dist.ReduceOp.MAX)
-            values = worst.tolist()
+            values = largest_of_ranks(values, trainer.strategy.root_device)
         self.samples = -int(values[3])
         return Trial(size, values[0] <= self._target, values[0], values[1], -values[2])
 

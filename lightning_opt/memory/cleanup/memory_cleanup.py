@@ -143,13 +143,7 @@ class MemoryCleanup(RunCallback):
             self._look(trainer, pl_module, due=due)
 
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Look, if this is the only process: others may have fewer batches to validate."""
         if self._limits is not None and trainer.world_size == 1 and self._has_grown():

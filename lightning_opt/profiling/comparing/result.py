@@ -198,16 +198,12 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
-def _mean_loss(steps: Sequence[Step]) -> float:
-    last = max(1, min(SMOOTHED, len(steps) // 4))
-    return statistics.fmean(step.loss for step in steps[-last:])
-
-
 def _losses_after_steps(runs: Mapping[str, Run]) -> dict[str, float | None]:
     """Return the loss when each has taken as many steps as the one that took the fewest."""
     found: dict[str, list[float]] = {name: [] for name in runs}
     for trainings in zip(*(run.trainings for run in runs.values()), strict=False):
         count = min(len(training.steps) for training in trainings)
+        last = slice(count - max(1, min(SMOOTHED, count // 4)), count)
         for name, training in zip(runs, trainings, strict=True):
-            found[name].append(_mean_loss(training.steps[:count]))
+            found[name].append(statistics.fmean(step.loss for step in training.steps[last]))
     return {name: _finite(statistics.fmean(values)) for name, values in found.items() if values}

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.compiling import hooks_are_compiled
 from lightning_opt.core.counting import samples_in, tokens_in
+from lightning_opt.core.preserve import do_nothing
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_phases import (
     BACKWARD,
@@ -180,11 +181,7 @@ class _Hook:
         self._function(*args)
 
     def __reduce__(self) -> Any:  # for copies too
-        return _Hook, (_do_nothing,)
-
-
-def _do_nothing(*args: Any) -> None:
-    pass
+        return _Hook, (do_nothing,)
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:

@@ -29,7 +29,7 @@ _find_peak = peak_flops
 DATA_BOUND = 0.2
 """Share of a step's time from which waiting for data is too much."""
 
-BESIDE = "; callbacks take"
+BESIDE = " Callbacks take"
 """What follows in a finding is about callbacks, which may be there only to find something out."""
 
 
@@ -243,7 +243,7 @@ class StepProfiler(Profiler):
         if theirs:
             most = max(callbacks, key=callbacks.__getitem__)
             share = theirs / (theirs + total)
-            finding += f" without callbacks{BESIDE} {share:.0%} of the whole, {most} most"
+            finding += f" without callbacks.{BESIDE} {share:.0%} of the whole, {most} most"
         waiting = seconds.get(NAMES[DATA], 0.0) / total
         verdicts = [Verdict("profile", "ok", f"{finding}.")]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."

@@ -18,6 +18,9 @@ from lightning_opt.strategies.chunks import is_finite
 from lightning_opt.strategies.compressors import Quantize
 from lightning_opt.strategies.packing import any_flag, write_flag
 
+PIECE = 2**18
+"""Bytes that travel by themselves: a large message gloo sends first one way and then the other."""
+
 CODECS = {"int8": Quantize(bits=8), "int4": Quantize(bits=4), "float32": None}
 
 
@@ -117,9 +120,8 @@ def _average_compressed(
                 codec.compress(shard)
             else:
                 write_flag(codec.message, True)
-        received = torch.empty_like(gathered)
-        dist.all_to_all_single(received, sent.to(received.device), group=replicas.leaders)
-        messages = [message for message in received.to(owed.device) if _is_sound(message)]
+        received = _swap(sent.to(gathered.device), replicas.leaders).to(owed.device)
+        messages = [message for message in received if _is_sound(message)]
         total = torch.zeros_like(shards[0])
         for message in messages:
             codec.decompress_add(message, total, 1.0 / len(messages))
@@ -131,7 +133,7 @@ def _average_compressed(
         else:
             write_flag(own, True)
         owed.copy_(shards.view(-1)[:numel])
-        dist.all_gather(list(gathered), own.to(gathered.device), group=replicas.leaders)
+        gathered.copy_(_swap(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
     if replicas.inside is not None:
         dist.broadcast(gathered, group=replicas.inside, group_src=0)
@@ -142,6 +144,22 @@ def _average_compressed(
     for message, out in zip(gathered, mean, strict=True):
         codec.decompress_add(message, out)
     return mean.view(-1)[:numel], sent_bytes
+
+
+def _swap(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Return what the others have sent to this process: a row for each, as it sends one to each."""
+    count, row = rows.shape
+    pieces = max(1, row // PIECE) if rows.device.type == "cpu" else 1
+    size = -(-row // (8 * pieces)) * 8  # aligned, as scales within a message must be
+    padded = functional.pad(rows, (0, pieces * size - row))
+    sent = padded.view(count, pieces, size).transpose(0, 1).contiguous()
+    received = torch.empty_like(sent)
+    for work in [
+        dist.all_to_all_single(into, piece, group=group, async_op=True)
+        for into, piece in zip(received, sent, strict=True)
+    ]:
+        work.wait()
+    return received.transpose(0, 1).reshape(count, -1)[:, :row]
 
 
 def _wire(tensor: Tensor) -> torch.device:

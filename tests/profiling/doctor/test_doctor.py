@@ -150,7 +150,7 @@ def test_what_takes_longest_is_no_callback_that_was_added_to_find_out(monkeypatc
     trainer = fit(Steps(), [Probe()], profiler=lo.StepProfiler(flops=False, print_table=False))
     finding = lo.doctor(trainer)["profile"].finding
     assert "'forward' takes longest, 67% of a step" in finding
-    assert "callbacks take 67% of the whole" in finding
+    assert "Callbacks take 67% of the whole" in finding
     assert "Probe most" in finding
 
 

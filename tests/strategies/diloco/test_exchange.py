@@ -2,12 +2,14 @@
 
 import os
 from datetime import timedelta
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_opt.strategies.diloco import exchange as module
 from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, exchange, make_groups
 from tests.helpers.processes import launch
 
@@ -81,11 +83,36 @@ def _unsound() -> None:
                 assert float((mean - torch.stack(good).mean(0)).abs().max()) < scale * largest
 
 
-def _both() -> None:
+def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large message travels in pieces, so that both directions of a link are used at once."""
+    among, sizes, means = replicas(), [], []
+    plain = dist.all_to_all_single
+
+    def counted(into: Tensor, piece: Tensor, **more: Any) -> Any:
+        sizes.append(piece.shape[1])
+        return plain(into, piece, **more)
+
+    monkeypatch.setattr(dist, "all_to_all_single", counted)
+    for piece in (10**9, 1000):
+        monkeypatch.setattr(module, "PIECE", piece)
+        owed = torch.zeros(5000)
+        mean, _, sent = exchange(moved_by(among.index), owed, among, "int8")
+        assert mean is not None
+        means.append((mean, owed, sent))
+    whole = sizes[0]
+    assert len(sizes) == 2 + 2 * (whole // 1000)
+    assert max(sizes[2:]) < 2000 < whole
+    assert torch.equal(means[0][0], means[1][0])
+    assert torch.equal(means[0][1], means[1][1])
+
+
+def _all() -> None:
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        _in_pieces(monkeypatch)
     _again_and_again()
     _unsound()
 
 
 @pytest.mark.parametrize("processes", [2, 3])
 def test_nothing_is_lost_but_what_is_not_finite(processes):
-    launch(_both, processes=processes)
+    launch(_all, processes=processes)
