@@ -33,7 +33,7 @@ from benchmarks.strategies.compression import start_ranks
 from benchmarks.strategies.compression_tasks import TASKS, Task, trainer_of
 
 MODULE = "benchmarks.strategies.diloco_accuracy"
-NAME = "diloco_accuracy"
+FILES = {"bytes": "diloco_accuracy", "digits": "diloco_accuracy_digits"}
 
 RATES = {"bytes": (3e-3, 6e-3, 1e-2, 2e-2), "digits": (5e-4, 1e-3, 2e-3, 4e-3)}
 
@@ -57,6 +57,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "H=30, 4 fragments, delay 5, outer 1.0 and 0": _diloco(30, 1.0, 0.0, fragments=4, delay=5),
     "H=16, int4": _diloco(16, 0.7, 0.8, compression="int4"),
     "H=16, float32": _diloco(16, 0.7, 0.8, compression="float32"),
+    "H=8, int4, outer 1.0 and 0": _diloco(8, 1.0, 0.0, compression="int4"),
+    "H=16, float32, outer 1.0 and 0": _diloco(16, 1.0, 0.0, compression="float32"),
     "H=16, outer 1.0 and 0.4": _diloco(16, 1.0, 0.4),
     "H=30, outer 1.0 and 0.4": _diloco(30, 1.0, 0.4),
 }
@@ -158,9 +160,11 @@ def report_of(scores: dict[str, Any], steps: int, ranks: int, task: str) -> lo.R
                 "score": round(statistics.median(one["score"] for one in own.values()), 4),
                 "spread": round(statistics.pstdev(one["score"] for one in own.values()), 4),
                 "worse by": round(distance(name), 2),
-                "of Top-K's distance": round(distance(name) / distance(COMPARED), 2)
-                if known
-                else None,
+                **(
+                    {"of Top-K's distance": round(distance(name) / distance(COMPARED), 2)}
+                    if known
+                    else {}
+                ),
                 "fewer bytes": round(next(iter(dense.values()))["bytes"] / sent, 1),
             }
         )
@@ -260,7 +264,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         return
     arguments = parse_arguments(__doc__ or "", rest)
     steps = 40 if arguments.quick else own.steps
-    file = f"{NAME}_{own.task}_{own.ranks}"
+    file = FILES[own.task] + ("" if own.ranks == 2 else f"_{own.ranks}")
     path = arguments.out / f"{file}.json"
     known = json.loads(path.read_text())["scores"] if path.exists() and not arguments.quick else {}
     scores = known.setdefault(str(steps), {})
