@@ -1,7 +1,7 @@
 """Callbacks, strategies and plugins that make a Lightning Trainer faster, smaller and safer."""
 
+import importlib.machinery
 import sys
-from importlib.machinery import ModuleSpec, PathFinder
 
 import lazy_loader
 
@@ -12,11 +12,11 @@ __version__ = "0.1.0"
 __getattr__, __dir__, __all__ = lazy_loader.attach_stub(__name__, __file__)
 
 
-class _StrategyStrings(PathFinder):
+class _StrategyStrings(importlib.machinery.PathFinder):
     """Makes the strategy strings known as soon as there is a Lightning that could be given one."""
 
     @classmethod
-    def find_spec(cls, fullname: str, *where: object) -> ModuleSpec | None:
+    def find_spec(cls, fullname: str, *where: object) -> importlib.machinery.ModuleSpec | None:
         """Find Lightning, and nothing else."""
         if fullname != "lightning.pytorch":
             return None

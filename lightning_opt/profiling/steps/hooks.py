@@ -12,7 +12,6 @@ from torch import Tensor, nn
 
 from lightning_opt.core.compiling import hooks_are_compiled
 from lightning_opt.core.counting import samples_in, tokens_in
-from lightning_opt.core.preserve import do_nothing
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_phases import (
     BACKWARD,
@@ -181,7 +180,11 @@ class _Hook:
         self._function(*args)
 
     def __reduce__(self) -> Any:  # for copies too
-        return _Hook, (do_nothing,)
+        return _Hook, (_do_nothing,)
+
+
+def _do_nothing(*args: Any) -> None:
+    pass
 
 
 def _called_modules(module: nn.Module) -> Iterator[nn.Module]:

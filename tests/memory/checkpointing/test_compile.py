@@ -177,7 +177,7 @@ def test_blocks_that_read_a_mask_are_in_the_graph_of_those_without(where: str) -
 def test_blocks_left_out_of_the_graph_are_told_once(
     norm: Any, left_out: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level("INFO", "lightning"):
+    with caplog.at_level("INFO", "lightning.pytorch"):
         model = fit(norm, "model", "eager")
     said = [text for text in caplog.messages if "outside of the compiled" in text]
     assert len(said) == left_out
