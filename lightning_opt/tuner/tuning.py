@@ -43,6 +43,9 @@ LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
 PATIENT = 300.0
 """Seconds that the baseline may take to start, however short the budget is."""
 
+AGAIN = 0.2
+"""Share of the budget that is kept for measuring again, since the best of many is partly luck."""
+
 
 @dataclass(frozen=True)
 class Plan:
@@ -98,7 +101,6 @@ class Tuning:
             self._start,
             self._baseline,
             plan.objective,
-            deadline=self._begun + plan.budget,
             on_begin=self._say,
         )
 
@@ -134,14 +136,15 @@ class Tuning:
         )
 
     def _search(self) -> Search:
-        space = self._space
+        space, facts = self._space, self._baseline.observed.facts
         return Search(
             self._measure,
             tuple(space.switches),
             space.allows,
             space.interacts,
             self._plan.objective.min_gain,
-            first="data_pipeline" if self._baseline.observed.facts.starved else "",
+            first="data_pipeline" if facts.starved else "",
+            needed=facts.workers > 0,  # a faster computation waits longer for them
         )
 
     def _read_journal(self) -> None:
@@ -198,8 +201,9 @@ class Tuning:
             self._progress.begin((), Trial(()))
             baseline.ensure()
             # A model may take longer to start than the search may last.
-            self._arena.deadline = self._progress.deadline = time.monotonic() + self._plan.budget
+            self._progress.deadline = time.monotonic() + self._plan.budget
             self._journal.add({"kind": "baseline", **baseline.to_dict()})
+        self._arena.deadline = self._progress.deadline - AGAIN * self._plan.budget
         facts = baseline.observed.facts
         self._space = Space(
             self._plan.objective.name, facts, self._plan.candidates, self._plan.base
@@ -248,10 +252,8 @@ class Tuning:
             yield trial
 
     def _race(self, search: Search, best: Switches) -> Switches:
-        """Measure again what is undecided, the most promising first, and a small gain in any case.
-
-        The best of many measurements is partly luck.
-        """
+        """Measure again what is undecided, the most promising first, and a small gain at least."""
+        self._arena.deadline = self._progress.deadline
         starts: Counter[Switches] = Counter()
         while (names := search.undecided(best, starts)) is not None:
             try:

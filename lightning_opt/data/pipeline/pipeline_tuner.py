@@ -45,6 +45,9 @@ log = logging.getLogger(__name__)
 MEASURE = 0.4
 """Seconds of one measurement."""
 
+WAITING = 16
+"""The most workers that are tried by themselves beyond the CPUs, for items that wait."""
+
 
 class DataPipelineTuner(RunCallback):
     """Measures the training loader before the first step, and keeps the fastest settings.
@@ -67,7 +70,7 @@ class DataPipelineTuner(RunCallback):
 
     Args:
         max_workers: The most workers of a process; None for its share of the CPUs that affinity
-            and control groups allow. More can pay where items wait for a disk or a network.
+            and control groups allow, and for up to 16 where items wait for a disk or a network.
         prefetch: Values of ``prefetch_factor`` to try, the usual one first.
         pin: ``"auto"`` tries pinned memory on CUDA; or whether to pin.
         persistent: Keep workers from one epoch to the next, unless the dataset has ``set_epoch``,
@@ -85,7 +88,7 @@ class DataPipelineTuner(RunCallback):
     Example:
         >>> import lightning as L
         >>> import lightning_opt as lo
-        >>> tuner = lo.DataPipelineTuner(max_workers=8)
+        >>> tuner = lo.DataPipelineTuner()
         >>> trainer = L.Trainer(callbacks=[tuner], logger=False)
     """
 
@@ -191,9 +194,9 @@ class DataPipelineTuner(RunCallback):
         except (ProbeError, ValueError) as error:
             failure = str(error)
         found = probe.random if probe else None
-        failed, fetch, is_random = _agree(
-            trainer,
-            [float(probe is None), probe.seconds if probe else 0.0, float(found is not None)],
+        seconds, busy = (probe.seconds, probe.busy) if probe else (0.0, 1.0)
+        failed, fetch, busy, is_random = _agree(
+            trainer, [float(probe is None), seconds, busy, float(found is not None)]
         )
         if failed or probe is None:
             raise ProbeError(failure or "on another rank it could not be measured")
@@ -204,7 +207,9 @@ class DataPipelineTuner(RunCallback):
         persistent = present.persistent or (self.persistent and can_persist(trainer, loader))
         search = Search(
             self._measurement(trainer, loader, indices, step, start),
-            max_workers=most_workers(trainer) if self.max_workers is None else self.max_workers,
+            max_workers=most_workers(trainer, busy)
+            if self.max_workers is None
+            else self.max_workers,
             # Kept workers draw a seed less in each epoch, and any run a sampler to its end.
             min_workers=int(present.persistent or present.workers > 0),
             prefetch=self.prefetch,
@@ -351,10 +356,11 @@ class DataPipelineTuner(RunCallback):
             self._changed = None
 
 
-def most_workers(trainer: pl.Trainer) -> int:
-    """Return the smallest of the ranks' shares of the CPUs, at least 1."""
-    share = available_cpus() // max(1, trainer.num_devices)
-    return max(1, int(-_agree(trainer, [-float(share)])[0]))
+def most_workers(trainer: pl.Trainer, busy: float) -> int:
+    """Return the smallest of the ranks' shares of the CPUs, and more for items that wait."""
+    share = max(1, available_cpus() // max(1, trainer.num_devices))
+    share = int(-_agree(trainer, [-float(share)])[0])
+    return max(share, min(WAITING, int(share / max(busy, 1 / WAITING))))
 
 
 def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:

@@ -53,6 +53,7 @@ class Probe:
 
     Attributes:
         seconds: Of fetching and collating a batch.
+        busy: Share of them in which a CPU worked; the rest waits, as for a disk.
         batch: The first batch.
         random: How the items show that they are random, or None.
     """
@@ -85,17 +86,17 @@ class Probe:
             process.kill()
             process.join()
             ours.close()
-        failed, self.seconds, self.batch, self.random = decode(answer)
+        failed, self.seconds, self.busy, self.batch, self.random = decode(answer)
         if failed is not None:
             raise ProbeError(f"a process apart could not fetch a batch: {failed}")
 
 
 def _fetch(pipe: Any, fetcher: Any, indices: list[Any]) -> None:
-    """Answer with seconds, a batch and what was found of randomness, or with an error."""
+    """Answer with what the attributes of a probe tell, or with an error."""
     torch.set_num_threads(1)  # as a worker: threads of OpenMP do not survive a fork
     try:
-        times, first = [], None
-        end = time.perf_counter() + FETCHING
+        times, first, used = [], None, time.process_time()
+        begin = time.perf_counter()
         for number, index in enumerate(indices):
             start = time.perf_counter()
             batch = fetcher.fetch(index)
@@ -103,14 +104,15 @@ def _fetch(pipe: Any, fetcher: Any, indices: list[Any]) -> None:
             times.append(now - start)
             if number == 0:
                 first = batch
-            if now > end and number >= 1:
+            if now > begin + FETCHING and number >= 1:
                 break
+        busy = (time.process_time() - used) / (now - begin)
         index = indices[0][0] if fetcher.auto_collation else indices[0]
         sign = find_randomness(fetcher.dataset, [index])
         # The first one opens files; with a mean, seldom slow items count.
-        answer = encode((None, statistics.fmean(times[1:] or times), first, sign))
+        answer = encode((None, statistics.fmean(times[1:] or times), busy, first, sign))
     except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
-        answer = encode((f"{type(error).__name__}: {error}", 0.0, None, None))
+        answer = encode((f"{type(error).__name__}: {error}", 0.0, 1.0, None, None))
     pipe.send_bytes(answer)
 
 
@@ -134,7 +136,7 @@ def time_loader(
     apply(twin, LoaderSettings(settings.workers, settings.prefetch, settings.pin))
     waited, batches, fewest = 0.0, 0, max(FEW, 2 * settings.workers)
     with warnings.catch_warnings():
-        # More workers than CPUs are tried only where the user has said so.
+        # More workers than CPUs are tried where items wait, or the user has said so.
         warnings.filterwarnings("ignore", message="This DataLoader will create")
         iterator = DataLoader.__iter__(twin)
         try:

@@ -15,7 +15,7 @@ HOPELESS = 1.15
 SURPRISE = 1.04
 """How far above the product of its parts a combination has to be for its parts to be doubted."""
 
-SURE = 0.9
+SURE = 0.8
 """Score below which an answer is not measured a second time."""
 
 ROUNDS = 4
@@ -66,8 +66,8 @@ class Search:
         allows: Whether switches can be on at once.
         interacts: Whether the effect of two together may be far from the product.
         min_gain: Share that a configuration must gain to be preferred to the baseline.
-        first: A switch without which no other can gain: the others are tried beside it, and not at
-            all if it gains nothing.
+        first: What matters most: if it gains, the others are tried beside it.
+        needed: Whether no other can gain without it; then nothing is tried if it gains nothing.
 
     Attributes:
         outcomes: All that was measured.
@@ -80,6 +80,7 @@ class Search:
     interacts: Callable[[str, str], bool] = lambda one, other: True
     min_gain: float = 0.03
     first: str = ""
+    needed: bool = False
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
     complete: bool = False
 
@@ -96,8 +97,10 @@ class Search:
     def _search(self) -> None:
         if self.first:
             self._try([(self.first,)])
-            if self.first not in self.switches or not self._gaining():
-                return
+            if not self._gaining():
+                if self.needed:
+                    return
+                self.first = ""
         self._try((self.first, name) if self.first else (name,) for name in self.switches)
         self._try(self._unions())
         for _ in range(ROUNDS):

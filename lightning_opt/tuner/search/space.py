@@ -44,7 +44,7 @@ PAYS = 0.03
 """Share of a step below which it does not pay to make it shorter."""
 
 STARVED = 0.5
-"""Share of a step from which on waiting for the workers of a loader is all that matters."""
+"""Share of a step from which on waiting for data matters most."""
 
 
 @dataclass(frozen=True)
@@ -94,8 +94,8 @@ class Facts:
 
     @property
     def starved(self) -> bool:
-        """Whether workers are what a step waits for, so that a faster computation waits longer."""
-        return self.workers > 0 and (self.share(WAITING) or 0.0) > STARVED
+        """Whether data are what a step waits for."""
+        return (self.share(WAITING) or 0.0) > STARVED
 
 
 @dataclass(frozen=True)

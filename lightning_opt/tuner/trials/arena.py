@@ -11,7 +11,13 @@ from pathlib import Path
 from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import TimeIsUp
 from lightning_opt.tuner.trial import Switches, Trial
-from lightning_opt.tuner.trials.baseline import Baseline, BaselineFailed, Observed, Start
+from lightning_opt.tuner.trials.baseline import (
+    MOST_STEPS,
+    Baseline,
+    BaselineFailed,
+    Observed,
+    Start,
+)
 from lightning_opt.tuner.trials.numerics import judge
 from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed
@@ -22,22 +28,37 @@ ROUNDS = (4, 10)
 PRECISE = 0.02
 """Half-width of an interval, as a share, at which more rounds are of no use."""
 
+GRACE = 2.0
+"""Seconds that a trial's answer may still take when the budget has ended."""
+
 
 class Racer:
     """A candidate's process, and the trial that comes of it."""
 
-    def __init__(self, trial: Trial, fit: Fit, file: Path, alone: bool) -> None:
+    def __init__(self, trial: Trial, fit: Fit, file: Path, alone: bool, deadline: float) -> None:
         self.trial, self.fit, self.file, self.alone = trial, fit, file, alone
         self.trial.rounds = [[]]
+        self._deadline, self._patience = deadline, fit.timeout
 
     def advance(self, steps: int) -> float:
         """Take steps, and return the mean seconds of one."""
-        taken = self.fit.advance(steps)
+        left = max(GRACE, self._deadline - time.monotonic())
+        self.fit.timeout = min(self._patience, left)
+        try:
+            taken = self.fit.advance(steps)
+        except FitFailed as failure:
+            if failure.kind == "timeout" and left < self._patience:
+                raise TimeIsUp from failure
+            raise
         if len(taken) < steps:
             raise FitFailed("error", "The run ended by itself before it was measured.")
         self.trial.losses += [step.loss for step in taken]
         self.trial.peak = self.fit.peak_bytes
         return statistics.fmean(step.seconds for step in taken)
+
+    def block(self, steps: int) -> float:
+        """Take about as long a block as the baseline's, since data come from workers in bursts."""
+        return self.advance(max(steps, min(MOST_STEPS, round(steps / (self.trial.ratio or 1.0)))))
 
     def add(self, reference: float, own: float) -> None:
         """Take in a round: seconds of a step in the baseline's block and in its own."""
@@ -116,11 +137,16 @@ class Arena:
     def _alone(self, switches: Switches) -> Trial:
         """Try one with the device to itself, against the baseline's blocks from before."""
         # Its losses up to where the candidate will come to are compared with the candidate's.
-        self.baseline.catch_up(LOOKED_AT + 1 + (ROUNDS[0] + 1) * self.baseline.block)
+        self.baseline.catch_up(self._compared)
         self.baseline.close()
         trial = self._run(switches, self._lonely_rounds, alone=True)
         self.crowded |= not trial.failed  # it runs, but not beside the baseline
         return trial
+
+    @property
+    def _compared(self) -> int:
+        """Steps whose losses are compared, or more if the baseline has taken them."""
+        return LOOKED_AT + 1 + (ROUNDS[0] + 1) * self.baseline.block
 
     def _run(
         self, switches: Switches, rounds: Callable[[Racer], None], alone: bool = False
@@ -128,7 +154,7 @@ class Arena:
         trial, fit = Trial(switches), None
         try:
             fit, file = self._start(switches)
-            racer = Racer(trial, fit, file, alone)
+            racer = Racer(trial, fit, file, alone, self.deadline)
             trial.startup = racer.advance(1)
             if not self._is_too_slow(racer):
                 # The steps whose gradients are looked at come before any that is timed.
@@ -149,8 +175,11 @@ class Arena:
         """Return whether a trial is far slower than the baseline, before it costs a block."""
         usual, trial = self.baseline.step, racer.trial
         steady = math.inf
-        for _ in range(4):  # the second step may be one that compiles again
-            steady = min(steady, racer.advance(1))
+        spent = 0.0
+        # The second step may be one that compiles again, and short ones take long at first.
+        while len(trial.losses) < 5 or spent < self.baseline.block_seconds:
+            spent += (last := racer.advance(1))
+            steady = min(steady, last)
             if steady <= self.objective.slowest * usual:
                 return False
         if not racer.alone:  # the machine may have become slow, and not the candidate
@@ -168,14 +197,14 @@ class Arena:
             if turn >= 2 and (time.monotonic() > self.deadline or racer.decided):
                 return
             if turn % 2:
-                own = racer.advance(block)
+                own = racer.block(block)
                 racer.add(self.baseline.take(), own)
             else:
-                racer.add(self.baseline.take(), racer.advance(block))
+                racer.add(self.baseline.take(), racer.block(block))
 
     def _lonely_rounds(self, racer: Racer) -> None:
         for _ in range(ROUNDS[0] + 1):
-            racer.add(self.baseline.step, racer.advance(self.baseline.block))
+            racer.add(self.baseline.step, racer.block(self.baseline.block))
 
     def _judge(self, racer: Racer) -> None:
         """Fill in the trial from what was measured."""
@@ -198,7 +227,7 @@ class Arena:
         """Return why it does not learn what the baseline learns; empty if it does."""
         own = Observed.read(racer.file, racer.trial.losses)
         if not racer.alone:
-            self.baseline.catch_up(len(own.losses))
+            self.baseline.catch_up(min(len(own.losses), self._compared))
         racer.fit.close()  # another run of the baseline may need the room
         racer.trial.agreement, why = judge(own, self.baseline.observed, self.baseline.another)
         return why

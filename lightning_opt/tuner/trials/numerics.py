@@ -35,6 +35,9 @@ CANCELLED = 0.02
 """Share of the largest gradient of its module, an element each, by which a parameter's may be off
 in any case: that of a bias before a normalisation is nothing but rounding."""
 
+MOVED = 64
+"""Steps after which the ways of the weights are compared at the latest."""
+
 FARTHER = 4.0
 """How many times as far the weights of one of two runs may have moved. Optimizers that divide
 by the gradient's size turn rounding into steps, and a loss scale that is found skips some."""
@@ -152,8 +155,8 @@ def compare_paths(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
         own: How far each parameter is from its start, by name, after so many steps.
         reference: The same of the baseline.
     """
-    common = own.keys() & reference.keys()
-    steps = max(common, default=0)
+    # Later a training may have converged, whatever its way.
+    steps = max((own.keys() & reference.keys()).intersection(range(MOVED + 1)), default=0)
     mine, theirs = own.get(steps, {}), reference.get(steps, {})
     if not any(mine.values()) or not any(theirs.values()):
         return ""  # nothing moved yet, as when a loss scale is being found or the rate is still 0

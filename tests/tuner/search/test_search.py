@@ -200,9 +200,9 @@ def test_what_is_undecided_is_measured_again() -> None:
     assert search.undecided((), {}) == ("b",)
     assert search.undecided((), {("b",): 3}) == ("a",)
     assert search.undecided((), {("b",): 3, ("a",): 3}) is None
-    search.outcomes[("b",)] = Outcome(0.86, 0.85, 0.87)
+    search.outcomes[("b",)] = Outcome(0.76, 0.75, 0.77)
     assert search.undecided(("b",), {}) is None, "a is worse, and b is sure"
-    search.outcomes[("a",)] = Outcome(0.85, 0.7, 1.1)
+    search.outcomes[("a",)] = Outcome(0.75, 0.7, 1.1)
     assert search.undecided(("b",), {}) == ("a",)
     search.outcomes[("b",)] = Outcome(0.95, 0.94, 0.96)
     assert search.undecided(("b",), {}) == ("b",)
@@ -221,10 +221,14 @@ def test_what_starves_comes_first_and_the_others_beside_it() -> None:
 
 
 @pytest.mark.parametrize("first", ["data", "not there"])
-def test_where_that_gains_nothing_nothing_else_is_tried(first: str) -> None:
+def test_where_that_gains_nothing_the_others_are_tried_unless_they_need_it(first: str) -> None:
     machine = Machine({"bf16": 0.9, "data": 1.0})
     search = machine.search()
     search.first = first
+    assert search.run() == ("bf16",)
+    machine = Machine({"bf16": 0.9, "data": 1.0})
+    search = machine.search()
+    search.first, search.needed = first, True
     assert search.run() == ()
     assert search.complete
     assert machine.tried == ([("data",)] if first == "data" else [])

@@ -73,11 +73,9 @@ def test_only_what_bears_on_the_step_is_tried() -> None:
     assert "fused" in space.switches, "of time alone"
 
 
-def test_workers_that_cannot_follow_starve_the_step() -> None:
-    waits = {**ACCOUNT, "waiting for data": 4.0}
-    assert Facts(account=waits, workers=2).starved
-    assert not Facts(account=waits, workers=0).starved, "a faster step and the same wait"
-    assert not Facts(account=ACCOUNT, workers=2).starved
+def test_data_that_cannot_follow_starve_the_step() -> None:
+    assert Facts(account={**ACCOUNT, "waiting for data": 4.0}).starved
+    assert not Facts(account=ACCOUNT).starved
 
 
 def test_the_largest_batch_is_not_cut_into_parts() -> None:

@@ -4,6 +4,7 @@ Real ones are in ``test_autotune.py``; a device that holds one training but not 
 """
 
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -71,7 +72,7 @@ class Pretended:
     def __init__(self, world: World, plan: Plan, role: str, file: Path) -> None:
         self.world, self.plan, self.role, self.file = world, plan, role, file
         self.taken, self.open = 0, True
-        self.peak_bytes = plan.peak
+        self.peak_bytes, self.timeout = plan.peak, 100.0
         world.alive += 1
 
     def advance(self, count: int) -> list[Step]:
@@ -258,6 +259,16 @@ def test_no_trial_is_begun_after_the_deadline(tmp_path: Path) -> None:
     with pytest.raises(TimeIsUp):
         run(world, [("a",)], deadline=0.0)
     assert world.started == []
+
+
+@pytest.mark.parametrize("step", [0, 9])
+def test_a_trial_ends_with_the_budget(tmp_path: Path, step: int) -> None:
+    world = world_of(tmp_path, a=Plan(fails=(step, "timeout")))
+    with pytest.raises(TimeIsUp):
+        run(world, [("a",)], deadline=time.monotonic() + 50)
+    # It had all the time that a trial may take.
+    trials = run(world, [("a",)], deadline=time.monotonic() + 150)
+    assert trials["a",].verdict == "timeout"
 
 
 def test_memory_may_cost_some_time_but_not_any(tmp_path: Path) -> None:
