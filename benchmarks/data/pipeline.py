@@ -27,6 +27,7 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from lightning_opt.core.cpus import available_cpus
 from lightning_opt.data.pipeline.loaders import LoaderSettings, apply
+from lightning_opt.data.pipeline.pipeline_tuner import WAITING
 
 GPU = True
 
@@ -152,9 +153,9 @@ def search_grid(
     return max(rates, key=lambda one: rates[one]), time.perf_counter() - start, len(rates)
 
 
-def tune(dataset: Items, most: int, device: str) -> tuple[LoaderSettings, float, lo.Report]:
+def tune(dataset: Items, device: str) -> tuple[LoaderSettings, float, lo.Report]:
     """Return the tuner's choice, the time that it took, and its table."""
-    tuner = lo.DataPipelineTuner(max_workers=most, verbose=False)
+    tuner = lo.DataPipelineTuner(verbose=False)
     loader = DataLoader(dataset, batch_size=BATCH)
     # The time from where Lightning would have taken the loader to where it has the tuned one.
     seconds = 0.0
@@ -205,11 +206,11 @@ def main() -> None:
     rows, tables = [], {}
     for name, dataset, most in (
         ("computes", Computed(), cores),
-        ("waits", Waited(), 4 * cores if cores <= 4 else cores),
+        ("waits", Waited(), max(cores, WAITING)),
         ("is ready", Items(), cores),
     ):
         steps = sorted({0, 1, *(2**i for i in range(1, 10) if 2**i <= most), most})
-        chosen, tuning, table = tune(dataset, most, device)
+        chosen, tuning, table = tune(dataset, device)
         best, gridding, settings = search_grid(dataset, steps, seconds, device)  # type: ignore[arg-type]
         rates: dict[str, list[float]] = {"default": [], "grid": [], "tuner": []}
         for _ in range(rounds):
@@ -244,8 +245,7 @@ def main() -> None:
         [
             f"A grid of workers x prefetch_factor {PREFETCH}, {seconds:g} s a setting behind its "
             f"start; the medians of {rounds} interleaved rounds. Batches of {BATCH}; at most "
-            f"{cores} workers, and {4 * cores if cores <= 4 else cores} for the dataset that "
-            "waits.",
+            f"{cores} workers, and {max(cores, WAITING)} for the dataset that waits.",
             "An item of the dataset that computes, in µs: "
             + ", ".join(f"{row['item']} {row['µs']:.0f}" for row in items)
             + ".",

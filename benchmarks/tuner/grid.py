@@ -167,7 +167,7 @@ class Grid(Tuning):
         wanted = {names: named(names) for names in (best, *others)}
         settings = {name: self._space.settings(names) for names, name in wanted.items()}
         plan = self._plan
-        found = lo.compare(plan.model, plan.data, settings, rounds=40, seconds=90.0).ratios
+        found = lo.compare(plan.model, plan.data, settings, rounds=40, seconds=60.0).ratios
         return {
             names: 1.0 if names == best else found[name].value for names, name in wanted.items()
         }

@@ -93,7 +93,8 @@ def why_no_compiler(device: str, forks: bool = False) -> str | None:
 
 def describe_machine(device: str) -> str:
     """Return the machine in a few words."""
-    words = [f"{available_cpus()} CPUs ({platform.machine()})", f"torch {torch.__version__}"]
+    cpus = available_cpus()
+    words = [f"{cpus} CPU{'s' * (cpus > 1)} ({platform.machine()})", f"torch {torch.__version__}"]
     if device == "cuda" and torch.cuda.is_initialized():
         words.insert(0, f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}")
     return ", ".join(words)

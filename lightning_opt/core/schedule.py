@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from lightning_opt.core.arguments import at_least
+
 
 class Schedule:
     """Due at every ``every_n_steps``-th step, counted from 1.
@@ -13,11 +15,7 @@ class Schedule:
     """
 
     def __init__(self, every_n_steps: int) -> None:
-        if isinstance(every_n_steps, bool) or not isinstance(every_n_steps, int):
-            raise TypeError(f"every_n_steps must be a whole number, got {every_n_steps!r}.")
-        if every_n_steps < 1:
-            raise ValueError(f"every_n_steps must be at least 1, got {every_n_steps}.")
-        self.every_n_steps = every_n_steps
+        self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
 
     def is_due(self, step: int) -> bool:
         """Return whether step number ``step`` (the first is 1) is on the schedule."""

@@ -43,7 +43,7 @@ LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
 PATIENT = 300.0
 """Seconds that the baseline may take to start, however short the budget is."""
 
-AGAIN = 0.2
+AGAIN = 0.1
 """Share of the budget that is kept for measuring again, since the best of many is partly luck."""
 
 
@@ -101,6 +101,7 @@ class Tuning:
             self._start,
             self._baseline,
             plan.objective,
+            reserve=AGAIN * plan.budget,
             on_begin=self._say,
         )
 
@@ -178,8 +179,6 @@ class Tuning:
         base = plain(self._plan.base)
         if any(base.get(name) is not None for name in LIMITS):
             more |= LIMITS  # a trial trains for as long as it is told
-        if base.get("logger"):  # trials are no runs that the user would look for there
-            more["logger"] = {"class_path": "lightning.pytorch.loggers.logger.DummyLogger"}
         if role == "account" and not base.get("profiler"):
             more["profiler"] = {"class_path": PROFILER, "init_args": QUIETLY}
         if role == "batch":
@@ -203,7 +202,7 @@ class Tuning:
             # A model may take longer to start than the search may last.
             self._progress.deadline = time.monotonic() + self._plan.budget
             self._journal.add({"kind": "baseline", **baseline.to_dict()})
-        self._arena.deadline = self._progress.deadline - AGAIN * self._plan.budget
+        self._arena.deadline = self._progress.deadline
         facts = baseline.observed.facts
         self._space = Space(
             self._plan.objective.name, facts, self._plan.candidates, self._plan.base
@@ -253,7 +252,7 @@ class Tuning:
 
     def _race(self, search: Search, best: Switches) -> Switches:
         """Measure again what is undecided, the most promising first, and a small gain at least."""
-        self._arena.deadline = self._progress.deadline
+        self._arena.reserve = 0.0
         starts: Counter[Switches] = Counter()
         while (names := search.undecided(best, starts)) is not None:
             try:

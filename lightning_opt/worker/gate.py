@@ -15,6 +15,7 @@ import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
 from lightning.pytorch.callbacks import Checkpoint, EarlyStopping
+from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
@@ -215,6 +216,8 @@ def run(
     begin_alike = partial(pl.seed_everything, seed, workers=True, verbose=False)
     begin_alike()
     arguments = {**QUIET, **make_settings(settings)}
+    if arguments["logger"]:  # nobody would look for such a run there
+        arguments["logger"] = DummyLogger()
     trainer = pl.Trainer(callbacks=[*short_run(arguments), gate], **arguments)
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise ValueError(

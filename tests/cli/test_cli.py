@@ -497,6 +497,7 @@ lr_scheduler:
     [
         "profile --steps=40",
         pytest.param("tune --budget=5s --candidates=fused --quiet", marks=pytest.mark.slow),
+        pytest.param("bench --preset=basic --starts=1 --rounds=2", marks=pytest.mark.slow),
     ],
 )
 def test_a_configuration_that_saves_stops_early_and_looks_at_a_validation(

@@ -37,6 +37,14 @@ class Sleeper(LightningModule):
         return torch.optim.Adam(self.parameters(), lr=3e-3, eps=1e-20)
 
 
+class SlowStart(Sleeper):
+    """Takes longer to make than a search may last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        time.sleep(6)
+
+
 def batches() -> DataLoader[Any]:
     """Vectors whose class is a linear function of them."""
     generator = torch.Generator().manual_seed(0)

@@ -93,6 +93,16 @@ def wait_for(journal: Path, count: int) -> None:
 
 
 @pytest.mark.slow
+def test_a_start_longer_than_the_budget_leaves_time_for_a_trial() -> None:
+    candidates = [{"less sleep": CANDIDATES["less sleep"]}]
+    result = lo.autotune(
+        f"{MODEL.partition(':')[0]}:SlowStart", DATA, budget=4, base=BASE, candidates=candidates,
+        progress=False,
+    )  # fmt: skip
+    assert result.switches == ("less sleep",)
+
+
+@pytest.mark.slow
 def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

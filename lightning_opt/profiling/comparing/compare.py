@@ -45,10 +45,10 @@ def compare(
     equal: the interval, and a note below the table, say how small a difference could be seen.
 
     A step is a batch. Time counts from the end of one batch to the end of the next as the Trainer
-    makes it: data, callbacks and logging are in, validation and checkpoints only where the settings
-    ask for them. The first step after a pause is not timed; workers of a loader pause too. Ratios
-    come from means of turns, so that what happens every few steps is in them, but not what is so
-    rare that most turns lack it.
+    makes it: data and callbacks are in, validation and checkpoints only where the settings ask for
+    them; loggers write nothing. The first step after a pause is not timed; workers of a loader
+    pause too. Ratios come from means of turns, so that what happens every few steps is in them, but
+    not what is so rare that most turns lack it.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path

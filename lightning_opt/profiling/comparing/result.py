@@ -160,7 +160,9 @@ class Comparison(Measured):
     def _notes(self, whole: Mapping[str, Run], first: str) -> list[str]:
         starts = max((len(run.trainings) for run in whole.values()), default=0)
         turns = max((len(t.turns) for run in whole.values() for t in run.trainings), default=0)
-        notes = [f"{starts} starts, each in a process of its own, up to {turns} turns in each."]
+        each = "1 start in a process of its own"
+        each = f"{starts} starts, each in a process of its own" if starts > 1 else each
+        notes = [f"{each}, up to {turns} turns in each."]
         if self._by_sample:
             notes.append("Batches differ in size, so ratios are of seconds for a sample.")
         if any(run.peak is not None for run in whole.values()):

@@ -29,6 +29,7 @@ INTERACTING = (
     {"batch", "checkpointing"},
     {"compile", "layout"},
     {"compile", "runtime"},  # threads speed up products most, and so leave more to fusing
+    {"compile", "optimizer"},  # more of what is left of a step is the optimizer's
 )
 """Kinds whose effects are known not to multiply; precision and a user's own meet everything."""
 
@@ -296,7 +297,7 @@ def choose(
             usual.pop(_known(known, name).name, None)
         else:
             usual[name] = _known(known, name) if value is True else _own(name, value)
-    return list(usual.values())
+    return sorted(usual.values(), key=lambda switch: switch.kind == "compile")  # starts slowly
 
 
 def _known(known: Mapping[str, Switch], name: str) -> Switch:

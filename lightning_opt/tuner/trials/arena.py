@@ -85,6 +85,7 @@ class Arena:
         baseline: What all are compared with.
         objective: Decides how closely a trial is looked at.
         deadline: Time of ``time.monotonic`` at which no trial is begun and none goes on.
+        reserve: Seconds before that in which none is begun.
         on_begin: Told which configuration is begun.
     """
 
@@ -95,10 +96,11 @@ class Arena:
         objective: Objective,
         *,
         deadline: float = math.inf,
+        reserve: float = 0.0,
         on_begin: Callable[[Switches], None] = lambda switches: None,
     ) -> None:
         self._start, self.baseline, self.objective = start, baseline, objective
-        self.deadline, self._on_begin = deadline, on_begin
+        self.deadline, self.reserve, self._on_begin = deadline, reserve, on_begin
         self.crowded = False
         self._costs: list[float] = []
 
@@ -110,7 +112,8 @@ class Arena:
         """
         for switches in configurations:
             begun = time.monotonic()
-            if begun + (statistics.median(self._costs) if self._costs else 0.0) > self.deadline:
+            usual = statistics.median(self._costs) if self._costs else 0.0
+            if begun + usual > self.deadline - self.reserve:
                 raise TimeIsUp
             self._on_begin(switches)
             trial = self._alone(switches) if self.crowded else self._beside(switches)
@@ -154,7 +157,9 @@ class Arena:
         trial, fit = Trial(switches), None
         try:
             fit, file = self._start(switches)
-            racer = Racer(trial, fit, file, alone, self.deadline)
+            # It may start as slowly as the baseline did, however little of the budget is left.
+            begun = time.monotonic() + 2 * self.baseline.startup
+            racer = Racer(trial, fit, file, alone, max(self.deadline, begun))
             trial.startup = racer.advance(1)
             if not self._is_too_slow(racer):
                 # The steps whose gradients are looked at come before any that is timed.
