@@ -43,9 +43,6 @@ LIMITS = {"max_epochs": 100_000, "max_steps": -1, "max_time": None}
 PATIENT = 300.0
 """Seconds that the baseline may take to start, however short the budget is."""
 
-AGAIN = 0.1
-"""Share of the budget that is kept for measuring again, since the best of many is partly luck."""
-
 
 @dataclass(frozen=True)
 class Plan:
@@ -101,7 +98,6 @@ class Tuning:
             self._start,
             self._baseline,
             plan.objective,
-            reserve=AGAIN * plan.budget,
             on_begin=self._say,
         )
 
@@ -146,6 +142,7 @@ class Tuning:
             self._plan.objective.min_gain,
             first="data_pipeline" if facts.starved else "",
             needed=facts.workers > 0,  # a faster computation waits longer for them
+            late=tuple(n for n, switch in space.switches.items() if switch.kind == "compile"),
         )
 
     def _read_journal(self) -> None:
@@ -251,8 +248,10 @@ class Tuning:
             yield trial
 
     def _race(self, search: Search, best: Switches) -> Switches:
-        """Measure again what is undecided, the most promising first, and a small gain at least."""
-        self._arena.reserve = 0.0
+        """Measure again what is undecided, the most promising first, and a small gain in any case.
+
+        The best of many measurements is partly luck.
+        """
         starts: Counter[Switches] = Counter()
         while (names := search.undecided(best, starts)) is not None:
             try:

@@ -68,6 +68,7 @@ class Search:
         min_gain: Share that a configuration must gain to be preferred to the baseline.
         first: What matters most: if it gains, the others are tried beside it.
         needed: Whether no other can gain without it; then nothing is tried if it gains nothing.
+        late: Switches that take long to start: tried last, and beside all that gains.
 
     Attributes:
         outcomes: All that was measured.
@@ -81,8 +82,10 @@ class Search:
     min_gain: float = 0.03
     first: str = ""
     needed: bool = False
+    late: Switches = ()
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
     complete: bool = False
+    _beside: dict[str, Switches] = field(default_factory=dict)
 
     def run(self) -> Switches:
         """Return the best configuration; empty where none beats the baseline."""
@@ -97,11 +100,11 @@ class Search:
     def _search(self) -> None:
         if self.first:
             self._try([(self.first,)])
-            if not self._gaining():
-                if self.needed:
-                    return
-                self.first = ""
-        self._try((self.first, name) if self.first else (name,) for name in self.switches)
+            if self.needed and not self._gaining():
+                return
+        self._try_beside(name for name in self.switches if name not in self.late)
+        self._try_beside(self.late)
+        self._try((name,) for name in self.late if self._alone(name).score == math.inf)
         self._try(self._unions())
         for _ in range(ROUNDS):
             before = self.best()
@@ -155,13 +158,21 @@ class Search:
         ]
         return min(may, key=lambda names: self.outcomes[names].score, default=None)
 
+    def _try_beside(self, names: Iterable[str]) -> None:
+        """Try each beside what gains so far."""
+        gaining = self._gaining()
+        for name in names:
+            beside = [other for other in gaining if other != name and self.allows((other, name))]
+            self._beside.setdefault(name, tuple(beside))
+        self._try((*beside, name) for name, beside in self._beside.items())
+
     def _alone(self, name: str) -> Outcome:
-        """Return what came of a switch alone, or beside the first one as a share of that."""
-        found = self.outcomes.get((name,)) or Outcome(1.0)
-        beside = self.outcomes.get(self._ordered((self.first, name)))
-        if (name,) not in self.outcomes and beside is not None:
-            found = replace(beside, score=beside.score / self._alone(self.first).score)
-        return found
+        """Return what came of a switch alone, or beside others as a share of what they gain."""
+        alone, beside = self.outcomes.get((name,)), self._beside.get(name, ())
+        both = self.outcomes.get(self._ordered((*beside, name)))
+        if alone or not both:
+            return alone or Outcome(1.0)
+        return replace(both, score=both.score / self._product(beside))
 
     def _product(self, names: Iterable[str]) -> float:
         return math.prod(self._alone(name).score for name in names)

@@ -297,7 +297,7 @@ def choose(
             usual.pop(_known(known, name).name, None)
         else:
             usual[name] = _known(known, name) if value is True else _own(name, value)
-    return sorted(usual.values(), key=lambda switch: switch.kind == "compile")  # starts slowly
+    return list(usual.values())
 
 
 def _known(known: Mapping[str, Switch], name: str) -> Switch:

@@ -22,7 +22,7 @@ from lightning_opt.tuner.trials.numerics import judge
 from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed
 
-ROUNDS = (4, 10)
+ROUNDS = (4, 7)
 """The fewest and the most rounds of blocks in which a trial that may gain is timed."""
 
 PRECISE = 0.02
@@ -85,7 +85,6 @@ class Arena:
         baseline: What all are compared with.
         objective: Decides how closely a trial is looked at.
         deadline: Time of ``time.monotonic`` at which no trial is begun and none goes on.
-        reserve: Seconds before that in which none is begun.
         on_begin: Told which configuration is begun.
     """
 
@@ -96,11 +95,10 @@ class Arena:
         objective: Objective,
         *,
         deadline: float = math.inf,
-        reserve: float = 0.0,
         on_begin: Callable[[Switches], None] = lambda switches: None,
     ) -> None:
         self._start, self.baseline, self.objective = start, baseline, objective
-        self.deadline, self.reserve, self._on_begin = deadline, reserve, on_begin
+        self.deadline, self._on_begin = deadline, on_begin
         self.crowded = False
         self._costs: list[float] = []
 
@@ -112,8 +110,7 @@ class Arena:
         """
         for switches in configurations:
             begun = time.monotonic()
-            usual = statistics.median(self._costs) if self._costs else 0.0
-            if begun + usual > self.deadline - self.reserve:
+            if begun + (statistics.median(self._costs) if self._costs else 0.0) > self.deadline:
                 raise TimeIsUp
             self._on_begin(switches)
             trial = self._alone(switches) if self.crowded else self._beside(switches)

@@ -220,6 +220,24 @@ def test_what_starves_comes_first_and_the_others_beside_it() -> None:
     assert ("bf16",) not in machine.tried
 
 
+def test_what_starts_slowly_comes_last_and_beside_what_gains() -> None:
+    machine = Machine({"compile": 0.8, "fused": 0.9, "threads": 1.1})
+    search = machine.search()
+    search.late = ("compile",)
+    assert search.run() == ("compile", "fused")
+    assert machine.tried[:3] == [("fused",), ("threads",), ("compile", "fused")]
+    assert ("compile",) not in machine.tried
+
+    machine.failing["fused"] = Outcome(math.inf)
+    search = machine.search()
+    search.late = ("compile",)
+    assert search.run() == ("compile",)
+    machine = Machine({"compile": 0.8, "fused": 0.9}, {frozenset(("compile", "fused")): math.inf})
+    search = machine.search()
+    search.late = ("compile",)
+    assert search.run() == ("compile",), "what fails together is tried alone"
+
+
 @pytest.mark.parametrize("first", ["data", "not there"])
 def test_where_that_gains_nothing_the_others_are_tried_unless_they_need_it(first: str) -> None:
     machine = Machine({"bf16": 0.9, "data": 1.0})
