@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
@@ -23,7 +24,7 @@ from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed
 
 ROUNDS = (4, 7)
-"""The fewest and the most rounds of blocks in which a trial that may gain is timed."""
+"""The fewest rounds of blocks in which a trial that may gain is timed, and the usual most."""
 
 PRECISE = 0.02
 """Half-width of an interval, as a share, at which more rounds are of no use."""
@@ -194,9 +195,14 @@ class Arena:
 
     def _rounds(self, racer: Racer) -> None:
         """Let baseline and candidate take blocks in turn, until it is decided."""
-        block = self.baseline.block
-        for turn in range(ROUNDS[1]):
-            if turn >= 2 and (time.monotonic() > self.deadline or racer.decided):
+        block, begun = self.baseline.block, time.monotonic()
+        startup = racer.trial.startup or 0.0
+        for turn in itertools.count():
+            now = time.monotonic()
+            # What took long to start is looked at for longer.
+            decided = now - begun > startup / 8 and racer.decided
+            tired = now - begun > startup / 2 and turn >= ROUNDS[1]
+            if turn >= 2 and (now > self.deadline or decided or tired):
                 return
             if turn % 2:
                 own = racer.block(block)
