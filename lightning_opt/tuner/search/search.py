@@ -171,8 +171,9 @@ class Search:
         alone, beside = self.outcomes.get((name,)), self._beside.get(name, ())
         both = self.outcomes.get(self._ordered((*beside, name)))
         if alone or not both:
-            return alone or Outcome(1.0)
-        return replace(both, score=both.score / self._product(beside))
+            return alone or Outcome(1.0, 1.0)
+        others = self._product(beside)
+        return replace(both, score=both.score / others, low=both.low / others)
 
     def _product(self, names: Iterable[str]) -> float:
         return math.prod(self._alone(name).score for name in names)
@@ -195,10 +196,15 @@ class Search:
                 self.outcomes[names] = outcome
 
     def _gaining(self) -> list[str]:
-        """Return the switches that gain alone, the best first."""
-        gains = {name: self._alone(name).score for name in self.switches}
-        found = [name for name, score in gains.items() if score <= 1 - self.min_gain / 3]
-        return sorted(found, key=gains.__getitem__)
+        """Return the switches that gain alone, or may well, the best first."""
+        alone = {name: self._alone(name) for name in self.switches}
+        found = [
+            name
+            for name, outcome in alone.items()
+            if outcome.score <= 1 - self.min_gain / 3
+            or (outcome.score <= 1 + 2 * TIE and outcome.low < 1 - self.min_gain)
+        ]
+        return sorted(found, key=lambda name: alone[name].score)
 
     def _unions(self) -> list[Switches]:
         """Return all gains at once; and for two that exclude each other the next best such."""

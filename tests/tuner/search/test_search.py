@@ -220,6 +220,20 @@ def test_what_starves_comes_first_and_the_others_beside_it() -> None:
     assert ("bf16",) not in machine.tried
 
 
+def test_what_may_well_gain_is_in_the_union() -> None:
+    seen = {("a",): Outcome(0.8, 0.7, 0.9), ("b",): Outcome(1.01, 0.9, 1.1)}
+    seen |= {("c",): Outcome(1.01, 1.0, 1.02), ("d",): Outcome(1.05, 0.9, 1.2)}
+    tried: list[Names] = []
+
+    def measure(some: Sequence[Names]) -> Iterable[Outcome]:
+        for names in some:
+            tried.append(names)
+            yield seen.get(names, Outcome(0.75, 0.7, 0.8))
+
+    Search(measure, ("a", "b", "c", "d")).run()
+    assert tried[4] == ("a", "b")
+
+
 def test_what_starts_slowly_comes_last_and_beside_what_gains() -> None:
     machine = Machine({"compile": 0.8, "fused": 0.9, "threads": 1.1})
     search = machine.search()
