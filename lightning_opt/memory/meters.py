@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Iterable
+from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 from weakref import ref
@@ -27,8 +27,7 @@ class StorageMeter(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._sizes: dict[int, int] = {}
-        self._references: dict[int, Any] = {}
+        self._held: dict[int, tuple[int, Any]] = {}  # bytes, and who says when they are freed
         self._live = self._peak = 0
 
     def __torch_dispatch__(
@@ -44,11 +43,10 @@ class StorageMeter(TorchDispatchMode):
     def _count(self, tensor: Tensor, inputs: set[int]) -> None:
         storage = tensor.untyped_storage()
         key = id(storage)  # the same object for all tensors of a storage, as long as that lives
-        if key in self._sizes or key in inputs:
+        if key in self._held or key in inputs:
             return
-        self._sizes[key] = storage.nbytes()
-        self._references[key] = ref(storage, partial(self._forget, key))
-        self._live += self._sizes[key]
+        self._held[key] = storage.nbytes(), ref(storage, partial(self._forget, key))
+        self._live += storage.nbytes()
         self._peak = max(self._peak, self._live)
 
     def adopt(self, tensors: Iterable[Tensor]) -> int:
@@ -59,8 +57,8 @@ class StorageMeter(TorchDispatchMode):
         return self._live - before
 
     def _forget(self, key: int, _: Any) -> None:
-        self._live -= self._sizes.pop(key)
-        del self._references[key]
+        nbytes, _ = self._held.pop(key)
+        self._live -= nbytes
 
     def live(self) -> int:
         """Return what is held now."""
@@ -93,14 +91,9 @@ Meter: TypeAlias = StorageMeter | AllocatorMeter
 """Bytes above those that were there when the measurement began."""
 
 
-@contextmanager
-def measuring(device: torch.device) -> Iterator[Meter]:
+def measuring(device: torch.device) -> AbstractContextManager[Meter]:
     """Measure what is allocated on ``device`` inside."""
-    if device.type == "cuda":
-        yield AllocatorMeter(device)
-    else:
-        with StorageMeter() as meter:
-            yield meter
+    return nullcontext(AllocatorMeter(device)) if device.type == "cuda" else StorageMeter()
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import re
 import sys
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
@@ -137,7 +138,8 @@ def describe(chain: Sequence[Any], root: str) -> str:
             text += f".{key}" if key is not None else ".__dict__"
         else:
             text += _step(holder, held)
-    return _tidy(text)
+    # Submodules are written as attributes, as the user does.
+    return re.sub(r"\._(?:modules|parameters|buffers)\['(.*?)'\]", r".\1", text)
 
 
 def owners(chain: Sequence[Any]) -> list[tuple[Any, str]]:
@@ -195,30 +197,16 @@ def _step(holder: Any, held: Any) -> str:
 
 
 def _attribute(holder: Any, held: Any) -> str | None:
-    attributes = _dict_of(holder)
-    if attributes is None:
-        return None
-    key = _key(attributes, held)
+    key = _key(_dict_of(holder) or {}, held)
     return str(key) if key is not None else None
 
 
 def _dict_of(thing: Any) -> Any:
-    try:
-        return vars(thing)
-    except TypeError:
-        return None
+    return getattr(thing, "__dict__", None)
 
 
 def _key(mapping: Mapping[Any, Any], value: Any) -> Any:
     return next((key for key, item in list(mapping.items()) if item is value), None)
-
-
-def _tidy(text: str) -> str:
-    """Write submodules as attributes, as the user does."""
-    for inner in ("_modules", "_parameters", "_buffers"):
-        parts = text.split(f".{inner}['")
-        text = parts[0] + "".join("." + part.replace("']", "", 1) for part in parts[1:])
-    return text
 
 
 def graph_size(tensor: Tensor, limit: int = 20_000) -> int:
@@ -260,10 +248,15 @@ def own_size(things: Iterable[Any]) -> int:
     return sum(_size(thing, seen) for thing in things)
 
 
+def is_dense(thing: Any) -> bool:
+    """Return whether it is a plain tensor or parameter, whose storage can be looked at."""
+    return type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided
+
+
 def _size(thing: Any, seen: set[Any]) -> int:
     """Return the bytes of an object and of its storage, if that is not among those ``seen``."""
     size = sys.getsizeof(thing, 64)
-    if type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided:
+    if is_dense(thing):
         storage = ("storage", thing.untyped_storage().data_ptr())
         if storage not in seen:
             seen.add(storage)

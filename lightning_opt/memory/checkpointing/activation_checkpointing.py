@@ -19,7 +19,7 @@ from lightning_opt.core.preserve import replaced
 from lightning_opt.core.report import Report
 from lightning_opt.core.trial import TrialStep, as_delivered
 from lightning_opt.memory.checkpointing.methods.arguments import switch_caches_off
-from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, is_checkpointed
+from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
 from lightning_opt.memory.checkpointing.methods.offloading import Offload
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
@@ -164,7 +164,7 @@ class ActivationCheckpointing(RunCallback):
         self.blocks: list[Block] = []
         self.plan: Plan = []
         self.planning: Planning | None = None
-        self._applied: AppliedPlan | None = None
+        self._applied = AppliedPlan([])
         self._offload: Offload | None = None
         self._patches = ExitStack()
         self._planned: list[Planning] = []
@@ -234,7 +234,7 @@ class ActivationCheckpointing(RunCallback):
     ) -> None:
         """Under ``"auto"``, plan for the first batch, and for a larger one that may not fit."""
         if self.policy != "auto" or not self.blocks:
-            unknown = any(one.buffers.read_only is None for one in self._forwards())
+            unknown = any(one.buffers.read_only is None for one in self._applied.forwards)
             if unknown and not self._is_logged and has_compiled_parts(pl_module):
                 # What writes buffers stays out of the graph, so that is found out before there is
                 # one: Dynamo never looks again at code that it had to break in a loop.
@@ -252,7 +252,7 @@ class ActivationCheckpointing(RunCallback):
         shapes = batch_shapes(batch)
         planning = next((one for one in self._planned if one.serves(shapes)), None)
         if planning is None:
-            self._undo()
+            self._applied.undo()
             first = self._planned[0] if self._planned else None
             planning = plan_for_batch(
                 trainer, pl_module, batch, batch_idx, self.blocks, self.budget, first
@@ -283,7 +283,7 @@ class ActivationCheckpointing(RunCallback):
         if self._offload is not None:
             counts["checkpointing/offloaded_mb"] = self._offload.nbytes / MB
         log_scalars(trainer, counts)
-        forwards = self._forwards()
+        forwards = self._applied.forwards
         left_out = sum(not forward.buffers.read_only for forward in forwards)
         if left_out and has_compiled_parts(pl_module):
             rank_zero_info(
@@ -316,15 +316,7 @@ class ActivationCheckpointing(RunCallback):
         """Put the modules' ``forward`` and ``training_step`` back."""
         self._patches.close()
         self._offload = None
-        self._undo()
-
-    def _forwards(self) -> list[CheckpointedForward]:
-        return self._applied.forwards if self._applied is not None else []
-
-    def _undo(self) -> None:
-        if self._applied is not None:
-            self._applied.undo()
-            self._applied = None
+        self._applied.undo()
 
     def _choose_blocks(self, model: nn.Module) -> list[Block]:
         if self.modules is not None:
@@ -341,7 +333,7 @@ class ActivationCheckpointing(RunCallback):
         return blocks
 
     def _apply(self, plan: Plan) -> None:
-        self._undo()
+        self._applied.undo()
         self._applied = AppliedPlan(plan)
         self.plan = plan
 

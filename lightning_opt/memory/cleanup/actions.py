@@ -17,9 +17,6 @@ from lightning_opt.memory.meters import state_tensors, storage_bytes
 
 Action = Literal["gc", "cuda_cache", "malloc_trim"]
 
-ACTIONS: tuple[Action, ...] = ("gc", "cuda_cache", "malloc_trim")
-"""In the order in which they are done: what one lets go of, the next gives back."""
-
 
 @dataclass(frozen=True)
 class Effect:
@@ -36,22 +33,6 @@ class Effect:
     seconds: float
 
 
-def clean(actions: Collection[Action], device: torch.device) -> list[Effect]:
-    """Run the actions, in the order of :data:`ACTIONS`, as far as ``device`` has such a thing."""
-    return [
-        _run(action, device)
-        for action in ACTIONS
-        if action in actions and (action != "cuda_cache" or device.type == "cuda")
-    ]
-
-
-def _run(action: Action, device: torch.device) -> Effect:
-    perform, counter = _KINDS[action]
-    start, before = perf_counter(), counter(device)
-    perform()
-    return Effect(action, before - counter(device), perf_counter() - start)
-
-
 def _in_use(device: torch.device) -> int:
     """Return what tensors hold, on the device and in the heap."""
     host = live_bytes(torch.device("cpu"))
@@ -63,6 +44,21 @@ _KINDS: Mapping[Action, tuple[Callable[[], object], Callable[[torch.device], int
     "cuda_cache": (torch.cuda.empty_cache, lambda device: torch.cuda.memory_reserved(device)),
     "malloc_trim": (malloc_trim, lambda device: resident_memory()),
 }
+
+ACTIONS = tuple(_KINDS)
+"""In the order in which they are done: what one lets go of, the next gives back."""
+
+
+def clean(actions: Collection[Action], device: torch.device) -> list[Effect]:
+    """Run the actions, in the order of :data:`ACTIONS`, as far as ``device`` has such a thing."""
+    effects = []
+    for action, (perform, counter) in _KINDS.items():
+        if action in actions and (action != "cuda_cache" or device.type == "cuda"):
+            start, before = perf_counter(), counter(device)
+            perform()
+            freed = before - counter(device)
+            effects.append(Effect(action, freed, perf_counter() - start))
+    return effects
 
 
 def advise(usage: Usage, module: nn.Module, optimizers: Iterable[Any]) -> str:

@@ -71,11 +71,9 @@ def take_census(step: int, epoch: int, roots: Sequence[Root]) -> Census:
     garbage = collect_garbage()
     walk = Walk(roots)  # finds what is frozen, which `gc.get_objects` does not list
     objects = gc.get_objects()
-    lengths = {id(thing): len(thing) for thing in objects if type(thing) in CONTAINERS}
     longest = max(map(graph_size, _with_graph(objects)), default=0)
-    for thing, _ in walk.found.values():
-        if type(thing) in CONTAINERS:
-            lengths[id(thing)] = len(thing)
+    there = itertools.chain(objects, (thing for thing, _ in walk.found.values()))
+    lengths = {id(thing): len(thing) for thing in there if type(thing) in CONTAINERS}
     return Census(step, epoch, lengths, longest, garbage)
 
 
@@ -108,15 +106,12 @@ def growing_containers(counts: Sequence[Census], per_step: float) -> dict[int, f
 
     Args:
         counts: At least two, the oldest first.
-        per_step: Items a step that are too few to matter.
+        per_step: Items a step that are too few to matter, above 0.
     """
-    first, last = counts[0], counts[-1]
     found = {}
-    for key, length in last.lengths.items():
+    for key in counts[-1].lengths:
         lengths = [count.lengths.get(key, -1) for count in counts]
-        if lengths[0] < 0 or any(b <= a for a, b in itertools.pairwise(lengths)):
-            continue
-        rate = (length - lengths[0]) / (last.step - first.step)
+        rate = _growth(counts, lengths) if lengths[0] >= 0 else 0.0
         if rate >= per_step:
             found[key] = rate
     return found
@@ -124,10 +119,14 @@ def growing_containers(counts: Sequence[Census], per_step: float) -> dict[int, f
 
 def growing_graph(counts: Sequence[Census]) -> float:
     """Return by how many operations a step the longest graph has grown from count to count."""
-    nodes = [count.graph_nodes for count in counts]
-    if any(b <= a for a, b in itertools.pairwise(nodes)):
+    return _growth(counts, [count.graph_nodes for count in counts])
+
+
+def _growth(counts: Sequence[Census], lengths: Sequence[int]) -> float:
+    """Return the growth a step of what has had these lengths; 0 unless it grew each time."""
+    if any(b <= a for a, b in itertools.pairwise(lengths)):
         return 0.0
-    return (nodes[-1] - nodes[0]) / (counts[-1].step - counts[0].step)
+    return (lengths[-1] - lengths[0]) / (counts[-1].step - counts[0].step)
 
 
 def steady_garbage(counts: Sequence[Census]) -> float:

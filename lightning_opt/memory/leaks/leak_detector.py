@@ -6,7 +6,7 @@ import logging
 import math
 import sys
 from time import perf_counter
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 import torch.distributed as dist
@@ -110,10 +110,7 @@ class LeakDetector(RunCallback):
         self._rest = REST
         self._rest_until = 0
         self._forget()
-        self._signals: dict[Phase, Signals] = {
-            "train": Signals(self.min_rate),
-            "validation": Signals(self.min_rate),
-        }
+        self._signals: dict[Phase, Signals] = {p: Signals(self.min_rate) for p in get_args(Phase)}
 
     def _forget(self) -> None:
         self._counts: list[Census] = []
@@ -143,7 +140,7 @@ class LeakDetector(RunCallback):
         self._steps += 1
         if self._steps <= self.warmup_steps or not self._schedule.is_due(self._steps):
             return
-        found = self._sample(trainer, pl_module, "train")
+        found = self._sample(trainer, "train")
         signals = self._signals["train"]
         if signals.is_due():
             slope = max(signals.growing().values(), default=0.0)
@@ -156,17 +153,15 @@ class LeakDetector(RunCallback):
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take a sample of the series of its own that validation has."""
         if self._training and self._steps > self.warmup_steps:
-            self._raise_together(trainer, self._sample(trainer, pl_module, "validation"))
+            self._raise_together(trainer, self._sample(trainer, "validation"))
 
-    def _sample(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, phase: Phase
-    ) -> list[Suspect]:
+    def _sample(self, trainer: pl.Trainer, phase: Phase) -> list[Suspect]:
         signals = self._signals[phase]
         signals.add(self._steps, read_signals(trainer.strategy.root_device))
         if not self._counts:
             if signals.is_due() and self._steps >= self._rest_until and signals.growing():
                 self._phase = phase
-                self._count(trainer, pl_module)
+                self._count(trainer)
             return []
         if phase != self._phase:
             return []
@@ -177,10 +172,10 @@ class LeakDetector(RunCallback):
             self._next_count = self._steps + INTERVALS[-1] * self._schedule.every_n_steps
         if phase == "train" and self._steps < self._next_count:
             return []
-        self._count(trainer, pl_module)
-        return self._judge(trainer, pl_module) if len(self._counts) > len(INTERVALS) else []
+        self._count(trainer)
+        return self._judge(trainer) if len(self._counts) > len(INTERVALS) else []
 
-    def _count(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _count(self, trainer: pl.Trainer) -> None:
         start = perf_counter()
         self._counts.append(take_census(self._steps, trainer.current_epoch, self._roots(trainer)))
         place = min(len(self._counts), len(INTERVALS)) - 1
@@ -188,7 +183,7 @@ class LeakDetector(RunCallback):
         self._searches += len(self._counts) == 1
         self._seconds += perf_counter() - start
 
-    def _judge(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[Suspect]:
+    def _judge(self, trainer: pl.Trainer) -> list[Suspect]:
         """Compare the counts: report, or wait for the end of the epoch, or give up."""
         start = perf_counter()
         suspects = find_suspects(self._counts, self._roots(trainer), self.min_rate, self)

@@ -199,8 +199,7 @@ class MemoryProfiler(RunCallback):
         self._holdings = Holdings(pl_module, trainer.optimizers, self._device)
         if self.modules and not self.profile.modules:
             self._saved = SavedWatch(pl_module)
-            self._saved.start()
-            self._step.callback(self._saved.stop)
+            self._step.enter_context(self._saved.counting())
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
                 # By hand, one optimizer's step is followed by the next one's forward pass.

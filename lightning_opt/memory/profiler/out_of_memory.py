@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.memory import MB, MemoryLimits, live_bytes, resident_memory
 from lightning_opt.core.report import Report
-from lightning_opt.memory.object_graph import Root, Walk, describe, is_a
+from lightning_opt.memory.object_graph import Root, Walk, describe, is_a, is_dense
 
 log = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ def examine(
     """
     tensors: dict[int, Tensor] = {}
     for thing in gc.get_objects():
-        if is_a(thing, Tensor) and thing.device.type == device.type and _is_dense(thing):
+        if is_a(thing, Tensor) and thing.device.type == device.type and is_dense(thing):
             known = tensors.get(thing.untyped_storage().data_ptr())
             if known is None or is_a(thing, nn.Parameter):
                 tensors[thing.untyped_storage().data_ptr()] = thing
@@ -121,7 +121,3 @@ def _roots(error: BaseException, module: nn.Module | None) -> list[Root]:
     named = [] if module is None else [(type(module).__name__, module)]
     nearest = frames[:-13:-1]  # to the error, that first
     return [*named, *((f"{frame.f_code.co_name}:", dict(frame.f_locals)) for frame in nearest)]
-
-
-def _is_dense(tensor: Tensor) -> bool:
-    return type(tensor) in (Tensor, nn.Parameter) and tensor.layout == torch.strided

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import statistics
 from collections import deque
 from collections.abc import Mapping
@@ -73,16 +74,12 @@ class MemoryProfile:
         Raises:
             KeyError: If there is none.
         """
-        found = None
-        for record in self.records:
-            if record is before:
-                break
-            if record.name == name:
-                found = record
-        if found is None:
+        earlier = itertools.takewhile(lambda record: record is not before, self.records)
+        found = [record for record in earlier if record.name == name]
+        if not found:
             known = ", ".join(dict.fromkeys(record.name for record in self.records)) or "none"
             raise KeyError(f"No record {name!r} to compare with; recorded so far: {known}.")
-        return found
+        return found[-1]
 
     def delta(self, first: str, second: str) -> int:
         """Return by how many bytes live memory grew from the one record to the next other."""

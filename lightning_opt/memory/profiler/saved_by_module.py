@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,7 +29,7 @@ class SavedBytes:
 
 
 class SavedWatch:
-    """Counts what is saved between :meth:`start` and :meth:`stop`, by the innermost module.
+    """Counts what is saved within :meth:`counting`, by the innermost module.
 
     Regions that are checkpointed save nothing of their own, and are not seen.
     """
@@ -44,23 +46,18 @@ class SavedWatch:
         self._outside = SavedBytes("(outside of modules)", "")
         self._stack: list[nn.Module] = []
         self._seen: set[int] = set()
-        self._handles: list[Any] = []
-        self._hooks = saved_tensors_hooks(self._pack, lambda tensor: tensor)
 
-    def start(self) -> None:
-        """Begin to count."""
-        for module in self._entries:
-            self._handles.append(module.register_forward_pre_hook(self._enter))
-            self._handles.append(module.register_forward_hook(self._leave, always_call=True))
-        self._hooks.__enter__()
-
-    def stop(self) -> None:
-        """Count no more."""
-        if self._handles:
-            self._hooks.__exit__()
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count what is saved inside."""
+        with ExitStack() as stack:
+            for module in self._entries:
+                entering = module.register_forward_pre_hook(self._enter)
+                leaving = module.register_forward_hook(self._leave, always_call=True)
+                stack.callback(entering.remove)
+                stack.callback(leaving.remove)
+            stack.enter_context(saved_tensors_hooks(self._pack, lambda tensor: tensor))
+            yield
 
     def found(self) -> list[SavedBytes]:
         """Return the modules that have saved something, the largest first."""

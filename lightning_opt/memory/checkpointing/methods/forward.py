@@ -7,8 +7,8 @@ copied and pickled, and torch.compile can look into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
 from types import MethodType
 from typing import Any
@@ -42,9 +42,6 @@ class Probe:
         return nullcontext()
 
 
-NOBODY = Probe()
-
-
 class CheckpointedForward(replacing.Replacement):
     """Runs a module without keeping what it computes, and runs it again in the backward pass.
 
@@ -52,21 +49,19 @@ class CheckpointedForward(replacing.Replacement):
         module: The module whose ``forward`` this replaces.
         chain: Joins the call with its neighbours' into segments; alone, torch's checkpoint is used.
         choice: Which operators' outputs are kept; ``None`` keeps nothing but the inputs.
+
+    Attributes:
         keep_all: Only tell the probe, and recompute nothing.
     """
 
     def __init__(
-        self,
-        module: nn.Module,
-        chain: Chain | None = None,
-        choice: Selection | None = None,
-        keep_all: bool = False,
+        self, module: nn.Module, chain: Chain | None = None, choice: Selection | None = None
     ) -> None:
-        self.module, self.chain, self.choice, self.keep_all = module, chain, choice, keep_all
+        self.module, self.chain, self.choice, self.keep_all = module, chain, choice, False
         self.buffers = WrittenBuffers(module)
         values = (value for part in module.modules() for value in vars(part).values())
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
-        self.probe = NOBODY
+        self.probe = Probe()  # that does nothing
         # Someone else's replacement of `forward` stays in use, below this one.
         self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
 
@@ -223,15 +218,3 @@ def put_on(forward: CheckpointedForward) -> None:
     if is_checkpointed(forward.module):
         raise RuntimeError(f"{type(forward.module).__name__} is checkpointed already.")
     forward.module.forward = forward
-
-
-@contextmanager
-def probed(forwards: list[CheckpointedForward], probe: Probe) -> Iterator[None]:
-    """Let ``probe`` watch."""
-    try:
-        for forward in forwards:
-            forward.probe = probe
-        yield
-    finally:
-        for forward in forwards:
-            forward.probe = NOBODY

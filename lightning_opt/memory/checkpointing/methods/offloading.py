@@ -7,8 +7,7 @@ pass. What belongs to the model or to the batch is there anyway and stays where 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import wraps
 from typing import Any
 from weakref import ref
@@ -97,23 +96,18 @@ class Offload:
         def offloading(*args: Any, **kwargs: Any) -> Any:
             if not torch.is_grad_enabled():
                 return step(*args, **kwargs)
-            with self._step(model, (args, kwargs)):
-                return step(*args, **kwargs)
+            kept = [*model.parameters(), *model.buffers(), *tensors_of((args, kwargs))]
+            self._owned = {t.untyped_storage().data_ptr() for t in kept}
+            self._known, self._order, self.nbytes = {}, [], 0
+            _ACTIVE.append(self)
+            try:
+                with saved_tensors_hooks(self.pack, fetched):
+                    return step(*args, **kwargs)
+            finally:
+                _ACTIVE.remove(self)
+                self._known = {}
 
         return offloading
-
-    @contextmanager
-    def _step(self, model: nn.Module, batch: Any) -> Iterator[None]:
-        kept = [*model.parameters(), *model.buffers(), *tensors_of(batch)]
-        self._owned = {t.untyped_storage().data_ptr() for t in kept}
-        self._known, self._order, self.nbytes = {}, [], 0
-        _ACTIVE.append(self)
-        try:
-            with saved_tensors_hooks(self.pack, fetched):
-                yield
-        finally:
-            _ACTIVE.remove(self)
-            self._known = {}
 
     def pack(self, tensor: Tensor) -> Tensor | OnHost:
         """Return what to hold of ``tensor``: itself where nothing is gained."""

@@ -13,14 +13,9 @@ from torch import nn
 
 from lightning_opt.core import replacing
 from lightning_opt.core.blocks import Block
-from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, put_on
+from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, Probe, put_on
 from lightning_opt.memory.checkpointing.methods.segments import Chain
-from lightning_opt.memory.checkpointing.methods.selective import (
-    KeepDear,
-    Operator,
-    Place,
-    Selection,
-)
+from lightning_opt.memory.checkpointing.methods.selective import KeepDear, Selection
 
 
 @dataclass(frozen=True)
@@ -39,16 +34,10 @@ class Stretch:
     choice: Callable[[], Selection] | None = None
 
     @property
-    def name(self) -> str:
-        """The name of the block, or of the first and the last."""
-        first, last = self.blocks[0].name, self.blocks[-1].name
-        return first if first == last else f"{first} to {last}"
-
-    @property
     def treatment(self) -> str:
         """What happens to each of its blocks, in words."""
         if len(self.blocks) > 1:
-            return f"recomputed with {self.name}"
+            return f"recomputed with {self.blocks[0].name} to {self.blocks[-1].name}"
         return "recomputed" if self.choice is None else "recomputed in part"
 
     def forwards(self) -> list[CheckpointedForward]:
@@ -90,6 +79,11 @@ class AppliedPlan:
     def __exit__(self, *error: object) -> None:
         self.undo()
 
+    def watch(self, probe: Probe, keep_all: bool = False) -> None:
+        """Have ``probe`` told what runs from now on; with ``keep_all`` nothing is recomputed."""
+        for forward in self.forwards:
+            forward.probe, forward.keep_all = probe, keep_all
+
     def undo(self) -> None:
         """Leave the model as it was; more than once does no harm."""
         while self.forwards:
@@ -115,22 +109,13 @@ def square_root(blocks: Sequence[Block]) -> Plan:
     return segments(blocks, math.ceil(len(blocks) / count)) if blocks else []
 
 
-def every_nth(blocks: Sequence[Block], interval: int) -> Plan:
-    """Recompute one block in ``interval``, alone; the others keep everything."""
-    return [Stretch((block,)) for block in blocks[::interval]]
-
-
-def selective(
-    blocks: Sequence[Block], rule: Callable[[Sequence[Operator]], frozenset[Place]]
-) -> Plan:
-    """Recompute each block, but for the operators that ``rule`` picks; single modules only.
+def selective(blocks: Sequence[Block], min_flops: float | None) -> Plan:
+    """Recompute each block, but for the operators that :class:`KeepDear` picks in single modules.
 
     Layers of a Sequential that make a block together are recomputed as a whole.
     """
-    return [
-        Stretch((block,), partial(Selection, rule) if len(block.modules) == 1 else None)
-        for block in blocks
-    ]
+    choice = partial(Selection, KeepDear(min_flops))
+    return [Stretch((block,), choice if len(block.modules) == 1 else None) for block in blocks]
 
 
 def make_plan(
@@ -143,8 +128,8 @@ def make_plan(
         "custom": lambda: every_layer(blocks),
         "sqrt": lambda: square_root(blocks),
         "block": lambda: segments(blocks, interval or 1),
-        "every_nth": lambda: every_nth(blocks, interval or 1),
-        "selective": lambda: selective(blocks, KeepDear(min_flops)),
+        "every_nth": lambda: every_layer(blocks[:: interval or 1]),
+        "selective": lambda: selective(blocks, min_flops),
     }
     return rules[policy]()
 
@@ -158,11 +143,12 @@ def select_modules(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) ->
     Raises:
         ValueError: For an entry that fits no module.
     """
+    named = [(name, module) for name, module in model.named_modules() if name]  # without the model
     found: set[nn.Module] = set()
     for entry in wanted:
-        fitting = [module for name, module in model.named_modules() if _fits(entry, name, module)]
+        fitting = [module for name, module in named if _fits(entry, name, module)]
         if not fitting:
-            names = ", ".join([repr(name) for name, _ in model.named_modules() if name][:3])
+            names = ", ".join(repr(name) for name, _ in named[:3])
             raise ValueError(
                 f"ActivationCheckpointing(modules=...): {entry!r} fits no module of "
                 f"{type(model).__name__}. Give qualified names as in named_modules() (such as "
@@ -172,16 +158,11 @@ def select_modules(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) ->
             # A ModuleList is never called itself: its members are meant.
             found.update(module.children() if isinstance(module, nn.ModuleList) else [module])
     inner = {inside for module in found for inside in module.modules() if inside is not module}
-    return [
-        Block(name, (module,))
-        for name, module in model.named_modules()
-        if module in found and module not in inner
-    ]
+    outer = found - inner
+    return [Block(name, (module,)) for name, module in named if module in outer]
 
 
 def _fits(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
-    if not name:
-        return False  # the model itself
     if not isinstance(entry, str):
         return isinstance(module, entry)
     kind = type(module)

@@ -99,8 +99,7 @@ class Segment:
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._outputs: list[list[_Output]] = []
-        self._saved: list[ref[_Placeholder]] = []
-        self._shapes: list[tuple[torch.Size, torch.dtype]] = []
+        self._saved: list[tuple[ref[_Placeholder], torch.Size, torch.dtype]] = []
         self._refilled = 0
 
     def __len__(self) -> int:
@@ -137,8 +136,7 @@ class Segment:
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
         placeholder = _Placeholder()
-        self._saved.append(ref(placeholder))
-        self._shapes.append((tensor.shape, tensor.dtype))
+        self._saved.append((ref(placeholder), tensor.shape, tensor.dtype))
         return placeholder
 
     def _unpack(self, placeholder: _Placeholder) -> Tensor:
@@ -165,14 +163,15 @@ class Segment:
     def _refill(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
         index = self._refilled
+        reference, shape, dtype = self._saved[index]
         self._refilled += 1
-        if (tensor.shape, tensor.dtype) != self._shapes[index]:
+        if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise RuntimeError(
                 f"Saved tensor {index} of a recomputed segment is {tensor.dtype} of shape "
-                f"{tuple(tensor.shape)}; the first time it was {self._shapes[index][1]} of "
-                f"{tuple(self._shapes[index][0])}. Its blocks do not compute the same twice."
+                f"{tuple(tensor.shape)}; the first time it was {dtype} of "
+                f"{tuple(shape)}. Its blocks do not compute the same twice."
             )
-        placeholder = self._saved[index]()
+        placeholder = reference()
         if placeholder is not None:  # its node may have been freed in the meantime
             placeholder.tensor = tensor
         if self._refilled == len(self._saved):

@@ -61,11 +61,13 @@ class StepProfile:
     units: list[Unit]
     head_peak: int = 0
 
-    @property
-    def peak(self) -> int:
-        """The peak of the measured step."""
-        peaks = [max(unit.forward_peak, unit.backward_peak) for unit in self.units]
-        return max([self.head_peak, *peaks])
+    def peak(self, kept: float = 0.0) -> float:
+        """Return the peak of the step if units kept this share of their internals."""
+        peak, held = 0.0, 0.0
+        for unit in self.units:
+            peak = max(peak, held + max(unit.forward_peak, unit.backward_peak))
+            held += kept * unit.internals
+        return max(peak, held + self.head_peak)
 
 
 class Timeline(Probe):
@@ -79,9 +81,8 @@ class Timeline(Probe):
     def __init__(self, blocks: Iterable[Block], meter: Meter) -> None:
         self._meter = meter
         self._unit_of = {m: unit for b in blocks for unit in [Unit(b)] for m in b.modules}
-        self._order: list[Unit] = []
+        self._profile = StepProfile([])
         self._current: Unit | None = None  # whose backward pass it is
-        self._head_peak = 0
         self._seen: set[int] = set()
         self._outputs: list[ref[Tensor]] = []
 
@@ -100,8 +101,8 @@ class Timeline(Probe):
         unit.forward_peak = max(unit.forward_peak, self._meter.mark())
         if module is unit.block.modules[0]:
             unit.calls += 1
-        if unit not in self._order:
-            self._order.append(unit)
+        if unit not in self._profile.units:
+            self._profile.units.append(unit)
 
     def returned(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Remember the outputs, to recognise them among the inputs of the next."""
@@ -136,45 +137,40 @@ class Timeline(Probe):
         if self._current is not None:
             self._current.backward_peak = max(self._current.backward_peak, peak)
         else:
-            self._head_peak = max(self._head_peak, peak)
+            self._profile.head_peak = max(self._profile.head_peak, peak)
 
     def finish(self) -> StepProfile:
         """Return what was seen. Call it after the backward pass."""
         self._close()
-        return StepProfile(self._order, self._head_peak)
+        return self._profile
 
 
 class Stopwatch(Probe):
-    """Takes the time of first runs and of recomputations, by block.
+    """Takes the time of runs, first ones and recomputations, by block.
 
     Attributes:
-        forwards: Seconds of first runs.
-        recomputations: Seconds of recomputations.
+        seconds: Of all runs of each block.
     """
 
     def __init__(self, blocks: Iterable[Block], device: torch.device) -> None:
         self._block_of = {module: block for block in blocks for module in block.modules}
         self._device = device
-        self.forwards: dict[Block, float] = dict.fromkeys(self._block_of.values(), 0.0)
-        self.recomputations: dict[Block, float] = dict(self.forwards)
+        self.seconds: dict[Block, float] = dict.fromkeys(self._block_of.values(), 0.0)
 
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
         """Time a first run."""
-        return self._timed(module, self.forwards)
-
-    def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Time a recomputation."""
-        return self._timed(module, self.recomputations)
+        return self.recompute(module)
 
     @contextmanager
-    def _timed(self, module: nn.Module, seconds: dict[Block, float]) -> Iterator[None]:
+    def recompute(self, module: nn.Module) -> Iterator[None]:
+        """Time a recomputation."""
         wait_for(self._device)
         start = perf_counter()
         try:
             yield
         finally:
             wait_for(self._device)
-            seconds[self._block_of[module]] += perf_counter() - start
+            self.seconds[self._block_of[module]] += perf_counter() - start
 
 
 class OperatorWatch(Probe):

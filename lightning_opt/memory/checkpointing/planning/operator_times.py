@@ -5,11 +5,11 @@ from __future__ import annotations
 import math
 import statistics
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from typing import TypeAlias
+from collections.abc import Callable, Hashable, Sequence
+from typing import TypeAlias, TypeVar
 
 from lightning_opt.core.blocks import Block
-from lightning_opt.memory.checkpointing.methods.selective import Operator, Place
+from lightning_opt.memory.checkpointing.methods.selective import Place
 from lightning_opt.memory.checkpointing.planning.block_profile import Unit
 
 LEVELS = 8
@@ -20,18 +20,24 @@ DEAR = 0.02
 Seconds: TypeAlias = dict[Place, float]
 """What each operator of a unit takes."""
 
+Found = TypeVar("Found")
 
-def alike(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Return the units in groups that run the same operators on the same sizes."""
+
+def by_kind(units: Sequence[Unit], find: Callable[[Sequence[Unit]], Found]) -> dict[Block, Found]:
+    """Return for each unit what is found for all that run the same operators on the same sizes."""
     groups: dict[Hashable, list[Unit]] = defaultdict(list)
     for unit in units:
         operators = (op for profile in unit.profiles for op in profile.operators)
         groups[tuple((op.place, op.nbytes) for op in operators)].append(unit)
-    return list(groups.values())
+    found: dict[Block, Found] = {}
+    for like in groups.values():
+        found.update(dict.fromkeys((unit.block for unit in like), find(like)))
+    return found
 
 
-def nested_selections(runs: Sequence[Sequence[Operator]]) -> list[frozenset[Place]]:
+def nested_selections(like: Sequence[Unit]) -> list[frozenset[Place]]:
     """Return growing sets of operators to keep, those that save most time a byte first."""
+    runs = [unit.profiles[0].again() for unit in like]
     seconds: dict[Place, float] = defaultdict(float)
     for run in runs:
         for operator in run:
@@ -50,21 +56,13 @@ def nested_selections(runs: Sequence[Sequence[Operator]]) -> list[frozenset[Plac
 
 def mean_by_kind(units: Sequence[Unit], seconds: dict[Block, float]) -> dict[Block, float]:
     """Replace each unit's time by the mean over its like: they differ by noise alone."""
-    found: dict[Block, float] = {}
-    for like in alike(units):
-        mean = sum(seconds[unit.block] for unit in like) / len(like)
-        found.update((unit.block, mean) for unit in like)
-    return found
+    return by_kind(units, lambda like: sum(seconds[u.block] for u in like) / len(like))
 
 
-def operator_seconds(units: Sequence[Unit]) -> dict[Block, Seconds]:
-    """Return the operators' times for each unit: the median over its like."""
-    found: dict[Block, Seconds] = {}
-    for like in alike(units):
-        times: dict[Place, list[float]] = defaultdict(list)
-        for unit in like:
-            for operator in (op for profile in unit.profiles for op in profile.operators):
-                times[operator.place].append(operator.seconds)
-        medians = {place: statistics.median(values) for place, values in times.items()}
-        found.update((unit.block, medians) for unit in like)
-    return found
+def operator_seconds(like: Sequence[Unit]) -> Seconds:
+    """Return the operators' times: the median over units that run the same ones."""
+    times: dict[Place, list[float]] = defaultdict(list)
+    for unit in like:
+        for operator in (op for profile in unit.profiles for op in profile.operators):
+            times[operator.place].append(operator.seconds)
+    return {place: statistics.median(values) for place, values in times.items()}

@@ -55,18 +55,12 @@ def _state_bytes(
     return sum(value.nbytes for value in state_tensors([trial]) if value.numel() > 1)
 
 
-def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer], buckets: int = 0) -> int:
-    """Return the bytes of parameters, buffers, gradients and optimizer states in a full step.
-
-    Args:
-        module: Whose parameters and buffers.
-        optimizers: Its optimizers.
-        buckets: What DDP holds beside the gradients, in bytes.
-    """
+def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Return the bytes of parameters, buffers, gradients and optimizer states in a full step."""
     parameters = list(module.parameters())
     gradients = storage_bytes(p for p in parameters if p.requires_grad)
     states = sum(optimizer_state_bytes(optimizer) for optimizer in optimizers)
-    return storage_bytes([*parameters, *module.buffers()]) + gradients + states + buckets
+    return storage_bytes([*parameters, *module.buffers()]) + gradients + states
 
 
 def bucket_bytes(model: Any) -> int:
@@ -77,7 +71,7 @@ def bucket_bytes(model: Any) -> int:
 
 
 def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return that part of :func:`standing_bytes` that is there now, but for buckets."""
+    """Return that part of :func:`standing_bytes` that is there now."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
     there = [*module.parameters(), *module.buffers(), *gradients]
     return storage_bytes([*there, *state_tensors(optimizers)])

@@ -13,7 +13,7 @@ import torch
 
 from lightning_opt.core.blocks import Block
 from lightning_opt.core.trial import TrialStep
-from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, Probe, probed
+from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, Probe
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
     Plan,
@@ -38,7 +38,7 @@ from lightning_opt.memory.checkpointing.planning.knapsack import (
 )
 from lightning_opt.memory.checkpointing.planning.operator_times import (
     Seconds,
-    alike,
+    by_kind,
     mean_by_kind,
     nested_selections,
     operator_seconds,
@@ -120,7 +120,7 @@ class StepPlanner:
         self._lengths = (longest_segment(self.profile.units), LONGEST) if segments else (1,)
         # One list a unit: the sets of operators to try keeping, each containing the one before.
         self._levels: list[list[frozenset[Place]]] = self._agreement.first(self._choose_levels())
-        self.unchecked_peak = round(_peak_of_keeping(self.profile, 1.0))
+        self.unchecked_peak = round(self.profile.peak(kept=1.0))
         self.unchecked_measured = self._agreement.largest(self.unchecked_peak - room) < 0
         if self.unchecked_measured:
             self.unchecked_peak = self.measure_peak([])
@@ -148,7 +148,7 @@ class StepPlanner:
 
         def inside(stack: ExitStack) -> None:
             found.append(Timeline(self._blocks, stack.enter_context(measuring(self._device))))
-            stack.enter_context(probed(applied.forwards, found[0]))
+            applied.watch(found[0])
 
         while not found:
             with AppliedPlan(every_layer(self._blocks)) as applied:
@@ -162,9 +162,7 @@ class StepPlanner:
 
     def _run(self, plan: Plan, probe: Probe, keep_all: bool = False) -> None:
         with AppliedPlan(plan) as applied:
-            for forward in applied.forwards:
-                forward.keep_all = keep_all
-            self._step.run(lambda stack: stack.enter_context(probed(applied.forwards, probe)))
+            self._step.run(lambda _: applied.watch(probe, keep_all))
 
     def measure_peak(self, plan: Plan) -> int:
         """Return the peak of the step under ``plan``, in bytes above its start."""
@@ -180,22 +178,18 @@ class StepPlanner:
         low, high = 0.0, 2.0
         for _ in range(20):
             middle = (low + high) / 2
-            too_much = _peak_of_keeping(self.profile, middle) > self.unchecked_peak
+            too_much = self.profile.peak(kept=middle) > self.unchecked_peak
             low, high = (low, middle) if too_much else (middle, high)
         for unit in self.profile.units:
             unit.internals = int(unit.internals * low)
 
     def _choose_levels(self) -> list[list[frozenset[Place]]]:
-        units = self.profile.units
-        levels: dict[Block, list[frozenset[Place]]] = {}
-        for like in alike(units):
-            shared = nested_selections([unit.profiles[0].again() for unit in like])
-            levels.update((unit.block, shared) for unit in like)
+        levels = by_kind(self.profile.units, nested_selections)
         return [
             levels[unit.block]
             if len(unit.profiles) == 1 and not unit.profiles[0].walked_twice
             else []
-            for unit in units
+            for unit in self.profile.units
         ]
 
     def _time(self) -> list[Item]:
@@ -206,30 +200,26 @@ class StepPlanner:
         """
         units = self.profile.units
         blocks = [unit.block for unit in units]
-        plans: dict[str, Plan] = {"recompute": every_layer(blocks)}
+        alone = every_layer(blocks)
+        ways = {"keep": (alone, True)} if self.unchecked_measured else {}
+        ways["recompute"] = alone, False
         if any(self._levels):
-            plans["select"] = [
-                Stretch((block,), self._selection(order, -1)) for order, block in enumerate(blocks)
-            ]
-        best: dict[str, dict[Block, float]] = {}
-        kept: dict[Block, float] = {}
-        for _ in range(ROUNDS):
-            if self.unchecked_measured:
-                kept = _smaller(kept, self._stopwatch(every_layer(blocks), keep_all=True))
-            for name, plan in plans.items():
-                best[name] = _smaller(best.get(name, {}), self._stopwatch(plan))
-        if not kept:  # recomputing adds little to the forward pass itself
-            kept = dict.fromkeys(blocks, 0.0)
+            in_part = [Stretch((b,), self._selection(order, -1)) for order, b in enumerate(blocks)]
+            ways["select"] = in_part, False
+        runs = [{name: self._stopwatch(*way) for name, way in ways.items()} for _ in range(ROUNDS)]
+        best = {name: {b: min(run[name][b] for run in runs) for b in blocks} for name in ways}
+        # Where nothing was kept: recomputing adds little to the forward pass itself.
+        kept = best.pop("keep", dict.fromkeys(blocks, 0.0))
         cost = {
             # Never nothing: a recomputation that seems free is noise.
             name: mean_by_kind(
-                units, {b: max(0.05 * best[name][b], best[name][b] - kept[b]) for b in blocks}
+                units, {b: max(0.05 * seconds[b], seconds[b] - kept[b]) for b in blocks}
             )
-            for name in plans
+            for name, seconds in best.items()
         }
-        spent = operator_seconds(units)
+        spent = by_kind(units, operator_seconds)
         return [
-            self._item(order, {name: cost[name][block] for name in plans}, spent[block])
+            self._item(order, {name: own[block] for name, own in cost.items()}, spent[block])
             for order, block in enumerate(blocks)
         ]
 
@@ -260,13 +250,11 @@ class StepPlanner:
             remainder=scale * sum(spent[op.place] for op in last.operators[len(last.again()) :]),
         )
 
-    def _stopwatch(self, plan: Plan, keep_all: bool = False) -> dict[Block, float]:
+    def _stopwatch(self, plan: Plan, keep_all: bool) -> dict[Block, float]:
         """Return for each block the seconds of its runs and recomputations."""
         watch = Stopwatch([block for stretch in plan for block in stretch.blocks], self._device)
         self._run(plan, watch, keep_all)
-        return {
-            block: watch.forwards[block] + again for block, again in watch.recomputations.items()
-        }
+        return watch.seconds
 
     def time(self, plan: Plan) -> float:
         """Return the seconds of a step under ``plan``."""
@@ -296,7 +284,7 @@ class StepPlanner:
                 return outcome
             target -= 1.1 * excess
         by_itself = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(self.items)]
-        measured = Solution(tuple(by_itself), self.profile.peak, 0.0)
+        measured = Solution(tuple(by_itself), round(self.profile.peak()), 0.0)
         outcomes = [
             self._verify(self._agreement.first(solution), budget)
             for solution in (self.smallest(), measured)
@@ -341,15 +329,3 @@ def longest_segment(units: Sequence[Unit]) -> int:
     inputs, internals = (sum(getattr(u, name) for u in units) for name in ("inputs", "internals"))
     best = round(math.sqrt(len(units) * inputs / max(1, internals)))
     return min(LONGEST, 2 * best) if best > 1 else 1
-
-
-def _peak_of_keeping(profile: StepProfile, scale: float) -> float:
-    peak, held = 0.0, 0.0
-    for unit in profile.units:
-        peak = max(peak, held + max(unit.forward_peak, unit.backward_peak))
-        held += scale * unit.internals
-    return max(peak, held + profile.head_peak)
-
-
-def _smaller(known: dict[Block, float], new: dict[Block, float]) -> dict[Block, float]:
-    return {block: min(value, known.get(block, value)) for block, value in new.items()}
