@@ -89,7 +89,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    process_only = ("_trainer", "_loaders", "_stack", "_make_step", "_make_zero")
+    process_only = ("_trainer", "_stack", "_make_step", "_make_zero")
 
     def __init__(
         self,
@@ -113,18 +113,15 @@ class Accumulation(RunCallback):
             )
         self.normalize: str = normalize
         self.effective_batch = effective_batch
-        if effective_batch is not None:
-            at_least("effective_batch", effective_batch, 1)
         self.schedule = None if schedule is None else windows_by_step(schedule)
         self.sets_windows = "schedule" if schedule is not None else ""
         if effective_batch is not None:
+            at_least("effective_batch", effective_batch, 1)
             self.sets_windows = "effective_batch"
         self._count = function_named("count", count)
         self._trainer: pl.Trainer | None = None
-        self._loaders: LoaderSizes | None = None
         self._stack: ExitStack | None = None
-        self._is_training = False
-        self._make_step: Any = None
+        self._make_step: Any = None  # Lightning's own, while training
         self._make_zero: Any = None
         self._forget()
 
@@ -135,7 +132,6 @@ class Accumulation(RunCallback):
         self._counted = 0
         self._held: dict[str, Tensor] = {}
         self._now: Scalar = 1.0
-        self._weight: Scalar = 1.0
 
     # --- before training ------------------------------------------------------------------------
 
@@ -161,7 +157,7 @@ class Accumulation(RunCallback):
             # So that `estimated_stepping_batches` is right for a fixed number.
             trainer.accumulate_grad_batches = self._batches_at(0)
             return
-        self._loaders = LoaderSizes(trainer, self._follow_loader)
+        self._stack.callback(LoaderSizes(trainer, self._follow_loader).close)
 
     def start_anew(self, pl_module: pl.LightningModule) -> None:
         """Forget the window of another model."""
@@ -216,7 +212,6 @@ class Accumulation(RunCallback):
         self._make_step = optimization._make_step_fn
         self._make_zero = optimization._make_zero_grad_fn
         assert self._stack is not None
-        self._is_training = True
         self._stack.enter_context(replaced(loop, _accumulated_batches_reached=self._is_complete))
         self._stack.enter_context(
             replaced(optimization, _make_step_fn=self._step_function, _make_zero_grad_fn=self._zero)
@@ -242,7 +237,6 @@ class Accumulation(RunCallback):
         if self._unit == 0.0:  # a mean over ranks, so that all have the same; read once a run
             total, world = self._of_ranks(trainer, self._now)
             self._unit = float(total) / world or 1.0
-        self._weight = self._now / self._unit
 
     def _begin(self, trainer: pl.Trainer, batch_idx: int) -> None:
         length = trainer.accumulate_grad_batches
@@ -267,7 +261,7 @@ class Accumulation(RunCallback):
             return self._make_zero(batch_idx, optimizer)
 
     def _step_function(self, kwargs: OrderedDict[str, Any]) -> Callable[[], Any]:
-        step, weight = self._make_step(kwargs), self._weight
+        step, weight = self._make_step(kwargs), self._now / self._unit
         if not isinstance(weight, Tensor) and weight == 1.0:
             return step  # type: ignore[no-any-return]
 
@@ -281,7 +275,7 @@ class Accumulation(RunCallback):
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Count the batch; at the window's end, divide the gradients by what all of it counts."""
-        if not self._is_training:
+        if self._make_step is None:
             return
         self._total = self._total + self._now
         self._counted += 1
@@ -292,7 +286,7 @@ class Accumulation(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Do so here if ``training_step`` returned None for the last batch."""
-        if self._is_training and self._counted:
+        if self._make_step is not None and self._counted:
             self._average(trainer)
 
     def _of_ranks(self, trainer: pl.Trainer, total: Scalar) -> tuple[Scalar, int]:
@@ -328,14 +322,11 @@ class Accumulation(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Give Lightning its window back, and let go of the run."""
-        if self._loaders is not None:
-            self._loaders.close()
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._loaders = self._make_step = self._make_zero = None
-        self._is_training = False
+        self._stack = self._make_step = self._make_zero = None
         self._trainer, self._parameters, self._flat = None, [], {}
-        self._now = self._weight = 1.0
+        self._now = 1.0
         self._held = {}
 
     def state_dict(self) -> dict[str, Any]:

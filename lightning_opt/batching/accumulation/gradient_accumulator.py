@@ -8,6 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lightning_opt.batching.accumulation.counting import sum_over_ranks
 from lightning_opt.core.norms import HALVES
 from lightning_opt.core.sharding import local_part
 
@@ -104,8 +105,8 @@ class GradientAccumulator:
             raise RuntimeError("There is nothing to average: call backward(loss, weight) first.")
         world, total = 1, self._total
         if dist.is_available() and dist.is_initialized():
-            world = dist.get_world_size()
-            total = self._total_of_ranks()
+            device = next(iter(self._named.values())).device
+            total, world = sum_over_ranks(total, device, (dist.group.WORLD,))
         if not isinstance(total, Tensor) and total <= 0:
             raise RuntimeError("All batches weigh nothing together, so they have no average.")
         # Strategies hand out the mean over ranks, and a sum is wanted.
@@ -130,12 +131,6 @@ class GradientAccumulator:
                 local.mul_(factor)
         self.reset()
         return total
-
-    def _total_of_ranks(self) -> float | Tensor:
-        device = next(iter(self._named.values())).device
-        summed = torch.as_tensor(self._total, dtype=torch.float64, device=device).clone()
-        dist.all_reduce(summed)
-        return summed.item() if device.type == "cpu" else summed
 
     def reset(self) -> None:
         """Forget sums and weights, but not what is in ``Parameter.grad``."""

@@ -13,10 +13,10 @@ from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
 from lightning_opt.batching.batch_size.learning_rates import Pace, ScaledRates
-from lightning_opt.batching.batch_size.memory_fit import MemoryFit, next_size
+from lightning_opt.batching.batch_size.memory_fit import ABOVE, MemoryFit, next_size
 from lightning_opt.batching.batch_size.probe import largest_of_ranks
 from lightning_opt.batching.batch_size.search import FoundSizes
-from lightning_opt.batching.batch_size.trials import find_within
+from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.batching.loader_sizes import (
     LoaderSizes,
     check_loader,
@@ -38,9 +38,6 @@ log = logging.getLogger(__name__)
 
 SCALES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
 FINDS = ("largest", "fastest")
-
-SHRINK, BELOW, ABOVE = 0.8, 0.1, 0.05
-"""What a size is multiplied with that took too much, and how far from the target sizes change."""
 
 
 class DynamicBatchSize(RunCallback):
@@ -91,7 +88,7 @@ class DynamicBatchSize(RunCallback):
         >>> trainer = L.Trainer(callbacks=[lo.DynamicBatchSize(keep_effective=256)], logger=False)
     """
 
-    process_only = ("_trainer", "_stack", "_loaders", "_meter", "_rates")
+    process_only = ("_trainer", "_stack", "_meter", "_rates")
 
     def __init__(
         self,
@@ -125,7 +122,6 @@ class DynamicBatchSize(RunCallback):
         self.found: FoundSizes | None = None
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
-        self._loaders: LoaderSizes | None = None
         self._meter: LimitMeter | None = None
         self._rates: ScaledRates | None = None
         self._most = 0
@@ -157,15 +153,8 @@ class DynamicBatchSize(RunCallback):
         self._check(trainer, pl_module)
         self._trainer = trainer
         if self.find is not None and self._size is None and trainer.ckpt_path is None:
-            self.found = find_within(
-                trainer,
-                pl_module,
-                mode=self.find,
-                target=self.target,
-                max_size=self.max_size,
-                budget_mb=self.budget_mb,
-                leave_out=self,
-            )
+            trials = Trials(trainer, pl_module, self.target, self.budget_mb, leave_out=self)
+            self.found = trials.find(self.find, self.max_size)
             self._size = self.found.chosen(self.find)
             self._initial = self.found.initial
         self._stack = ExitStack()  # restores what changes from epoch to epoch
@@ -175,7 +164,7 @@ class DynamicBatchSize(RunCallback):
         if self.scale_lr is None:
             kept["accumulate_grad_batches"] = self._accumulated
         self._stack.enter_context(replaced(trainer, **kept))
-        self._loaders = LoaderSizes(trainer, self._resize)
+        self._stack.callback(LoaderSizes(trainer, self._resize).close)
 
     def start_anew(self, pl_module: pl.LightningModule) -> None:
         """Forget another model, which takes other memory."""
@@ -265,6 +254,7 @@ class DynamicBatchSize(RunCallback):
         self._meter = LimitMeter(trainer.strategy.root_device, self.budget_mb)
         self._meter.start()
         self._rates = ScaledRates(trainer.optimizers)
+        self._stack.callback(self._rates.close)
         self._rates.scale = self._scale()
         if trainer.lr_scheduler_configs:
             self._stack.enter_context(
@@ -322,9 +312,6 @@ class DynamicBatchSize(RunCallback):
             self._fit,
             target=self.target,
             grow=self.grow,
-            shrink=SHRINK,
-            low=self.target - BELOW,
-            high=min(1.0, self.target + ABOVE),
             most=most,
             allowed=self._allowed(),
         )
@@ -360,13 +347,9 @@ class DynamicBatchSize(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Give loaders, learning rates and the Trainer back as they were."""
-        if self._loaders is not None:
-            self._loaders.close()
-        if self._rates is not None:
-            self._rates.close()
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._loaders = self._meter = self._rates = self._trainer = None
+        self._stack = self._meter = self._rates = self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return sizes, what was measured near the limit, and where schedules are."""

@@ -75,7 +75,7 @@ class ScaledRates:
             for optimizer in optimizers
             for handle in (
                 optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._after),
+                optimizer.register_step_post_hook(self._put_back),
             )
         ]
 
@@ -90,10 +90,7 @@ class ScaledRates:
             else:
                 group["lr"] = rate * self.scale
 
-    def _after(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-        self._put_back()
-
-    def _put_back(self) -> None:
+    def _put_back(self, *args: Any) -> None:
         for group, rate in self._held:
             if isinstance(rate, Tensor):
                 group["lr"].copy_(rate)
@@ -106,4 +103,3 @@ class ScaledRates:
         self._put_back()
         for handle in self._handles:
             handle.remove()
-        self._handles = []

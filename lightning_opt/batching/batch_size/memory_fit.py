@@ -6,6 +6,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+SHRINK, BELOW, ABOVE = 0.8, 0.1, 0.05
+"""What a size is multiplied with that took too much, and how far from the target sizes change."""
+
 
 @dataclass
 class MemoryFit:
@@ -60,17 +63,14 @@ def next_size(
     *,
     target: float,
     grow: float,
-    shrink: float,
-    low: float,
-    high: float,
     most: int,
     allowed: Sequence[int] = (),
 ) -> int:
     """Return the size for the next epoch.
 
-    Nothing changes between ``low`` and ``high``. Below, it grows by ``grow`` as far as the fit says
-    that ``target`` is not passed, so that what has grown need not shrink again; above, it shrinks
-    by ``shrink``, or to where ``target`` is, whichever is smaller.
+    Nothing changes from ``BELOW`` under the target to ``ABOVE`` over it. Under that, it grows by
+    ``grow`` as far as the fit says that ``target`` is not passed, so that what has grown need not
+    shrink again; over it, it shrinks by ``SHRINK``, or to ``target``, whichever is smaller.
 
     Args:
         size: The present one.
@@ -78,19 +78,16 @@ def next_size(
         fit: Of all that was measured, this size included.
         target: The share aimed at.
         grow: Above 1.
-        shrink: Below 1.
-        low: Below this share it grows.
-        high: Above this share it shrinks.
         most: The largest size.
         allowed: If given, the only sizes there are, in ascending order.
     """
     room = fit.largest(target)
-    if peak > high:
-        wanted = int(size * shrink) if room is None else min(int(size * shrink), room)
+    if peak > min(1.0, target + ABOVE):
+        wanted = int(size * SHRINK) if room is None else min(int(size * SHRINK), room)
         wanted = max(1, min(wanted, size - 1, most))
         return _down_to(allowed, wanted)
     most = min(most, most if room is None else room)
-    if peak >= low or most <= size:
+    if peak >= target - BELOW or most <= size:
         return size
     wanted = min(most, max(size + 1, int(size * grow)))
     if allowed:

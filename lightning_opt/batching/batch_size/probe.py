@@ -23,6 +23,7 @@ from lightning_opt.batching.peaks import LimitMeter, Peak
 from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory
 from lightning_opt.core.preserve import replaced
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
+from lightning_opt.core.trial import wait_for
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -93,68 +94,67 @@ class Probe(Callback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Guard forward and backward passes, and begin to measure."""
-        strategy = trainer.strategy
+        strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         self.device, self.ranks = strategy.root_device, trainer.world_size
-        loop = trainer.fit_loop.epoch_loop
-        forward, backward = strategy.training_step, pl_module.backward
-        automatic, manual = loop.automatic_optimization, loop.manual_optimization
+        enter = self.stack.enter_context
 
-        def training_step(*args: Any, **kwargs: Any) -> Any:
-            return self._guarded(forward, *args, tell=False, **kwargs)
+        def unreduced(run: Any) -> Any:
+            guarded = self._guarded(run)
 
-        def own_backward(*args: Any, **kwargs: Any) -> None:
-            self._guarded(backward, *args, tell=True, **kwargs)
-
-        def step(run: Any) -> Any:
             def around(*args: Any, **kwargs: Any) -> Any:
                 # Gradients are not reduced, so that no rank waits for one that has run out.
                 with ExitStack() as stack:
                     if isinstance(strategy, ParallelStrategy):
                         stack.enter_context(strategy.block_backward_sync())
-                    return self._guarded(run, *args, tell=True, **kwargs)
+                    return guarded(*args, **kwargs)
 
             return around
 
-        for owner, attributes in (
-            (strategy, {"training_step": training_step}),
-            (pl_module, {"backward": own_backward, "log": _without_ranks(pl_module.log)}),
-            (automatic, {"run": step(automatic.run)}),
-            (manual, {"run": step(manual.run)}),
-        ):
-            self.stack.enter_context(replaced(owner, **attributes))
+        enter(replaced(strategy, training_step=self._guarded(strategy.training_step, tell=False)))
+        backward, log = self._guarded(pl_module.backward), _without_ranks(pl_module.log)
+        enter(replaced(pl_module, backward=backward, log=log))
+        for optimization in (loop.automatic_optimization, loop.manual_optimization):
+            enter(replaced(optimization, run=unreduced(optimization.run)))
         if (worst := self.worst) is not None:
-            convert = trainer.precision_plugin.convert_input  # the first that a batch meets
+            plugin = trainer.precision_plugin
+            convert = plugin.convert_input  # the first that a batch meets
 
             def convert_input(batch: Any) -> Any:
                 return convert(worst(self.size or 1))
 
-            plugin = trainer.precision_plugin
-            self.stack.enter_context(replaced(plugin, convert_input=convert_input))
+            enter(replaced(plugin, convert_input=convert_input))
         self.meter = LimitMeter(self.device, self.budget_mb)
         self.meter.start()
 
-    def _guarded(self, function: Any, *args: Any, tell: bool, **kwargs: Any) -> Any:
-        """Call it; if it runs out of memory here or on another rank, raise on all of them."""
-        result, ran_out = None, False
-        try:
-            result = function(*args, **kwargs)
-        except CAUGHT as error:
-            if not is_out_of_memory(error):
-                raise
-            ran_out = True
-        # One call for each time that ranks agree: after a forward pass only who has failed calls,
-        # and meets the others at the end of their backward pass.
-        if (tell or ran_out) and self.ranks > 1:
-            flag = torch.tensor([float(ran_out)], device=self.device)
-            dist.all_reduce(flag, op=dist.ReduceOp.MAX)
-            ran_out = bool(flag.item())
-        if ran_out:
-            raise RanOutError
-        return result
+    def _guarded(self, function: Any, tell: bool = True) -> Any:
+        """Return it so that all ranks raise if it runs out of memory here or on another one.
+
+        Args:
+            function: What may run out.
+            tell: Whether the others are told at the end of each call, and not only of a failure.
+        """
+
+        def guarded(*args: Any, **kwargs: Any) -> Any:
+            result, ran_out = None, False
+            try:
+                result = function(*args, **kwargs)
+            except CAUGHT as error:
+                if not is_out_of_memory(error):
+                    raise
+                ran_out = True
+            # One call for each time that ranks agree: after a forward pass only who has failed
+            # calls, and meets the others at the end of their backward pass.
+            if (tell or ran_out) and self.ranks > 1:
+                ran_out = bool(largest_of_ranks([ran_out], self.device)[0])
+            if ran_out:
+                raise RanOutError
+            return result
+
+        return guarded
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Begin to take the time: of loading and copying too."""
-        self._wait()
+        wait_for(self.device)
         self.began = time.perf_counter()
 
     def on_before_backward(
@@ -173,7 +173,7 @@ class Probe(Callback):
         batch_idx: int,
     ) -> None:
         """Take the time, and stop after enough of it."""
-        self._wait()
+        wait_for(self.device)
         now = time.perf_counter()
         self.seconds.append(now - self.began)
         self.began = now
@@ -189,10 +189,6 @@ class Probe(Callback):
         """Read the peak."""
         assert self.meter is not None
         self.peak = self.meter.read()
-
-    def _wait(self) -> None:
-        if self.device.type == "cuda":
-            torch.cuda.synchronize(self.device)
 
     def speed(self) -> float:
         """Return samples a second of all steps but the first, or of that if it is the only one."""

@@ -65,8 +65,8 @@ class Trials:
         module: Its module, which is copied.
         target: Share of the limit that a size may take.
         budget_mb: A further limit.
-        worst: Makes the batch of so many samples that takes the most memory.
         leave_out: A callback to leave out.
+        worst: Makes the batch of so many samples that takes the most memory.
 
     Raises:
         ValueError: Under strategies whose ranks wait for each other within a forward or backward
@@ -79,8 +79,8 @@ class Trials:
         module: pl.LightningModule,
         target: float,
         budget_mb: float | None,
-        worst: Callable[[int], Any] | None,
         leave_out: Callback,
+        worst: Callable[[int], Any] | None = None,
     ) -> None:
         self._trainer, self._module = trainer, module
         self._target, self._budget, self._worst = target, budget_mb, worst
@@ -105,6 +105,30 @@ class Trials:
                 "size with strategy='ddp' or devices=1, or leave find out: DynamicBatchSize grows "
                 "from epoch to epoch without running out."
             )
+
+    def find(self, mode: str, max_size: int | None) -> FoundSizes:
+        """Search batch sizes; see :func:`find_batch_size`."""
+        with ExitStack() as stack:
+            if not gc.get_freeze_count():  # or each trial looks at all that was ever imported
+                gc.collect()
+                gc.freeze()
+                stack.callback(gc.unfreeze)
+            first = self.run(None)
+            known = {first.size: first}
+
+            def run(size: int) -> Trial:
+                trial = known.pop(size, None) or self.run(size)
+                log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
+                return trial
+
+            most = min(max_size or self.samples, self.samples)
+            found = search(run, first.size, max(1, most), target=self._target)
+            found.initial = self.initial
+            if mode == "fastest" and found.largest:
+                found.fastest, timed = race(lambda size: self.run(size, TIME), found.largest)
+                known = {trial.size: trial for trial in (*found.trials, *timed)}
+                found.trials = list(known.values())
+        return found
 
     def run(self, size: int | None, length: Length = TRY) -> Trial:
         """Try a size; None for that of the loader."""
@@ -185,9 +209,8 @@ class Trials:
         )
         stack.enter_context(replaced(trainer._data_connector, prepare_data=do_nothing))
         if datamodule is not None:
-            stack.enter_context(
-                replaced(datamodule, setup=_ignore, teardown=_ignore, on_exception=_ignore)
-            )
+            hooks = dict.fromkeys(("setup", "teardown", "on_exception"), do_nothing)
+            stack.enter_context(replaced(datamodule, **hooks))
         strategy.connect(model)
         probe.model = model
         return probe
@@ -203,55 +226,16 @@ class Trials:
         trainer._teardown()
 
 
-def _ignore(*args: Any, **kwargs: Any) -> None:
-    """Stand in for a hook that has been called already, or is not to be."""
-
-
-def find_within(
-    trainer: pl.Trainer,
-    module: pl.LightningModule,
-    *,
-    mode: str,
-    target: float,
-    max_size: int | None,
-    budget_mb: float | None,
-    leave_out: Callback,
-    worst: Callable[[int], Any] | None = None,
-) -> FoundSizes:
-    """Search batch sizes from within ``Callback.setup``; see :func:`find_batch_size`."""
-    tries = Trials(trainer, module, target, budget_mb, worst, leave_out)
-    with ExitStack() as stack:
-        if not gc.get_freeze_count():  # or each trial looks at all that was ever imported
-            gc.collect()
-            gc.freeze()
-            stack.callback(gc.unfreeze)
-        first = tries.run(None)
-        known = {first.size: first}
-
-        def run(size: int) -> Trial:
-            trial = known.pop(size, None) or tries.run(size)
-            log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
-            return trial
-
-        most = min(max_size or tries.samples, tries.samples)
-        found = search(run, first.size, max(1, most), target=target)
-        found.initial = tries.initial
-        if mode == "fastest" and found.largest:
-            found.fastest, timed = race(lambda size: tries.run(size, TIME), found.largest)
-            known = {trial.size: trial for trial in (*found.trials, *timed)}
-            found.trials = list(known.values())
-    return found
-
-
 class _Finding(Callback):
     """Searches, and leaves ``fit`` before it begins."""
 
-    def __init__(self, **settings: Any) -> None:
-        self.settings = settings
+    def __init__(self, mode: str, max_size: int | None, **settings: Any) -> None:
+        self.mode, self.max_size, self.settings = mode, max_size, settings
         self.found: FoundSizes | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        self.found = find_within(trainer, pl_module, leave_out=self, **self.settings)
+        trials = Trials(trainer, pl_module, leave_out=self, **self.settings)
+        self.found = trials.find(self.mode, self.max_size)
         raise _TunerExitException
 
 

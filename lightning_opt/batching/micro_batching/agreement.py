@@ -23,8 +23,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
-from lightning.pytorch.strategies import Strategy
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -50,12 +48,13 @@ class Alone:
     """One process, or ranks that do nothing about out-of-memory: there is nobody to ask.
 
     Attributes:
-        several: Whether there are others.
+        several: Whether there are others, and :meth:`last_backward` reduces gradients with them.
         committed: Whether the batch can no longer be taken back.
     """
 
     several = False
     committed = False
+    _group: Any = None
 
     def begin(self, risky: bool) -> None:
         """Begin a batch."""
@@ -70,12 +69,6 @@ class Alone:
     def gather(self, item: Any) -> list[Any]:
         """Return what each rank has given."""
         return [item]
-
-    @contextmanager
-    def holding(self, strategy: Strategy, last: bool, accumulating: bool) -> Iterator[None]:
-        """Run a micro-batch without a reduction of gradients, unless it is to bring it about."""
-        with _block_parallel_sync_behavior(strategy, not last and not accumulating):
-            yield
 
     def last_backward(
         self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, keep: bool
@@ -100,6 +93,7 @@ class Alone:
 
     def close(self) -> None:
         """Let go of the process group."""
+        _close(self._group)
 
 
 class Replicas(Alone):
@@ -115,7 +109,6 @@ class Replicas(Alone):
     def __init__(self, model: DistributedDataParallel, timeout: timedelta | None) -> None:
         self._model = model
         self._group = _group_of_hosts(timeout, dist.get_world_size(model.process_group))
-        self._flags = torch.zeros(2, dtype=torch.int64)
         self._risky = False
 
     def begin(self, risky: bool) -> None:
@@ -133,9 +126,7 @@ class Replicas(Alone):
 
     def most(self, number: int) -> int:
         """Return the largest number of any rank."""
-        self._flags[0] = number
-        self._reduce(self._flags[:1])
-        return int(self._flags[0])
+        return _largest(self._group, number)[0]
 
     def gather(self, item: Any) -> list[Any]:
         """Return what each rank has given."""
@@ -143,12 +134,6 @@ class Replicas(Alone):
         with _patience():
             dist.all_gather_object(items, item, group=self._group)
         return items
-
-    @contextmanager
-    def holding(self, strategy: Strategy, last: bool, accumulating: bool) -> Iterator[None]:
-        """Run a micro-batch without a reduction of gradients; :meth:`last_backward` sees to it."""
-        with _block_parallel_sync_behavior(strategy, not accumulating):
-            yield
 
     def last_backward(
         self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, keep: bool
@@ -182,28 +167,14 @@ class Replicas(Alone):
 
     def fail(self) -> None:
         """Tell the others, who are or will be at their next agreement."""
-        self._tell(failed=True)
+        _largest(self._group, True, self._risky)
 
     def _agree(self) -> bool:
         """Return whether the backward pass is a risk for any rank, if none has failed."""
-        self._tell(failed=False)
-        failed, risky = self._flags.tolist()
+        failed, risky = _largest(self._group, False, self._risky)
         if failed:
             raise OtherRankFailedError
         return bool(risky)
-
-    def _tell(self, failed: bool) -> None:
-        for place, flag in enumerate((failed, self._risky)):
-            self._flags[place] = flag
-        self._reduce(self._flags)
-
-    def _reduce(self, flags: Tensor) -> None:
-        with _patience():
-            dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._group)
-
-    def close(self) -> None:
-        """Let go of the process group."""
-        _close(self._group)
 
 
 class Sharded(Alone):
@@ -221,15 +192,8 @@ class Sharded(Alone):
 
     def agree(self, parts: int, samples: int) -> int:
         """Return the most parts that any rank wants, but no more than the fewest samples."""
-        most = torch.tensor([parts, -samples])
-        with _patience():
-            dist.all_reduce(most, op=dist.ReduceOp.MAX, group=self._group)
-        parts, fewest = map(int, most.tolist())
-        return min(parts, -fewest)
-
-    def close(self) -> None:
-        """Let go of the process group."""
-        _close(self._group)
+        most, fewest = _largest(self._group, parts, -samples)
+        return min(most, -fewest)
 
 
 def _group_of_hosts(timeout: timedelta | None, size: int) -> Any:
@@ -250,10 +214,17 @@ def _group_of_hosts(timeout: timedelta | None, size: int) -> Any:
     problems: list[str] = [""] * dist.get_world_size()
     dist.all_gather_object(problems, problem)
     if any(problems):
-        if group is not None:
-            _close(group)
+        _close(group)
         raise NoHostNetworkError(next(filter(None, problems)))
     return group
+
+
+def _largest(group: Any, *numbers: int) -> list[int]:
+    """Return the largest of each number over the ranks of a process group of the hosts."""
+    largest = torch.tensor(numbers, dtype=torch.int64)
+    with _patience():
+        dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
 
 
 @contextmanager
@@ -269,5 +240,5 @@ def _patience() -> Iterator[None]:
 
 
 def _close(group: Any) -> None:
-    if dist.is_initialized():
+    if group is not None and dist.is_initialized():
         dist.destroy_process_group(group)

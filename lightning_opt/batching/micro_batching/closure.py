@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
 from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -56,10 +57,6 @@ def split_with(split: Split | None, batch: Any, parts: int) -> Sequence[tuple[An
             f"sample each, got {len(pieces)}: {[str(piece)[:60] for piece in pieces]}."
         )
     return pieces
-
-
-def _give_up(batch: Any, failed: int, parts: int, problem: str) -> int:
-    raise MemoryError(problem)
 
 
 class Workshop:
@@ -141,7 +138,8 @@ class MicroBatchClosure(Closure):
         batch_idx: The batch's index.
         parts: How many micro-batches to begin with.
         smaller: Asked for more parts after out-of-memory, given the batch, the largest number of
-            samples that failed (0 for all), the number of parts, and the allocator's words.
+            samples that failed (0 for all), the number of parts, and the allocator's words;
+            None where batches are not taken back.
         succeeded: Called when the batch is through.
     """
 
@@ -152,7 +150,7 @@ class MicroBatchClosure(Closure):
         optimizer: Optimizer,
         batch_idx: int,
         parts: int,
-        smaller: Callable[[Any, int, int, str], int] = _give_up,
+        smaller: Callable[[Any, int, int, str], int] | None = None,
         succeeded: Callable[[], None] = lambda: None,
     ) -> None:
         optimization = shop.optimization
@@ -182,8 +180,8 @@ class MicroBatchClosure(Closure):
 
     def _run(self, batch: Any, parts: int) -> ClosureResult:
         """Attempt it until it fits."""
-        before = self._shop.before
-        if before is None:
+        before, smaller = self._shop.before, self._smaller
+        if before is None or smaller is None:
             return self._attempt(split_with(self._shop.split, batch, parts))
         before.take()
         ranks = self._shop.ranks
@@ -214,7 +212,7 @@ class MicroBatchClosure(Closure):
                 if problem:
                     ranks.fail()
                 self._take_back(versions, problem)
-                parts = self._smaller(kept, max(sizes), parts, problem)
+                parts = smaller(kept, max(sizes), parts, problem)
                 if parts == 1:  # another rank's batch is split, and this one cannot be
                     batch = with_own_containers(kept)
         before.learn()
@@ -236,7 +234,9 @@ class MicroBatchClosure(Closure):
         skipped = 0
         for number, (piece, _) in enumerate(pieces):
             is_last = number == len(pieces) - 1
-            with shop.ranks.holding(strategy, is_last, accumulating):
+            # Reduced with the last one; where there are several ranks, `last_backward` sees to it.
+            held_back = not accumulating and (shop.ranks.several or not is_last)
+            with _block_parallel_sync_behavior(strategy, held_back):
                 loss, extra = self._forward(piece, number)
                 results.append(extra)
                 self._prepare_gradients()
@@ -289,7 +289,7 @@ class MicroBatchClosure(Closure):
             return
         shop = self._shop
         if not is_last:
-            with shop.hooks.muted("on_before_backward", "on_after_backward"):
+            with replaced(shop.hooks, muted=("on_before_backward", "on_after_backward")):
                 self._backward_fn(loss)
             return
         backward, gradients = shop.module.backward, self._gradients

@@ -27,9 +27,6 @@ class HeldGradients:
         if self._held:
             self.drop()
 
-    def __bool__(self) -> bool:
-        return bool(self._held)
-
     def drop(self) -> None:
         """Forget the gradients of the batch."""
         self._added = False

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning.pytorch import Callback, LightningModule
@@ -18,7 +18,7 @@ HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward")
 
 
 class HookGuard:
-    """Keeps callbacks from being told of a batch more than once, until it is closed.
+    """Keeps callbacks from being told of a batch more than once.
 
     A batch that is taken back in the midst of a hook goes on with the callbacks that have not had
     it. The module has its hooks called again, since what they did to it was undone.
@@ -26,39 +26,32 @@ class HookGuard:
     Args:
         trainer: The Trainer, as its training starts.
         module: Its module.
+        stack: Takes the hooks off when it is closed.
+
+    Attributes:
+        muted: Hooks that nobody is told of now, since another part of the batch calls them.
     """
 
-    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-        self._muted: frozenset[str] = frozenset()
+    def __init__(self, trainer: pl.Trainer, module: pl.LightningModule, stack: ExitStack) -> None:
+        self.muted: tuple[str, ...] = ()
         self._told: set[tuple[int, str]] = set()
-        self._stack = ExitStack()
-        self.close = self._stack.close
         owners = [(callback, Callback) for callback in trainer.callbacks]  # type: ignore[attr-defined]
         for owner, base in (*owners, (module, LightningModule)):
             for name in HOOKS:
                 hook = getattr(owner, name)
                 if getattr(hook, "__func__", None) is not getattr(base, name):
                     guarded = self._guarded(hook, (id(owner), name), owner is not module)
-                    self._stack.enter_context(replaced(owner, **{name: guarded}))
+                    stack.enter_context(replaced(owner, **{name: guarded}))
 
     def begin(self) -> None:
         """Begin a batch, of which nobody knows."""
         self._told.clear()
 
-    @contextmanager
-    def muted(self, *names: str) -> Iterator[None]:
-        """Call none of these hooks within: other parts of the batch do."""
-        self._muted = frozenset(names)
-        try:
-            yield
-        finally:
-            self._muted = frozenset()
-
     def _guarded(
         self, hook: Callable[..., Any], key: tuple[int, str], once: bool
     ) -> Callable[..., None]:
         def guarded(*args: Any, **kwargs: Any) -> None:
-            if key[1] not in self._muted and not (once and key in self._told):
+            if key[1] not in self.muted and not (once and key in self._told):
                 hook(*args, **kwargs)
                 self._told.add(key)
 

@@ -62,9 +62,14 @@ class LogRecorder:
             samples: Of each micro-batch.
             weights: Of each micro-batch in a mean.
         """
-        with _named_hook(self._module, "training_step"):
+        # Lightning takes what is logged for that of the hook that it notes here.
+        module, before = self._module, self._module._current_fx_name
+        module._current_fx_name = "training_step"
+        try:
             for (name, _), calls in self._calls.items():
                 self._log(name, calls, samples, weights)
+        finally:
+            module._current_fx_name = before
         self.forget()
 
     def _log(self, name: str, calls: Any, samples: Sequence[int], weights: Weights) -> None:
@@ -177,13 +182,3 @@ def _merge_tensors(tensors: list[Any], samples: Sequence[int], weights: Weights)
 
 def _detached(value: Any) -> Any:
     return value.detach() if isinstance(value, Tensor) else value
-
-
-@contextmanager
-def _named_hook(module: Any, name: str) -> Iterator[None]:
-    """Have ``self.log`` take what is logged for that of the hook ``name``."""
-    before, module._current_fx_name = module._current_fx_name, name
-    try:
-        yield
-    finally:
-        module._current_fx_name = before

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -115,7 +116,7 @@ class MicroBatching(RunCallback):
     """
 
     only_one = True
-    process_only = ("_stack", "_shop", "_whole", "_update")
+    process_only = ("_stack", "_whole", "_update")
 
     def __init__(
         self,
@@ -141,7 +142,6 @@ class MicroBatching(RunCallback):
         self._stack: ExitStack | None = None
         self._whole: Any = None
         self._update: Any = None
-        self._shop: Workshop | None = None
         self._changed: int | None = None
         self._forget()
 
@@ -216,40 +216,37 @@ class MicroBatching(RunCallback):
                 )
                 return
         stack = ExitStack()
-        hooks = HookGuard(trainer, pl_module)
-        stack.callback(hooks.close)
+        hooks = HookGuard(trainer, pl_module, stack)
         stack.callback(ranks.close)
         retrying = auto and not isinstance(ranks, Sharded)
         loss = (self.split, self.loss, self.count)
         shop = Workshop(trainer, pl_module, *loss, retrying, ranks, hooks, self._check.sums)
-        self._shop, self._stack, optimization = shop, stack, shop.optimization
+        self._stack, optimization = stack, shop.optimization
         self._whole, self._update = optimization._make_closure, optimization._optimizer_step
         alike = _same_on_all_ranks(trainer.train_dataloader)
         self._ranks = COMPLETE if alike else ranks_of_a_step(trainer)
-        make: Any = self._make_fixed
+        note, look = partial(self._note, shop), partial(self._check.look, shop)
+        make: Any = partial(self._make_fixed, shop)
         if isinstance(ranks, Sharded):
-            every, note = self.regrow_every, self._note
-            make = Planning(
-                shop, ranks, every, self._planned, note, self._before_split
-            ).make_closure
+            make = Planning(shop, ranks, self.regrow_every, self._planned, note, look).make_closure
         elif auto:
-            make = Retrying(shop, self._sizes, self._note, self._before_split).make_closure
-        stack.enter_context(replaced(optimization, _make_closure=make, _optimizer_step=self._step))
+            make = Retrying(shop, self._sizes, note, look).make_closure
+        step = partial(self._step, shop)
+        stack.enter_context(replaced(optimization, _make_closure=make, _optimizer_step=step))
 
-    def _note(self, kind: str, samples: int, size: int) -> None:
+    def _note(self, shop: Workshop, kind: str, samples: int, size: int) -> None:
         """Note that micro-batches of batches of so many samples have another size from now on."""
-        step = self._at_work().trainer.global_step
         self._changed = size
         self._retries += kind == "split"
+        step = shop.trainer.global_step
         self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})
         del self.events[:-1000]
 
     # --- a fixed size ---------------------------------------------------------------------------
 
     def _make_fixed(
-        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+        self, shop: Workshop, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
     ) -> Any:
-        shop = self._at_work()
         samples = shop.samples(kwargs["batch"])
         assert self.size != "auto"
         parts = -(-samples // self.size)
@@ -258,7 +255,7 @@ class MicroBatching(RunCallback):
         if parts <= 1:
             shop.hooks.begin()
             return self._whole(kwargs, optimizer, batch_idx)
-        self._before_split(kwargs["batch"], parts)
+        self._check.look(shop, kwargs["batch"], parts)
         return MicroBatchClosure(shop, kwargs, optimizer, batch_idx, parts)
 
     def on_train_batch_end(
@@ -277,7 +274,7 @@ class MicroBatching(RunCallback):
 
     # --- around both ----------------------------------------------------------------------------
 
-    def _step(self, batch_idx: int, closure: Any) -> None:
+    def _step(self, shop: Workshop, batch_idx: int, closure: Any) -> None:
         problem = ""
         try:
             self._update(batch_idx, closure)
@@ -285,7 +282,7 @@ class MicroBatching(RunCallback):
             if not is_out_of_memory(error):
                 raise
             finished = getattr(closure, "finished", False)
-            if not finished and isinstance(self._at_work().ranks, Sharded):
+            if not finished and isinstance(shop.ranks, Sharded):
                 raise MemoryError(MID_BATCH + str(error)) from error
             if not finished:
                 raise
@@ -297,13 +294,6 @@ class MicroBatching(RunCallback):
                 "again: resume from the last checkpoint, with an optimizer of smaller state, or "
                 f"a smaller model. The allocator said: {problem}"
             )
-
-    def _before_split(self, batch: Any, parts: int) -> None:
-        self._check.look(self._at_work(), batch, parts)
-
-    def _at_work(self) -> Workshop:
-        assert self._shop is not None
-        return self._shop
 
     def report(self) -> Report:
         """Return the newest changes of size, one a row."""
@@ -321,7 +311,7 @@ class MicroBatching(RunCallback):
         """Give Lightning's closures back, and let go of the run."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._shop = self._whole = self._update = self._changed = None
+        self._stack = self._whole = self._update = self._changed = None
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was learned, as plain types."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_opt.batching.micro_batching.agreement import Sharded
 from lightning_opt.batching.micro_batching.closure import MicroBatchClosure, Workshop
-from lightning_opt.batching.micro_batching.sizes import MOST_SHAPES, kind_of
+from lightning_opt.batching.micro_batching.sizes import kind_of, put_last
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.splitting import shape_of
 
@@ -117,9 +117,9 @@ class Planning:
                 peak = self._meter.read()
                 self._looked[shape] = self._batches
                 measured = Measured(kind_of(shape), elements, size, peak.share, peak.rest)
-                _put(self._measured, shape, measured)
+                put_last(self._measured, shape, measured)
             if size > self._sizes.get(shape, 0):
-                _put(self._sizes, shape, size)
+                put_last(self._sizes, shape, size)
                 self._changed("planned", samples, size)
 
         return MicroBatchClosure(shop, kwargs, optimizer, batch_idx, parts, succeeded=succeeded)
@@ -131,11 +131,3 @@ class Planning:
         alike = [m for m in self._measured.values() if m.kind == kind] if known is None else [known]
         planned = max((m.room_for(elements) for m in alike), default=None)
         return max(1, self._sizes.get(shape, 0) if planned is None else planned)
-
-
-def _put(known: dict[str, Any], shape: str, value: Any) -> None:
-    """Put it at the end, and let go of what was put longest ago."""
-    known.pop(shape, None)
-    while len(known) >= MOST_SHAPES:
-        del known[next(iter(known))]
-    known[shape] = value

@@ -96,7 +96,7 @@ class Retrying:
         Raises:
             MemoryError: If no smaller micro-batch is left to be tried, on any rank.
         """
-        self._proven.clear()
+        self._proven = Proven()
         self._careful = CAREFUL
         own: dict[str, Any] | None = None
         error: UnsplittableBatchError | None = None

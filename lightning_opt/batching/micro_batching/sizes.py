@@ -65,15 +65,13 @@ class LearnedSizes:
 
     def shrink(self, shape: str, elements: int, failed: int) -> int:
         """Return the next size to try after ``failed`` samples, at least 2, did not fit."""
-        known = self.shapes.pop(shape, None)
+        known = self.shapes.get(shape)
         if self._grown and known is not None:
             self._wait = min(2 * self._wait, LONGEST_WAIT * self._regrow_every)
             self._grown = False
         self._since = self._batches
-        while len(self.shapes) >= MOST_SHAPES:
-            del self.shapes[next(iter(self.shapes))]  # the one that failed longest ago
         most = max(failed, known["failed"] if known is not None else 0)
-        self.shapes[shape] = Known(size=-(-failed // 2), elements=elements, failed=most)
+        put_last(self.shapes, shape, Known(size=-(-failed // 2), elements=elements, failed=most))
         return self.shapes[shape]["size"]
 
     def state_dict(self) -> dict[str, Any]:
@@ -90,6 +88,14 @@ class LearnedSizes:
         self.shapes = {shape: known.copy() for shape, known in state_dict["shapes"].items()}
         self._wait, self._grown = state_dict["wait"], state_dict["grown"]
         self._batches, self._since = state_dict["age"], 0
+
+
+def put_last(known: dict[str, Any], shape: str, value: Any) -> None:
+    """Put what is known of a shape at the end, and let go of what was put longest ago."""
+    known.pop(shape, None)
+    while len(known) >= MOST_SHAPES:
+        del known[next(iter(known))]
+    known[shape] = value
 
 
 def kind_of(shape: str) -> str:
@@ -118,7 +124,3 @@ class Proven:
         passed[:] = [(e, s) for e, s in passed if e > elements or s > samples]
         passed.append((elements, samples))
         del passed[:-MOST_SHAPES]
-
-    def clear(self) -> None:
-        """Forget everything."""
-        self._kinds.clear()

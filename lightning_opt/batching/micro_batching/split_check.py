@@ -101,7 +101,6 @@ def _measure(shop: Workshop, piece: Any, samples: int) -> float:
         piece, samples = split_with(shop.split, piece, 2)[0]
     if samples < 2:
         raise _CannotTellError("one sample is all that fits.")
-    failed = False
     try:
         with ExitStack() as stack:
             for layer in shop.module.modules():

@@ -9,7 +9,7 @@ import pytest
 from lightning_opt.batching.batch_size.memory_fit import MemoryFit, next_size
 from lightning_opt.batching.batch_size.search import Trial, race, search
 
-RULE = {"target": 0.9, "grow": 1.2, "shrink": 0.8, "low": 0.8, "high": 0.95}
+RULE = {"target": 0.9, "grow": 1.2}
 
 
 def test_line_through_measurements():
