@@ -42,8 +42,7 @@ class ForwardOrder:
         self.ran = []
         for name, module in holders.items():
             if not isinstance(module, torch.jit.ScriptModule):
-                hook = module.register_forward_pre_hook(partial(self._note, name))
-                self._handles[name] = hook
+                self._handles[name] = module.register_forward_pre_hook(partial(self._note, name))
 
     def _note(self, name: str, *_: Any) -> None:
         handle = self._handles.pop(name, None)

@@ -74,18 +74,21 @@ class GradientCallback(RunCallback):
         """Learn the names and shards of the parameters, and who stands in front."""
         refuse_lbfgs(type(self).__name__, trainer.optimizers)
         GradientCallback.release(self, trainer)
-        for name, parameter in pl_module.named_parameters():
-            self.names[parameter] = plain_name(name)
+        self.names = {held: plain_name(name) for name, held in pl_module.named_parameters()}
         for index, optimizer in enumerate(trainer.optimizers):
             for place, held in enumerate(parameters_of(optimizer)):
                 # An optimizer may hold parameters that are not the module's.
                 self.names.setdefault(held, f"optimizer_{index}.{place}")
         # FSDP1's outermost unit wraps the module, and holds what no unit within takes.
         self._flat = flat_parameter_groups(trainer.model or pl_module)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        before = callbacks[: callbacks.index(self)] if self in callbacks else []
+        before = self.in_front(trainer)
         self._ahead = [other for other in before if isinstance(other, GradientCallback)]
         self._neighbour = self._ahead[-1] if self._ahead and before[-1] is self._ahead[-1] else None
+
+    def in_front(self, trainer: pl.Trainer) -> list[pl.Callback]:
+        """Return the callbacks of the run that come before this one."""
+        callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
+        return callbacks[: callbacks.index(self)] if self in callbacks else []
 
     def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.arguments import at_least, fraction, positive
 from lightning_opt.core.norms import GradientStep, as_real, by_kind
-from lightning_opt.core.scalars import move, stack_scalars, wide_dtype
+from lightning_opt.core.scalars import constant, move, stack_scalars, wide_dtype
 from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
 from lightning_opt.core.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
@@ -112,9 +112,7 @@ class PerParameter(ClippingRule):
         tensors = step.gradients.tensors
         if not tensors:
             return Clip(0.0)
-        norms = step.norms.per_tensor
-        if not isinstance(norms, Tensor):
-            norms = torch.tensor(norms, dtype=torch.float64)
+        norms = constant(step.norms.per_tensor, tensors[0].device)
         total = torch.as_tensor(step.norms.total, dtype=norms.dtype)
         average = self._averages(step, state, norms)
         finite = total < math.inf
@@ -202,9 +200,7 @@ class UnitWise(ClippingRule):
             ValueError: If a pattern of ``exclude`` matches no parameter.
         """
         self.detach()
-        for child in module.modules():
-            if isinstance(child, TRANSPOSED):
-                self._transposed.add(child.weight)
+        self._transposed = {m.weight for m in module.modules() if isinstance(m, TRANSPOSED)}
         if isinstance(self.exclude, list):
             names = [plain_name(name) for name, _ in module.named_parameters()]
             for pattern in self.exclude:
@@ -235,25 +231,20 @@ class UnitWise(ClippingRule):
             if step.norms.total * step.grad_scale > 1e18:  # on a CPU, where float64 measured it
                 accumulated = torch.float64
         excluded = self._excluded(step)
-        pairs = [
-            (parameter, gradient)
-            for parameter, gradient in zip(
-                step.gradients.parameters, step.gradients.tensors, strict=True
-            )
+        pairs = zip(step.gradients.parameters, step.gradients.tensors, strict=True)
+        chosen = [
+            (gradient, _real(parameter), *self._unit(parameter))
+            for parameter, gradient in pairs
             # A sparse gradient holds some rows only, so it has no shape to compare with.
             if parameter not in excluded and gradient.shape == _real(parameter).shape
         ]
-        if not pairs:
+        if not chosen:
             return Clip(0.0)
-        units = [self._unit(parameter) for parameter, _ in pairs]
-        dims = [extended for extended, _ in units]
-        groups = [members for _, members in units]
-        weights = _unit_norms([_real(parameter) for parameter, _ in pairs], dims)
-        owns = _unit_norms([gradient for _, gradient in pairs], dims, accumulated)
-        if any(members != COMPLETE for members in groups):
-            weights, owns = _whole_norms(weights, groups), _whole_norms(owns, groups)
+        gradients, values, dims, groups = map(list, zip(*chosen, strict=True))
+        weights = _whole_norms(_unit_norms(values, dims), groups)
+        owns = _whole_norms(_unit_norms(gradients, dims, accumulated), groups)
 
-        home = pairs[0][1].device
+        home = gradients[0].device
         own, weight = (
             torch.cat([move(n, home).flatten() for n in norms]) for norms in (owns, weights)
         )
@@ -266,7 +257,6 @@ class UnitWise(ClippingRule):
         elif not over.any():  # on a CPU
             return Clip(0.0, coefficient=1.0)
         coefficient = (limit / own).masked_fill_(over.logical_not(), 1.0)
-        gradients = [gradient for _, gradient in pairs]
         parts = coefficient.split([norm.numel() for norm in owns])
         factors = [
             move(part, gradient.device).view_as(shape)

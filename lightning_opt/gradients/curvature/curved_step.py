@@ -96,22 +96,20 @@ def twice_differentiable_loss(
     """
     if fraction < 1:
         try:
-            samples = batch_length(batch)
-            parts = min(samples, max(1, round(1 / fraction)))
+            parts = min(batch_length(batch), max(1, round(1 / fraction)))
             batch, _ = split_into(batch, parts)[0]
         except UnsplittableBatchError:
             rank_zero_warn(
                 f"{owner} takes whole batches: those of type {type(batch).__name__} cannot be cut "
                 "into samples. Give fraction=1.0 to say that you know."
             )
-    precision = trainer.precision_plugin
     with ExitStack() as stack:
         stack.enter_context(without_a_trace(trainer, module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fast kernels have no second one
         stack.enter_context(run_eagerly())  # graphs have no second order
         no_autocast = torch.autocast(module.device.type, enabled=False)
-        with replaced(precision, train_step_context=lambda: no_autocast):
+        with replaced(trainer.precision_plugin, train_step_context=lambda: no_autocast):
             loss = loss_of(trainer, module, batch, batch_idx)
         try:
             yield loss

@@ -104,17 +104,7 @@ def hessian_diagonal(
     """
     at_least("n_samples", n_samples, 1)
     product = hessian_product(loss, params)
-    moments = [_Moments() for _ in params]
-    for _ in range(n_samples):
-        for moment, sample in zip(
-            moments, sample_diagonal(product, params, generator), strict=True
-        ):
-            moment.add(sample)
-    return Estimate(
-        tuple(moment.mean for moment in moments),
-        tuple(moment.standard_error() for moment in moments),
-        n_samples,
-    )
+    return _average(lambda: sample_diagonal(product, params, generator), n_samples)
 
 
 def hessian_trace(
@@ -176,8 +166,19 @@ def top_eigenvalue(
 
 
 def hessian_product(loss: Tensor, params: Tensors) -> Product:
-    """Return what multiplies the Hessian with vectors, from one graph, as often as wanted."""
-    gradients = _gradients(loss, params)
+    """Return what multiplies the Hessian with vectors, from one graph, as often as wanted.
+
+    Raises:
+        ValueError: If the loss is not a real scalar.
+        RuntimeError: If a function in it can be differentiated only once.
+    """
+    if loss.ndim or loss.is_complex():
+        raise ValueError(
+            f"The loss must be one real number, got a tensor of shape {tuple(loss.shape)} and "
+            f"type {loss.dtype}. Take its mean or sum."
+        )
+    gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
+    _check_differentiable(gradients)
     # A gradient without a graph is a constant: its row of the Hessian is zero.
     curved = [
         (place, gradient)
@@ -215,11 +216,13 @@ def estimate_trace(
     product: Product, params: Tensors, n_samples: int, generator: torch.Generator | None = None
 ) -> Estimate[Tensor]:
     """Return the trace, estimated from products with the Hessian."""
-    moment = _Moments()
-    for _ in range(n_samples):
+
+    def draw() -> list[Tensor]:
         parts = sample_diagonal(product, params, generator)
-        moment.add(torch.stack([part.sum() for part in parts]).sum())
-    return Estimate(moment.mean, moment.standard_error(), n_samples)
+        return [torch.stack([part.sum() for part in parts]).sum()]
+
+    average = _average(draw, n_samples)
+    return Estimate(average.value[0], average.standard_error[0], n_samples)
 
 
 def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
@@ -232,18 +235,6 @@ def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
     places = torch.arange(8, dtype=torch.uint8, device=like.device)
     bits = drawn.bitwise_right_shift(places).bitwise_and_(1).flatten()[: like.numel()]
     return bits.to(like.dtype).mul_(2).sub_(1).view_as(like)
-
-
-def _gradients(loss: Tensor, params: Tensors) -> Sequence[Tensor | None]:
-    """Return the gradients with a graph of their own; None where the loss does not depend."""
-    if loss.ndim or loss.is_complex():
-        raise ValueError(
-            f"The loss must be one real number, got a tensor of shape {tuple(loss.shape)} and "
-            f"type {loss.dtype}. Take its mean or sum."
-        )
-    gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
-    _check_differentiable(gradients)
-    return gradients
 
 
 def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
@@ -267,22 +258,17 @@ def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
                 waiting.append(following)
 
 
-class _Moments:
-    """Mean and deviation of tensors that come one by one (Welford 1962)."""
-
-    def __init__(self) -> None:
-        self.count = 0
-
-    def add(self, sample: Tensor) -> None:
-        self.count += 1
-        if self.count == 1:
-            self.mean, self._squares = sample.clone(), torch.zeros_like(sample)
-            return
-        delta = sample - self.mean
-        self.mean = self.mean + delta / self.count
-        self._squares = self._squares + delta * (sample - self.mean)
-
-    def standard_error(self) -> Tensor:
-        if self.count < 2:
-            return torch.full_like(self.mean, torch.nan)
-        return (self._squares / (self.count - 1) / self.count).sqrt()
+def _average(draw: Callable[[], list[Tensor]], n_samples: int) -> Estimate[tuple[Tensor, ...]]:
+    """Return the mean of tensors that are drawn one after another, and its error (Welford 1962)."""
+    means = draw()
+    squares = [torch.zeros_like(mean) for mean in means]
+    for count in range(2, n_samples + 1):
+        for place, sample in enumerate(draw()):
+            delta = sample - means[place]
+            means[place] = means[place] + delta / count
+            squares[place] = squares[place] + delta * (sample - means[place])
+    if n_samples < 2:
+        errors = [torch.full_like(mean, torch.nan) for mean in means]
+    else:
+        errors = [(square / (n_samples - 1) / n_samples).sqrt() for square in squares]
+    return Estimate(tuple(means), tuple(errors), n_samples)

@@ -66,7 +66,9 @@ class DiagonalPreconditioner:
         """
         for name, gradient in zip(names, gradients, strict=True):
             largest = torch.linalg.vector_norm(gradient, torch.inf)
-            gradient.mul_(self._factor(name, gradient))
+            if name not in self._factors:
+                self._factors[name] = self._factor(name, gradient)
+            gradient.mul_(self._factors[name])
             if self.clip is not None:
                 # A bound makes infinity look sound; 0 x infinity is NaN, and so is then the bound.
                 bound = self.clip * scale + 0.0 * largest
@@ -86,15 +88,10 @@ class DiagonalPreconditioner:
         return self._average[name].to(like.device), self._mass[name].to(like.device)
 
     def _factor(self, name: str, like: Tensor) -> Tensor:
-        factor = self._factors.get(name)
-        if factor is None:
-            average, mass = self._of(name, like)
-            divisor = (average / mass.clamp_min(TINY)).abs_().pow_(self.power).add_(self.damping)
-            factor = torch.where(mass > 0, divisor.reciprocal_().clamp_max_(LARGE), 1.0).to(
-                like.dtype
-            )
-            self._factors[name] = factor
-        return factor
+        average, mass = self._of(name, like)
+        divisor = (average / mass.clamp_min(TINY)).abs_().pow_(self.power).add_(self.damping)
+        factor = torch.where(mass > 0, divisor.reciprocal_().clamp_max_(LARGE), 1.0)
+        return factor.to(like.dtype)
 
     def state_dict(self) -> dict[str, Any]:
         """Return the averages and their masses."""

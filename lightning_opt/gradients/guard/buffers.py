@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -15,7 +14,7 @@ from lightning_opt.core.sharding import local_part
 LARGEST = 2**16
 """Elements of a buffer that is copied at every step: any BatchNorm's statistics, not a table."""
 
-_shape, _dtype, _device = map(attrgetter, ("shape", "dtype", "device"))
+_form = attrgetter("shape", "dtype", "device")
 
 
 class BufferKeeper:
@@ -44,16 +43,14 @@ class BufferKeeper:
                     found.setdefault(buffer, (module, name))
         self._places = list(found.values())
         live = self._live()
-        self._form = self._form_of(live)
+        self._forms = list(map(_form, live))
         # The copies of one kind lie in one piece of memory, so that they are chosen in one kernel.
-        self._kinds = []
+        self._kinds = [(places, _join(live, places)) for places in by_kind(live).values()]
         self._kept = list(live)
-        for places in by_kind(live).values():
-            whole = _join(live, places)
-            self._kinds.append((places, whole))
+        for places, whole in self._kinds:
             parts = whole.split([live[place].numel() for place in places])
             for place, part in zip(places, parts, strict=True):
-                self._kept[place] = part.view(live[place].shape)
+                self._kept[place] = part.view_as(live[place])
 
     @torch.no_grad()
     def settle(self, skip: Condition) -> None:
@@ -61,7 +58,7 @@ class BufferKeeper:
         if not self._places:
             return
         live = self._live()
-        if self._form_of(live) != self._form:
+        if list(map(_form, live)) != self._forms:
             # The model has other buffers than before; there is nothing to put back into them.
             self.keep()
         elif isinstance(skip, Tensor):
@@ -77,10 +74,6 @@ class BufferKeeper:
     def _live(self) -> list[Tensor]:
         found = [getattr(module, name, None) for module, name in self._places]
         return [local_part(buffer.detach()) for buffer in found if buffer is not None]
-
-    @staticmethod
-    def _form_of(buffers: list[Tensor]) -> list[Any]:
-        return [*map(_shape, buffers), *map(_dtype, buffers), *map(_device, buffers)]
 
 
 def _join(tensors: list[Tensor], places: list[int]) -> Tensor:

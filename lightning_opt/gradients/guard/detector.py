@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.scalars import Condition, DeviceCopy, Scalar, move, stack_scalars
-from lightning_opt.core.sharding import COMPLETE, Groups
+from lightning_opt.core.sharding import Groups
 from lightning_opt.core.statistics import BEYOND, WITHIN, DeviceBands, LogBand
 
 Kind: TypeAlias = Literal[
@@ -114,9 +114,9 @@ class Detector:
         norm: Scalar,
         state: dict[str, Any],
         *,
-        loss_scale: Scalar | None = None,
-        reduce_on: torch.device | None = None,
-        groups: Groups = COMPLETE,
+        loss_scale: Scalar | None,
+        reduce_on: torch.device,
+        groups: Groups,
     ) -> Symptoms:
         """Look at one step, and let it into the history.
 
@@ -124,7 +124,8 @@ class Detector:
             loss: This rank's loss.
             norm: Total norm of the gradient, without loss scale.
             state: From :meth:`init`, updated in place.
-            loss_scale: The scale of an fp16 loss scaler. A gradient that is not finite while the
+            loss_scale: The scale of an fp16 loss scaler; None without one. At 1 or more it is to
+                blame for a gradient that is not finite.
             reduce_on: The device on which ranks gather.
             groups: Those ranks; none for a process that decides by itself. All of them then get the
                 same symptoms, from one all-gather of two numbers.

@@ -157,8 +157,7 @@ class NonFiniteGuard(GradientCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before the model is wrapped."""
         super().setup(trainer, pl_module, stage)
-        callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        before = callbacks[: callbacks.index(self)] if self in callbacks else []
+        before = self.in_front(trainer)
         clipping = [other for other in before if getattr(other, "rescales_gradients", False)]
         if clipping and stage == "fit":
             raise ValueError(
@@ -253,12 +252,7 @@ class NonFiniteGuard(GradientCallback):
         self._log_due = self._log_due or self._schedule.is_due(self._steps)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Answer the faults or take a snapshot, now that optimizers and schedulers have stepped."""
         if not self._stepped:

@@ -108,17 +108,13 @@ def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
     if isinstance(saved, dict):
         now = live if isinstance(live, dict) else {}
         restored = {key: copy_back(item, now.get(key), like) for key, item in saved.items()}
-        if not isinstance(live, dict):
-            return restored
-        live.clear()  # the same dict, which others may hold
-        live.update(restored)
-        return live
+        now.clear()  # the same dict, which others may hold
+        now.update(restored)
+        return now
     if type(saved) in (list, tuple):
-        past = live if isinstance(live, (list, tuple)) and len(live) == len(saved) else None
-        return type(saved)(
-            copy_back(item, None if past is None else past[place], like)
-            for place, item in enumerate(saved)
-        )
+        fits = isinstance(live, (list, tuple)) and len(live) == len(saved)
+        pairs = zip(saved, live if fits else [None] * len(saved), strict=True)
+        return type(saved)(copy_back(item, past, like) for item, past in pairs)
     return copy.deepcopy(saved)
 
 

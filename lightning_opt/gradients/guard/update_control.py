@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -44,14 +46,11 @@ class UpdateControl:
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
+        self._optimizer: Any = optimizer
         self._depth = 0
         self._skip: Condition = False
         self._lr_scale = 1.0
-        self._scaled: list[tuple[dict[str, Any], Any, Any]] = []
-        self._groups: list[tuple[dict[str, Any], dict[str, Any]]] = []
-        self._gradients: list[tuple[Tensor, Tensor | None]] = []
-        self._found_inf: list[Any] = []
+        self._undo: list[Callable[[], None]] = []
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
@@ -97,40 +96,38 @@ class UpdateControl:
             self.forget()
 
     def _apply(self) -> None:
+        optimizer = self._optimizer
         if isinstance(self._skip, Tensor):
-            found = getattr(self._optimizer, "found_inf", None)
+            found = getattr(optimizer, "found_inf", None)
             flag = self._skip.to(torch.float32)
-            self._found_inf = [found]
-            # A loss scaler has put its own flag there, and takes it away afterwards.
-            self._optimizer.found_inf = (  # type: ignore[attr-defined]
-                flag if found is None else torch.maximum(flag, found.to(flag.device))
-            )
+            if found is None:
+                self._undo.append(partial(delattr, optimizer, "found_inf"))
+            else:
+                # A loss scaler has put its own flag there, and takes it away afterwards.
+                self._undo.append(partial(setattr, optimizer, "found_inf", found))
+                flag = torch.maximum(flag, found.to(flag.device))
+            optimizer.found_inf = flag
         elif self._skip:
-            self._groups = [(group, dict(group)) for group in self._optimizer.param_groups]
-            self._gradients = [(own, own.grad) for own in parameters_of(self._optimizer)]
-            for parameter, _ in self._gradients:
+            # Some optimizers count steps in the group, whether there are gradients or not.
+            self._undo += [partial(group.update, dict(group)) for group in optimizer.param_groups]
+            for parameter in parameters_of(optimizer):
+                self._undo.append(partial(setattr, parameter, "grad", parameter.grad))
                 parameter.grad = None
         if self._lr_scale != 1.0:
-            for group in self._optimizer.param_groups:
+            for group in optimizer.param_groups:
                 rate = group.get("lr")
                 if rate is not None:
                     group["lr"] = scaled = rate * self._lr_scale
-                    self._scaled.append((group, rate, scaled))
+                    self._undo.append(partial(_put_back_rate, group, rate, scaled))
 
     def forget(self) -> None:
         """Undo what was applied, and forget what was to be."""
-        for group, rate, scaled in self._scaled:
-            if group["lr"] is scaled:  # else the optimizer has set another one
-                group["lr"] = rate
-        for group, values in self._groups:
-            # Some optimizers count steps in the group, whether there are gradients or not.
-            group.update(values)
-        for parameter, gradient in self._gradients:
-            parameter.grad = gradient
-        for found in self._found_inf:
-            if found is None:
-                del self._optimizer.found_inf  # type: ignore[attr-defined]
-            else:
-                self._optimizer.found_inf = found  # type: ignore[attr-defined]
-        self._scaled, self._groups, self._gradients, self._found_inf = [], [], [], []
+        for undo in self._undo:
+            undo()
+        self._undo = []
         self._skip, self._lr_scale, self._depth = False, 1.0, 0
+
+
+def _put_back_rate(group: dict[str, Any], rate: Any, scaled: Any) -> None:
+    if group["lr"] is scaled:  # else the optimizer has set another one
+        group["lr"] = rate

@@ -119,7 +119,7 @@ class GradientHealth(GradientCallback):
         self._schedule = Schedule(every_n_steps)
         self._figure = figure
         self._order = ForwardOrder()
-        self._activations = ActivationWatch() if activations else None
+        self._look_inside, self._activations = activations, ActivationWatch()
         self._records: dict[int, OptimizerHealth] = {}
         self._outside: list[LayerVitals] = []
         self._reported = False  # in this fit: a run without a report gets no figure
@@ -130,18 +130,16 @@ class GradientHealth(GradientCallback):
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Put on the hooks; the sanity check of validation, which is over, must not be seen."""
-        self._remove_hooks()
         self._reported = False
         self._order.watch(pl_module)
-        if self._activations is not None and not self._activations.watch(pl_module):
+        if self._look_inside and not self._activations.watch(pl_module):
             log.warning("GradientHealth(activations=True) cannot look into a compiled model.")
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin to look at activations."""
-        if self._activations is not None:
-            self._activations.start_batch(trainer.current_epoch, batch_idx)
+        self._activations.start_batch(trainer.current_epoch, batch_idx)
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
@@ -156,22 +154,16 @@ class GradientHealth(GradientCallback):
             record.measure(step)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Report, if this batch's step was measured."""
-        if self._activations is not None:
-            self._activations.end_batch()
-        due = [index for index, record in self._records.items() if record.is_measured]
+        self._activations.end_batch()
+        due = [index for index, record in self._records.items() if record.measured is not None]
         if due:
             self._reported = True
             scaled = loss_scale(trainer) is not None
             self._order.stop()
-            extra = self._activations.take(scaled=scaled) if self._activations is not None else ()
+            extra = self._activations.take(scaled=scaled)
             for index in due:
                 self._complete(trainer, pl_module, index, extra)
                 prefix = "health/" if len(trainer.optimizers) == 1 else f"health/{index}/"
@@ -291,14 +283,10 @@ class GradientHealth(GradientCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Let go of the model."""
         super().release(trainer)
-        self._remove_hooks()
+        self._order.stop()
+        self._activations.stop()
         for record in self._records.values():
             record.release()
-
-    def _remove_hooks(self) -> None:
-        self._order.stop()
-        if self._activations is not None:
-            self._activations.stop()
 
     def state_dict(self) -> dict[str, Any]:
         """Return what was seen of each optimizer, as plain types. Waits for the device."""

@@ -113,23 +113,16 @@ class Persistence:
         Args:
             order: The place of each layer.
         """
-        by_type: dict[str, list[dict[str, Any]]] = {}
-        for track in self._tracks.values():
-            if track["seen"] >= REPORTS_NEEDED[track["type"]]:
-                by_type.setdefault(track["type"], []).append(track)
+        lasting = [t for t in self._tracks.values() if t["seen"] >= REPORTS_NEEDED[t["type"]]]
         issues = []
-        for kind in sorted(by_type, key=list(ADVICE).index):
-            tracks = by_type[kind]
+        for kind in sorted({track["type"] for track in lasting}, key=list(ADVICE).index):
+            tracks = [track for track in lasting if track["type"] == kind]
             worst = max(tracks, key=lambda t: (t["severity"] == CRITICAL, t["badness"]))
             others = {track["place"] for track in tracks if track is not worst}
             since = min(track["since"] for track in tracks)
             places = tuple(sorted(others, key=lambda place: order.get(place, len(order))))
-            issues.append(
-                Issue(
-                    kind, worst["severity"], worst["place"], worst["detail"], worst["badness"],
-                    since, places,
-                )
-            )  # fmt: skip
+            own = {key: worst[key] for key in ("type", "severity", "place", "detail", "badness")}
+            issues.append(Issue(**own, since=since, others=places))
         return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
 
     def state_dict(self) -> dict[str, Any]:

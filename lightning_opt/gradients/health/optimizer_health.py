@@ -5,8 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from numpy.typing import NDArray
 from torch import Tensor
@@ -43,8 +42,7 @@ EARLY = 10
 COUNTS = ("steps", "reported_step", "nonfinite", "overflows")
 
 
-@dataclass
-class Measured:
+class Measured(NamedTuple):
     """What was measured at the step of a report, still on the device.
 
     Attributes:
@@ -75,6 +73,7 @@ class OptimizerHealth:
         reported_step: That of the last report.
         nonfinite: Steps whose gradients were NaN or infinite, without those below.
         overflows: Such steps that the loss scaler brought about and skipped.
+        measured: What waits for the update to be completed; None between reports.
         layers: What the last report measured, in forward order.
         issues: What the last report found.
         timeline: One entry a report: step, low, median and high of the total norm, RMS by layer.
@@ -84,7 +83,7 @@ class OptimizerHealth:
         self._exploding, self._vanishing = exploding, vanishing
         self._window = NormWindow()
         self._first = 1  # step of the window
-        self._measured: Measured | None = None
+        self.measured: Measured | None = None
         self._persistence = Persistence()
         self._early: list[float] = []
         self._seen: set[str] = set()
@@ -94,11 +93,6 @@ class OptimizerHealth:
         self.layers: list[LayerVitals] = []
         self.issues: list[Issue] = []
         self.timeline: list[dict[str, Any]] = []
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether a report has been measured and waits to be completed."""
-        return self._measured is not None
 
     @property
     def is_full(self) -> bool:
@@ -116,7 +110,7 @@ class OptimizerHealth:
         table = measure_gradients(step)
         probe = UpdateProbe(gradients.parameters, gradients.groups)
         names = [step.names[parameter] for parameter in gradients.parameters]
-        self._measured = Measured(self.steps, names, table, probe)
+        self.measured = Measured(self.steps, names, table, probe)
 
     def complete(
         self,
@@ -136,7 +130,7 @@ class OptimizerHealth:
             scaled: Whether a loss scaler skips steps that overflow.
             extra: What was found elsewhere, in activations.
         """
-        blocks, measured = self._window.blocks(), self._measured
+        blocks, measured = self._window.blocks(), self.measured
         names = [block_names for block_names, _ in blocks]
         rest = [] if measured is None else [measured.table, measured.probe.compare()]
         read = read_together([*rest, *(rows for _, rows in blocks)])
@@ -148,7 +142,7 @@ class OptimizerHealth:
             _enter_changes(vitals, measured.names, read[1])
         for name, parameter in parameters.items():
             vitals[name].status = self._status(vitals[name], parameter)
-        self._window, self._measured, self._first = NormWindow(), None, self.steps + 1
+        self._window, self.measured, self._first = NormWindow(), None, self.steps + 1
         self._count(totals, scaled)
         self.layers = group_layers(vitals.values(), order)
         medians = [entry["median"] for entry in self.timeline]
@@ -169,7 +163,7 @@ class OptimizerHealth:
 
     def _status(self, vitals: ParameterVitals, parameter: Tensor) -> str:
         # Of a shard without a gradient only reports know that there was none: its norm is zero.
-        known = self._measured is not None or vitals.name in self._seen
+        known = self.measured is not None or vitals.name in self._seen
         if vitals.nan or vitals.inf or (vitals.count and (vitals.mean or known)):
             self._seen.add(vitals.name)
             return TRAINED
@@ -233,7 +227,7 @@ class OptimizerHealth:
     def release(self) -> None:
         """Let go of the model: keep what was seen, drop what was being measured."""
         self._keep_window()
-        self._measured = None
+        self.measured = None
 
     def _keep_window(self) -> list[tuple[list[str], NDArray[Any]]]:
         """Read the window to the host and keep it there."""

@@ -11,6 +11,9 @@ from torch import Tensor
 from lightning_opt.core.scalars import Condition, Scalar, move, to_plain
 from lightning_opt.core.sharding import wants_host
 
+COUNTS = ("skipped", "overflows", "stuck")
+"""What is counted over a whole run."""
+
 
 class CountingScaler(torch.amp.GradScaler):
     """A ``GradScaler`` that never goes below ``min_scale`` and counts what it leaves out.
@@ -85,7 +88,7 @@ class CountingScaler(torch.amp.GradScaler):
         return {
             "scale": self.get_scale(),
             "_growth_tracker": self._get_growth_tracker(),
-            **to_plain({"skipped": self.skipped, "overflows": self.overflows, "stuck": self.stuck}),
+            **to_plain({name: getattr(self, name) for name in COUNTS}),
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
@@ -96,10 +99,9 @@ class CountingScaler(torch.amp.GradScaler):
             self._scale.fill_(self._init_scale)
         if self._growth_tracker is not None:
             self._growth_tracker.fill_(self._init_growth_tracker)
-        self.skipped = state_dict.get("skipped", 0)
-        self.overflows = state_dict.get("overflows", 0)
-        self.stuck = state_dict.get("stuck", 0)
+        for name in COUNTS:
+            setattr(self, name, state_dict.get(name, 0))
 
     def __getstate__(self) -> dict[str, Any]:
         state = super().__getstate__()
-        return {**state, **{key: to_plain(state[key]) for key in ("skipped", "overflows", "stuck")}}
+        return {**state, **to_plain({name: state[name] for name in COUNTS})}
