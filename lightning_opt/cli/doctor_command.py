@@ -18,7 +18,7 @@ from lightning_opt.memory.leaks.leak_detector import LeakDetector
 from lightning_opt.memory.profiler.memory_profiler import MemoryProfiler
 from lightning_opt.profiling.doctor.doctor import Diagnosis, doctor
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
-from lightning_opt.profiling.steps.step_profiler import BESIDE, StepProfiler
+from lightning_opt.profiling.steps.step_profiler import StepProfiler
 
 DESCRIPTION = """\
 Trains a few steps under the preset 'basic' with data, memory and time measured, and answers a
@@ -63,10 +63,8 @@ def run(words: Sequence[str]) -> int:
     if not trainer.is_global_zero:
         return OK
     diagnosis = _about_the_job(doctor(trainer), job)
-    if job.options.json:
-        sys.stdout.write(diagnosis.to_json() + "\n")
-    else:
-        sys.stdout.write(diagnosis.to_text() + "\n")
+    answers = diagnosis.to_json() if job.options.json else diagnosis.to_text()
+    sys.stdout.write(answers + "\n")
     return FAILED if job.options.strict and diagnosis.topics("look") else OK
 
 
@@ -75,7 +73,7 @@ def _about_the_job(diagnosis: Diagnosis, job: Job) -> Diagnosis:
     ours = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
     left_out = {topic for topic, argument in ours.items() if argument not in job.trainer}
     kept = [
-        replace(verdict, finding=verdict.finding.split(BESIDE)[0])
+        replace(verdict, finding=verdict.finding.removesuffix(verdict.callbacks))
         for verdict in diagnosis.verdicts
         if verdict.topic not in left_out
     ]

@@ -39,12 +39,15 @@ class Verdict:
             if it was not measured.
         finding: What was measured, in a sentence.
         advice: The one thing to do; empty where there is nothing.
+        callbacks: How the finding ends where it is about callbacks, which may be there only to find
+            something out.
     """
 
     topic: str
     state: State
     finding: str
     advice: str = ""
+    callbacks: str = ""
 
     def __post_init__(self) -> None:
         if self.topic not in TOPICS:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from torch import Size, Tensor, empty_strided
-
-Strides = Size | tuple[int, ...]
+from torch import Tensor, empty_strided
 
 
-def laid_out(tensor: Tensor, strides: Strides) -> Tensor:
+def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
     """Return the values of ``tensor`` with ``strides``; the tensor itself if it has them."""
-    if tensor.stride() == tuple(strides):
+    if tensor.stride() == strides:
         return tensor
     copy = empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
     return copy.copy_(tensor.detach())

@@ -66,13 +66,10 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | 
     if name is None or any(other in f"{name} " for other in _OTHERS):
         return None
     # "L40S" before "L40" before "L4": the longest name that fits.
-    for known in sorted(_PEAKS, key=len, reverse=True):
-        if _fits(known, name):
-            kind = _KINDS.get(dtype, str(dtype))
-            peaks = _PEAKS[known]
-            found = peaks.get(kind, peaks.get("bf16") if kind == "fp16" else None)
-            return None if found is None else found * 1e12
-    return None
+    known = max((known for known in _PEAKS if _fits(known, name)), key=len, default="")
+    peaks, kind = _PEAKS.get(known, {}), _KINDS.get(dtype, str(dtype))
+    found = peaks.get(kind, peaks.get("bf16") if kind == "fp16" else None)
+    return None if found is None else found * 1e12
 
 
 def _name_of(device: torch.device | str) -> str | None:

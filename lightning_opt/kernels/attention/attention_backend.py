@@ -10,14 +10,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.report import Report
-from lightning_opt.kernels.attention.sdpa import (
-    BACKENDS,
-    CAN_RANK,
-    Call,
-    Preference,
-    Signature,
-    Watch,
-)
+from lightning_opt.kernels.attention.sdpa import BACKENDS, CAN_RANK, Preference, Watch
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -82,7 +75,7 @@ class AttentionBackend(RunCallback):
             )
         self.order = tuple(names)
         self.watch_batches = at_least("watch_batches", watch_batches, 0)
-        self._calls: dict[Signature, Call] = {}
+        self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._left = 0
         self._compiled = False
         self._preference: Preference | None = None
@@ -93,7 +86,7 @@ class AttentionBackend(RunCallback):
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
         self._preference = Preference(self.order)
-        self._calls, self._left, self._compiled = {}, self.watch_batches, False
+        self._seen, self._left, self._compiled = {}, self.watch_batches, False
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
@@ -112,27 +105,17 @@ class AttentionBackend(RunCallback):
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
         """Say what was seen."""
-        self._end()
+        if self._watch is None:
+            return
+        self._watch.end()
+        self._watch = None
+        if self._left <= 0:
+            self._warn()
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def report(self) -> Report:
         """Return one row for each kind of call in the batches that were looked at."""
-        rows = [
-            {
-                "backend": call.backend,
-                "calls": call.count,
-                "device": signature.device,
-                "dtype": signature.dtype,
-                "query": str(signature.query),
-                "key": str(signature.key),
-                "mask": signature.mask,
-                "causal": signature.causal,
-                "dropout": signature.dropout,
-                "better ones": "; ".join(f"{name}: {why}" for name, why in call.reasons.items()),
-            }
-            for signature, call in self._calls.items()
-        ]
         notes = []
         if not CAN_RANK:
             notes.append("This version of torch does not let the order of backends be set.")
@@ -141,11 +124,10 @@ class AttentionBackend(RunCallback):
                 "The model is compiled, so its calls were not looked at. torch.compile chooses by "
                 "the same rules: run a batch without it to see the backends."
             )
-        elif not rows:
+        elif not self._seen:
             notes.append("No call of scaled_dot_product_attention was seen.")
-        return Report(
-            f"Attention backends, wanted in the order {', '.join(self.order)}", rows, notes
-        )
+        title = f"Attention backends, wanted in the order {', '.join(self.order)}"
+        return Report(title, list(self._seen.values()), notes)
 
     def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         if self._left <= 0 or self._watch is not None:
@@ -153,36 +135,23 @@ class AttentionBackend(RunCallback):
         self._left -= 1
         self._compiled = has_compiled_parts(trainer.strategy.model or pl_module)
         if not self._compiled:
-            self._watch = Watch(self._calls, self.order)
-
-    def _end(self) -> None:
-        if self._watch is None:
-            return
-        self._watch.end()
-        self._watch = None
-        if self._left <= 0:
-            self._warn()
+            self._watch = Watch(self._seen, self.order)
 
     def _warn(self) -> None:
         """Say once if what was seen is slower than what was wished for."""
-        slow = [
-            (signature, call)
-            for signature, call in self._calls.items()
-            if call.backend == "math" and self.order[0] != "math"
-        ]
-        if not slow:
+        slow = [row for row in self._seen.values() if row["backend"] == "math"]
+        if not slow or self.order[0] == "math":
             return
-        signature, call = slow[0]
+        row = slow[0]
         others = f" So are {len(slow) - 1} other kinds of calls." if len(slow) > 1 else ""
         asked = (
             "" if "math" in self.order else " Math is not in `order`, but nothing in it takes this."
         )
-        reasons = "; ".join(f"{name}: {why}" for name, why in call.reasons.items())
         rank_zero_warn(
-            f"AttentionBackend: attention with queries {signature.query} in {signature.dtype}, "
-            f"mask {signature.mask}, dropout {signature.dropout:g} is served by math, which is "
-            f"right but slow and keeps the whole matrix of scores.{asked} Why not {reasons}."
-            f"{others} `report()` has all of it."
+            f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
+            f"mask {row['mask']}, dropout {row['dropout']:g} is served by math, which is "
+            f"right but slow and keeps the whole matrix of scores.{asked} Why not "
+            f"{row['better ones']}.{others} `report()` has all of it."
         )
 
     def release(self, trainer: pl.Trainer) -> None:

@@ -128,12 +128,11 @@ class RotaryEmbedding(nn.Module):
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _grow(self, positions: int) -> None:
-        room = 1 << (positions - 1).bit_length()
-        self._fill(room, self.cos.device, self.cos.dtype)
+        self._fill(1 << (positions - 1).bit_length(), self.cos.dtype)
 
-    def _fill(self, positions: int, device: torch.device, dtype: torch.dtype) -> None:
+    def _fill(self, positions: int, dtype: torch.dtype) -> None:
         self.cos, self.sin = rotary_tables(
-            positions, self.dim, self.base, device=device, dtype=dtype
+            positions, self.dim, self.base, device=self.cos.device, dtype=dtype
         )
 
     def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> RotaryEmbedding:
@@ -141,5 +140,5 @@ class RotaryEmbedding(nn.Module):
         super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
         # Made anew: what came may be rounded, or without values (`to_empty`).
         dtype = torch.float64 if self.cos.dtype is torch.float64 else torch.float32
-        self._fill(self.cos.shape[0], self.cos.device, dtype)
+        self._fill(self.cos.shape[0], dtype)
         return self

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from itertools import takewhile
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
@@ -23,20 +24,15 @@ BACKENDS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-_NUMBERS = {name: backend.value for name, backend in BACKENDS.items()}
-_NAMES = {number: name for name, number in _NUMBERS.items()}
-_ENABLED: dict[str, Callable[[], bool]] = {
-    "flash": torch.backends.cuda.flash_sdp_enabled,
-    "cudnn": torch.backends.cuda.cudnn_sdp_enabled,
-    "efficient": torch.backends.cuda.mem_efficient_sdp_enabled,
-    "math": torch.backends.cuda.math_sdp_enabled,
+_NAMES = {backend.value: name for name, backend in BACKENDS.items()}
+_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
 }
-_ENABLE: dict[str, Callable[[bool], None]] = {
-    "flash": torch.backends.cuda.enable_flash_sdp,
-    "cudnn": torch.backends.cuda.enable_cudnn_sdp,
-    "efficient": torch.backends.cuda.enable_mem_efficient_sdp,
-    "math": torch.backends.cuda.enable_math_sdp,
-}
+"""For each backend, what tells whether it may be used, and what sets that."""
+
 NAME = "scaled_dot_product_attention"
 CAN_RANK = hasattr(torch._C, "_set_sdp_priority_order")
 """Whether this torch (2.6 or newer) lets their order be set, and not only which are used."""
@@ -57,62 +53,22 @@ class Preference:
     """
 
     def __init__(self, order: Sequence[str]) -> None:
-        self._enabled = {name: enabled() for name, enabled in _ENABLED.items()}
+        self._enabled = {name: enabled() for name, (enabled, _) in _SWITCHES.items()}
         self._ranks = torch._C._get_sdp_priority_order() if CAN_RANK else []
-        self.reachable = reachable(order)
-        for name, enable in _ENABLE.items():
-            enable(name in self.reachable)
+        reachable = [*takewhile(lambda name: name != "math", order), "math"]
+        for name, (_, enable) in _SWITCHES.items():
+            enable(name in reachable)
         if CAN_RANK:
-            ranks = [_NUMBERS[name] for name in self.reachable]
+            ranks = [BACKENDS[name].value for name in reachable]
             rest = [rank for rank in self._ranks if rank not in ranks]
             torch._C._set_sdp_priority_order(ranks + rest)
 
     def restore(self) -> None:
         """Put back what was set before."""
-        for name, enable in _ENABLE.items():
+        for name, (_, enable) in _SWITCHES.items():
             enable(self._enabled[name])
         if CAN_RANK:
             torch._C._set_sdp_priority_order(self._ranks)
-
-
-def reachable(order: Sequence[str]) -> list[str]:
-    """Return the backends of ``order`` that a call can get to, math being the last."""
-    names = list(order)
-    return [*(names[: names.index("math")] if "math" in names else names), "math"]
-
-
-@dataclass(frozen=True)
-class Signature:
-    """What tells one kind of call from another.
-
-    Attributes:
-        device: Its type.
-        dtype: That the attention is computed in, autocast considered.
-        query: Shape.
-        key: Shape.
-        value: Shape.
-        mask: Shape and dtype of ``attn_mask``, or ``"none"``.
-        causal: ``is_causal``.
-        dropout: ``dropout_p``.
-    """
-
-    device: str
-    dtype: str
-    query: tuple[int, ...]
-    key: tuple[int, ...]
-    value: tuple[int, ...]
-    mask: str
-    causal: bool
-    dropout: float
-
-
-@dataclass
-class Call:
-    """One kind of call: how often it was seen, who serves it, and why nobody better does."""
-
-    backend: str
-    reasons: dict[str, str]
-    count: int = 1
 
 
 class Watch:
@@ -123,14 +79,21 @@ class Watch:
     module down another path in evaluation.
 
     Args:
-        calls: Where to note what is seen.
+        seen: Where to note what is seen: by what tells one kind of call from another, its row in a
+            report. That has who serves it, how often it was seen, its dtype (autocast considered),
+            shapes and settings, and why nobody better serves it.
         order: The backends in the order in which they are wanted.
     """
 
-    def __init__(self, calls: dict[Signature, Call], order: Sequence[str]) -> None:
-        self._calls, self._order = calls, order
+    def __init__(self, seen: dict[tuple[Any, ...], dict[str, Any]], order: Sequence[str]) -> None:
+        self._seen, self._order = seen, order
         self._original: Callable[..., Tensor] = functional.scaled_dot_product_attention
-        self._replaced = list(_holders(self._original))
+        self._replaced = [
+            module
+            for module in list(sys.modules.values())
+            if getattr(module, "__dict__", {}).get(NAME) is self._original
+            and module is not torch._C._nn
+        ]
         for module in self._replaced:
             setattr(module, NAME, self)
 
@@ -160,36 +123,35 @@ class Watch:
     ) -> None:
         inputs = (query, key, value, attn_mask)
         query, key, value, attn_mask = (_as_autocast(tensor) for tensor in inputs)  # type: ignore[assignment]
-        signature = Signature(
-            query.device.type,
-            str(query.dtype).removeprefix("torch."),
-            tuple(query.shape),
-            tuple(key.shape),
-            tuple(value.shape),
-            "none"
+        call: dict[str, Any] = {
+            "device": query.device.type,
+            "dtype": str(query.dtype).removeprefix("torch."),
+            "query": str(tuple(query.shape)),
+            "key": str(tuple(key.shape)),
+            "mask": "none"
             if attn_mask is None
             else f"{str(attn_mask.dtype).removeprefix('torch.')} {tuple(attn_mask.shape)}",
-            is_causal,
-            float(dropout_p),
-        )
-        if signature in self._calls:
-            self._calls[signature].count += 1
+            "causal": is_causal,
+            "dropout": float(dropout_p),
+        }
+        kind = (*call.values(), tuple(value.shape))
+        if kind in self._seen:
+            self._seen[kind]["calls"] += 1
             return
-        question = Question(query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa)
-        backend = question.choose()
+        asked = (query, key, value, attn_mask, dropout_p, is_causal)
+        backend = _choose(asked, scale, enable_gqa)
         better = (
             self._order[: self._order.index(backend)] if backend in self._order else self._order
         )
-        reasons = {name: question.why_not(name) for name in better if name != backend}
-        self._calls[signature] = Call(backend, reasons)
-
-
-def _holders(function: Any) -> Iterator[Any]:
-    return (
-        module
-        for module in list(sys.modules.values())
-        if getattr(module, "__dict__", {}).get(NAME) is function and module is not torch._C._nn
-    )
+        reasons = [
+            f"{name}: {_why_not(name, (*asked, enable_gqa))}" for name in better if name != backend
+        ]
+        self._seen[kind] = {
+            "backend": backend,
+            "calls": 1,
+            **call,
+            "better ones": "; ".join(reasons),
+        }
 
 
 def _as_autocast(tensor: Tensor | None) -> Tensor | None:
@@ -205,57 +167,31 @@ def _as_autocast(tensor: Tensor | None) -> Tensor | None:
     return torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
 
 
-@dataclass
-class Question:
-    """One call, as torch sees it before it chooses."""
+def _choose(asked: tuple[Any, ...], scale: float | None, grouped: bool) -> str:
+    """Return the backend that serves a call: query, key, value, mask, dropout, causal or not."""
+    try:
+        choice = torch._fused_sdp_choice(*asked, scale=scale, enable_gqa=grouped)
+    except (RuntimeError, NotImplementedError, TypeError):  # a tensor of another kind
+        return "unknown"
+    return _NAMES.get(int(choice), f"number {int(choice)}")
 
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None
-    dropout: float
-    causal: bool
-    scale: float | None
-    grouped: bool
 
-    def choose(self) -> str:
-        """Return the backend that serves the call."""
-        try:
-            choice = torch._fused_sdp_choice(
-                self.query,
-                self.key,
-                self.value,
-                self.mask,
-                self.dropout,
-                self.causal,
-                scale=self.scale,
-                enable_gqa=self.grouped,
-            )
-        except (RuntimeError, NotImplementedError, TypeError):  # a tensor of another kind
-            return "unknown"
-        return _NAMES.get(int(choice), f"number {int(choice)}")
-
-    def why_not(self, name: str) -> str:
-        """Return why the backend ``name``, which is wanted more, does not serve the call."""
-        kind = self.query.device.type
-        if kind == "cuda":
-            return self._ask_torch(name)
-        if kind == "cpu":
-            return "it takes neither dropout nor every mask" if name == "flash" else "not for CPUs"
+def _why_not(name: str, asked: tuple[Any, ...]) -> str:
+    """Return why the backend ``name``, which is wanted more, does not serve the call."""
+    kind = asked[0].device.type
+    if kind == "cpu":
+        return "it takes neither dropout nor every mask" if name == "flash" else "not for CPUs"
+    if kind != "cuda":
         return f"torch does not say why on {kind}"
-
-    def _ask_torch(self, name: str) -> str:
-        """Return what torch says on CUDA, which it does as warnings."""
-        can_use = getattr(torch.backends.cuda, f"can_use_{name}_attention", None)
-        if can_use is None:
-            return "not in this version of torch"
-        inputs = (self.query, self.key, self.value, self.mask)
-        asked = torch.backends.cuda.SDPAParams(*inputs, self.dropout, self.causal, self.grouped)
-        with warnings.catch_warnings(record=True) as said:
-            warnings.simplefilter("always")
-            able = can_use(asked, True)
-        if able:
-            return "it could, but this version of torch prefers another"
-        texts = [str(warning.message).partition(" (Triggered")[0].strip() for warning in said]
-        # The last words of each are the place in torch's source.
-        return " ".join(dict.fromkeys(text for text in texts if text)) or "torch does not say why"
+    can_use = getattr(cuda, f"can_use_{name}_attention", None)
+    if can_use is None:
+        return "not in this version of torch"
+    question = cuda.SDPAParams(*asked)
+    with warnings.catch_warnings(record=True) as said:  # which is how torch tells
+        warnings.simplefilter("always")
+        able = can_use(question, True)
+    if able:
+        return "it could, but this version of torch prefers another"
+    texts = [str(warning.message).partition(" (Triggered")[0].strip() for warning in said]
+    # The last words of each are the place in torch's source.
+    return " ".join(dict.fromkeys(text for text in texts if text)) or "torch does not say why"

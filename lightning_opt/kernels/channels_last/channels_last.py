@@ -143,9 +143,12 @@ class ChannelsLast(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Measure on the first batch, if that was left open."""
-        if self._pending:
-            self._measure(trainer, pl_module, batch, batch_idx)
-            self._settle(trainer)
+        if not self._pending or self._layout is None:
+            return
+        self._measure(trainer, pl_module, batch, batch_idx)
+        if self._layout.converted:  # after optimizers had loaded their state, which has to follow
+            for optimizer in trainer.optimizers:
+                self._layout.align_state(optimizer)
 
     def _measure(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -153,7 +156,6 @@ class ChannelsLast(RunCallback):
         layout = self._layout
         assert layout is not None
         seconds: dict[bool, list[float]] = {False: [], True: []}
-        failed = False
         try:
             for number in range(ROUNDS + 1):
                 for channels_last, times in seconds.items():
@@ -168,24 +170,16 @@ class ChannelsLast(RunCallback):
         except CAUGHT as error:
             if not is_out_of_memory(error):
                 raise
-            failed = True
-        if failed:
-            let_go(pl_module.device)
-            self._decide(layout.dominate, "the layers, since memory ran out while measuring")
+        else:
+            contiguous, last = (statistics.median(times) for times in seconds.values())
+            self._decide(
+                last < GAIN * contiguous,
+                "a measurement on the first batch",
+                **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
+            )
             return
-        contiguous, last = (statistics.median(times) for times in seconds.values())
-        self._decide(
-            last < GAIN * contiguous,
-            "a measurement on the first batch",
-            **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
-        )
-
-    def _settle(self, trainer: pl.Trainer) -> None:
-        """Have optimizer state follow weights that were converted after it had been loaded."""
-        layout = self._layout
-        if layout is not None and layout.converted:
-            for optimizer in trainer.optimizers:
-                layout.align_state(optimizer)
+        let_go(pl_module.device)
+        self._decide(layout.dominate, "the layers, since memory ran out while measuring")
 
     # --- saving, reporting, undoing ---------------------------------------------------------------
 

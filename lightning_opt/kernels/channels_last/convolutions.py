@@ -11,7 +11,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
 from lightning_opt.core.sharding import is_dtensor
-from lightning_opt.kernels.layouts import Strides, laid_out, same_layout
+from lightning_opt.kernels.layouts import laid_out, same_layout
 
 CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
@@ -42,7 +42,7 @@ class Convolutions:
     def __init__(self, model: nn.Module) -> None:
         self.count = self.others = 0
         self._formats: dict[nn.Parameter, Any] = {}
-        self._strides: dict[nn.Parameter, Strides] = {}
+        self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
         for module in model.modules():
             for ndim, kinds in CONVOLUTIONS.items():
                 if isinstance(module, kinds):
@@ -62,17 +62,17 @@ class Convolutions:
         """Whether the weights are in channels_last now because of :meth:`convert`."""
         return bool(self._strides)
 
-    def convert(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Put weights, their gradients and their optimizer state into channels_last."""
+    def convert(self) -> None:
+        """Put weights and their gradients into channels_last."""
         if self.converted:
             return
         for weight, memory_format in self._formats.items():
             self._strides[weight] = weight.stride()
             weight.data = weight.data.to(memory_format=memory_format)
-        self._follow(optimizers)
+        self._follow(())
 
     def restore(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Put all of it back into the order in which it was found."""
+        """Put all of it, and the state of optimizers, into the order in which it was found."""
         for weight, strides in self._strides.items():
             weight.data = laid_out(weight.data, strides)
         if self._strides:
@@ -113,7 +113,7 @@ def _can_move(weight: nn.Parameter) -> bool:
     return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
 
 
-def _relaid(state: dict[str, Any], weight: Tensor, strides: Strides) -> dict[str, Any]:
+def _relaid(state: dict[str, Any], weight: Tensor, strides: tuple[int, ...]) -> dict[str, Any]:
     """Return what in ``state`` has the weight's shape, laid out with ``strides``."""
     return {
         name: laid_out(value, strides)

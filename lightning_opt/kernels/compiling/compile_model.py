@@ -269,7 +269,7 @@ class CompileModel(RunCallback):
 
     def _warn_of_recompilations(self) -> None:
         for region in self.regions:
-            again, said = region.counts.recompilations, f"recompile {region.name}"
+            again, said = region.recompilations, f"recompile {region.name}"
             if again >= OFTEN and said not in self._said:
                 self._said.add(said)
                 warnings.warn(
@@ -281,13 +281,13 @@ class CompileModel(RunCallback):
                 )
 
     def _scalars(self) -> dict[str, float]:
-        counts = [region.counts for region in self.regions]
+        regions = self.regions
         return {
-            "compile/seconds": sum(c.seconds for c in counts),
-            "compile/graphs": float(sum(c.graphs for c in counts)),
-            "compile/graph_breaks": float(sum(c.breaks for c in counts)),
-            "compile/recompilations": float(sum(c.recompilations for c in counts)),
-            "compile/uncompiled": float(sum(region.mode == EAGER for region in self.regions)),
+            "compile/seconds": sum(region.seconds for region in regions),
+            "compile/graphs": float(sum(region.graphs for region in regions)),
+            "compile/graph_breaks": float(sum(region.breaks for region in regions)),
+            "compile/recompilations": float(sum(region.recompilations for region in regions)),
+            "compile/uncompiled": float(sum(region.mode == EAGER for region in regions)),
         }
 
     def _summarise(self) -> None:
@@ -301,10 +301,10 @@ class CompileModel(RunCallback):
                 "class": region.kind,
                 "modules": len(region.forwards),
                 "mode": region.mode,
-                "seconds": round(region.counts.seconds, 3),
-                "graphs": region.counts.graphs,
-                "graph breaks": region.counts.breaks,
-                "recompilations": region.counts.recompilations,
+                "seconds": round(region.seconds, 3),
+                "graphs": region.graphs,
+                "graph breaks": region.breaks,
+                "recompilations": region.recompilations,
             }
             for region in self.regions
         ]

@@ -14,7 +14,7 @@ LONGEST = 300
 
 def is_compilers(error: BaseException) -> bool:
     """Return whether ``error`` is of a class that only a compiler raises."""
-    return any(_module(kind).startswith(COMPILERS) for kind in type(error).__mro__)
+    return any(f"{kind.__module__}.".startswith(COMPILERS) for kind in type(error).__mro__)
 
 
 def fails_in_every_mode(error: BaseException) -> bool:
@@ -48,7 +48,3 @@ def passed_compiled_backward(error: BaseException) -> bool:
             return True
         trace = trace.tb_next
     return False
-
-
-def _module(kind: type) -> str:
-    return f"{kind.__module__}."

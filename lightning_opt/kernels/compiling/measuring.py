@@ -6,7 +6,6 @@ import math
 import statistics
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -40,26 +39,23 @@ def may_pay(eager: float, left: float) -> bool:
     return eager * left * AT_BEST > START
 
 
-@dataclass
 class Race:
     """Times the first steps of a training uncompiled, then compiled, and keeps what is faster.
 
     All ranks decide by the mean of their times. The timed steps wait for the device.
 
     Args:
-        regions: What is compiled, in its modes at the start.
+        regions: What is compiled, in its modes at the start; it begins uncompiled.
+
+    Attributes:
+        verdict: What was decided; empty before that.
     """
 
-    regions: Sequence[Region]
-    verdict: str = ""
-    _rungs: list[int] = field(default_factory=list)
-    _times: list[float] = field(default_factory=list)
-    _eager: float = 0.0
-    _begun: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Begin uncompiled."""
-        self._rungs = [region.rung for region in self.regions]
+    def __init__(self, regions: Sequence[Region]) -> None:
+        self.regions, self.verdict = regions, ""
+        self._rungs = [region.rung for region in regions]
+        self._times: list[float] = []
+        self._eager = self._begun = 0.0
         self._go_eager()
 
     def _go_eager(self) -> None:

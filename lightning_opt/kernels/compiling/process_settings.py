@@ -76,13 +76,12 @@ def refuse_neighbours(trainer: pl.Trainer, model: pl.LightningModule) -> None:
         ValueError: For a model that is compiled already, and a plan of ``ActivationCheckpointing``
             that is measured operator by operator.
     """
-    callbacks = trainer.callbacks  # type: ignore[attr-defined]
     if getattr(model, "_compiler_ctx", None) is not None:
         raise ValueError(
             "The model was passed through torch.compile before, and CompileModel would compile it "
             "twice. Pass the model itself to the Trainer, or leave CompileModel out."
         )
-    for other in callbacks:
+    for other in trainer.callbacks:  # type: ignore[attr-defined]
         if type(other).__name__ != "ActivationCheckpointing":  # features do not import each other
             continue
         policy, offload = getattr(other, "policy", ""), getattr(other, "offload", False)

@@ -8,8 +8,8 @@ them) and of other callbacks run as they are, and a checkpointed ``forward`` lie
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from types import FunctionType
 from typing import Any
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.compiling import CLOCK
 from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.preserve import Before
+from lightning_opt.core.preserve import Before, replaced
 from lightning_opt.core.replacing import Replacement, take_off
 from lightning_opt.core.splitting import tensors_of
 from lightning_opt.kernels.compiling.errors import fails_in_every_mode, is_compilers, reason
@@ -49,32 +49,6 @@ class Shared:
     tell: Callable[[Region, str, BaseException], None]
     paused: bool = False
 
-    @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Run the modules as they are."""
-        before, self.paused = self.paused, True
-        try:
-            yield
-        finally:
-            self.paused = before
-
-
-@dataclass
-class Counts:
-    """What compiling a region took.
-
-    Attributes:
-        seconds: Of compilation.
-        graphs: Graphs that were compiled, backward graphs not counted.
-        breaks: Places at which a graph ended, and Python went on.
-        recompilations: Calls that compiled again what had been compiled in the same mode.
-    """
-
-    seconds: float = 0.0
-    graphs: int = 0
-    breaks: int = 0
-    recompilations: int = 0
-
 
 class Region:
     """Modules of one structure, compiled as one.
@@ -84,6 +58,13 @@ class Region:
         modules: They.
         ladder: Modes of ``torch.compile`` in the order in which they are tried.
         shared: What regions have in common.
+
+    Attributes:
+        reason: Why it has gone down the ladder; empty if it has not.
+        seconds: Of compilation.
+        graphs: Graphs that were compiled, backward graphs not counted.
+        breaks: Places at which a graph ended, and Python went on.
+        recompilations: Calls that compiled again what had been compiled in the same mode.
     """
 
     def __init__(
@@ -93,7 +74,8 @@ class Region:
         self.kind = type(modules[0]).__name__
         self.modes = (*ladder, EAGER)
         self.rung = 0
-        self.counts = Counts()
+        self.seconds = 0.0
+        self.graphs = self.breaks = self.recompilations = 0
         self.reason = ""
         self.compiled: Callable[..., Any] | None = None
         self.takes_module = True
@@ -204,7 +186,7 @@ class CompiledForward(Replacement):
         key = (mode, _shapes(args), _shapes(kwargs))
         # Shapes that have run before compile nothing, or fail before anything has run: unless the
         # graph is broken, when a later part of it may be compiled after an earlier one has run.
-        known = key in self._known and not region.counts.breaks
+        known = key in self._known and not region.breaks
         before = None if known else self._remember()
         versions = [] if known else _versions((args, kwargs))
         compilations, seconds, counters = CLOCK.compilations, CLOCK.seconds, _counters()
@@ -222,7 +204,7 @@ class CompiledForward(Replacement):
             if CLOCK.compilations != compilations:
                 self._count(mode, seconds, counters)
             return output
-        region.counts.seconds += CLOCK.seconds - seconds
+        region.seconds += CLOCK.seconds - seconds
         try:
             return self._recover(problem, before, versions, args, kwargs)
         finally:
@@ -246,7 +228,7 @@ class CompiledForward(Replacement):
                 raise problem  # its input was written to, and is lost
         elif not is_compilers(problem) and not isinstance(problem, (RuntimeError, AssertionError)):
             raise problem  # compiled code raises nothing else: the model's Python has
-        with self.region.shared.pause():
+        with replaced(self.region.shared, paused=True):
             output = _run(self, *args, **kwargs)
         if before is None and not is_compilers(problem):
             raise problem  # compiled code failed half-way, and there is no copy to go back to
@@ -260,13 +242,13 @@ class CompiledForward(Replacement):
         return self._before
 
     def _count(self, mode: Any, seconds: float, counters: tuple[int, int]) -> None:
-        counts = self.region.counts
-        counts.seconds += CLOCK.seconds - seconds
+        region = self.region
+        region.seconds += CLOCK.seconds - seconds
         graphs, breaks = _counters()
-        counts.graphs += max(0, graphs - counters[0])  # torch._dynamo.reset() clears them
-        counts.breaks += max(0, breaks - counters[1])
+        region.graphs += max(0, graphs - counters[0])  # torch._dynamo.reset() clears them
+        region.breaks += max(0, breaks - counters[1])
         if mode in self._modes:
-            counts.recompilations += 1
+            region.recompilations += 1
         self._modes.add(mode)
 
 

@@ -13,8 +13,6 @@ from lightning_opt.core.blocks import Signature, find_blocks, signature, unwrapp
 from lightning_opt.core.compiling import is_compiled
 from lightning_opt.kernels.compiling.regions import Region, Shared
 
-CONTAINERS = (nn.ModuleList, nn.ModuleDict)
-
 
 def find_regions(
     model: pl.LightningModule, scope: str, modes: Sequence[str], shared: Shared
@@ -39,7 +37,7 @@ def _entrances(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]
     """Yield the outermost modules below ``module`` that compute something with parameters."""
     for name, child in module.named_children():
         inner = unwrapped(child)
-        if isinstance(inner, CONTAINERS):
+        if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
             yield from _entrances(inner, f"{prefix}{name}.")
         elif inner is child and _can_compile(child):
             yield f"{prefix}{name}", child

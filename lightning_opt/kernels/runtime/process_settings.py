@@ -87,7 +87,8 @@ def set_cudnn_benchmark(on: bool, device: torch.device) -> Outcome:
 
 def set_deterministic() -> Outcome:
     """Allow only algorithms that give the same bits each time, or an error."""
-    before = (torch.are_deterministic_algorithms_enabled(), _warns_only())
+    before = torch.are_deterministic_algorithms_enabled()
+    warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
     flags = (cudnn.deterministic, cudnn.benchmark)
     workspace = os.environ.get(CUBLAS)
@@ -102,18 +103,14 @@ def set_deterministic() -> Outcome:
             note = f"if cuBLAS ran before, set {CUBLAS}={CUBLAS_DETERMINISTIC[0]} before you start"
 
     def undo() -> None:
-        torch.use_deterministic_algorithms(before[0], warn_only=before[1])
+        torch.use_deterministic_algorithms(before, warn_only=warn_only)
         cudnn.deterministic, cudnn.benchmark = flags
         if workspace is None:
             os.environ.pop(CUBLAS, None)
         else:
             os.environ[CUBLAS] = workspace
 
-    return Outcome("deterministic", True, before[0], note=note, undo=undo)
-
-
-def _warns_only() -> bool:
-    return torch.is_deterministic_algorithms_warn_only_enabled()
+    return Outcome("deterministic", True, before, note=note, undo=undo)
 
 
 def set_expandable_segments(device: torch.device) -> Outcome:

@@ -5,27 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from types import ModuleType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
+from lightning_opt.core.memory import MB
 from lightning_opt.core.nvml import find_handle, open_nvml, used_memory
-
-
-class GpuReading(NamedTuple):
-    """One look at a device; what the driver does not tell, as of a MIG slice's use, is None.
-
-    Attributes:
-        percent: Share of the last moments in which a kernel ran, in percent.
-        memory: Bytes taken by all processes.
-        watts: Power drawn.
-        celsius: Temperature of the chip.
-    """
-
-    percent: float | None
-    memory: int | None
-    watts: float | None
-    celsius: float | None
 
 
 class GpuReader:
@@ -44,18 +29,26 @@ class GpuReader:
         """Its UUID, as NVML writes it."""
         return str(self._answer(self._library.nvmlDeviceGetUUID))
 
-    def read(self) -> GpuReading:
-        """Ask. This takes up to some milliseconds, in which Python's lock is free."""
+    def read(self) -> dict[str, float]:
+        """Ask. This takes up to some milliseconds, in which Python's lock is free.
+
+        Returns:
+            By the names under which they are logged: the percent of the last moments in which a
+            kernel ran, the memory that all processes have taken, power, and temperature of the
+            chip. What the driver does not tell, as of a MIG slice's use, is left out.
+        """
         library = self._library
         use = self._answer(library.nvmlDeviceGetUtilizationRates)
+        memory = used_memory(library, self._handle)
         watts = self._answer(library.nvmlDeviceGetPowerUsage)
         celsius = self._answer(library.nvmlDeviceGetTemperature, library.NVML_TEMPERATURE_GPU)
-        return GpuReading(
-            percent=None if use is None else float(use.gpu),
-            memory=used_memory(library, self._handle),
-            watts=None if watts is None else watts / 1000,
-            celsius=None if celsius is None else float(celsius),
-        )
+        found = {
+            "gpu_percent": None if use is None else float(use.gpu),
+            "gpu_memory_mb": None if memory is None else memory / MB,
+            "gpu_watts": None if watts is None else watts / 1000,
+            "gpu_celsius": None if celsius is None else float(celsius),
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     def _answer(self, question: Callable[..., Any], *arguments: Any) -> Any:
         try:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import Tensor
 
 from lightning_opt.core.arguments import between
@@ -18,7 +19,7 @@ from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.profiling.monitor.gpu import find_gpu
 from lightning_opt.profiling.monitor.record import Record, means
-from lightning_opt.profiling.monitor.report import Facts, build_report, describe, judge
+from lightning_opt.profiling.monitor.report import build_report, describe, judge
 from lightning_opt.profiling.monitor.sampling import Sampler
 from lightning_opt.profiling.monitor.slowdown import Fall, Throughput
 from lightning_opt.profiling.monitor.step_times import StepTime, StepTimer
@@ -111,7 +112,6 @@ class PerformanceMonitor(RunCallback):
     def _begin_run(self) -> None:
         """Forget what was measured."""
         self.record = Record()
-        self._facts = Facts()
         self._seen = 0
         self._window_step = 0
         self._latest: dict[str, float] = {}
@@ -132,22 +132,21 @@ class PerformanceMonitor(RunCallback):
         self.release(trainer)
         self._begin_run()
         device = trainer.strategy.root_device
+        cuda = device.type == "cuda"
+        self.record.device = torch.cuda.get_device_name(device) if cuda else str(device)
+        self.record.ranks = trainer.world_size
         self._timer = StepTimer(device)
         self._window_step = trainer.global_step
         whole = self._throughput.whole
         if whole and whole[-1][0] > trainer.global_step:
             self._throughput = Throughput()  # the same model from its first step again
-        self._facts = Facts.of(trainer)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the start of the workers out."""
+        """Leave the start of the workers out, and validation."""
         if self._timer is not None:
             self._timer.interrupt()
 
-    def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave validation out."""
-        if self._timer is not None:
-            self._timer.interrupt()
+    on_validation_start = on_train_epoch_start
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
@@ -165,13 +164,14 @@ class PerformanceMonitor(RunCallback):
         device = trainer.strategy.root_device
         gpu = find_gpu(device)
         if gpu is not None:
-            self._facts.gpu = gpu.name
+            self.record.notes.append(f"NVML was asked for {gpu.name}.")
         elif device.type == "cuda":
-            self._facts.gpu_note = (
+            note = (
                 "NVML is not available or does not know this GPU, so its use, power and "
                 "temperature are not known."
             )
-            log.warning("PerformanceMonitor: %s Training continues.", self._facts.gpu_note)
+            self.record.notes.append(note)
+            log.warning("PerformanceMonitor: %s Training continues.", note)
         self._sampler = Sampler(self.sample_seconds, gpu)
 
     def on_train_batch_end(
@@ -253,11 +253,11 @@ class PerformanceMonitor(RunCallback):
 
     def report(self) -> Report:
         """Return what was measured of the last run, for this process."""
-        return build_report(self.record, self._facts, self.fall)
+        return build_report(self.record, self.fall)
 
     def diagnose(self) -> list[Verdict]:
         """Return verdicts on monitoring, throughput and the use of the device."""
-        return judge(self.record, self._facts, self.fall, watched=self.slowdown is not None)
+        return judge(self.record, self.fall, watched=self.slowdown is not None)
 
     def _tokens_of(self, batch: Any) -> int:
         return 0 if self.tokens is None else tokens_in(batch, self.tokens, "PerformanceMonitor")
@@ -267,7 +267,8 @@ class PerformanceMonitor(RunCallback):
         if self._sampler is not None:
             self._sampler.stop()
             self.record.add([], self._sampler.take())
-            self._facts.sampling_note = self._sampler.failure
+            if self._sampler.failure:
+                self.record.notes.append(f"Sampling stopped: {self._sampler.failure}.")
             self._sampler = None
         self._timer = None
         self._losses.clear()

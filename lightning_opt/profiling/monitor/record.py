@@ -3,34 +3,37 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from lightning_opt.core.memory import MB
-from lightning_opt.profiling.monitor.sampling import Sample
 from lightning_opt.profiling.monitor.step_times import StepTime
 from lightning_opt.profiling.work import Work
 
 
 class Record:
-    """The steps and samples of a run.
+    """The steps and samples of a run, and what is known beside them.
 
     Attributes:
+        device: The name of what it runs on.
+        ranks: How many processes.
         work: The steps that were timed.
         losses: Of the batches at which a report was due.
         looks: Of each quantity that the thread has sampled: how often, its sum, and its largest.
+        notes: Sentences: which GPU the thread asks, or why none, and why it samples no more.
     """
 
     def __init__(self) -> None:
+        self.device, self.ranks = "", 1
         self.work = Work()
         self.losses = Thinned()
         self.looks: dict[str, tuple[int, float, float]] = {}
+        self.notes: list[str] = []
 
-    def add(self, times: Sequence[StepTime], looks: Sequence[Sample]) -> None:
+    def add(self, times: Sequence[StepTime], looks: Sequence[Mapping[str, float]]) -> None:
         """Take in a window."""
         for time in times:
             self.work.add(*time)
         for look in looks:
-            for name, value in quantities(look).items():
+            for name, value in look.items():
                 number, total, largest = self.looks.get(name, (0, 0.0, value))
                 self.looks[name] = number + 1, total + value, max(largest, value)
 
@@ -66,28 +69,10 @@ class Thinned(list[float]):
         self._seen += 1
 
 
-def quantities(look: Sample) -> dict[str, float]:
-    """Return what a sample holds, by the names under which it is logged."""
-    values: dict[str, float | None] = {
-        "cpu_percent": look.cpu_percent,
-        "rss_mb": look.rss / MB,
-        "child_processes": float(look.children),
-    }
-    if look.gpu is not None:
-        memory = look.gpu.memory
-        values |= {
-            "gpu_percent": look.gpu.percent,
-            "gpu_memory_mb": None if memory is None else memory / MB,
-            "gpu_watts": look.gpu.watts,
-            "gpu_celsius": look.gpu.celsius,
-        }
-    return {name: value for name, value in values.items() if value is not None}
-
-
-def means(looks: Sequence[Sample]) -> dict[str, float]:
+def means(looks: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """Return the mean of each quantity over some samples."""
     found: dict[str, list[float]] = {}
     for look in looks:
-        for name, value in quantities(look).items():
+        for name, value in look.items():
             found.setdefault(name, []).append(value)
     return {name: statistics.fmean(values) for name, values in found.items()}

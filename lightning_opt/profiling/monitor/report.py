@@ -4,19 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
-
-import torch
+from typing import Any
 
 from lightning_opt.core.report import Report
 from lightning_opt.core.trend import mann_kendall
 from lightning_opt.core.verdicts import Verdict
 from lightning_opt.profiling.monitor.record import Record
 from lightning_opt.profiling.monitor.slowdown import Fall
-
-if TYPE_CHECKING:
-    import lightning.pytorch as pl
 
 UNITS = {
     "gpu_percent": ("GPU use", "%"),
@@ -35,42 +29,13 @@ LOSSES, SURE = 8, 0.01
 """Losses from which a trend can be told, and the probability of one as clear by chance."""
 
 
-@dataclass
-class Facts:
-    """What is known of a run beside its times.
-
-    Attributes:
-        device: Its name.
-        gpu: Its UUID; empty without NVML.
-        gpu_note: Why nothing is known of it.
-        ranks: How many processes.
-        sampling_note: Why it stopped by itself; empty if it did not.
-    """
-
-    device: str = ""
-    gpu: str = ""
-    gpu_note: str = ""
-    ranks: int = 1
-    sampling_note: str = ""
-
-    @classmethod
-    def of(cls, trainer: pl.Trainer) -> Facts:
-        """Return what is known when a run begins."""
-        device = trainer.strategy.root_device
-        cuda = device.type == "cuda"
-        return cls(
-            device=torch.cuda.get_device_name(device) if cuda else str(device),
-            ranks=trainer.world_size,
-        )
-
-
-def build_report(record: Record, facts: Facts, fall: Fall | None) -> Report:
+def build_report(record: Record, fall: Fall | None) -> Report:
     """Return the table of a run."""
     times, rows = record.work.steps, []
     if times.count:
         rows.append(_row("step", "ms", 1e3 * times.quantile(0.5), 1e3 * times.quantile(0.95)))
         rows += [
-            _row(key.removesuffix("_per_second") + " a second", "", rate * facts.ranks)
+            _row(key.removesuffix("_per_second") + " a second", "", rate * record.ranks)
             for key, rate in record.work.rates().items()
         ]
     rows += [
@@ -78,35 +43,25 @@ def build_report(record: Record, facts: Facts, fall: Fall | None) -> Report:
         for name, (words, unit) in UNITS.items()
         if name in record.looks
     ]
-    title = f"PerformanceMonitor: {times.count} steps"
-    return Report(
-        f"{title} on {facts.device}" if facts.device else title, rows, _notes(facts, fall, rows)
-    )
-
-
-def _row(
-    quantity: str, unit: str, typical: float | None, high: float | None = None
-) -> dict[str, Any]:
-    return {"quantity": quantity, "unit": unit, "typical": typical, "high": high}
-
-
-def _notes(facts: Facts, fall: Fall | None, rows: list[Any]) -> list[str]:
     notes = []
     if rows:
-        whose = " of all ranks" if facts.ranks > 1 else ""
+        whose = " of all ranks" if record.ranks > 1 else ""
         notes.append(
             "Steps: median and 95th percentile. What is sampled: mean and largest value. Rates: "
             f"means{whose}."
         )
     if fall is not None:
         notes.append(describe(fall))
-    if facts.gpu:
-        notes.append(f"NVML was asked for {facts.gpu}.")
-    if facts.gpu_note:
-        notes.append(facts.gpu_note)
-    if facts.sampling_note:
-        notes.append(f"Sampling stopped: {facts.sampling_note}.")
-    return notes
+    title = f"PerformanceMonitor: {times.count} steps"
+    if record.device:
+        title += f" on {record.device}"
+    return Report(title, rows, [*notes, *record.notes])
+
+
+def _row(
+    quantity: str, unit: str, typical: float | None, high: float | None = None
+) -> dict[str, Any]:
+    return {"quantity": quantity, "unit": unit, "typical": typical, "high": high}
 
 
 def describe(fall: Fall) -> str:
@@ -117,12 +72,12 @@ def describe(fall: Fall) -> str:
     )
 
 
-def judge(record: Record, facts: Facts, fall: Fall | None, *, watched: bool) -> list[Verdict]:
+def judge(record: Record, fall: Fall | None, *, watched: bool) -> list[Verdict]:
     """Return verdicts on what a run has shown."""
     if not record.work.steps.count:
         why = "PerformanceMonitor has not timed a step yet."
         return [Verdict("throughput", "unknown", why, "Train more than two steps.")]
-    return [_throughput(record, facts, fall, watched=watched), _convergence(record.losses)]
+    return [_throughput(record, fall, watched=watched), _convergence(record.losses)]
 
 
 def _convergence(losses: list[float]) -> Verdict:
@@ -146,7 +101,7 @@ def _convergence(losses: list[float]) -> Verdict:
     return Verdict("convergence", "unknown", f"{course}, within its noise.", advice)
 
 
-def _throughput(record: Record, facts: Facts, fall: Fall | None, *, watched: bool) -> Verdict:
+def _throughput(record: Record, fall: Fall | None, *, watched: bool) -> Verdict:
     typical = f"A step takes {1e3 * record.work.steps.quantile(0.5):.3g} ms"
     if fall is not None:
         return Verdict(

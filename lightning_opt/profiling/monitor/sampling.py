@@ -7,9 +7,10 @@ import logging
 import os
 import threading
 from collections import deque
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
-from lightning_opt.profiling.monitor.gpu import GpuReader, GpuReading
+from lightning_opt.core.memory import MB
+from lightning_opt.profiling.monitor.gpu import GpuReader
 
 if TYPE_CHECKING:
     import psutil
@@ -24,23 +25,6 @@ JOIN = 5.0
 
 NAME = "lightning_opt.PerformanceMonitor"
 """Of the thread."""
-
-
-class Sample(NamedTuple):
-    """One look at everything.
-
-    Attributes:
-        cpu_percent: CPU time of the process and its children since the last look over the time
-            passed: 100 is one core.
-        rss: Resident bytes of the process and its children; what they share counts in each.
-        children: How many processes it has, at any depth: workers of a DataLoader, most often.
-        gpu: None without NVML.
-    """
-
-    cpu_percent: float
-    rss: int
-    children: int
-    gpu: GpuReading | None
 
 
 class Processes:
@@ -77,7 +61,11 @@ def children_of(pid: int) -> list[int]:
             for child in _read(f"/proc/{pid}/task/{task}/children").split()
         ]
     except OSError:
-        return _searched_children(pid)
+        import psutil
+
+        with contextlib.suppress(psutil.Error):  # it has ended
+            return [child.pid for child in psutil.Process(pid).children(recursive=True)]
+        return []
     return direct + [below for child in direct for below in children_of(child)]
 
 
@@ -86,17 +74,13 @@ def _read(path: str) -> str:
         return file.read()
 
 
-def _searched_children(pid: int) -> list[int]:
-    import psutil
-
-    try:
-        return [child.pid for child in psutil.Process(pid).children(recursive=True)]
-    except psutil.Error:  # it has ended
-        return []
-
-
 class Sampler:
     """A thread that takes a sample every so often, until it is stopped.
+
+    A sample is a dict by the names under which its values are logged: the CPU time of the process
+    and its children since the last look over the time passed (100 is one core), their resident
+    memory (what they share counts in each), how many children there are at any depth (workers of a
+    DataLoader, most often), and what a GPU tells.
 
     Args:
         seconds: From one sample to the next.
@@ -109,7 +93,7 @@ class Sampler:
     def __init__(self, seconds: float, gpu: GpuReader | None) -> None:
         self.failure = ""
         self._seconds, self._gpu = seconds, gpu
-        self._samples: deque[Sample] = deque(maxlen=KEPT)
+        self._samples: deque[dict[str, float]] = deque(maxlen=KEPT)
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
         self._thread.start()
@@ -118,19 +102,20 @@ class Sampler:
         try:
             processes = Processes()
             while not self._ended.wait(self._seconds):
-                look = processes.look()
-                gpu = None if self._gpu is None else self._gpu.read()
-                self._samples.append(Sample(*look, gpu))
+                percent, resident, children = processes.look()
+                sample = {
+                    "cpu_percent": percent,
+                    "rss_mb": resident / MB,
+                    "child_processes": float(children),
+                }
+                self._samples.append(sample | (self._gpu.read() if self._gpu is not None else {}))
         except Exception as error:  # noqa: BLE001 - a look at the machine must not end a run
             self.failure = f"{type(error).__name__}: {error}"
             log.warning("PerformanceMonitor samples no more: %s", self.failure)
 
-    def take(self) -> list[Sample]:
+    def take(self) -> list[dict[str, float]]:
         """Return the samples since the last call, oldest first."""
-        samples = []
-        while self._samples:
-            samples.append(self._samples.popleft())
-        return samples
+        return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def stop(self) -> None:
         """End the thread, and wait for that."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +40,7 @@ class StepTimer:
         self._device = device
         self._on_device = device.type == "cuda"
         self._start: Any = None
-        self._pending: list[tuple[Any, Any, int, int]] = []
+        self._pending: deque[tuple[Any, Any, int, int]] = deque()
         self._times: list[StepTime] = []
 
     def _mark(self) -> Any:
@@ -80,15 +81,10 @@ class StepTimer:
         return times
 
     def _read(self) -> None:
-        done = 0
-        for start, end, samples, tokens in self._pending:
+        while self._pending:
+            start, end, samples, tokens = self._pending[0]
             if self._on_device and not end.query():
-                break
-            self._times.append(StepTime(self._between(start, end), samples, tokens))
-            done += 1
-        del self._pending[:done]
-
-    def _between(self, start: Any, end: Any) -> float:
-        if self._on_device:
-            return start.elapsed_time(end) / 1000  # type: ignore[no-any-return]
-        return end - start  # type: ignore[no-any-return]
+                return
+            self._pending.popleft()
+            seconds = start.elapsed_time(end) / 1000 if self._on_device else end - start
+            self._times.append(StepTime(seconds, samples, tokens))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -49,7 +49,8 @@ class Watch:
     def __init__(self, clock: StepClock, trainer: pl.Trainer, tokens: int | str | None) -> None:
         self.clock, self._trainer, self._tokens = clock, trainer, tokens
         self._module = trainer.lightning_module
-        modules = list(_called_modules(self._module))
+        # The LightningModule and the modules that it calls itself, but losses and metrics.
+        modules = [self._module, *_children(self._module)]
         self.separate = not any(map(hooks_are_compiled, modules))
         self.seen = False
         self.samples = self.tokens = 0
@@ -75,7 +76,7 @@ class Watch:
             stack.callback(module.register_forward_pre_hook(enter).remove)
             stack.callback(module.register_forward_hook(leave).remove)
 
-    def _timed(self, phase: int) -> Around:
+    def _timed(self, phase: int) -> Callable[..., Any]:
         clock, key = self.clock, object()
 
         def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -147,12 +148,15 @@ class Watch:
         self.clock.enter(COMMUNICATION, self)
 
 
-Around: TypeAlias = Callable[..., Any]
-"""Takes a method and its arguments, and returns what it returns."""
+def replace(stack: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
+    """Put something around a method of one object, until the stack is closed.
 
-
-def replace(stack: ExitStack, owner: Any, name: str, around: Around) -> None:
-    """Put something around a method of one object, until the stack is closed."""
+    Args:
+        stack: What puts the method back.
+        owner: The object.
+        name: Of its method; nothing happens if it has none.
+        around: Takes the method and its arguments, and returns what it returns.
+    """
     inner = getattr(owner, name, None)
     if inner is None:
         return  # another version of Lightning
@@ -185,12 +189,6 @@ class _Hook:
 
 def _do_nothing(*args: Any) -> None:
     pass
-
-
-def _called_modules(module: nn.Module) -> Iterator[nn.Module]:
-    """Yield the LightningModule and the modules that it calls itself, but losses and metrics."""
-    yield module
-    yield from _children(module)
 
 
 def _children(module: nn.Module) -> Iterator[nn.Module]:

@@ -9,7 +9,7 @@ from lightning_opt.core.report import Report
 from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.flops import Flops
 from lightning_opt.profiling.steps.step_clock import StepClock
-from lightning_opt.profiling.steps.step_phases import CALLBACK, NOT_OF_A_STEP, OTHER, PROFILER
+from lightning_opt.profiling.steps.step_phases import CALLBACK, NOT_OF_A_STEP, OTHER
 from lightning_opt.profiling.work import Work
 
 
@@ -184,12 +184,3 @@ def _row(name: str, durations: Durations, wall: float) -> dict[str, Any]:
 
 def _milliseconds(seconds: float) -> float:
     return float(f"{1e3 * seconds:.4g}")
-
-
-def phase_means(window: dict[int, float], steps: int, names: list[str]) -> dict[str, float]:
-    """Return the milliseconds a step of each phase of a training step, by key for a logger."""
-    return {
-        f"time/{names[phase].replace(' ', '_').replace(chr(39), '')}_ms": 1e3 * seconds / steps
-        for phase, seconds in window.items()
-        if phase not in NOT_OF_A_STEP and phase != PROFILER
-    }

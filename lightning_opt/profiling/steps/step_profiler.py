@@ -7,7 +7,7 @@ import operator
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from lightning.pytorch.profilers import Profiler
 
@@ -21,16 +21,8 @@ from lightning_opt.profiling.steps.step_phases import DATA, NAMES
 from lightning_opt.profiling.steps.step_run import StepRun
 from lightning_opt.profiling.steps.trace import Trace
 
-if TYPE_CHECKING:
-    pass
-
-_find_peak = peak_flops
-
 DATA_BOUND = 0.2
 """Share of a step's time from which waiting for data is too much."""
-
-BESIDE = " Callbacks take"
-"""What follows in a finding is about callbacks, which may be there only to find something out."""
 
 
 class StepProfiler(Profiler):
@@ -128,9 +120,8 @@ class StepProfiler(Profiler):
             trace=trace,
         )
         self._last = self._runs[stage] = measures = self._run.measures
-        measures.world_size = trainer.world_size
         root, kind = trainer.strategy.root_device, multiplied_type(str(trainer.precision))
-        measures.peak = self.peak_flops or _find_peak(root, kind)
+        measures.peak = self.peak_flops or peak_flops(root, kind)
 
     def start(self, action_name: str) -> None:
         """Begin one of the Trainer's actions."""
@@ -240,12 +231,14 @@ class StepProfiler(Profiler):
         total, theirs = sum(seconds.values()), sum(callbacks.values())
         longest = max(seconds, key=seconds.__getitem__)
         finding = f"{longest!r} takes longest, {seconds[longest] / total:.0%} of a step"
+        beside = ""
         if theirs:
             most = max(callbacks, key=callbacks.__getitem__)
             share = theirs / (theirs + total)
-            finding += f" without callbacks.{BESIDE} {share:.0%} of the whole, {most} most"
+            finding += " without callbacks"
+            beside = f" Callbacks take {share:.0%} of the whole, {most} most."
         waiting = seconds.get(NAMES[DATA], 0.0) / total
-        verdicts = [Verdict("profile", "ok", f"{finding}.")]
+        verdicts = [Verdict("profile", "ok", f"{finding}.{beside}", callbacks=beside)]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
         if waiting > DATA_BOUND:
             advice = "Add DataPipelineTuner(), which measures how many workers the loader needs."

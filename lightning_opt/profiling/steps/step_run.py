@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -16,7 +16,7 @@ from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.hooks import Watch
 from lightning_opt.profiling.steps.step_clock import StepClock
-from lightning_opt.profiling.steps.step_measures import Measures, Ranks, phase_means
+from lightning_opt.profiling.steps.step_measures import Measures, Ranks
 from lightning_opt.profiling.steps.step_phases import (
     BATCH,
     BETWEEN,
@@ -68,7 +68,7 @@ class StepRun:
         root = trainer.strategy.root_device
         device = DeviceClock(root) if root.type == "cuda" else None
         self.clock = StepClock(Phases(), SETUP, device)
-        self.measures = Measures(stage, self.clock)
+        self.measures = Measures(stage, self.clock, world_size=trainer.world_size)
         self._every, self._tokens, self._flops = log_every_n_steps, tokens, flops
         self._trace = trace
         self._thread = threading.get_ident()
@@ -101,8 +101,6 @@ class StepRun:
             self._end(phase, action)
 
     def _resolve(self, action: str) -> int:
-        if action in self._phase_of:
-            return self._phase_of[action]
         if len(self._phase_of) >= MOST_ACTIONS:
             return IGNORED
         phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
@@ -147,21 +145,17 @@ class StepRun:
     def _begin_batch(self, action: str) -> None:
         measures, self._trained = self.measures, True
         if self._trace is not None and measures.batches == self._trace.first:
-            self._work(self._trace.start)
+            self._count_for(PROFILER, self._trace.start)
         measures.batches += 1
-        counting = self._flops and measures.batches == 1 and self._can_count()
+        counting = self._flops and measures.batches == 1
+        # Under a counter torch would leave the first call uncompiled, and then all others too.
+        if counting and has_compiled_parts(self.trainer.lightning_module):
+            measures.notes.append("FLOPs were not counted: the model is compiled.")
+            counting = False
         self.clock.enter(PROFILER if counting else LOOP, action)
         if counting:
             self._counter = FlopCount()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
-
-    def _can_count(self) -> bool:
-        module = self.trainer.lightning_module
-        # Under a counter torch would leave the first call uncompiled, and then all others too.
-        if has_compiled_parts(module):
-            self.measures.notes.append("FLOPs were not counted: the model is compiled.")
-            return False
-        return True
 
     def _end_counting(self) -> None:
         counter, self._counter = self._counter, None
@@ -183,16 +177,16 @@ class StepRun:
                 clock.move(LOSS, FORWARD_AND_LOSS)
             watch.seen = False
         if self._trace is not None and measures.batches - 1 == self._trace.last:
-            self._work(self._trace.stop)
+            self._count_for(PROFILER, self._trace.stop)
         samples, tokens = (0, 0) if watch is None else (watch.samples, watch.tokens)
         if clock.end_step(True, samples, tokens) >= self._every > 0:
             self._log()
 
-    def _work(self, function: Any) -> None:
-        """Do something that takes time, and count it as the profiler's."""
-        self.clock.enter(PROFILER, self)
+    def _count_for(self, phase: int, function: Callable[..., Any], *args: Any) -> None:
+        """Do something that takes time, and count it for a phase."""
+        self.clock.enter(phase, self)
         try:
-            function()
+            function(*args)
         finally:
             self.clock.leave(self)
 
@@ -203,7 +197,7 @@ class StepRun:
         self._end_counting()
         try:
             if self._trace is not None and self._trace.running:
-                self._work(self._trace.stop)
+                self._count_for(PROFILER, self._trace.stop)
         finally:
             if self._watch is not None:
                 self._watch.detach()
@@ -232,17 +226,17 @@ class StepRun:
 
     def _log(self) -> None:
         seconds, work = self.clock.end_window()
-        if not self._every or not work.steps.count:
+        steps, names = work.steps.count, self.clock.phases.names
+        if not self._every or not steps:
             return
-        scalars = phase_means(seconds, work.steps.count, self.clock.phases.names)
+        scalars = {
+            f"time/{names[phase].replace(' ', '_').replace(chr(39), '')}_ms": 1e3 * total / steps
+            for phase, total in seconds.items()
+        }
         scalars["time/step_ms"] = 1e3 * work.steps.mean
         rates = self.measures.rates_of(work)
         scalars |= {f"time/{key}": value for key, value in rates.items()}
-        self.clock.enter(LOGGING, self)
-        try:
-            log_scalars(self.trainer, scalars)
-        finally:
-            self.clock.leave(self)
+        self._count_for(LOGGING, log_scalars, self.trainer, scalars)
 
     def finish(self) -> Measures:
         """End the run and return what it came to. This waits for the device."""

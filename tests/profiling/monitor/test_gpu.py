@@ -10,7 +10,7 @@ from lightning.pytorch import Callback
 
 import lightning_opt as lo
 from lightning_opt.profiling.monitor import gpu
-from lightning_opt.profiling.monitor.gpu import GpuReader, GpuReading, find_gpu
+from lightning_opt.profiling.monitor.gpu import GpuReader, find_gpu
 from tests.helpers.models import SmallNet
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -76,7 +76,12 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_the_device_is_found_by_the_name_that_cuda_gives_it(cuda):
     found = find_gpu(torch.device("cuda", 0))
     assert found.name == "GPU-01cc"
-    assert found.read() == GpuReading(percent=30.0, memory=3, watts=70.0, celsius=33.0)
+    assert found.read() == {
+        "gpu_percent": 30.0,
+        "gpu_memory_mb": 3 / 2**20,
+        "gpu_watts": 70.0,
+        "gpu_celsius": 33.0,
+    }
     assert find_gpu(torch.device("cuda", 1)).name == "GPU-00aa"
     assert find_gpu(torch.device("cuda", 2)) is None
     assert find_gpu(torch.device("cpu")) is None
@@ -89,14 +94,12 @@ def test_a_slice_is_found_by_its_own_name_and_tells_only_its_memory(cuda):
     cuda.setenv("CUDA_VISIBLE_DEVICES", "MIG-7, 0")
     found = find_gpu(torch.device("cuda", 0))
     assert found.name == "MIG-7"
-    assert found.read() == GpuReading(None, 101, None, None)
+    assert found.read() == {"gpu_memory_mb": 101 / 2**20}
     assert find_gpu(torch.device("cuda", 1)).name == "GPU-00aa"
 
 
 def test_what_a_card_does_not_tell_is_left_out():
-    assert GpuReader(Driver(GPU_0={"celsius": 5}), "GPU-0").read() == GpuReading(
-        None, None, None, 5.0
-    )
+    assert GpuReader(Driver(GPU_0={"celsius": 5}), "GPU-0").read() == {"gpu_celsius": 5.0}
 
 
 class OnGpu(Callback):

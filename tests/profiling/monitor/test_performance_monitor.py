@@ -10,10 +10,8 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.profiling.monitor import step_times
-from lightning_opt.profiling.monitor.gpu import GpuReading
 from lightning_opt.profiling.monitor.record import Record, Thinned
-from lightning_opt.profiling.monitor.report import Facts, judge
-from lightning_opt.profiling.monitor.sampling import Sample
+from lightning_opt.profiling.monitor.report import judge
 from tests.helpers.models import SmallNet, assert_same_state, batches_of, loader_of
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -200,14 +198,13 @@ def test_its_state_is_the_same_after_a_round_trip(monkeypatch):
 def test_an_idle_gpu_is_looked_at():
     record = Record()
     record.work.add(0.1, 1, 0)
-    facts = Facts(device="a GPU")
-    assert judge(record, facts, None, watched=True)[0].state == "ok"
-    assert judge(record, facts, None, watched=False)[0].state == "unknown"
-    record.add([], [Sample(100.0, 1, 0, GpuReading(30.0, 1, None, None))])
-    verdict = judge(record, facts, None, watched=True)[0]
+    assert judge(record, None, watched=True)[0].state == "ok"
+    assert judge(record, None, watched=False)[0].state == "unknown"
+    record.add([], [{"cpu_percent": 100.0, "gpu_percent": 30.0}])
+    verdict = judge(record, None, watched=True)[0]
     assert verdict.state == "look"
     assert "the GPU ran 30% of the time" in verdict.finding
-    assert judge(Record(), facts, None, watched=True)[0].state == "unknown"
+    assert judge(Record(), None, watched=True)[0].state == "unknown"
 
 
 @pytest.mark.parametrize(
@@ -224,7 +221,7 @@ def test_the_course_of_the_loss_is_judged(losses, state):
     record = Record()
     record.work.add(0.1, 1, 0)
     record.losses.extend(losses)
-    assert judge(record, Facts(), None, watched=True)[1].state == state
+    assert judge(record, None, watched=True)[1].state == state
 
 
 def test_the_loss_is_looked_at_once_a_report(monkeypatch):
