@@ -96,7 +96,7 @@ def _fetch(pipe: Any, fetcher: Any, indices: list[Any]) -> None:
     torch.set_num_threads(1)  # as a worker: threads of OpenMP do not survive a fork
     try:
         times, first, used = [], None, time.process_time()
-        begin = time.perf_counter()
+        begin = now = time.perf_counter()
         for number, index in enumerate(indices):
             start = time.perf_counter()
             batch = fetcher.fetch(index)

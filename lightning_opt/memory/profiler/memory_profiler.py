@@ -70,7 +70,7 @@ class MemoryProfiler(RunCallback):
             it. Costs some microseconds an allocation.
 
     Raises:
-        TypeError: In ``__init__`` for a period that is not a whole number; a ValueError below 1.
+        ValueError: In ``__init__`` for a period that is not a whole number of at least 1.
 
     Example:
         >>> import torch

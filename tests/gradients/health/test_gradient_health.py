@@ -354,7 +354,7 @@ def test_training_goes_on_without_matplotlib(tmp_path, monkeypatch, caplog):
     ("settings", "error"),
     [
         ({"every_n_steps": 0}, ValueError),
-        ({"every_n_steps": 2.5}, TypeError),
+        ({"every_n_steps": 2.5}, ValueError),
         ({"exploding": 0.0}, ValueError),
         ({"exploding": math.nan}, ValueError),
         ({"vanishing": -1e-7}, ValueError),
