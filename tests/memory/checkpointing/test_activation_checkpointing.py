@@ -328,11 +328,14 @@ class EndsWithProduct(Architecture):
 )
 def test_mixed_plans_take_exactly_the_planned_operations(kind: type[Architecture]) -> None:
     """Parts of blocks, segments, and both beside what is kept."""
-    callback = ActivationCheckpointing("auto", budget=10.0)
-    model = kind()
-    quiet_trainer(callbacks=[callback], max_steps=1).fit(model)
-    assert callback.planning is not None
-    planner = callback.planning.planner
+    for _ in range(3):  # a pause of the machine in one operator may leave no part worth keeping
+        callback = ActivationCheckpointing("auto", budget=10.0)
+        model = kind()
+        quiet_trainer(callbacks=[callback], max_steps=1).fit(model)
+        assert callback.planning is not None
+        planner = callback.planning.planner
+        if planner.items[0].options[2:]:
+            break
     batch = torch.randn(2, 4, 8)
     bare, count = backward_flops(model, batch), len(planner.items)
 
