@@ -156,8 +156,8 @@ class Arena:
         try:
             fit, file = self._start(switches)
             # It may start as slowly as the baseline did, however little of the budget is left.
-            begun = time.monotonic() + 2 * self.baseline.startup
-            racer = Racer(trial, fit, file, alone, max(self.deadline, begun))
+            started = time.monotonic() + 2 * self.baseline.startup
+            racer = Racer(trial, fit, file, alone, max(self.deadline, started))
             trial.startup = racer.advance(1)
             if not self._is_too_slow(racer):
                 # The steps whose gradients are looked at come before any that is timed.

@@ -37,15 +37,11 @@ def by_kind(units: Sequence[Unit], find: Callable[[Sequence[Unit]], Found]) -> d
 
 def nested_selections(like: Sequence[Unit]) -> list[frozenset[Place]]:
     """Return growing sets of operators to keep, those that save most time a byte first."""
-    runs = [unit.profiles[0].again() for unit in like]
-    seconds: dict[Place, float] = defaultdict(float)
-    for run in runs:
-        for operator in run:
-            seconds[operator.place] += operator.seconds
-    total = sum(seconds.values())
+    seconds, again = operator_seconds(like), like[0].profiles[0].again()
+    total = sum(seconds[operator.place] for operator in again)
     worth = [
         operator
-        for operator in runs[0]
+        for operator in again
         if operator.keepable and operator.nbytes and seconds[operator.place] > DEAR * total
     ]
     worth.sort(key=lambda operator: seconds[operator.place] / operator.nbytes, reverse=True)
