@@ -64,10 +64,11 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
     with _lock, mock.patch.dict(os.environ, environment, clear=True), _script_left_out():
         context = _context(environment, run.__module__)
         get_temp_dir()  # else each process makes one, which stays when it is killed
-        ours, theirs = context.Pipe()
-        with theirs, _ctrl_c_blocked():
-            process = context.Process(target=run, args=(theirs, place, *arguments))
-            process.start()
+        with ctrl_c_held():
+            ours, theirs = context.Pipe()
+            with theirs:
+                process = context.Process(target=run, args=(theirs, place, *arguments))
+                process.start()
     return process, ours
 
 
@@ -92,7 +93,7 @@ def _launch_server(context: Any) -> None:
     here = psutil.Process()
     resource_tracker.ensure_running()  # unblocks Ctrl-C when it starts
     before = here.children()
-    with _ctrl_c_blocked():
+    with ctrl_c_held():
         forkserver.ensure_running()
     for server in set(here.children()) - set(before):
         # By itself it would take seconds to end, after whoever started it.
@@ -101,16 +102,27 @@ def _launch_server(context: Any) -> None:
 
 
 @contextlib.contextmanager
-def _ctrl_c_blocked() -> Iterator[None]:
-    """Block Ctrl-C, which a terminal sends to all: processes started here never hear of it."""
-    if not hasattr(signal, "pthread_sigmask"):
-        yield
-        return
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+def ctrl_c_held() -> Iterator[None]:
+    """Have Ctrl-C wait until the end, so that what is opened or started has an owner by then.
+
+    A terminal sends it to all, and it is blocked too: processes started here never hear of it.
+    """
+    usual = signal.getsignal(signal.SIGINT)
+    here = threading.current_thread() is threading.main_thread()
+    came: list[Any] = []
+    if here and callable(usual):  # another thread may take the signal, and this one then hears of it
+        signal.signal(signal.SIGINT, lambda *call: came.append(call))
+    blocks = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if blocks else ()
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if blocks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        if here and callable(usual):
+            signal.signal(signal.SIGINT, usual)
+            if came:
+                usual(*came[0])
 
 
 @contextlib.contextmanager

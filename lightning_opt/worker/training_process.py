@@ -22,7 +22,7 @@ from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.worker.child import LOG, PAYLOAD, train
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
-from lightning_opt.worker.starting import kill_tree, start
+from lightning_opt.worker.starting import ctrl_c_held, kill_tree, start
 
 __all__ = ["Fit", "FitFailed", "Step"]
 
@@ -111,7 +111,8 @@ class Fit:
         }
         self._folder = Path(tempfile.mkdtemp(prefix="lightning_opt_fit_"))
         try:
-            (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
+            with ctrl_c_held():
+                (self._folder / PAYLOAD).write_bytes(pickle.dumps(payload))
             self._process, self._connection = start(train, str(self._folder))
         except BaseException:  # Ctrl-C too
             shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,6 +1,9 @@
 """How processes start where there is CUDA, and how ranks wait, on pretended devices."""
 
 import os
+import signal
+import threading
+from multiprocessing import connection
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +18,43 @@ def test_with_cuda_a_process_is_spawned_and_not_forked(monkeypatch: pytest.Monke
     """A fork of a process that has used CUDA cannot use it; a server may have been made to."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert starting._context(dict(os.environ), "json").get_start_method() == "spawn"
+
+
+def waits_for_its_end(end: connection.Connection, place: starting.Place) -> None:
+    with end, pytest.raises(EOFError):
+        end.recv()
+
+
+def test_ctrl_c_waits_until_what_is_opened_has_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whichever thread it comes to: in between, sockets and a process belonged to nobody."""
+    begun, sent, went_on = threading.Event(), threading.Event(), []
+
+    def sender() -> None:
+        begun.wait()
+        signal.raise_signal(signal.SIGINT)
+        sent.set()
+
+    def pipe(duplex: bool) -> tuple[connection.Connection, connection.Connection]:
+        begun.set()
+        assert sent.wait(60)
+        ends = usual_pipe(duplex)
+        went_on.extend(ends)
+        return ends
+
+    usual_pipe = connection.Pipe
+    starting.start(waits_for_its_end)[0].join()  # the server has started
+    monkeypatch.setattr(connection, "Pipe", pipe)
+    threading.Thread(target=sender, daemon=True).start()
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            starting.start(waits_for_its_end)
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
+    ours, theirs = went_on
+    assert theirs.closed
+    ours.close()
 
 
 class Distributed:
