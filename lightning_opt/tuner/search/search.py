@@ -118,20 +118,16 @@ class Search:
         return min(scored, key=lambda names: (scored[names], len(names)))
 
     def winner(self) -> Switches:
-        """Return the simplest of the best, or nothing if that gains too little or too uncertainly.
+        """Return the best configuration whose gain is sure, or nothing.
 
-        Of configurations within :data:`TIE` of the best, the one with the fewest switches.
+        Each switch has to gain ``min_gain``, by which the simpler of two that are alike wins.
         """
         gains = {
-            names: outcome
+            names: outcome.score * (1 + self.min_gain) ** len(names)
             for names, outcome in self.outcomes.items()
             if outcome.score <= 1 - self.min_gain and outcome.high < 1
         }
-        if not gains:
-            return ()
-        bound = min(outcome.score for outcome in gains.values()) * (1 + TIE)
-        near = [names for names, outcome in gains.items() if outcome.score <= bound]
-        return min(near, key=lambda names: (len(names), gains[names].score))
+        return min(gains, key=gains.__getitem__, default=())
 
     def undecided(self, best: Switches, measured: Mapping[Switches, int]) -> Switches | None:
         """Return what is to be measured again, or None.

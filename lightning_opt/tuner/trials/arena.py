@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from lightning_opt.tuner.search.objective import Objective
-from lightning_opt.tuner.search.search import TimeIsUp
+from lightning_opt.tuner.search.search import HOPELESS, TimeIsUp
 from lightning_opt.tuner.trial import Switches, Trial
 from lightning_opt.tuner.trials.baseline import (
     MOST_STEPS,
@@ -71,7 +71,7 @@ class Racer:
         """Whether more rounds would not change what is thought of it."""
         rounds, (ratio, low, high) = len(self.trial.rounds[0]), self.trial.interval
         width = (high - low) / 2 / ratio
-        loses = rounds >= 3 and low > 1.02
+        loses = rounds >= 3 and low > HOPELESS  # three rounds have called a gain of 10% a loss
         precise = rounds >= ROUNDS[0] and width < PRECISE
         clear = rounds > ROUNDS[0] and high < 0.9 and width < 2 * PRECISE
         return loses or precise or clear
