@@ -25,7 +25,7 @@ STARTS = 3
 """How many more times something undecided is measured."""
 
 TIE = 0.01
-"""Difference in score that is not worth another switch, and no reason to try anything further."""
+"""Difference in score that is no reason to try anything further."""
 
 
 @dataclass(frozen=True)

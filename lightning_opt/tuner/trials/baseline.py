@@ -72,7 +72,7 @@ class Baseline:
         startup: Seconds until the first step was done.
         block: Steps of a block.
         losses: Of all steps so far.
-        seconds: Mean of a step, for each block.
+        seconds: Mean of a step, for each turn.
         peaks: Bytes, by the number of steps after which they were read.
         observed: What it has written about itself.
     """
@@ -123,10 +123,10 @@ class Baseline:
             self.close()
             raise
 
-    def take(self) -> float:
-        """Take one block, and return the seconds of a step in it."""
-        steps = self._advance(self.block)
-        self.seconds.append(statistics.fmean(step.seconds for step in steps))
+    def take(self, steps: int = 0) -> float:
+        """Take some steps, by default a block, and return the mean seconds of one."""
+        taken = self._advance(steps or self.block)
+        self.seconds.append(statistics.fmean(step.seconds for step in taken))
         return self.seconds[-1]
 
     def catch_up(self, steps: int) -> None:

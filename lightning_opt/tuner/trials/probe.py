@@ -82,6 +82,8 @@ class TrialWatch(Callback):
                 self._facts["samples"] = batch_length(batch)
             except UnsplittableBatchError:
                 self._facts["samples"] = 0
+            # Callbacks may have changed the loader since the start.
+            self._facts["workers"] = getattr(trainer.train_dataloader, "num_workers", 0)
             self._begun, self._used = time.perf_counter(), time.process_time()
 
     def on_before_optimizer_step(
@@ -176,7 +178,6 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         "convolutions": sum(isinstance(part, convolutions) for part in module.modules()),
         "fused": bool(fused) and all(fused),
         "automatic": module.automatic_optimization,
-        "loader": isinstance(loader := trainer.train_dataloader, DataLoader),
-        "workers": getattr(loader, "num_workers", 0),
+        "loader": isinstance(trainer.train_dataloader, DataLoader),
         "eager": trainer.precision == "32-true" and not has_compiled_parts(module),
     }

@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from lightning_opt.tuner.search.objective import Objective
 from lightning_opt.tuner.search.search import TimeIsUp
 from lightning_opt.tuner.search.space import Facts
 from lightning_opt.tuner.trial import Switches, Trial
-from lightning_opt.tuner.trials.arena import Arena
+from lightning_opt.tuner.trials.arena import Arena, Racer
 from lightning_opt.tuner.trials.baseline import Baseline, BaselineFailed
 from lightning_opt.worker.training_process import FitFailed, Step
 
@@ -279,3 +280,18 @@ def test_memory_may_cost_some_time_but_not_any(tmp_path: Path) -> None:
     assert (small.verdict, small.peak_ratio) == ("accepted", 0.5)
     assert slow.why == "more than 1.5 times the baseline's time"
     assert worse.verdict == "no gain"
+
+
+def test_three_rounds_decide_only_what_is_hopeless() -> None:
+    """In a slow phase of the machine three call what gains a tenth surely slower."""
+
+    def decided(*own: float) -> bool:
+        fit: Any = SimpleNamespace(timeout=9.0)
+        racer = Racer(Trial(("a",)), fit, Path(), alone=False, deadline=0.0)
+        for seconds in own:
+            racer.add(1.0, seconds)
+        return racer.decided
+
+    assert not decided(1.1, 1.1, 1.12)
+    assert decided(1.4, 1.4, 1.42)
+    assert decided(1.1, 1.1, 1.1, 1.1)
