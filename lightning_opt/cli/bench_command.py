@@ -14,7 +14,6 @@ from lightning_opt.cli.errors import FAILED, OK, UsageError
 from lightning_opt.cli.parsing import (
     Job,
     add_options,
-    add_targets,
     folder_of,
     given_arguments,
     list_of_presets,
@@ -54,7 +53,6 @@ def parser() -> LightningArgumentParser:
         ("--starts", PositiveInt, 3, "", "New processes for each."),
         ("--out", str | None, None, "FOLDER", "Where to write JSON and table."),
     )  # fmt: skip
-    add_targets(made)
     return made
 
 
@@ -63,7 +61,7 @@ def run(words: Sequence[str]) -> int:
     made = parser()
     job = parse_job(made, words)
     options = job.options
-    folder = folder_of(options.out)
+    folder = folder_of(options.out) if options.out else None
     result = compare(
         job.model,
         job.data,

@@ -10,7 +10,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import FAILED, OK
-from lightning_opt.cli.parsing import Job, add_preset, add_targets, make_parser, parse_job
+from lightning_opt.cli.parsing import Job, add_preset, make_parser, parse_job
 from lightning_opt.cli.shortfit import fit_shortly
 from lightning_opt.data.pipeline.data_monitor import DataMonitor
 from lightning_opt.gradients.health.gradient_health import GradientHealth
@@ -39,7 +39,6 @@ def parser() -> LightningArgumentParser:
     add_preset(made, "basic")
     made.add_argument("--strict", action="store_true", help="Exit with 1 if anything needs a look.")
     made.add_argument("--json", action="store_true", help="Write the answers as JSON.")
-    add_targets(made)
     return made
 
 

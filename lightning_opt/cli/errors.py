@@ -1,4 +1,4 @@
-"""What the command ends with, and the errors that say so."""
+"""What the command ends with, and the error for what it cannot do."""
 
 from __future__ import annotations
 
@@ -11,14 +11,6 @@ OK, FAILED, USAGE, MISSING, INTERRUPTED = 0, 1, 2, 3, 130
 
 class UsageError(ValueError):
     """The command line says something that cannot be done."""
-
-    code = USAGE
-
-
-class MissingExtraError(ImportError):
-    """A package is missing that an extra of this one brings."""
-
-    code = MISSING
 
 
 def say_interrupted() -> int:

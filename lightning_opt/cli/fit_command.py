@@ -18,7 +18,8 @@ from lightning_opt.cli.parsing import (
     preset_of,
 )
 from lightning_opt.cli.targets import Targets
-from lightning_opt.presets.preset import rank_of
+from lightning_opt.presets.parts import Chosen
+from lightning_opt.presets.preset import join
 
 DESCRIPTION = """\
 Trains as LightningCLI does, with a preset of lightning_opt. All of LightningCLI is there: --config,
@@ -79,16 +80,9 @@ class Fit(LightningCLI):
         made = self.config_init.fit.trainer
         given = {name: made[name] for name in given_arguments(config.trainer)}
         theirs = plain(config.trainer.callbacks) or []
-        ours = []
-        for choice in preset.choose(**given):
-            if choice.is_on and choice.part.kind:
-                ours.append(choice.described())
-            elif choice.is_on:
-                config.trainer[choice.part.name] = choice.settings
-        config.trainer.callbacks = sorted(
-            [*ours, *(theirs if isinstance(theirs, list) else [theirs])],
-            key=lambda entry: rank_of(entry["class_path"].rpartition(".")[2]),
-        )
+        theirs = theirs if isinstance(theirs, list) else [theirs]
+        for argument, value in join(preset.choose(**given), Chosen.described, theirs).items():
+            config.trainer[argument] = value
         return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
 
 

@@ -19,7 +19,6 @@ from lightning_opt.cli.errors import (
     MISSING,
     OK,
     USAGE,
-    MissingExtraError,
     UsageError,
     end_at_once,
     say_interrupted,
@@ -111,22 +110,20 @@ def _dispatch(words: list[str]) -> int:
         return OK
     name = words[0]
     if name not in COMMANDS:
-        import difflib
+        from lightning_opt.core.arguments import did_you_mean
 
-        near = difflib.get_close_matches(name, COMMANDS, n=1)
         raise UsageError(
-            f"There is no command {name!r}; "
-            + (f"did you mean {near[0]!r}? " if near else f"there are {', '.join(COMMANDS)}. ")
-            + "lightning-opt --help says what they do."
+            f"There is no command {name!r}{did_you_mean(name, COMMANDS)} There are "
+            f"{', '.join(COMMANDS)}; lightning-opt --help says what they do."
         )
     if importlib.util.find_spec("jsonargparse") is None:
-        raise MissingExtraError(
-            f"lightning-opt {name} needs jsonargparse, which is not installed: "
-            "pip install 'lightning-opt[cli]'."
+        sys.stderr.write(
+            f"error: lightning-opt {name} needs jsonargparse, which is not installed: "
+            "pip install 'lightning-opt[cli]'.\n"
         )
+        return MISSING
     command = importlib.import_module(f"lightning_opt.cli.{name}_command")
-    code: int = command.run(words[1:])
-    return code
+    return int(command.run(words[1:]))
 
 
 @contextlib.contextmanager
@@ -142,9 +139,9 @@ def _surroundings() -> Iterator[None]:
 
 
 def _say(error: Exception, debug: bool) -> int:
-    if isinstance(error, (UsageError, MissingExtraError)):
+    if isinstance(error, UsageError):
         sys.stderr.write(f"error: {error}\n")
-        return error.code
+        return USAGE
     text = str(error).strip() or "it gave no reason"
     kind = type(error).__name__
     # Errors of this package are sentences; of others the kind says as much as the text.

@@ -17,12 +17,12 @@ from jsonargparse import (  # type: ignore[attr-defined]
     DefaultHelpFormatter,
     Namespace,
 )
-from lightning.pytorch import LightningDataModule, LightningModule, Trainer
+from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
 from torch.optim import Optimizer
 
 from lightning_opt.cli.errors import UsageError, begin
-from lightning_opt.cli.targets import Recipe, Targets, no_data
+from lightning_opt.cli.targets import BASES, Recipe, Targets, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
 from lightning_opt.worker.recipes import find
@@ -64,7 +64,10 @@ class Job(NamedTuple):
 
 
 def make_parser(command: str, description: str, examples: str) -> LightningArgumentParser:
-    """Return a parser for model, data and Trainer, whose help shows the command's own options."""
+    """Return a parser for model, data, Trainer and what else a configuration of LightningCLI has.
+
+    Its help shows the command's own options, which are to be added.
+    """
     parser = LightningArgumentParser(
         prog=f"lightning-opt {command}",
         usage=f"lightning-opt {command} [options] [model | config.yaml] [--data data]",
@@ -73,6 +76,20 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
         formatter_class=HelpFormatter,
         exit_on_error=False,
     )
+    for kind, base in BASES.items():
+        parser.add_lightning_class_args(base, kind, subclass_mode=True, required=False)
+    parser.add_lightning_class_args(Trainer, "trainer")
+    parser.add_optimizer_args((Optimizer,))
+    parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
+    parser.add_argument("--ckpt_path", default=None)
+    parser.add_argument("--weights_only", default=None)
+    hide_all(parser)
+    group = parser.add_argument_group(
+        "what is trained",
+        "--model, --data: see below. --trainer.<argument>: any argument of lightning.Trainer, such "
+        "as --trainer.devices 2 (lightning-opt fit --help lists them).",
+    )
+    group.add_argument("--seed_everything", type=int | bool, default=0, help="Seed.")
     parser.add_argument(
         "-c",
         "--config",
@@ -82,30 +99,6 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
     return parser
 
 
-def add_targets(parser: LightningArgumentParser) -> None:
-    """Add model, data, Trainer and what else a configuration of LightningCLI may have."""
-
-    def add() -> None:
-        for base, name in ((LightningModule, "model"), (LightningDataModule, "data")):
-            parser.add_lightning_class_args(base, name, subclass_mode=True, required=False)
-        parser.add_lightning_class_args(Trainer, "trainer")
-        parser.add_optimizer_args((Optimizer,))
-        parser.add_lr_scheduler_args(LRSchedulerTypeTuple)
-        parser.add_argument("--ckpt_path", default=None)
-        parser.add_argument("--weights_only", default=None)
-
-    hide(parser, add)
-    for group in parser._action_groups:
-        if not any(action.help != argparse.SUPPRESS for action in group._group_actions):
-            group.title = group.description = None
-    group = parser.add_argument_group(
-        "what is trained",
-        "--model, --data: see below. --trainer.<argument>: any argument of lightning.Trainer, such "
-        "as --trainer.devices 2 (lightning-opt fit --help lists them).",
-    )
-    group.add_argument("--seed_everything", type=int | bool, default=0, help="Seed.")
-
-
 def add_options(parser: Any, *options: tuple[str, Any, Any, str, str]) -> None:
     """Add options: the name, type, default, placeholder (empty for the usual) and help of each."""
     for name, kind, default, placeholder, text in options:
@@ -113,13 +106,14 @@ def add_options(parser: Any, *options: tuple[str, Any, Any, str, str]) -> None:
         parser.add_argument(name, type=kind, default=default, help=text, **shown)
 
 
-def hide(parser: LightningArgumentParser, add: Callable[[], object]) -> None:
-    """Add arguments that the help does not list."""
-    shown = {id(action) for action in parser._actions}
-    add()
+def hide_all(parser: LightningArgumentParser) -> None:
+    """Leave out of the help what has been added so far, but for --help itself."""
     for action in parser._actions:
-        if id(action) not in shown:
+        if action.dest != "help":
             action.help = argparse.SUPPRESS
+    for group in parser._action_groups[2:]:  # argparse's own two come first
+        if all(action.help == argparse.SUPPRESS for action in group._group_actions):
+            group.title = group.description = None
 
 
 def add_preset(parser: LightningArgumentParser, default: str | None) -> None:
@@ -153,9 +147,8 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
             f"of LightningCLI. {parser.prog} --help has examples."
         )
     data = targets.recipe("data", plain(config.pop("data", None)))
-    made = find(model.target)
-    own = getattr(made, "train_dataloader", None)
-    if data is None and inspect.isclass(made) and own is LightningModule.train_dataloader:
+    own = getattr(find(model.target), "train_dataloader", None)
+    if data is None and own is LightningModule.train_dataloader:
         raise UsageError(
             f"{model} brings no train_dataloader. Name its data, --data module:Class, or a "
             "function that makes a DataLoader."
@@ -240,14 +233,12 @@ def outline(recipe: Recipe) -> LightningModule | None:
     return made if isinstance(made, LightningModule) else None
 
 
-def folder_of(path: str | None) -> Path | None:
+def folder_of(path: str) -> Path:
     """Return a folder for results, which is made.
 
     Raises:
         UsageError: If it cannot be.
     """
-    if path is None:
-        return None
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from lightning_opt.cli.parsing import (
     HelpFormatter,
     add_options,
     given_arguments,
-    hide,
+    hide_all,
     list_of_presets,
     preset_of,
 )
@@ -39,6 +39,11 @@ def make_parser() -> LightningArgumentParser:
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
+    parser.add_lightning_class_args(Trainer, "trainer")
+    hide_all(parser)
+    group = parser._action_groups[-1]
+    group.title = "where it is to be"
+    group.description = "--trainer.<argument>: of the Trainer, such as --trainer.strategy ddp."
     parser.add_argument("preset", nargs="?", help="Say what is in it, and why.")
     add_options(
         parser,
@@ -46,10 +51,6 @@ def make_parser() -> LightningArgumentParser:
         ("--without", str | None, None, "NAMES", "Callbacks to leave out, with commas."),
     )
     parser.add_argument("--json", action="store_true", help="Write tables as JSON.")
-    hide(parser, lambda: parser.add_lightning_class_args(Trainer, "trainer"))
-    group = parser._action_groups[-1]
-    group.title = "where it is to be"
-    group.description = "--trainer.<argument>: of the Trainer, such as --trainer.strategy ddp."
     return parser
 
 

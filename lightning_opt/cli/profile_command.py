@@ -9,7 +9,7 @@ from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
 from lightning_opt.cli.errors import OK
-from lightning_opt.cli.parsing import add_preset, add_targets, folder_of, make_parser, parse_job
+from lightning_opt.cli.parsing import add_preset, folder_of, make_parser, parse_job
 from lightning_opt.cli.shortfit import fit_shortly
 
 DESCRIPTION = """\
@@ -32,7 +32,6 @@ def parser() -> LightningArgumentParser:
     batches = "Batches, from 0, that torch's profiler records operator by operator."
     made.add_argument("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help=batches)
     made.add_argument("--out", type=str | None, metavar="FOLDER", help="For table and trace.")
-    add_targets(made)
     return made
 
 
@@ -41,7 +40,7 @@ def run(words: Sequence[str]) -> int:
     from lightning_opt.profiling.steps.step_profiler import StepProfiler
 
     job = parse_job(parser(), words)
-    folder = folder_of(job.options.out)
+    folder = folder_of(job.options.out) if job.options.out else None
     profiler = StepProfiler(
         dirpath=folder,
         filename=None if folder is None else "profile",

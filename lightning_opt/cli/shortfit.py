@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import lightning.pytorch as pl
 from lightning.pytorch import seed_everything
+from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.cli.errors import UsageError
 from lightning_opt.cli.parsing import Job, preset_of
@@ -13,13 +14,16 @@ from lightning_opt.worker.gate import QUIET, short_run
 from lightning_opt.worker.recipes import instantiate
 
 
-def fit_shortly(job: Job, steps: int, **settings: Any) -> pl.Trainer:
+def fit_shortly(
+    job: Job, steps: int, profiler: Profiler, callbacks: Sequence[pl.Callback] = ()
+) -> pl.Trainer:
     """Train for some optimizer steps and return the Trainer.
 
     Args:
-        job: What to train; its arguments of the Trainer win over ``settings``.
+        job: What to train.
         steps: How many.
-        settings: Of the Trainer; ``callbacks`` are added to those of the job and of the preset.
+        profiler: Of the Trainer.
+        callbacks: Added to those of the job and of the preset, but for classes that the job has.
 
     Raises:
         UsageError: If the job says what is the command's to say.
@@ -32,20 +36,13 @@ def fit_shortly(job: Job, steps: int, **settings: Any) -> pl.Trainer:
     seed_everything(job.seed, workers=True, verbose=False)
     model, data = job.model(), job.data()
     given = {name: instantiate(value) for name, value in job.trainer.items()}
-    own = settings.pop("callbacks", [])
-    callbacks = short_run(given)
-    kinds = {type(callback) for callback in callbacks}
-    callbacks += [callback for callback in own if type(callback) not in kinds]
-    arguments = {**QUIET, "max_steps": steps, **settings, **given}
-    name = job.options.get("preset")
-    if name:
-        preset = preset_of(name, job.options.get("without")).for_model(model)
-        arguments = preset.trainer_kwargs(**arguments, callbacks=callbacks)
-    else:
-        arguments["callbacks"] = callbacks
+    found = short_run(given)
+    kinds = {type(callback) for callback in found}
+    found += [callback for callback in callbacks if type(callback) not in kinds]
+    arguments = {**QUIET, **given, "max_steps": steps, "profiler": profiler, "callbacks": found}
+    if job.options.preset:
+        preset = preset_of(job.options.preset, job.options.without).for_model(model)
+        arguments = preset.trainer_kwargs(**arguments)
     trainer = pl.Trainer(**arguments)
-    if isinstance(data, pl.LightningDataModule):
-        trainer.fit(model, datamodule=data)
-    else:
-        trainer.fit(model, data)
+    trainer.fit(model, data)  # which may be a LightningDataModule here, too
     return trainer

@@ -5,7 +5,9 @@ from __future__ import annotations
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+import operator
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial, update_wrapper
 from pathlib import Path
 from types import MethodType, ModuleType
@@ -18,10 +20,10 @@ from lightning_opt.cli.errors import UsageError
 from lightning_opt.worker.recipes import find, instantiate
 
 BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
-WORDS = {"model": "LightningModule", "data": "LightningDataModule"}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
 
 
+@dataclass(repr=False, eq=False)
 class Recipe:
     """Makes a model or data anew, in this process or in another one.
 
@@ -32,17 +34,14 @@ class Recipe:
         scheduler: Of a model, as LightningCLI's ``--lr_scheduler`` has it.
     """
 
-    def __init__(
-        self,
-        target: str,
-        settings: Mapping[str, Any] | None = None,
-        optimizer: Mapping[str, Any] | None = None,
-        scheduler: Mapping[str, Any] | None = None,
-    ) -> None:
-        self.target, self.settings = target, dict(settings or {})
-        self.optimizer, self.scheduler = optimizer, scheduler
+    target: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    optimizer: Mapping[str, Any] | None = None
+    scheduler: Mapping[str, Any] | None = None
+
+    def __post_init__(self) -> None:
         # A journal of the tuner is for this very file, and not for what it is edited to later.
-        self.version = _version(target)
+        self.version = _version(self.target)
 
     def __call__(self) -> Any:
         """Make it."""
@@ -90,7 +89,6 @@ class Targets:
     def __init__(self) -> None:
         self.functions: dict[str, str] = {}
         self._places: dict[str, str] = {}
-        self._alone: str | None = None
 
     def translate(self, words: Sequence[str]) -> list[str]:
         """Return the words with a first one that stands alone as an option, and targets resolved.
@@ -105,21 +103,23 @@ class Targets:
             is_configuration = words[0].lower().endswith(CONFIGURATIONS)
             words.insert(0, "--config" if is_configuration else "--model")
         found: list[str] = []
-        while words:
-            word = words.pop(0)
+        alone: str | None = None
+        rest = iter(words)
+        for word in rest:
             option, equals, value = word.partition("=")
             if option not in ("--model", "--data"):
                 found.append(word)
                 continue
-            if not equals:
-                if not words:
-                    raise UsageError(f"{option} must be followed by module:Class or a path.")
-                value = words.pop(0)
-            path = self._resolve(option[2:], value)
-            found += [option, path] if path is not None else []
-        if self._alone is not None and not any(word.split("=")[0] == "--data" for word in found):
-            path = self._only(find_module(self._alone), "data", self._alone, required=False)
-            found += ["--data", path] if path is not None else []
+            value = value if equals else next(rest, "")
+            if not value:
+                raise UsageError(f"{option} must be followed by module:Class or a path.")
+            if option == "--model" and value.endswith(".py"):
+                alone = value
+            found += self._resolve(option, value)
+        if alone is not None and "--data" not in found:
+            own = classes_of(find_module(alone), LightningDataModule)
+            if len(own) == 1:
+                found += self._resolve("--data", f"{alone}:{own[0].__qualname__}")
         return found
 
     def recipe(self, kind: str, entry: Any, **more: Any) -> Recipe | None:
@@ -131,48 +131,53 @@ class Targets:
         path = entry["class_path"]
         module, _, name = path.rpartition(".")
         place = self._places.get(path, f"{module}:{name}")
-        return Recipe(place, entry.get("init_args"), **more)
+        return Recipe(place, entry.get("init_args") or {}, **more)
 
-    def _resolve(self, kind: str, value: str) -> str | None:
-        """Return an import path for jsonargparse; None for a function, which is kept apart."""
+    def _resolve(self, option: str, value: str) -> list[str]:
+        """Return the option with an import path; nothing for a function, which is kept apart."""
+        kind = option.removeprefix("--")
         if value.endswith(".py"):
-            if kind == "model":
-                self._alone = value
-            return self._only(find_module(value), kind, value)
+            value = only_class(kind, value)
         if ":" not in value or value.startswith("{"):
-            return value  # as LightningCLI takes it: an import path, a name, JSON
+            return [option, value]  # as LightningCLI takes it: an import path, a name, JSON
         found, (place, _, name) = look_up(value), value.rpartition(":")
         target = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
-        if not inspect.isclass(found) or not issubclass(found, BASES[kind]):
-            if not callable(found):
-                raise UsageError(f"{value} is no class and no function, so it makes no {kind}.")
-            self.functions[kind] = target
-            return None
-        return self._remember(found, target)
+        if inspect.isclass(found) and issubclass(found, BASES[kind]):
+            path = f"{found.__module__}.{found.__qualname__}"
+            self._places[path] = target
+            return [option, path]
+        if not callable(found):
+            raise UsageError(f"{value} is no class and no function, so it makes no {kind}.")
+        self.functions[kind] = target
+        return []
 
-    def _only(self, module: ModuleType, kind: str, path: str, required: bool = True) -> str | None:
-        own = [
-            value
-            for value in vars(module).values()
-            if inspect.isclass(value)
-            and issubclass(value, BASES[kind])
-            and value.__module__ == module.__name__
-            and not inspect.isabstract(value)
-        ]
-        if len(own) == 1:
-            return self._remember(own[0], f"{Path(path).resolve()}:{own[0].__qualname__}")
-        if not required:
-            return None
-        names = ", ".join(f"{path}:{kind.__name__}" for kind in own)
-        raise UsageError(
-            f"{path} has {'no' if not own else 'more than one'} {WORDS[kind]}"
-            + (f"; name one of {names}." if own else f"; name a function: {path}:make_{kind}.")
-        )
 
-    def _remember(self, kind: type, target: str) -> str:
-        path = f"{kind.__module__}.{kind.__qualname__}"
-        self._places[path] = target
-        return path
+def only_class(kind: str, path: str) -> str:
+    """Return the target of the one class of a kind that a file has.
+
+    Raises:
+        UsageError: If there is none, or more than one.
+    """
+    own = classes_of(find_module(path), BASES[kind])
+    if len(own) == 1:
+        return f"{path}:{own[0].__qualname__}"
+    names = ", ".join(f"{path}:{found.__name__}" for found in own)
+    raise UsageError(
+        f"{path} has {'more than one' if own else 'no'} {BASES[kind].__name__}; "
+        + (f"name one of {names}." if own else f"name a function: {path}:make_{kind}.")
+    )
+
+
+def classes_of(module: ModuleType, base: type = object) -> list[type]:
+    """Return the classes that a module defines itself, abstract ones left out."""
+    return [
+        value
+        for value in vars(module).values()
+        if inspect.isclass(value)
+        and value.__module__ == module.__name__
+        and issubclass(value, base)
+        and not inspect.isabstract(value)
+    ]
 
 
 def look_up(target: str) -> Any:
@@ -184,50 +189,39 @@ def look_up(target: str) -> Any:
     """
     place, _, name = target.rpartition(":")
     module = find_module(place)
-    for part in name.split("."):
-        if not hasattr(module, part):
-            known = [
-                key
-                for key, value in vars(module).items()
-                if inspect.isclass(value) and value.__module__ == module.__name__
-            ]
-            raise UsageError(
-                f"There is no {name!r} in {place}"
-                + (f"; its classes are {', '.join(known)}." if known else ".")
-            )
-        module = getattr(module, part)
-    return module
+    try:
+        return operator.attrgetter(name)(module)
+    except AttributeError as error:
+        known = ", ".join(found.__name__ for found in classes_of(module))
+        raise UsageError(
+            f"There is no {name!r} in {place}" + (f"; its classes are {known}." if known else ".")
+        ) from error
 
 
-def find_module(place: str) -> Any:
+def find_module(place: str) -> ModuleType:
     """Import a module by its name or its file.
 
     Raises:
         UsageError: If there is none.
         ImportError: If it cannot be imported.
     """
-    load: Callable[[], Any]
-    if place.endswith(".py"):
-        if not Path(place).is_file():
-            raise UsageError(f"There is no file {place}.")
-        load = partial(find, f"{Path(place).resolve()}:__name__")
-    else:
-        load = partial(importlib.import_module, place)
+    is_file = place.endswith(".py")
+    if is_file and not Path(place).is_file():
+        raise UsageError(f"There is no file {place}.")
     try:
         with mock.patch.object(Trainer, "fit", partial(_refuse_to_train, place)):
-            found: Any = load()
+            name = find(f"{Path(place).resolve()}:__name__") if is_file else place
+            return importlib.import_module(name)
     except UsageError:
         raise
-    except ModuleNotFoundError as error:
-        if error.name is not None and (place == error.name or place.startswith(f"{error.name}.")):
+    except Exception as error:
+        missing = error.name if isinstance(error, ModuleNotFoundError) else None
+        if missing is not None and f"{place}.".startswith(f"{missing}."):
             raise UsageError(
-                f"There is no module {error.name!r} here. Run the command in the folder that has "
+                f"There is no module {missing!r} here. Run the command in the folder that has "
                 "it, or give the path to its file: path/to/file.py:Class."
             ) from error
-        raise ImportError(f"{place} cannot be imported: {error}.") from error
-    except Exception as error:
         raise ImportError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
-    return importlib.import_module(found) if place.endswith(".py") else found
 
 
 def _refuse_to_train(place: str, *args: Any, **kwargs: Any) -> NoReturn:

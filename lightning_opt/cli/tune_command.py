@@ -11,7 +11,6 @@ from lightning_opt.cli.errors import OK, UsageError
 from lightning_opt.cli.parsing import (
     add_options,
     add_preset,
-    add_targets,
     folder_of,
     make_parser,
     names_of,
@@ -49,7 +48,6 @@ def parser() -> LightningArgumentParser:
     )  # fmt: skip
     add_preset(made, None)
     made.add_argument("--quiet", action="store_true", help="No progress.")
-    add_targets(made)
     return made
 
 
@@ -60,7 +58,6 @@ def run(words: Sequence[str]) -> int:
     job = parse_job(parser(), words)
     options = job.options
     folder = folder_of(options.out)
-    assert folder is not None
     try:
         result = autotune(
             job.model,

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 from lightning_opt.batching.accumulation.accumulation import Accumulation
 from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
+from lightning_opt.core.blocks import find_blocks
 from lightning_opt.core.machine import why_no_bf16, why_no_compiler
 from lightning_opt.data.pipeline.pipeline_tuner import DataPipelineTuner
 from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
@@ -135,30 +135,20 @@ def _no_compile(situation: Situation) -> str | None:
         return f"not tried, or refused, under {situation.strategy_name}"
     if situation.compiled:
         return "the model is compiled already"
-    asked = situation.wants("CompileModel") is not None
-    if situation.device == "cpu" and not asked:
+    if situation.device == "cpu" and situation.wants("CompileModel") is None:
         return (
             "on a CPU it seldom pays for its start of half a minute and more: lightning-opt tune "
             "measures it, CompileModel=True has it"
         )
     recompute = situation.wants("ActivationCheckpointing")
-    if recompute is not None and looks_at_operators(recompute):
+    if recompute is not None and (
+        recompute.get("policy", "auto") in SINGLE_OPERATORS or recompute.get("offload")
+    ):
         return (
             "ActivationCheckpointing as you want it looks at single operators; 'every_layer' would "
             "go with it"
         )
     return why_no_compiler(situation.device, situation.forks)
-
-
-def looks_at_operators(settings: Any) -> bool:
-    """Return whether ActivationCheckpointing with these settings is refused by CompileModel.
-
-    Args:
-        settings: A dict of settings, the attributes of an instance, or True for the defaults.
-    """
-    if not isinstance(settings, Mapping):
-        return True
-    return bool(settings.get("policy", "auto") in SINGLE_OPERATORS or settings.get("offload"))
 
 
 def _alone(situation: Situation) -> str | None:
@@ -168,7 +158,7 @@ def _alone(situation: Situation) -> str | None:
 def _no_checkpointing(situation: Situation) -> str | None:
     if situation.strategy == "deepspeed":
         return "DeepSpeed has a checkpointing of its own"
-    if situation.checkpoints_itself or situation.checkpointed:
+    if situation.checkpointed:
         return "the model is checkpointed already"
     if situation.wants("ActivationCheckpointing") is not None:
         return None
@@ -181,9 +171,7 @@ def _no_checkpointing(situation: Situation) -> str | None:
         return f"it is not activations that fill the memory. {situation.does_not_fit}"
     if situation.memory_is_tight is None:
         return "the model leaves enough memory for activations"
-    if not situation.has_blocks:
-        return "the model has no repeated blocks"
-    return None
+    return None if find_blocks(situation.model) else "the model has no repeated blocks"
 
 
 def _no_micro_batching(situation: Situation) -> str | None:
@@ -193,11 +181,9 @@ def _no_micro_batching(situation: Situation) -> str | None:
         return "training_step takes dataloader_iter, so there is no batch to split"
     if situation.wants("DynamicBatchSize") is not None:
         return "in the trials of DynamicBatchSize nothing would run out of memory"
-    wish = situation.wishes.get("MicroBatching")
-    size = wish.get("size", "auto") if isinstance(wish, Mapping) else "auto"
     if situation.strategy == "deepspeed":
         return "DeepSpeed accumulates gradients itself"
-    if size != "auto":
+    if (situation.wants("MicroBatching") or {}).get("size", "auto") != "auto":
         return None
     if situation.strategy not in ("single", "ddp", "fsdp2"):
         return (
@@ -220,9 +206,7 @@ def _no_accumulation(situation: Situation) -> str | None:
 def _no_network(situation: Situation) -> str | None:
     if situation.nodes == 1:
         return "all processes are on one machine: no network between them"
-    if situation.device not in ("cpu", "cuda"):
-        return f"not tried on {situation.device!r}"
-    return None
+    return None if situation.device in ("cpu", "cuda") else f"not tried on {situation.device!r}"
 
 
 # --- settings that depend -------------------------------------------------------------------------
@@ -247,8 +231,7 @@ def _tuned_compile(situation: Situation) -> dict[str, Any]:
 
 
 def _checkpointing_policy(situation: Situation) -> dict[str, Any]:
-    wish = situation.wishes.get("ActivationCheckpointing")
-    if isinstance(wish, Mapping) or wish is True:
+    if situation.wants("ActivationCheckpointing") is not None:
         return {}
     compiles = (
         situation.compiled

@@ -17,11 +17,6 @@ Obstacle = Callable[[Situation], str | None]
 """Returns why a part is to be left out, or None."""
 
 
-def no_obstacle(situation: Situation) -> str | None:
-    """Return None: the part goes everywhere."""
-    return None
-
-
 @dataclass(frozen=True)
 class Part:
     """A callback, or an argument of the Trainer, that a preset switches on.
@@ -32,7 +27,7 @@ class Part:
             on the situation.
         why: What it is for, in a few words.
         costs: What it costs, in a few words.
-        obstacle: Why to leave it out, if so.
+        obstacle: Why to leave it out, if so; None where it goes everywhere.
         kind: The callback's class; None for an argument of the Trainer.
     """
 
@@ -40,22 +35,26 @@ class Part:
     value: Any
     why: str = ""
     costs: str = ""
-    obstacle: Obstacle = no_obstacle
+    obstacle: Obstacle | None = None
     kind: type[Callback] | None = None
 
     def settings(self, situation: Situation) -> Any:
         """Return the callback's settings, the user's among them, or the argument's value."""
         value = self.value(situation) if callable(self.value) else self.value
-        if self.kind is None:
-            return value
         wish = situation.wishes.get(self.name)
-        return {**value, **wish} if isinstance(wish, Mapping) else dict(value)
+        return {**value, **wish} if isinstance(wish, Mapping) else value
 
     def left_out(self, situation: Situation) -> str | None:
         """Return why it is left out, or None if it is switched on."""
-        if self.kind is not None and situation.refuses(self.name):
+        if self.kind is None:
+            theirs = self.name in situation.arguments
+        else:
+            theirs = any(isinstance(callback, self.kind) for callback in situation.given)
+        if theirs:
+            return "yours is taken"
+        if situation.refuses(self.name):
             return "you leave it out"
-        if situation.wishes.get(self.name) is True:
+        if self.obstacle is None or situation.wishes.get(self.name) is True:
             return None
         return self.obstacle(situation)
 
@@ -82,8 +81,7 @@ class Chosen:
     def make(self) -> Callback:
         """Return a new callback."""
         assert self.part.kind is not None
-        made: Callback = self.part.kind(**instantiate(self.settings))
-        return made
+        return self.part.kind(**instantiate(self.settings))
 
     def described(self) -> dict[str, Any]:
         """Return the callback as a configuration of LightningCLI has it."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -14,7 +14,7 @@ from lightning.pytorch.utilities import rank_zero_warn
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.machine import describe_machine
 from lightning_opt.core.report import Report
-from lightning_opt.presets.parts import Chosen, Obstacle, Part, check_settings, no_obstacle, written
+from lightning_opt.presets.parts import Chosen, Obstacle, Part, check_settings, written
 from lightning_opt.presets.situation import Situation
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class Preset:
         settings: Mapping[str, Any] | Callable[[Situation], Mapping[str, Any]] | None = None,
         why: str = "",
         costs: str = "",
-        obstacle: Obstacle = no_obstacle,
+        obstacle: Obstacle | None = None,
     ) -> Self:
         """Return this preset with one more callback, in the place of one of the same class.
 
@@ -96,7 +96,7 @@ class Preset:
         value: Any,
         why: str = "",
         costs: str = "",
-        obstacle: Obstacle = no_obstacle,
+        obstacle: Obstacle | None = None,
     ) -> Self:
         """Return this preset with one more argument of the Trainer; see :meth:`plus`."""
         if name not in ARGUMENTS:
@@ -138,7 +138,7 @@ class Preset:
                 wishes[name] = dict(value)
                 check_settings(kinds[name], value)
             elif value is None or isinstance(value, bool):
-                wishes[name] = value
+                wishes[name] = value or None
             else:
                 raise ValueError(
                     f"{name} must be a dict of its settings, True, or None to leave it out; got "
@@ -163,26 +163,16 @@ class Preset:
     def choose(self, **trainer: Any) -> list[Chosen]:
         """Return each part with what was decided for these arguments of the Trainer."""
         situation = self._situation(trainer)
-        found = []
-        for part in self.parts:
-            theirs = self._is_theirs(part, situation)
-            because = "yours is taken" if theirs else part.left_out(situation)
-            found.append(Chosen(part, part.settings(situation), because))
-        return found
+        return [
+            Chosen(part, part.settings(situation), part.left_out(situation)) for part in self.parts
+        ]
 
     def _situation(self, trainer: Mapping[str, Any]) -> Situation:
         return Situation({**self.arguments, **trainer}, self.wishes, self.model)
 
-    @staticmethod
-    def _is_theirs(part: Part, situation: Situation) -> bool:
-        if part.kind is None:
-            return part.name in situation.arguments
-        return any(isinstance(callback, part.kind) for callback in situation.given)
-
     def callbacks(self) -> list[Callback]:
         """Return new callbacks, for a Trainer with no further arguments of weight."""
-        found: list[Callback] = self.trainer_kwargs()["callbacks"]
-        return found
+        return list(self.trainer_kwargs()["callbacks"])
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
         """Return arguments for the Trainer.
@@ -192,22 +182,11 @@ class Preset:
                 stands for the preset's; others follow the preset's, those of this package in the
                 order that they need.
         """
-        chosen = self.choose(**more)
-        if does_not_fit := self._situation(more).does_not_fit:
-            rank_zero_warn(does_not_fit)
-        ours = [choice.make() for choice in chosen if choice.is_on and choice.part.kind]
-        arguments = {
-            choice.part.name: choice.settings
-            for choice in chosen
-            if choice.is_on and not choice.part.kind
-        }
-        given = self._situation(more).given
-        return {
-            **arguments,
-            **self.arguments,
-            **more,
-            "callbacks": sorted([*ours, *given], key=_rank),
-        }
+        situation = self._situation(more)
+        if situation.does_not_fit:
+            rank_zero_warn(situation.does_not_fit)
+        joined = join(self.choose(**more), Chosen.make, situation.given)
+        return {**situation.arguments, **joined}
 
     def describe(self, **trainer: Any) -> Report:
         """Return one row a part: whether it is on, why, and what it costs or why it is left out.
@@ -245,18 +224,10 @@ class Preset:
         Raises:
             ValueError: For settings that are objects, which a file cannot hold.
         """
-        more = dict(more)
-        given: list[dict[str, Any]] = list(more.pop("callbacks", None) or [])
-        theirs = {_class_name(entry) for entry in given}
-        arguments: dict[str, Any] = {}
-        callbacks: list[dict[str, Any]] = []
-        for choice in filter(lambda choice: choice.is_on, self.choose(**more)):
-            if choice.part.kind is None:
-                arguments[choice.part.name] = choice.settings
-            elif choice.part.name not in theirs:
-                callbacks.append(choice.described())
-        callbacks = sorted([*callbacks, *given], key=lambda entry: rank_of(_class_name(entry)))
-        found = {**arguments, **self.arguments, **more, "callbacks": callbacks}
+        theirs = more.pop("callbacks", None) or []
+        named = {name for entry in theirs for name in _class_names(entry)}
+        ours = (choice for choice in self.choose(**more) if choice.part.name not in named)
+        found = {**self.arguments, **more, **join(ours, Chosen.described, theirs)}
         plain: dict[str, Any] = json.loads(json.dumps(found, default=_refuse))
         return plain
 
@@ -264,10 +235,8 @@ class Preset:
         """Return a configuration that any LightningCLI can read; see :meth:`to_dict`."""
         import yaml  # type: ignore[import-untyped]
 
-        trainer = self.to_dict(**more)
         head = f"# preset {self.name!r} of lightning_opt on this machine\n"
-        text: str = yaml.safe_dump({"trainer": trainer}, sort_keys=False)
-        return head + text
+        return head + str(yaml.safe_dump({"trainer": self.to_dict(**more)}, sort_keys=False))
 
     def __repr__(self) -> str:
         changes = {**self.wishes, **self.arguments}
@@ -277,18 +246,32 @@ class Preset:
         return str(self.describe())
 
 
-def _rank(callback: Callback) -> int:
-    names = [base.__name__ for base in type(callback).__mro__]
-    return min((rank_of(name) for name in names), default=len(ORDER))
+def join(
+    chosen: Iterable[Chosen], form: Callable[[Chosen], Any], theirs: Sequence[Any]
+) -> dict[str, Any]:
+    """Return what is switched on as arguments of the Trainer, callbacks in their order.
+
+    Args:
+        chosen: The parts of a preset, as decided.
+        form: Returns the callback of a part, or what a configuration has for it.
+        theirs: Callbacks of the user's, in the same form.
+    """
+    on = [choice for choice in chosen if choice.is_on]
+    arguments = {choice.part.name: choice.settings for choice in on if not choice.part.kind}
+    ours = [form(choice) for choice in on if choice.part.kind]
+    return {**arguments, "callbacks": sorted([*ours, *theirs], key=_rank)}
 
 
-def rank_of(name: str) -> int:
-    """Return the place in :data:`ORDER` of a callback by the name of its class."""
-    return ORDER.index(name) if name in ORDER else len(ORDER)
+def _rank(callback: Callback | Mapping[str, Any]) -> int:
+    ranks = [ORDER.index(name) for name in _class_names(callback) if name in ORDER]
+    return min(ranks, default=len(ORDER))
 
 
-def _class_name(entry: Mapping[str, Any]) -> str:
-    return str(entry["class_path"]).rpartition(".")[2]
+def _class_names(callback: Callback | Mapping[str, Any]) -> list[str]:
+    """Return the classes of a callback, or the one that a configuration names."""
+    if isinstance(callback, Mapping):
+        return [str(callback["class_path"]).rpartition(".")[2]]
+    return [base.__name__ for base in type(callback).__mro__]
 
 
 def _refuse(value: object) -> NoReturn:

@@ -30,7 +30,6 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_opt.core.blocks import find_blocks
 from lightning_opt.core.compiling import has_compiled_parts
 from lightning_opt.core.memory import MemoryLimits
 
@@ -48,7 +47,7 @@ class Situation:
 
     Args:
         arguments: Of the Trainer, as given by the user.
-        wishes: What the user said of single callbacks: settings, True, or False.
+        wishes: What the user said of single callbacks: settings, True, or None to leave one out.
         model: The model, if it is known.
     """
 
@@ -61,22 +60,20 @@ class Situation:
     @cached_property
     def given(self) -> list[Callback]:
         """The callbacks that the user brings."""
-        callbacks = self.arguments.get("callbacks")
-        if callbacks is None:
-            return []
+        callbacks = self.arguments.get("callbacks") or []
         return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
 
-    def wants(self, name: str) -> Any:
+    def wants(self, name: str) -> Mapping[str, Any] | None:
         """Return the settings that are asked for of a callback or that a given one has, or None."""
         for callback in self.given:
             if any(base.__name__ == name for base in type(callback).__mro__):
                 return vars(callback)
         wish = self.wishes.get(name)
-        return wish if wish is not None and wish is not False else None
+        return {} if wish is True else wish
 
     def refuses(self, name: str) -> bool:
         """Return whether the user has said that a callback is to be left out."""
-        return name in self.wishes and self.wishes[name] in (None, False)
+        return self.wishes.get(name, True) is None
 
     @cached_property
     def device(self) -> str:
@@ -106,14 +103,11 @@ class Situation:
         return self.nodes * self._devices(self.arguments.get("devices", "auto"))
 
     def _devices(self, given: Any) -> int:
-        if isinstance(given, str):
-            text = given.strip().lower()
-            if "," in text:
-                return len([part for part in text.split(",") if part.strip()])
-            given = "auto" if text in ("auto", "") else int(text)
+        if isinstance(given, str) and "," in given:
+            given = [part for part in given.split(",") if part.strip()]
         if isinstance(given, Sequence) and not isinstance(given, str):
             return max(1, len(given))
-        if given in ("auto", None, -1):
+        if given in ("auto", "", None, "-1", -1):
             return max(1, torch.cuda.device_count()) if self.device == "cuda" else 1
         return int(given)
 
@@ -175,11 +169,6 @@ class Situation:
         return bool(self._strategy[1].get("static_graph"))
 
     @property
-    def checkpoints_itself(self) -> bool:
-        """Whether the strategy recomputes activations already."""
-        return bool(getattr(self._strategy[2], "_activation_checkpointing_kwargs", None))
-
-    @property
     def forks(self) -> bool:
         """Whether the strategy may fork processes, which then could not use CUDA."""
         name = str(self.arguments.get("strategy") or "auto").lower()
@@ -221,7 +210,9 @@ class Situation:
 
     @property
     def checkpointed(self) -> bool:
-        """Whether a part of the model is recomputed in the backward pass already."""
+        """Whether the strategy, or a part of the model, recomputes activations already."""
+        if getattr(self._strategy[2], "_activation_checkpointing_kwargs", None):
+            return True
         return self.model is not None and any(
             type(module).__name__ == "CheckpointWrapper"
             or getattr(module, "gradient_checkpointing", False) is True
@@ -266,8 +257,3 @@ class Situation:
             f"Does not fit: {self.memory_is_tight}. FSDP2 (strategy=ModelParallelStrategy"
             f"(data_parallel_size={ranks})) shards them over {ranks} devices."
         )
-
-    @cached_property
-    def has_blocks(self) -> bool:
-        """Whether the model has repeated blocks."""
-        return self.model is not None and bool(find_blocks(self.model))

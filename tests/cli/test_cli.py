@@ -130,7 +130,7 @@ def test_the_helps_own_examples_name_candidates_that_there_are(capsys):
     ("arguments", "sentence"),
     [
         (["tun"], "There is no command 'tun'; did you mean 'tune'?"),
-        (["train"], "There is no command 'train'; there are fit, presets"),
+        (["train"], "There is no command 'train'. There are fit, presets"),
         (["presets", "advancd"], "There is no preset 'advancd'; did you mean 'advanced'?"),
         (["presets", "basic", "--without", "Clipping"], "has no 'Clipping'"),
         (["bench"], "bench needs a model"),

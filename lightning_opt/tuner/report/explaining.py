@@ -109,8 +109,8 @@ def _answer(objective: str, best: Trial, tried: bool) -> str:
         return "Change nothing: nothing was tried."
     if not best.switches:
         return f"Change nothing: no candidate gains enough in {OBJECTIVES[objective]} to be sure."
+    ratio, low, high = best.interval
     return (
-        f"Take {best.name}: a step takes {best.ratio or math.nan:.2f} of the time (from "
-        f"{best.low or 0:.2f} to {best.high or math.inf:.2f}), peak memory is "
-        f"{best.peak_ratio or math.nan:.2f} of what it was."
+        f"Take {best.name}: a step takes {ratio:.2f} of the time (from {low:.2f} to {high:.2f}), "
+        f"peak memory is {best.peak_ratio or math.nan:.2f} of what it was."
     )

@@ -75,14 +75,12 @@ class TuneResult:
                 trial.ratio if trial.ratio is not None else 1e9,
             ),
         )
-        title = f"Trials for {self.objective}: " + (
-            " + ".join(self.switches) if self.improved else "change nothing"
-        )
+        answer = " + ".join(self.switches) or "change nothing"
+        title = f"Trials for {self.objective}: {answer}"
         return Report(title, [self._row(trial) for trial in ordered], self._table_notes())
 
     def _row(self, trial: Trial) -> dict[str, Any]:
         timed = trial.ratio is not None and trial.low is not None and trial.high is not None
-        verdict = "the answer" if trial is self.best else trial.verdict
         return {
             "configuration": trial.name,
             "time": _rounded(trial.ratio, 3),
@@ -92,7 +90,7 @@ class TuneResult:
             "peak MiB": _rounded(None if trial.peak is None else trial.peak / MIB, 1),
             "gradient": _rounded(trial.agreement, 4),
             "start s": _rounded(trial.startup, 1),
-            "verdict": verdict,
+            "verdict": "the answer" if trial is self.best else trial.verdict,
             "why": trial.why,
         }
 
