@@ -16,7 +16,7 @@ def positive(name: str, value: float) -> float:
     Raises:
         ValueError: For everything else.
     """
-    if not (_is_number(value) and math.isfinite(value) and value > 0):
+    if not (is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
     return value
 
@@ -27,7 +27,7 @@ def fraction(name: str, value: float) -> float:
     Raises:
         ValueError: For everything else.
     """
-    if not (_is_number(value) and 0 <= value < 1):
+    if not (is_number(value) and 0 <= value < 1):
         raise ValueError(f"{name} must be a number of at least 0 and below 1, got {value!r}.")
     return value
 
@@ -38,7 +38,7 @@ def share(name: str, value: float) -> float:
     Raises:
         ValueError: For everything else.
     """
-    if not (_is_number(value) and 0 < value <= 1):
+    if not (is_number(value) and 0 < value <= 1):
         raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
     return value
 
@@ -49,7 +49,7 @@ def between(name: str, value: float, low: float, high: float) -> float:
     Raises:
         ValueError: For everything else.
     """
-    if not (_is_number(value) and low <= value <= high):
+    if not (is_number(value) and low <= value <= high):
         raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}.")
     return value
 
@@ -76,7 +76,8 @@ def one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
     return value
 
 
-def _is_number(value: Any) -> bool:
+def is_number(value: Any) -> bool:
+    """Return whether ``value`` is a number, and not True or False."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 

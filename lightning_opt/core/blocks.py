@@ -44,9 +44,7 @@ def find_blocks(model: nn.Module) -> list[Block]:
     Experts and attention heads are thus left inside of their layer. Where the rule is wrong, the
     caller names the modules; nothing but the choice of units depends on it.
     """
-    blocks: list[Block] = []
-    _collect(model, "", blocks, set())
-    return blocks
+    return list(_collect(model, "", set()))
 
 
 def signature(module: nn.Module) -> Signature:
@@ -58,7 +56,7 @@ def signature(module: nn.Module) -> Signature:
     )
 
 
-def _collect(module: nn.Module, name: str, blocks: list[Block], seen: set[nn.Module]) -> None:
+def _collect(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Block]:
     runs = {member: run for run in _runs(module) for member in run}
     layers = {
         block.modules[0]: block
@@ -72,13 +70,13 @@ def _collect(module: nn.Module, name: str, blocks: list[Block], seen: set[nn.Mod
         seen.add(child)
         qualified = f"{name}.{child_name}" if name else child_name
         if child in layers:
-            blocks.append(layers[child])
+            yield layers[child]
         if child in inside:
             continue
         if child in runs and not _is_stack(runs[child]):
-            blocks.append(Block(qualified, (child,)))
+            yield Block(qualified, (child,))
         else:
-            _collect(child, qualified, blocks, seen)
+            yield from _collect(child, qualified, seen)
 
 
 def _runs(module: nn.Module) -> Iterator[list[nn.Module]]:

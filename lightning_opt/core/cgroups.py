@@ -2,43 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path, PurePosixPath
+from typing import TypeAlias
 
 NO_LIMIT = 1 << 60
 """Version 1 says "no limit" as the largest page-aligned number, about 9.2e18."""
 
 
-@dataclass(frozen=True)
-class MemoryGroup:
-    """A control group with a limit of its own.
-
-    Attributes:
-        folder: Where its files are.
-        version: 1 or 2.
-    """
-
-    folder: Path
-    version: int
-
-    def read(self) -> tuple[int, int] | None:
-        """Return bytes used and the limit, or None where there is none (any more).
-
-        Files that are cached but not in active use do not count: the kernel gives them up before it
-        kills.
-        """
-        names = _NAMES[self.version]
-        limit, used = (_number(self.folder / name) for name in names[:2])
-        if limit is None or used is None or limit >= NO_LIMIT:
-            return None
-        return max(0, used - _statistic(self.folder / "memory.stat", names[2])), limit
-
-
-_NAMES = {
-    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
-    2: ("memory.max", "memory.current", "inactive_file"),
-}
+MemoryGroup: TypeAlias = Callable[[], tuple[int, int] | None]
+"""Reads a control group: bytes used and the limit, or None where there is none (any more)."""
 
 
 def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
@@ -50,8 +24,23 @@ def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     Args:
         root: Where ``proc`` and ``sys`` are found.
     """
-    groups = (MemoryGroup(folder, version) for folder, version in _folders(root, "memory"))
-    return [group for group in groups if group.read() is not None]
+    groups = [partial(_read_memory, *found) for found in _folders(root, "memory")]
+    return [group for group in groups if group() is not None]
+
+
+def _read_memory(folder: Path, version: int) -> tuple[int, int] | None:
+    limit, used = (_number(folder / name) for name in _NAMES[version][:2])
+    if limit is None or used is None or limit >= NO_LIMIT:
+        return None
+    # Files that are cached but not in active use do not count: the kernel gives them up before it
+    # kills.
+    return max(0, used - _statistic(folder / "memory.stat", _NAMES[version][2])), limit
+
+
+_NAMES = {
+    1: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
+    2: ("memory.max", "memory.current", "inactive_file"),
+}
 
 
 def find_cpu_quota(root: Path = Path("/")) -> float | None:
@@ -94,9 +83,8 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
             yield folder, version
 
 
-def _mounts(root: Path, controller: str) -> list[tuple[int, Path, PurePosixPath]]:
-    """Return version, folder and the group that is mounted there, for each of its hierarchies."""
-    mounts = []
+def _mounts(root: Path, controller: str) -> Iterator[tuple[int, Path, PurePosixPath]]:
+    """Yield version, folder and the group that is mounted there, for each of its hierarchies."""
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()
@@ -105,10 +93,9 @@ def _mounts(root: Path, controller: str) -> list[tuple[int, Path, PurePosixPath]
         folder = root / fields[4].replace("\\040", " ").lstrip("/")
         inside = PurePosixPath(fields[3])
         if kind[0] == "cgroup2":
-            mounts.append((2, folder, inside))
+            yield 2, folder, inside
         elif kind[0] == "cgroup" and controller in kind[-1].split(","):
-            mounts.append((1, folder, inside))
-    return mounts
+            yield 1, folder, inside
 
 
 def _own_path(root: Path, version: int, controller: str) -> PurePosixPath | None:

@@ -68,21 +68,17 @@ class CompileClock:
         """Begin to count; each start wants a stop."""
         self._users += 1
         if self._users == 1:
-            handler = _handler()
-            if handler is not None:
-                handler.register_start_callback(self._begin)
-                handler.register_end_callback(self._end)
+            _handler().register_start_callback(self._begin)
+            _handler().register_end_callback(self._end)
 
     def stop(self) -> None:
         """Stop counting when all have stopped."""
         self._users -= 1
         if self._users == 0:
             self._since = None
-            handler = _handler()
-            if handler is not None:
-                with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has forgotten it
-                    handler.remove_start_callback(self._begin)
-                    handler.remove_end_callback(self._end)
+            with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has forgotten it
+                _handler().remove_start_callback(self._begin)
+                _handler().remove_end_callback(self._end)
 
     def _begin(self, *args: Any) -> None:  # torch 2.5 passes nothing
         self.compilations += 1
@@ -99,9 +95,7 @@ CLOCK = CompileClock()
 
 
 def _handler() -> Any:
-    """Return torch's registry of callbacks; ``None`` where it has none."""
-    try:
-        from torch._dynamo.callback import callback_handler
-    except ImportError:
-        return None
+    """Return torch's registry of callbacks, whose import takes seconds."""
+    from torch._dynamo.callback import callback_handler
+
     return callback_handler

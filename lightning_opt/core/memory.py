@@ -114,7 +114,7 @@ class MemoryLimits:
     def read(self) -> list[Usage]:
         """Return one entry a limit; empty where nothing is limited or nothing can be read."""
         found = [self._device(), *(read() for read in self._host)]
-        readings = (group.read() for group in self._groups)
+        readings = (group() for group in self._groups)
         found += [Usage("cgroup", *reading) for reading in readings if reading is not None]
         return [usage for usage in found if usage is not None and usage.total > 0]
 

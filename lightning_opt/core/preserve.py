@@ -382,6 +382,13 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
                 del _REPLACED[id(owner), name]
 
 
+class Patches(ExitStack):
+    """What is patched for a run and undone by :meth:`close`; a pickled copy holds none of it."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Patches, ()
+
+
 def do_nothing(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
     """Stand in for an optimizer's or a scheduler's ``step``; a closure is run."""
     return closure() if callable(closure) else None

@@ -6,7 +6,10 @@ import json
 import math
 import sys
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import IO, Any
+
+from lightning_opt.core.arguments import is_number
 
 
 class Report:
@@ -70,12 +73,9 @@ class Report:
         lines = [self.title]
         if self.rows:
             cells = [[_cell(row.get(name)) for name in self.columns] for row in self.rows]
-            widths = [
-                max(map(len, (name, *(line[i] for line in cells))))
-                for i, name in enumerate(self.columns)
-            ]
+            widths = [max(map(len, column)) for column in zip(self.columns, *cells, strict=True)]
             right = [
-                all(_is_number(row.get(name)) or row.get(name) is None for row in self.rows)
+                all(is_number(row.get(name)) or row.get(name) is None for row in self.rows)
                 for name in self.columns
             ]
             for line in (self.columns, ["-" * width for width in widths], *cells):
@@ -90,12 +90,10 @@ class Report:
         """Print the report: as a rich table on a terminal that has rich, else as plain text."""
         file = sys.stdout if file is None else file
         if file.isatty():
-            try:
+            with suppress(ImportError):  # rich is optional; the plain table says the same
                 from rich.console import Console
                 from rich.table import Table
-            except ImportError:  # rich is optional; the plain table says the same
-                pass
-            else:
+
                 table = Table(title=self.title, caption="\n".join(self.notes) or None)
                 for name in self.columns:
                     table.add_column(name)
@@ -110,10 +108,6 @@ class Report:
 
     def _repr_markdown_(self) -> str:
         return self.to_markdown()
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def _cell(value: Any) -> str:

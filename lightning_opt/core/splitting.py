@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -221,10 +221,11 @@ def _cut(value: Any, start: int, end: int) -> Any:
 
 def _rebuild(value: Any, change: Any) -> Any:
     entries = [(key, change(item)) for key, item in _entries(value)]
+    items = [item for _, item in entries]
     if _is_named_tuple(value):
-        return type(value)(*(item for _, item in entries))
+        return type(value)(*items)
     if isinstance(value, (list, tuple)):
-        return _sequence_like(value, [item for _, item in entries])
+        return items if type(value) is list else type(value)(items)
     rebuilt = copy.copy(value)
     if isinstance(value, Mapping):
         try:
@@ -239,7 +240,3 @@ def _rebuild(value: Any, change: Any) -> Any:
     for key, item in entries:
         object.__setattr__(rebuilt, key, item)  # frozen dataclasses too
     return rebuilt
-
-
-def _sequence_like(value: Sequence[Any], items: list[Any]) -> Any:
-    return items if type(value) is list else type(value)(items)  # type: ignore[call-arg]

@@ -73,6 +73,15 @@ def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
     return loss.get("loss") if isinstance(loss, dict) else loss
 
 
+def run_step(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
+    """Run ``training_step`` and its backward pass, and wait until the device is done."""
+    with torch.enable_grad():
+        loss = loss_of(trainer, module, batch, batch_idx)
+        if module.automatic_optimization and loss is not None:
+            module.backward(loss)
+    wait_for(module.device)
+
+
 def as_delivered(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
     """Return a batch of a loader as ``training_step`` gets it: converted, on the device."""
     batch = trainer.precision_plugin.convert_input(batch)
@@ -125,12 +134,7 @@ class TrialStep:
                 if inside is not None:
                     inside(measured)
                 start = time.perf_counter()
-                with torch.enable_grad():
-                    loss = loss_of(self._trainer, module, batch, self._batch_idx)
-                    if module.automatic_optimization and loss is not None:
-                        module.backward(loss)
-                del loss
-                wait_for(module.device)
+                run_step(self._trainer, module, batch, self._batch_idx)
                 return time.perf_counter() - start
 
     def _make_gradients(self) -> None:

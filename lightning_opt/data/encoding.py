@@ -52,7 +52,7 @@ class _Encoder(pickle.Pickler):
     """torch's own way writes each tensor as an archive, which takes some 50 µs."""
 
     def reducer_override(self, value: Any) -> Any:
-        if type(value) is not Tensor or not _is_plain(value):
+        if not is_plain(value) or value.requires_grad:
             return NotImplemented
         return _tensor, (pickle.PickleBuffer(raw(value)), value.dtype, tuple(value.shape))
 
@@ -63,12 +63,13 @@ def raw(tensor: Tensor) -> memoryview:
     return memoryview(elements.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
-def _is_plain(tensor: Tensor) -> bool:
+def is_plain(value: Any) -> bool:
+    """Return whether a value is a tensor of which :func:`raw` gives the elements."""
     return (
-        tensor.device.type == "cpu"
-        and tensor.layout is torch.strided
-        and not tensor.requires_grad
-        and not tensor.is_quantized
+        type(value) is Tensor
+        and value.device.type == "cpu"
+        and value.layout is torch.strided
+        and not value.is_quantized
     )
 
 

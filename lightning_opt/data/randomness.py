@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import random
-import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
@@ -112,21 +112,14 @@ def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
 def _seed(draw: int) -> None:
     random.seed(draw)
     torch.default_generator.manual_seed(draw)  # of the CPU alone: a GPU stays out of it
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        np.random.seed(draw)  # noqa: NPY002 - the generator that datasets draw from
+    np.random.seed(draw)  # noqa: NPY002 - the generator that datasets draw from
 
 
 def random_states() -> dict[str, Any]:
     """Return the states of the global generators by their names, to be compared."""
-    states: dict[str, Any] = {
+    kind, keys, *rest = np.random.get_state()  # noqa: NPY002
+    return {
         "`random`": random.getstate(),
-        "`torch`": bytes(torch.get_rng_state().numpy().tobytes()),
+        "`torch`": torch.get_rng_state().numpy().tobytes(),
+        "`numpy.random`": (kind, bytes(keys), *rest),  # type: ignore[arg-type]
     }
-    if "numpy" in sys.modules:
-        import numpy as np
-
-        kind, keys, *rest = np.random.get_state()  # noqa: NPY002
-        states["`numpy.random`"] = (kind, bytes(keys), *rest)  # type: ignore[arg-type]
-    return states

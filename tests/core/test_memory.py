@@ -225,7 +225,7 @@ def test_cgroup_v2_counts_every_level_and_no_cached_files(tmp_path):
         },
     )
     (group,) = find_memory_groups(root)
-    assert group.read() == (550, 1000)
+    assert group() == (550, 1000)
     assert Usage("cgroup", 550, 1000) in MemoryLimits(CPU, root=root).read()
 
 
@@ -234,7 +234,7 @@ def test_cgroup_v2_in_a_container_where_the_path_is_the_hosts(tmp_path):
         tmp_path,
         V2 | {"sys/fs/cgroup/memory.max": "800", "sys/fs/cgroup/memory.current": "80"},
     )
-    assert [group.read() for group in find_memory_groups(root)] == [(80, 800)]
+    assert [group() for group in find_memory_groups(root)] == [(80, 800)]
 
 
 @pytest.mark.parametrize(
@@ -253,7 +253,7 @@ def test_cgroup_v1(tmp_path, limit, expected):
             folder + "memory.stat": "cache 300\ntotal_inactive_file 100\n",
         },
     )
-    assert [group.read() for group in find_memory_groups(root)] == expected
+    assert [group() for group in find_memory_groups(root)] == expected
 
 
 def test_container_that_mounts_its_own_subtree(tmp_path):
@@ -266,7 +266,7 @@ def test_container_that_mounts_its_own_subtree(tmp_path):
             "sys/fs/cgroup/inner/memory.current": "4",
         },
     )
-    assert [group.read() for group in find_memory_groups(root)] == [(4, 10)]
+    assert [group() for group in find_memory_groups(root)] == [(4, 10)]
 
 
 def test_no_control_groups_at_all(tmp_path):

@@ -187,7 +187,7 @@ def test_activations_are_looked_at_without_reading() -> None:
 
 
 def test_the_loss_scaler_counts_without_reading() -> None:
-    scaler = CountingScaler("cuda", 65536.0, 2.0, 0.5, 1000, 1.0)
+    scaler = CountingScaler("cuda", min_scale=1.0)
     model = on_fake_cuda(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):

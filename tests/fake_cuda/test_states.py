@@ -86,7 +86,7 @@ def test_the_loss_scaler_whole(clips_itself, window):
 
 def test_flags_of_a_device_have_arrived_before_the_host_adds_them_up():
     """The scale is where the first loss is, and the weights may be elsewhere."""
-    scaler = CountingScaler("cuda", 65536.0, 2.0, 0.5, 1000, 1.0)
+    scaler = CountingScaler("cuda", min_scale=1.0)
     model = on_fake_cuda(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     scaler.scale(torch.empty(()))

@@ -97,7 +97,7 @@ class Caching:
         self._store.clear()
 
 
-def memory_folder(max_bytes: int, owner: object, shared: object = None) -> Path:
+def memory_folder(max_bytes: int, owner: object, shared: object) -> Path:
     """Return a folder in memory that is gone when ``owner`` is, or else when nobody holds it.
 
     Args:
@@ -179,10 +179,7 @@ def _remove(folder: Path, pid: int, lock: Any) -> None:
 def _sweep(root: Path) -> None:
     """Remove what killed processes of this user have left behind."""
     for folder in root.glob(f"{MARK}*"):
-        try:
-            lock = None if fcntl is None else _hold(folder, alone=True)
-        except OSError:  # somebody else's, or gone meanwhile
-            continue
-        if lock is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-            lock.close()
+        with suppress(OSError):  # somebody else's, or gone meanwhile
+            if fcntl is not None and (lock := _hold(folder, alone=True)):
+                shutil.rmtree(folder, ignore_errors=True)
+                lock.close()

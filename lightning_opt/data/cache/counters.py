@@ -25,9 +25,7 @@ class Counters:
         """Count, for this worker or for the main process."""
         worker = get_worker_info()
         row = self._rows[0 if worker is None else 1 + worker.id % (ROWS - 1)].numpy()
-        row[0] += hits
-        row[1] += misses
-        row[2] += evictions
+        row += (hits, misses, evictions)
 
     def total(self) -> dict[str, int]:
         """Return the sums over processes, by name."""

@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from lightning_opt.data.encoding import raw
+from lightning_opt.data.encoding import is_plain, raw
 
 _LRU_CACHE = type(functools.lru_cache(abs))
 
@@ -61,39 +60,44 @@ class _Hasher(pickle.Pickler):
     """Pickles into a hash instead of a file, and what is code by what it does."""
 
     def __init__(self, hashed: Any, seen: set[int] | None = None) -> None:
-        super().__init__(_Sink(hashed), protocol=5)
+        sink: Any = types.SimpleNamespace(write=hashed.update)
+        super().__init__(sink, protocol=5)
         self._seen: set[int] = set() if seen is None else seen
 
     def reducer_override(self, value: Any) -> Any:
         if value is _stand_in:
             return NotImplemented
-        if isinstance(value, types.FunctionType):
+        if isinstance(value, (type, types.FunctionType)):
             return _stand_in, (self._describe(value),)
         if isinstance(value, _LRU_CACHE):
             return _stand_in, (value.__wrapped__,)
-        if isinstance(value, type):
-            return _stand_in, (self._describe_class(value),)
-        if type(value) is Tensor and value.device.type == "cpu" and not value.is_quantized:
-            if value.layout is not torch.strided:
-                return NotImplemented
+        if is_plain(value):
             data = pickle.PickleBuffer(raw(value))
             return _stand_in, ((value.dtype, tuple(value.shape), data),)
         if isinstance(value, torch.Generator):
             return _stand_in, (value.get_state(),)
         return NotImplemented
 
-    def _describe(self, function: types.FunctionType) -> tuple[Any, ...]:
-        name = (function.__module__, function.__qualname__)
-        if _is_installed(function.__module__):
-            return (*name, _version(function.__module__))
-        if id(function) in self._seen:
+    def _describe(self, made: type | types.FunctionType) -> tuple[Any, ...]:
+        """Return what stands for a class or a function: a version, or what it is made of."""
+        name = (made.__module__, made.__qualname__)
+        if _is_installed(made.__module__):
+            return (*name, _version(made.__module__))
+        if id(made) in self._seen:
             return name
-        self._seen.add(id(function))
-        cells = [self._show(_content(cell)) for cell in function.__closure__ or ()]
-        used = _used(function.__code__, function.__globals__)
+        self._seen.add(id(made))
+        if isinstance(made, type):
+            members = [
+                (key, self._describe(function))
+                for key, member in sorted(vars(made).items())
+                if isinstance(function := _behind(member), types.FunctionType)
+            ]
+            return (*name, members, [self._describe(base) for base in made.__bases__])
+        cells = [self._show(_content(cell)) for cell in made.__closure__ or ()]
+        used = _used(made.__code__, made.__globals__)
         found = [(key, self._show(value)) for key, value in used]
-        defaults = function.__defaults__, function.__kwdefaults__
-        return (*name, _code(function.__code__), defaults, cells, found)
+        defaults = made.__defaults__, made.__kwdefaults__
+        return (*name, _code(made.__code__), defaults, cells, found)
 
     def _show(self, value: Any) -> Any:
         """Return what stands for a value that code refers to, whether it can be pickled or not."""
@@ -109,40 +113,16 @@ class _Hasher(pickle.Pickler):
             return type(value).__qualname__
         return hashed.digest()
 
-    def _describe_class(self, kind: type) -> tuple[Any, ...]:
-        name = (kind.__module__, kind.__qualname__)
-        if _is_installed(kind.__module__):
-            return (*name, _version(kind.__module__))
-        if id(kind) in self._seen:
-            return name
-        self._seen.add(id(kind))
-        members = [
-            (key, self._describe(member))
-            for key, value in sorted(vars(kind).items())
-            for member in _functions(value)
-        ]
-        return (*name, members, [self._describe_class(base) for base in kind.__bases__])
-
-
-class _Sink:
-    def __init__(self, hashed: Any) -> None:
-        self._hashed = hashed
-
-    def write(self, data: Any) -> int:
-        self._hashed.update(data)
-        return len(data)
-
 
 def _stand_in(*parts: Any) -> None:
     """Stand in the hash for what is described by ``parts``."""
 
 
-def _functions(member: Any) -> list[types.FunctionType]:
+def _behind(member: Any) -> Any:
+    """Return the function of a method of any kind or of a property; anything else as it is."""
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
-    if isinstance(member, property):
-        return [f for f in (member.fget,) if isinstance(f, types.FunctionType)]
-    return [member] if isinstance(member, types.FunctionType) else []
+    return member.fget if isinstance(member, property) else member
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:

@@ -6,8 +6,8 @@ import hashlib
 import os
 import sqlite3
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, TypeVar
 
@@ -17,6 +17,9 @@ T = TypeVar("T")
 PAGE = 4096
 LARGEST = 10**9 - PAGE
 """Bytes that SQLite takes as one value."""
+
+BEGIN = "BEGIN IMMEDIATE"
+"""Locks the file at once; the context of the connection commits, or rolls back after an error."""
 
 TABLES = """
     PRAGMA journal_mode = TRUNCATE;
@@ -77,13 +80,8 @@ class Store:
         self._touched: dict[str, None] = {}
         self._refused = LARGEST
 
-    def __getstate__(self) -> dict[str, Any]:
-        names = ("file", "max_bytes", "policy", "version")
-        return {name: getattr(self, name) for name in names}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._begin()
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Store, (self.file, self.max_bytes, self.policy, self.version)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
         """Return what ``work`` makes of this process's connection, if SQLite raises nothing."""
@@ -95,7 +93,7 @@ class Store:
                     self._connection = self._connect()
                 return work(self._connection)
             except sqlite3.OperationalError:
-                self._roll_back()  # locked for too long, no room on the disk, or gone
+                pass  # locked for too long, no room on the disk, or gone
             except sqlite3.DatabaseError as error:
                 if type(error) is not sqlite3.DatabaseError:
                     raise
@@ -114,16 +112,6 @@ class Store:
         connection.execute(f"PRAGMA max_page_count = {EMPTY + self.max_bytes // PAGE}")
         return connection
 
-    def _roll_back(self) -> None:
-        if self._connection is not None and self._connection.in_transaction:
-            self._connection.rollback()
-
-    @contextmanager
-    def _transaction(self, database: sqlite3.Connection) -> Iterator[None]:
-        database.execute("BEGIN IMMEDIATE")
-        yield
-        database.execute("COMMIT")
-
     def get(self, name: str) -> bytes | None:
         """Return the whole and unharmed data stored under ``name``, or None."""
 
@@ -135,7 +123,8 @@ class Store:
                 return None
             key, checksum, data = row
             if checksum != self._checksum(name, data):
-                with self._transaction(database):
+                with database:
+                    database.execute(BEGIN)
                     _delete(database, key)
                 return None
             if self.policy == "lru":  # noted at once, and written down with what is stored next
@@ -166,7 +155,8 @@ class Store:
     def _insert(self, database: sqlite3.Connection, name: str, data: bytes) -> bool:
         """Return whether there was room."""
         try:
-            with self._transaction(database):
+            with database:
+                database.execute(BEGIN)
                 self._write_touches(database)
                 added = database.execute(ADD, (self.version, name))
                 if added.rowcount:
@@ -175,7 +165,6 @@ class Store:
                         (added.lastrowid, self._checksum(name, data), data),
                     )
         except sqlite3.OperationalError as error:
-            self._roll_back()
             if "is full" in str(error):
                 return False
             raise
@@ -189,7 +178,8 @@ class Store:
     def _evict(self, database: sqlite3.Connection, size: int) -> int:
         """Give up items until ``size`` bytes may have room, at least one; return how many."""
         evicted = 0
-        with self._transaction(database):
+        with database:
+            database.execute(BEGIN)
             self._write_touches(database)
             while not evicted or _pragma(database, "freelist_count") * PAGE < size:
                 query = (OLDEST, ()) if self.policy == "lru" else (OTHERS, (self.version,))
@@ -216,7 +206,8 @@ class Store:
 
         def empty(database: sqlite3.Connection) -> None:
             mine, version = "FROM items WHERE version = ?", (self.version,)
-            with self._transaction(database):
+            with database:
+                database.execute(BEGIN)
                 database.execute(f"DELETE FROM contents WHERE id IN (SELECT id {mine})", version)
                 database.execute(f"DELETE {mine}", version)
 

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import logging
 import time
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.arguments import at_least, fraction
 from lightning_opt.core.counting import samples_in
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.preserve import replaced
+from lightning_opt.core.preserve import Patches, replaced
 from lightning_opt.core.report import Report
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.verdicts import Verdict
@@ -61,10 +60,8 @@ class DataMonitor(RunCallback):
         self._schedule = Schedule(every_n_steps)
         self.threshold = fraction("threshold", threshold)
         self.patience = at_least("patience", patience, 1)
-        self._undo: ExitStack | None = None
+        self._patches = Patches()
         self._clear()
-
-    process_only = ("_undo",)
 
     def _clear(self) -> None:
         self._batches = self._samples = self._reports = self._high = 0
@@ -97,8 +94,7 @@ class DataMonitor(RunCallback):
             self._wait += time.perf_counter() - self._asked
             after()
 
-        self._undo = ExitStack()
-        self._undo.enter_context(
+        self._patches.enter_context(
             replaced(loop, _on_before_fetch=on_before_fetch, _on_after_fetch=on_after_fetch)
         )
 
@@ -171,6 +167,4 @@ class DataMonitor(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Give the loop back what it called."""
-        if self._undo is not None:
-            self._undo.close()
-            self._undo = None
+        self._patches.close()

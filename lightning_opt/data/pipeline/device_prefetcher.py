@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from contextlib import ExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch import Tensor
 
-from lightning_opt.core.preserve import replaced
+from lightning_opt.core.preserve import Patches, replaced
 from lightning_opt.core.splitting import leaves_of, tensors_of
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -44,6 +44,9 @@ class DevicePrefetcher(RunCallback):
     Args:
         None.
 
+    Attributes:
+        copies: Batches of the last run that were copied on the side stream.
+
     Example:
         >>> import lightning as L
         >>> import lightning_opt as lo
@@ -51,21 +54,15 @@ class DevicePrefetcher(RunCallback):
     """
 
     only_one = True
-    process_only = ("_undo",)
 
     def __init__(self) -> None:
-        self._undo: ExitStack | None = None
-        self._copies = 0
-
-    @property
-    def copies(self) -> int:
-        """Batches of the last run that were copied on the side stream."""
-        return self._copies
+        self._patches = Patches()
+        self.copies = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take over the copy, if there is one to take over."""
         self.release(trainer)
-        self._copies = 0
+        self.copies = 0
         device = trainer.strategy.root_device
         if device.type != "cuda":
             log.info("DevicePrefetcher does nothing on %s: there is no copy to overlap.", device)
@@ -81,27 +78,21 @@ class DevicePrefetcher(RunCallback):
         plain = pl_module.transfer_batch_to_device
 
         def transfer_batch_to_device(batch: Any, device: torch.device, dataloader_idx: int) -> Any:
+            copy = partial(plain, batch, device, dataloader_idx)
             if not is_transparent(batch):
-                return plain(batch, device, dataloader_idx)
-            self._copies += 1
+                return copy()
             self._look_at(batch)
-            return copy_beside(
-                lambda: plain(batch, device, dataloader_idx),
-                side,
-                torch.cuda.current_stream(device),
-                torch.cuda.stream,
-            )
+            self.copies += 1
+            return copy_beside(copy, side, torch.cuda.current_stream(device), torch.cuda.stream)
 
-        self._undo = ExitStack()
-        self._undo.enter_context(
+        self._patches.enter_context(
             replaced(pl_module, transfer_batch_to_device=transfer_batch_to_device)
         )
 
     def _look_at(self, batch: Any) -> None:
         """Say once that memory is not pinned, and the host therefore waits for each copy."""
-        if self._copies > 1:
-            return
-        if any(one.device.type == "cpu" and not one.is_pinned() for one in tensors_of(batch)):
+        on_cpu = (tensor for tensor in tensors_of(batch) if tensor.device.type == "cpu")
+        if not self.copies and not all(tensor.is_pinned() for tensor in on_cpu):
             log.warning(
                 "DevicePrefetcher: batches are not in pinned memory, so copies overlap with "
                 "nothing. Use DataLoader(pin_memory=True)."
@@ -109,9 +100,7 @@ class DevicePrefetcher(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Give the model its own transfer back."""
-        if self._undo is not None:
-            self._undo.close()
-            self._undo = None
+        self._patches.close()
 
 
 def copy_beside(copy: Callable[[], Any], side: Any, current: Any, use: Callable[[Any], Any]) -> Any:

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_opt.core.preserve import isolated_random
+from lightning_opt.core.preserve import GENERATORS, isolated_random
 from lightning_opt.data.randomness import random_states
 
 LOOK = 4
 """Batches of indices that are drawn to see when a sampler draws random numbers."""
+
+PLAIN = (bool, int, float, str, type(None))
+"""What a sampler may count in."""
 
 
 @dataclass(frozen=True)
@@ -51,19 +54,16 @@ def apply(loader: DataLoader[Any], settings: LoaderSettings) -> dict[str, Any]:
     A loader reads these attributes when it is iterated. Nothing is built anew, so dataset,
     sampler, generator, collate function and subclass stay what they are.
     """
-    attributes = vars(loader)
-    before = {name: attributes[name] for name in _NAMES}
-    attributes.update(
-        num_workers=settings.workers,
-        prefetch_factor=settings.prefetch if settings.workers else None,
-        pin_memory=settings.pin,
-        persistent_workers=settings.persistent and settings.workers > 0,
-        timeout=loader.timeout if settings.workers else 0,  # waiting for workers only
-    )
+    after = {
+        "num_workers": settings.workers,
+        "prefetch_factor": settings.prefetch if settings.workers else None,
+        "pin_memory": settings.pin,
+        "persistent_workers": settings.persistent and settings.workers > 0,
+        "timeout": loader.timeout if settings.workers else 0,  # waiting for workers only
+    }
+    before = {name: vars(loader)[name] for name in after}
+    vars(loader).update(after)
     return before
-
-
-_NAMES = ("num_workers", "prefetch_factor", "pin_memory", "persistent_workers", "timeout")
 
 
 def put_back(loader: DataLoader[Any], before: dict[str, Any]) -> None:
@@ -96,9 +96,9 @@ def _refused_sampler(loader: DataLoader[Any]) -> str | None:
     except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
         return f"its sampler, {type(sampler).__qualname__}, cannot be copied to be tried: {error}"
     with isolated_random(torch.device("cpu")):
-        before = random_states(), _plain(twin)
+        before = random_states(), _attributes(twin, PLAIN)
         iterator = iter(twin)
-        if (random_states(), _plain(twin)) != before:
+        if (random_states(), _attributes(twin, PLAIN)) != before:
             return (
                 f"{type(sampler).__qualname__}.__iter__ draws or counts when it is called, and a "
                 "loader with workers calls it twice at the start; make it a generator (`yield`)"
@@ -110,7 +110,7 @@ def _refused_sampler(loader: DataLoader[Any]) -> str | None:
             "generators, and workers make it run ahead of the model's own draws; draw all of them "
             "at the start"
         )
-    if not loader.num_workers and _has_generator(loader):
+    if not loader.num_workers and any(_attributes(sampler, GENERATORS)):
         return (
             "its sampler draws from a generator of its own, and workers run it to its end, where "
             "it draws once more (torch's RandomSampler does): later epochs would have another "
@@ -119,27 +119,20 @@ def _refused_sampler(loader: DataLoader[Any]) -> str | None:
     return None
 
 
-def _has_generator(loader: DataLoader[Any]) -> bool:
-    """Return whether a sampler keeps a generator from one epoch to the next."""
-    index_sampler = loader._index_sampler
-    parts = [index_sampler, getattr(index_sampler, "sampler", None)]
-    names = ("Generator", "Random", "RandomState")
-    return any(
-        type(value).__name__ in names
-        for part in parts
+def _attributes(sampler: Any, kinds: tuple[type, ...]) -> list[dict[str, Any]]:
+    """Return the attributes of these kinds of a sampler and of the one within it."""
+    return [
+        {name: value for name, value in vars(part).items() if isinstance(value, kinds)}
+        for part in (sampler, getattr(sampler, "sampler", None))
         if hasattr(part, "__dict__")
-        for value in vars(part).values()
-    )
+    ]
 
 
 def copied_sampler(loader: DataLoader[Any]) -> Any:
     """Return a copy of what yields the indices, which refers to the same dataset."""
-    memo = {id(loader.dataset): loader.dataset}
-    for part in (loader.sampler, loader.batch_sampler):
-        source = getattr(part, "data_source", None)
-        if source is not None:
-            memo[id(source)] = source
-    return copy.deepcopy(loader._index_sampler, memo)
+    parts = (loader.sampler, loader.batch_sampler)
+    kept = [loader.dataset, *(getattr(part, "data_source", None) for part in parts)]
+    return copy.deepcopy(loader._index_sampler, {id(source): source for source in kept})
 
 
 def endless_indices(loader: DataLoader[Any]) -> Iterator[Any]:
@@ -157,30 +150,13 @@ def endless_indices(loader: DataLoader[Any]) -> Iterator[Any]:
             raise ValueError("its sampler yields nothing")
 
 
-def measuring_copy(loader: DataLoader[Any], indices: Iterator[Any]) -> DataLoader[Any]:
-    """Return a loader like ``loader`` that takes its indices from ``indices`` for ever."""
+def measuring_copy(
+    loader: DataLoader[Any], settings: LoaderSettings, indices: Iterator[Any]
+) -> DataLoader[Any]:
+    """Return a loader like ``loader`` with ``settings``, which takes what ``indices`` yields."""
     twin = copy.copy(loader)
     kind = "batch_sampler" if loader._auto_collation else "sampler"
     generator = torch.Generator().manual_seed(0)
-    vars(twin).update({kind: _Feed(indices), "_iterator": None, "generator": generator})
-    vars(twin)["persistent_workers"] = False
+    vars(twin).update({kind: indices, "_iterator": None, "generator": generator})
+    apply(twin, replace(settings, persistent=False))
     return twin
-
-
-class _Feed:
-    def __init__(self, indices: Iterator[Any]) -> None:
-        self._indices = indices
-
-    def __iter__(self) -> Iterator[Any]:
-        return self._indices
-
-
-def _plain(sampler: Any) -> list[dict[str, Any]]:
-    """Return the counters of a sampler and of the one within it."""
-    parts = [sampler, getattr(sampler, "sampler", None)]
-    plain = (bool, int, float, str, type(None))
-    return [
-        {name: value for name, value in vars(part).items() if isinstance(value, plain)}
-        for part in parts
-        if hasattr(part, "__dict__")
-    ]

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -16,15 +16,9 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import at_least, one_of, positive
 from lightning_opt.core.cpus import available_cpus
-from lightning_opt.core.preserve import isolated_random, replaced
+from lightning_opt.core.preserve import Patches, isolated_random, replaced
 from lightning_opt.core.report import Report
-from lightning_opt.core.trial import (
-    WrittenParameters,
-    as_delivered,
-    loss_of,
-    wait_for,
-    without_a_trace,
-)
+from lightning_opt.core.trial import WrittenParameters, as_delivered, run_step, without_a_trace
 from lightning_opt.data.pipeline.loaders import (
     LoaderSettings,
     apply,
@@ -33,7 +27,7 @@ from lightning_opt.data.pipeline.loaders import (
     refusal,
     settings_of,
 )
-from lightning_opt.data.pipeline.probing import Probe, ProbeError, signals_put_back, time_loader
+from lightning_opt.data.pipeline.probing import ProbeError, probe, signals_put_back, time_loader
 from lightning_opt.data.pipeline.search import Measured, Search
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -123,7 +117,7 @@ class DataPipelineTuner(RunCallback):
         self.chosen: LoaderSettings | None = None
         self._tried: list[Measured] = []
         self._notes: list[str] = []
-        self._undo = ExitStack()
+        self._patches = Patches()
         self._changed: tuple[DataLoader[Any], dict[str, Any]] | None = None
         self._several = False
 
@@ -150,8 +144,8 @@ class DataPipelineTuner(RunCallback):
                 self._meet(trainer, pl_module, dataloader)
             return dataloader
 
-        self._undo.enter_context(replaced(source, dataloader=requested))
-        self._undo.enter_context(replaced(strategy, process_dataloader=processed))
+        self._patches.enter_context(replaced(source, dataloader=requested))
+        self._patches.enter_context(replaced(strategy, process_dataloader=processed))
 
     def _meet(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any) -> None:
         """Tune ``loader``, or set what was chosen for an earlier one."""
@@ -188,33 +182,42 @@ class DataPipelineTuner(RunCallback):
     ) -> LoaderSettings | None:
         start, present = time.perf_counter(), settings_of(loader)
         indices = endless_indices(loader)
-        failure, probe = None, None
+        failure = "on another rank it could not be measured"
         try:
-            probe = Probe(loader, indices, self.budget_seconds)
+            probed = probe(loader, indices, self.budget_seconds)
         except (ProbeError, ValueError) as error:
-            failure = str(error)
-        found = probe.random if probe else None
-        seconds, busy = (probe.seconds, probe.busy) if probe else (0.0, 1.0)
-        failed, fetch, busy, is_random = _agree(
-            trainer, [float(probe is None), seconds, busy, float(found is not None)]
+            failure, probed = str(error), (math.inf, 1.0, None, None)
+        seconds, busy, batch, found = probed
+        # One reduction for all; the fewest CPUs are the largest of their negatives.
+        fetch, busy, is_random, cpus = _agree(
+            trainer, [seconds, busy, float(found is not None), -float(available_cpus())]
         )
-        if failed or probe is None:
-            raise ProbeError(failure or "on another rank it could not be measured")
+        if math.isinf(fetch):
+            raise ProbeError(failure)
         if is_random and self.random_items == "refuse":
             raise ProbeError(f"its items are random: {found or 'on another rank'}")
         written = WrittenParameters(pl_module)
-        step, takes = self._step(trainer, pl_module, probe.batch, written)
-        persistent = present.persistent or (self.persistent and can_persist(trainer, loader))
+        step, takes = self._step(trainer, pl_module, batch, written)
+
+        def measure(settings: LoaderSettings) -> Measured | None:
+            if _agree(trainer, [time.perf_counter() - start])[0] > self.budget_seconds:
+                return None
+            try:
+                measured = time_loader(loader, indices, settings, step, MEASURE)
+            except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
+                log.warning("DataPipelineTuner could not measure %s: %s", settings, error)
+                measured = math.inf, 1.0
+            return Measured(settings, *_agree(trainer, [*measured]))
+
+        most = most_workers(int(-cpus), trainer.num_devices, busy)
         search = Search(
-            self._measurement(trainer, loader, indices, step, start),
-            max_workers=most_workers(trainer, busy)
-            if self.max_workers is None
-            else self.max_workers,
+            measure,
+            max_workers=most if self.max_workers is None else self.max_workers,
             # Kept workers draw a seed less in each epoch, and any run a sampler to its end.
-            min_workers=int(present.persistent or present.workers > 0),
+            min_workers=int(present.workers > 0),
             prefetch=self.prefetch,
             pins=self._pins(trainer, present),
-            persistent=persistent,
+            persistent=present.persistent or (self.persistent and can_persist(trainer, loader)),
         )
         with without_a_trace(trainer, pl_module, written), signals_put_back():
             chosen = search.run(fetch, takes)
@@ -234,28 +237,6 @@ class DataPipelineTuner(RunCallback):
             self.report().print()
         return chosen
 
-    def _measurement(
-        self,
-        trainer: pl.Trainer,
-        loader: DataLoader[Any],
-        indices: Iterator[Any],
-        step: Callable[[Any], object],
-        start: float,
-    ) -> Callable[[LoaderSettings], Measured | None]:
-        def measure(settings: LoaderSettings) -> Measured | None:
-            late = time.perf_counter() - start > self.budget_seconds
-            if _agree(trainer, [float(late)])[0]:
-                return None
-            try:
-                measured = time_loader(loader, indices, settings, step, MEASURE)
-            except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
-                log.warning("DataPipelineTuner could not measure %s: %s", settings, error)
-                measured = float("inf"), 1.0
-            seconds, wait = _agree(trainer, [*measured])
-            return Measured(settings, seconds, wait)
-
-        return measure
-
     def _step(
         self,
         trainer: pl.Trainer,
@@ -266,33 +247,25 @@ class DataPipelineTuner(RunCallback):
         """Return a training step without consequences, and its seconds; 0 if there is none."""
 
         def step(batch: Any) -> None:
-            batch = as_delivered(trainer, pl_module, batch)
-            with torch.enable_grad():
-                loss = loss_of(trainer, pl_module, batch, 0)
-                if pl_module.automatic_optimization and loss is not None:
-                    pl_module.backward(loss)
+            run_step(trainer, pl_module, as_delivered(trainer, pl_module, batch), 0)
             for parameter in pl_module.parameters():
                 parameter.grad = None
-            wait_for(pl_module.device)
 
         model = trainer.strategy.model
-        failed, times = 0.0, list[float]()
-        if model is pl_module or isinstance(model, DistributedDataParallel):
+        times, takes = list[float](), math.inf
+        if model is pl_module or isinstance(model, DistributedDataParallel):  # else it is sharded
             try:
-                with without_a_trace(trainer, pl_module, written):
-                    step(batch)
-                with without_a_trace(trainer, pl_module, written):
-                    for _ in range(3):
-                        start = time.perf_counter()
-                        step(batch)
-                        times.append(time.perf_counter() - start)
+                for repeats in (1, 3):  # the first time it is seen which parameters it writes
+                    with without_a_trace(trainer, pl_module, written):
+                        for _ in range(repeats):
+                            start = time.perf_counter()
+                            step(batch)
+                            times.append(time.perf_counter() - start)
+                takes = statistics.median(times[1:])
             except Exception as error:  # noqa: BLE001 - the user's step, tried where it is not expected
-                failed = 1.0
                 log.info("DataPipelineTuner could not try a training step: %s", error)
-        else:
-            failed = 1.0  # sharded parameters
-        failed, takes = _agree(trainer, [failed, statistics.median(times or [0.0])])
-        if failed:
+        (takes,) = _agree(trainer, [takes])
+        if math.isinf(takes):
             return lambda batch: None, 0.0
         if trainer.world_size > 1:  # ranks measure apart, and a step may talk to the others
             return lambda batch: time.sleep(takes), takes
@@ -350,16 +323,15 @@ class DataPipelineTuner(RunCallback):
 
     def release(self, trainer: pl.Trainer) -> None:
         """Give loader, Trainer and strategy back as they were."""
-        self._undo.close()
+        self._patches.close()
         if self._changed is not None:
             put_back(*self._changed)
             self._changed = None
 
 
-def most_workers(trainer: pl.Trainer, busy: float) -> int:
-    """Return the smallest of the ranks' shares of the CPUs, and more for items that wait."""
-    share = max(1, available_cpus() // max(1, trainer.num_devices))
-    share = int(-_agree(trainer, [-float(share)])[0])
+def most_workers(cpus: int, processes: int, busy: float) -> int:
+    """Return the share of the CPUs that each of the processes has, and more for items that wait."""
+    share = max(1, cpus // max(1, processes))
     return max(share, min(WAITING, int(share / max(busy, 1 / WAITING))))
 
 

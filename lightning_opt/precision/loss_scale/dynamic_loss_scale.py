@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
 from typing import Any
 from weakref import ref
 
@@ -19,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.delayed import DelayedReads
 from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.preserve import replaced
+from lightning_opt.core.preserve import Patches, replaced
 from lightning_opt.core.schedule import Schedule
 from lightning_opt.core.sharding import is_dtensor
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
@@ -104,23 +103,23 @@ class DynamicLossScale(MixedPrecision):
             raise ValueError(
                 f"min_scale must be at most init_scale, {init_scale}, got {min_scale}."
             )
-        self._settings = (
-            float(init_scale),
-            float(growth_factor),
-            float(backoff_factor),
-            at_least("growth_interval", growth_interval, 1),
-            float(min_scale),
-        )
+        self._settings: dict[str, Any] = {
+            "init_scale": float(init_scale),
+            "growth_factor": float(growth_factor),
+            "backoff_factor": float(backoff_factor),
+            "growth_interval": at_least("growth_interval", growth_interval, 1),
+            "min_scale": float(min_scale),
+        }
         self.patience = at_least("patience", patience, 1)
         self.hold_schedulers = hold_schedulers
         self._schedule = Schedule(every_n_steps)
-        super().__init__("16-mixed", "cpu", CountingScaler("cpu", *self._settings))
+        super().__init__("16-mixed", "cpu")
         self._module: ref[nn.Module] | None = None
-        self._undo = ExitStack()
+        self._patches = Patches()
         self._reset()
 
     def _reset(self) -> None:
-        self.scaler = CountingScaler(self.device, *self._settings)
+        self.scaler = CountingScaler(self.device, **self._settings)
         self._steps = 0
         self._owed = 0
         self._delayed: DelayedReads[None] = DelayedReads()
@@ -143,7 +142,7 @@ class DynamicLossScale(MixedPrecision):
         self._module = ref(pl_module)
         if device != self.device:
             state, self.device = self.scaler.state_dict(), device
-            self.scaler = CountingScaler(device, *self._settings)
+            self.scaler = CountingScaler(device, **self._settings)
             self.scaler.load_state_dict(state)
         if self.hold_schedulers and trainer.state.fn == "fit":
             self._hold_schedulers(trainer)
@@ -198,7 +197,7 @@ class DynamicLossScale(MixedPrecision):
 
     def teardown(self) -> None:
         """Let go of model and Trainer."""
-        self._undo.close()
+        self._patches.close()
         self._delayed.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -219,8 +218,8 @@ class DynamicLossScale(MixedPrecision):
             self.load_state_dict(others)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what holds in this process only."""
-        return {**self.__dict__, "_module": None, "_undo": ExitStack()}
+        """Leave out the model, which is there in this process only."""
+        return {**self.__dict__, "_module": None}
 
     def _scalars(self) -> dict[str, float]:
         state = self.scaler.state_dict()
@@ -263,7 +262,7 @@ class DynamicLossScale(MixedPrecision):
                     return
             original(interval, update_plateau_schedulers=update_plateau_schedulers)
 
-        self._undo.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
+        self._patches.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
 
 
 def _check(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:

@@ -22,11 +22,8 @@ class CountingScaler(torch.amp.GradScaler):
 
     Args:
         device: Type of the device.
-        init_scale: As torch has it, like the next three.
-        growth_factor: See there.
-        backoff_factor: See there.
-        growth_interval: See there.
         min_scale: Where backing off ends.
+        **settings: Those of torch's scaler.
 
     Attributes:
         skipped: Updates left out so far.
@@ -36,16 +33,8 @@ class CountingScaler(torch.amp.GradScaler):
         updates: Updates so far in this process, left out or not.
     """
 
-    def __init__(
-        self,
-        device: str,
-        init_scale: float,
-        growth_factor: float,
-        backoff_factor: float,
-        growth_interval: int,
-        min_scale: float,
-    ) -> None:
-        super().__init__(device, init_scale, growth_factor, backoff_factor, growth_interval)
+    def __init__(self, device: str, min_scale: float, **settings: Any) -> None:
+        super().__init__(device, **settings)
         self.min_scale = min_scale
         self.skipped: Scalar = 0
         self.overflows: Scalar = 0

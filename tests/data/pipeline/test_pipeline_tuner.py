@@ -323,15 +323,11 @@ def test_kept_workers_need_a_dataset_that_is_not_told_the_epoch():
     assert not tuning.can_persist(trainer, DataLoader(Rows()))
 
 
-def test_the_share_of_each_process(monkeypatch):
-    monkeypatch.setattr(tuning, "available_cpus", lambda: 6)
-    trainer = quiet_trainer()
+def test_the_share_of_each_process():
     # Items that compute, that wait for two thirds of their time, and for all of it.
-    assert [tuning.most_workers(trainer, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
-    monkeypatch.setattr(type(trainer), "num_devices", 4)
-    assert [tuning.most_workers(trainer, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
-    monkeypatch.setattr(tuning, "available_cpus", lambda: 128)
-    assert tuning.most_workers(trainer, 0.0) == 32  # more than 16 by itself
+    assert [tuning.most_workers(6, 1, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
+    assert [tuning.most_workers(6, 4, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
+    assert tuning.most_workers(128, 4, 0.0) == 32  # more than 16 by itself
 
 
 @pytest.mark.parametrize(
