@@ -89,8 +89,3 @@ class LowRankChannel(Channel):
         )
         future: Future[Tensor] = powerSGD_hook.powerSGD_hook(self._state, bucket).then(finish)
         return future
-
-    @property
-    def selected(self) -> int:
-        """Every element, if only roughly."""
-        return self.owed.kept.numel()
