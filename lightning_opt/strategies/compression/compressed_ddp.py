@@ -259,8 +259,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             if not self._updated:
                 self._reduction.leave_out(parameters_of(optimizer))
             if self._schedule.is_due(self._optimizer_steps):
-                values = {f"comm/{key}": value for key, value in self._reduction.read().items()}
-                log_scalars(self._module.trainer, values)
+                log_scalars(self._module.trainer, self._reduction.read())
         return output
 
     def state_to_save(self) -> dict[str, Any] | None:
