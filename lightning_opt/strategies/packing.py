@@ -41,8 +41,8 @@ def write_flag(message: Tensor, flag: bool | Tensor) -> None:
 
 
 def any_flag(messages: Tensor) -> Tensor:
-    """Return whether one of several messages, in rows, is flagged."""
-    return messages[:, 4:8].any()
+    """Return whether a message, or one of several in rows, is flagged."""
+    return messages[..., 4:8].any()
 
 
 def quantize_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor]:

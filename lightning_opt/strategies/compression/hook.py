@@ -300,10 +300,9 @@ class CompressedReduction:
         traffic, self.traffic = self.traffic, Traffic()
         steps = max(traffic.steps, 1)
         total = selected = self._sent_as.total()
-        if isinstance(self._scheme, Compressor):
-            for state in self._launched:
-                if state.channel is not None:
-                    selected += state.channel.selected - state.residual.kept.numel()
+        for state in self._launched:
+            if state.channel is not None:
+                selected += state.channel.selected - state.residual.kept.numel()
         return {
             "comm/bytes": traffic.sent_bytes / steps,
             "comm/ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,

@@ -28,16 +28,11 @@ class Fragment:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
-        dtype = torch.float32
-        for parameter in parameters.values():
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        numel = sum(parameter.numel() for parameter in parameters.values())
-        device = next(iter(parameters.values())).device
-        self.outer = torch.empty(numel, dtype=dtype, device=device)
+        flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+        self.outer = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self.momentum = torch.zeros_like(self.outer)
         self.owed = torch.zeros_like(self.outer)
         self.moved: Tensor | None = None
-        self.adopt()
 
     def parts(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with its part of a flat tensor, in the parameter's shape."""
