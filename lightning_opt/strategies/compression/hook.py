@@ -5,7 +5,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -140,6 +140,7 @@ class CompressedReduction:
         self._may_skip = may_skip
         self._auto = auto
         self._world = dist.get_world_size()
+        # What codecs had learned, by the name of their bucket's first parameter.
         self._bounds: dict[str, float] = {}
         self._scheme: Scheme = None
         self._scale = torch.ones(())
@@ -200,8 +201,7 @@ class CompressedReduction:
             state.fold()
             state.compressor, state.channel = compressor, None
             if compressor is not None:
-                shapes = [parameter.shape for parameter in parameters.values()]
-                state.channel = self._make_channel(compressor, state.residual, shapes)
+                state.channel = self._make_channel(compressor, state.residual, parameters)
         state.residual.add(bucket.buffer(), self._scale)
         if self._may_skip:
             # DDP gives a parameter that no rank used no gradient, so what would be sent for it was
@@ -247,14 +247,15 @@ class CompressedReduction:
     # --- buckets ----------------------------------------------------------------------------------
 
     def _make_channel(
-        self, compressor: Compressor, residual: Residual, shapes: Sequence[torch.Size]
+        self, compressor: Compressor, residual: Residual, parameters: Mapping[str, Tensor]
     ) -> Channel:
         if isinstance(compressor, PowerSGD):
+            shapes = [parameter.shape for parameter in parameters.values()]
             return LowRankChannel(compressor.rank, residual, shapes)
         numel = residual.kept.numel()
         large = isinstance(compressor, Quantize) or numel >= STAGED_FROM * self._world
         if self._own_group is None or not (large and is_staged(compressor)):
-            return GatherChannel(compressor, residual, self._bounds.get(residual.name))
+            return GatherChannel(compressor, residual, self._bounds.get(next(iter(parameters))))
         return TwoStageChannel(compressor, residual, self._own_group, self._worker)
 
     def close(self) -> None:
@@ -269,9 +270,9 @@ class CompressedReduction:
         """Return the means over the ranks of what is owed, and the step. All ranks must call it."""
         self._settle()
         bounds = dict(self._bounds)
-        for state in self.buckets.present.values():
+        for names, state in self.buckets.present.items():
             if isinstance(state.channel, GatherChannel) and state.channel.bound is not None:
-                bounds[state.residual.name] = float(state.channel.bound)
+                bounds[names[0]] = float(state.channel.bound)
         return {
             "step": self.step,
             "residuals": self.buckets.averaged(),

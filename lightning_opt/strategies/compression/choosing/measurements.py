@@ -106,9 +106,7 @@ def option_of(
         after = [clear(n) + world * decode(n) for n in numels]
         sent = [(world - 1) * length[n] for n in numels]
         return Option(name, sent, before, after, margin=margin)
-    after = [
-        clear(n) + world * decode(n / world) + compress(n / world) + decode(n) for n in numels
-    ]
+    after = [clear(n) + world * decode(n / world) + compress(n / world) + decode(n) for n in numels]
     sent = [2 * (world - 1) * length[n] // world for n in numels]
     return Option(name, sent, before, after, rounds=2, margin=margin)
 

@@ -63,11 +63,6 @@ class Residual(Owed):
         self._held: dict[str, Tensor | None] = {}
         self._flushed = False
 
-    @property
-    def name(self) -> str:
-        """What to call the bucket in a checkpoint: its first parameter's name."""
-        return next(iter(self.parts))
-
     def add(self, gradient: Tensor, scale: Tensor) -> None:
         """Begin a step: add a gradient that is multiplied with ``scale``."""
         self._held.clear()
@@ -112,8 +107,7 @@ class Residual(Owed):
     @property
     def is_left_out(self) -> bool:
         """Whether the step was applied to no parameter, as far as that is known."""
-        held = [condition for condition in self._held.values() if condition is None]
-        return len(held) == len(self.parts)
+        return sum(condition is None for condition in self._held.values()) == len(self.parts)
 
     def commit(self, lost: Tensor) -> None:
         """The step has been applied, but to the parameters that were held."""
