@@ -36,7 +36,8 @@ class Codec(ABC):
         device: Where the tensor and its messages lie.
 
     Attributes:
-        message: The latest message, ``uint8`` of length ``nbytes``.
+        message: The latest message, ``uint8`` of length ``nbytes``; whoever puts a longer one in
+            its place gets the message at its beginning.
         bound: What was learned and a resumed run should know, on a device a tensor; None for
             nothing.
     """

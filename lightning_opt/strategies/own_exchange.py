@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import ExitStack
 from typing import Any, ClassVar
 
 from lightning.pytorch import LightningModule
@@ -38,6 +39,7 @@ class OwnExchangeStrategy(DDPStrategy):
                 )
         super().__init__(**kwargs)
         self._resumed: Mapping[str, Any] | None = None
+        self._undo = ExitStack()
 
     @property
     def _module(self) -> LightningModule:
@@ -78,3 +80,8 @@ class OwnExchangeStrategy(DDPStrategy):
                     f"This checkpoint was written without {self.title}, which begins anew."
                 )
         return checkpoint
+
+    def teardown(self) -> None:
+        """Undo what was done to the run, and let go of the model."""
+        self._undo.close()
+        super().teardown()

@@ -1,4 +1,4 @@
-"""How a compressed gradient lies in bytes: pure functions and the two layouts.
+"""How a compressed gradient lies in bytes: pure functions and the layouts.
 
 A message is one ``uint8`` tensor of a fixed length, whatever was selected, so that a collective can
 be launched without asking the other ranks for sizes. It begins with a header of 16 bytes: the
@@ -8,8 +8,7 @@ Nothing here reads from a device: there a sparse message is always full, of zero
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property
+import math
 
 import torch
 from torch import Tensor
@@ -42,8 +41,8 @@ def write_flag(message: Tensor, flag: bool | Tensor) -> None:
 
 
 def any_flag(messages: Tensor) -> Tensor:
-    """Return whether one of several messages, in rows, is flagged."""
-    return messages[:, 4:8].any()
+    """Return whether a message, or one of several in rows, is flagged."""
+    return messages[..., 4:8].any()
 
 
 def quantize_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor]:
@@ -63,9 +62,32 @@ def quantize_rows(rows: Tensor, levels: int) -> tuple[Tensor, Tensor]:
     return rows.mul(inverse).round_(), scales
 
 
-@dataclass(frozen=True)
-class SparseLayout:
-    """Where the parts of a sparse message lie.
+class Layout:
+    """Where the parts of a message lie: one after the other, each aligned for its dtype.
+
+    Args:
+        *parts: The dtype and the shape of each.
+
+    Attributes:
+        nbytes: Length of a message, such that the next one is aligned too.
+    """
+
+    def __init__(self, *parts: tuple[torch.dtype, tuple[int, ...]]) -> None:
+        self._parts: list[tuple[torch.dtype, tuple[int, ...], slice]] = []
+        end = HEADER
+        for dtype, shape in parts:
+            start = -(-end // 4) * 4  # no dtype here is wider
+            end = start + math.prod(shape) * dtype.itemsize
+            self._parts.append((dtype, shape, slice(start, end)))
+        self.nbytes = -(-end // 8) * 8
+
+    def sections(self, message: Tensor) -> list[Tensor]:
+        """Return the parts as typed views of a message."""
+        return [message[where].view(dtype).view(shape) for dtype, shape, where in self._parts]
+
+
+class SparseLayout(Layout):
+    """Scales, values, counts and offsets of a sparse message.
 
     Indices are coded in blocks: for each block of the tensor how many of its elements are sent,
     then each element's offset within its block. At 1% that takes 1.4 bytes an element; beside its
@@ -76,45 +98,19 @@ class SparseLayout:
         capacity: Elements that a message can carry.
     """
 
-    numel: int
-    capacity: int
-
-    @cached_property
-    def block(self) -> int:
-        """Elements an index block, whichever size takes fewer bytes."""
-        narrow = -(-self.numel // NARROW) + self.capacity
-        wide = 2 * (-(-self.numel // WIDE) + self.capacity)
-        return NARROW if narrow <= wide else WIDE
-
-    @cached_property
-    def blocks(self) -> int:
-        """How many index blocks there are."""
-        return -(-self.numel // self.block)
-
-    @cached_property
-    def _parts(self) -> list[tuple[torch.dtype, int, int]]:
-        """Dtype, first byte and end of scales, values, counts and offsets."""
-        index = torch.uint8 if self.block == NARROW else torch.int16
-        parts, start = [], HEADER
-        for dtype, length in (
-            (torch.float32, -(-self.capacity // GROUP)),
-            (torch.int8, self.capacity),
-            (index, self.blocks),
-            (index, self.capacity),
-        ):
-            end = start + length * dtype.itemsize
-            parts.append((dtype, start, end))
-            start = -(-end // 8) * 8  # so that every part is aligned for its dtype
-        return parts
-
-    @cached_property
-    def nbytes(self) -> int:
-        """Length of a message."""
-        return -(-self._parts[-1][2] // 8) * 8
-
-    def _sections(self, message: Tensor) -> list[Tensor]:
-        """Return scales, values, counts and offsets as typed views of a message."""
-        return [message[start:end].view(dtype) for dtype, start, end in self._parts]
+    def __init__(self, numel: int, capacity: int) -> None:
+        self.numel, self.capacity = numel, capacity
+        narrow = -(-numel // NARROW) + capacity
+        wide = 2 * (-(-numel // WIDE) + capacity)
+        # Whichever takes fewer bytes.
+        self.block, index = (NARROW, torch.uint8) if narrow <= wide else (WIDE, torch.int16)
+        self.blocks = -(-numel // self.block)
+        super().__init__(
+            (torch.float32, (-(-capacity // GROUP),)),
+            (torch.int8, (capacity,)),
+            (index, (self.blocks,)),
+            (index, (capacity,)),
+        )
 
     def write(self, message: Tensor, indices: Tensor, values: Tensor) -> Tensor:
         """Write a message.
@@ -128,7 +124,7 @@ class SparseLayout:
             What the message gives for these elements, as float32.
         """
         count = indices.numel()
-        scales, codes, counts, offsets = self._sections(message)
+        scales, codes, counts, offsets = self.sections(message)
         blocks = indices.div(self.block, rounding_mode="floor")
         # Not bincount, which asks the device for the largest of them.
         ones = torch.ones_like(blocks, dtype=torch.int32)
@@ -149,7 +145,7 @@ class SparseLayout:
         if count == 0:  # the rest is whatever was there before
             nothing = torch.empty(0, dtype=torch.int64, device=message.device)
             return nothing, nothing.float()
-        scales, codes, counts, offsets = self._sections(message)
+        scales, codes, counts, offsets = self.sections(message)
         starts = torch.arange(0, self.blocks * self.block, self.block, device=message.device)
         indices = starts.repeat_interleave(counts.to(torch.int64), output_size=count)
         indices += offsets[:count]
@@ -158,43 +154,22 @@ class SparseLayout:
         return indices, values
 
 
-@dataclass(frozen=True)
-class QuantizedLayout:
-    """Where the parts of a quantised message lie: one float32 scale a block, and every code.
+class QuantizedLayout(Layout):
+    """One float32 scale a block, and the codes with one row a block: int8, or uint8 with two codes.
+
+    The last block is sent whole.
 
     Args:
         numel: Elements of the tensor.
         bits: 8 or 4; of 4 bits, two codes share a byte.
         block: Elements that share a scale; even.
+
+    Attributes:
+        levels: The largest code.
     """
 
-    numel: int
-    bits: int
-    block: int
-
-    @property
-    def levels(self) -> int:
-        """The largest code."""
-        return 127 if self.bits == 8 else 7
-
-    @property
-    def blocks(self) -> int:
-        """How many scales there are."""
-        return -(-self.numel // self.block)
-
-    @property
-    def nbytes(self) -> int:
-        """Length of a message; the last block is sent whole, and the next message is aligned."""
-        return -(-self._end // 8) * 8
-
-    @property
-    def _end(self) -> int:
-        return HEADER + 4 * self.blocks + self.blocks * self.block * self.bits // 8
-
-    def sections(self, message: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the scales, and the codes with one row a block: int8, or uint8 with two codes."""
-        middle = HEADER + 4 * self.blocks
-        codes = message[middle : self._end].view(self.blocks, self.block * self.bits // 8)
-        return message[HEADER:middle].view(torch.float32), (
-            codes.view(torch.int8) if self.bits == 8 else codes
-        )
+    def __init__(self, numel: int, bits: int, block: int) -> None:
+        self.numel, self.bits, self.block = numel, bits, block
+        self.levels, code = (127, torch.int8) if bits == 8 else (7, torch.uint8)
+        blocks = -(-numel // block)
+        super().__init__((torch.float32, (blocks,)), (code, (blocks, block * bits // 8)))

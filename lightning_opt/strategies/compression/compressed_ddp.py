@@ -11,7 +11,6 @@ from lightning_utilities.core.rank_zero import rank_zero_warn
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
-from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.loggers import log_scalars
@@ -138,7 +137,6 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         self._updated = False
         self._reduction: CompressedReduction | None = None
         self._auto: AutoChoice | None = None
-        self._handles: list[RemovableHandle] = []
 
     def compressor_at(self, step: int) -> Compressor | None:
         """Return how backward pass number ``step`` (the first is 0) is compressed, if named."""
@@ -193,6 +191,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             may_skip=model.find_unused_parameters and not model.static_graph,
             auto=self._auto,
         )
+        self._undo.callback(self._reduction.close)
         model.register_comm_hook(self._reduction, reduce_bucket)
 
     def setup_optimizers(self, trainer: Any) -> None:
@@ -225,10 +224,8 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         if self._reduction is not None:
             if self._resumed is not None:
                 self._reduction.load_state_dict(self._resumed)
-            self._handles = [
-                optimizer.register_step_post_hook(self._note_update)
-                for optimizer in self.optimizers
-            ]
+            for optimizer in self.optimizers:
+                self._undo.callback(optimizer.register_step_post_hook(self._note_update).remove)
         self._resumed = None
 
     def _loss_scale(self) -> Tensor:
@@ -259,8 +256,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             if not self._updated:
                 self._reduction.leave_out(parameters_of(optimizer))
             if self._schedule.is_due(self._optimizer_steps):
-                values = {f"comm/{key}": value for key, value in self._reduction.read().items()}
-                log_scalars(self._module.trainer, values)
+                log_scalars(self._module.trainer, self._reduction.read())
         return output
 
     def state_to_save(self) -> dict[str, Any] | None:
@@ -282,12 +278,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
 
     def teardown(self) -> None:
         """Let go of the model and the residuals."""
-        if self._reduction is not None:
-            self._reduction.close()
-            self._reduction = None
-        for handle in self._handles:
-            handle.remove()
-        self._handles = []
+        self._reduction = None
         super().teardown()
 
 

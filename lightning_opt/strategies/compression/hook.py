@@ -5,7 +5,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.cuda import Event
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
-from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.strategies.compression.choosing.auto import AutoChoice
 from lightning_opt.strategies.compression.choosing.measurements import Scheme
+from lightning_opt.strategies.compression.exchange.buckets import Bucket, Buckets
 from lightning_opt.strategies.compression.exchange.channels import (
     Channel,
     GatherChannel,
@@ -28,7 +28,7 @@ from lightning_opt.strategies.compression.exchange.channels import (
     dense_bytes,
 )
 from lightning_opt.strategies.compression.exchange.low_rank import LowRankChannel
-from lightning_opt.strategies.compression.exchange.residuals import Residual, Residuals
+from lightning_opt.strategies.compression.exchange.residuals import Residual
 from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel, is_staged
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 
@@ -99,33 +99,6 @@ class Traffic:
         return total / 1e3
 
 
-@dataclass
-class Bucket:
-    """One bucket of the present layout.
-
-    Attributes:
-        residual: What this rank owes to it.
-        channel: How it travels; None before it has its first.
-        compressor: What the channel was made for.
-    """
-
-    residual: Residual
-    channel: Channel | None = None
-    compressor: Compressor | None = None
-
-    def fold(self) -> None:
-        """Gather in the residual all that this rank owes."""
-        if self.channel is not None:
-            self.channel.fold()
-
-    def commit(self) -> None:
-        """The latest step has been applied, unless it was not finite on some rank."""
-        if self.channel is None:
-            self.residual.commit(self.residual.lost)
-        else:
-            self.channel.commit(self.residual.lost | self.channel.flagged)
-
-
 class CompressedReduction:
     """A DDP communication hook that compresses with error feedback.
 
@@ -156,7 +129,7 @@ class CompressedReduction:
         may_skip: bool = False,
         auto: AutoChoice | None = None,
     ) -> None:
-        self.residuals = Residuals()
+        self.buckets = Buckets()
         self.traffic = Traffic()
         self.step = -1
         self._names = names
@@ -167,13 +140,11 @@ class CompressedReduction:
         self._may_skip = may_skip
         self._auto = auto
         self._world = dist.get_world_size()
-        self._buckets: dict[tuple[int, ...], Bucket] = {}
+        # What codecs had learned, by the name of their bucket's first parameter.
         self._bounds: dict[str, float] = {}
         self._scheme: Scheme = None
         self._scale = torch.ones(())
         self._launched: list[Bucket] = []
-        self._settled = True
-        self._left_out: list[tuple[list[str], Tensor | None]] = []
         self._sent_as: Counter[float] = Counter()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
         self._own_group: dist.ProcessGroup | None = None
@@ -184,15 +155,13 @@ class CompressedReduction:
             # Connects the ranks now, not in the midst of a backward pass.
             dist.all_reduce(next(iter(names)).new_zeros(()), group=self._own_group)
         self._touched: set[Tensor] = set()
-        self._handles: list[RemovableHandle] = []
-        if may_skip:
-            # Fires before DDP hears of the gradient, so a bucket knows which of its parameters the
-            # backward passes since the last exchange have reached.
-            self._handles = [
-                parameter.register_post_accumulate_grad_hook(self._touched.add)
-                for parameter in names
-                if parameter.requires_grad
-            ]
+        # Fires before DDP hears of the gradient, so a bucket knows which of its parameters the
+        # backward passes since the last exchange have reached.
+        self._handles = [
+            parameter.register_post_accumulate_grad_hook(self._touched.add)
+            for parameter in names
+            if may_skip and parameter.requires_grad
+        ]
 
     # --- a step -----------------------------------------------------------------------------------
 
@@ -215,7 +184,7 @@ class CompressedReduction:
             arrived = self.traffic.opened(channel.sent_bytes, dense, gradient.device)
             future = channel.start(gradient, self._scale)
         else:
-            if self.residuals.owes:
+            if self.buckets.any_owed:
                 self._begin(bucket, None).residual.flush(gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
             sent = dense_bytes(gradient.numel(), itemsize, self._world)
@@ -226,20 +195,20 @@ class CompressedReduction:
 
     def _begin(self, bucket: GradBucket, compressor: Compressor | None) -> Bucket:
         """Add a bucket's gradient to what it is owed."""
-        state = self._bucket(bucket)
+        parameters = {self._names[parameter]: parameter for parameter in bucket.parameters()}
+        state = self.buckets.of(parameters, bucket.buffer())
         if state.compressor is not compressor:
             state.fold()
             state.compressor, state.channel = compressor, None
             if compressor is not None:
-                shapes = [parameter.shape for parameter in bucket.parameters()]
-                state.channel = self._make_channel(compressor, state.residual, shapes)
+                state.channel = self._make_channel(compressor, state.residual, parameters)
         state.residual.add(bucket.buffer(), self._scale)
         if self._may_skip:
             # DDP gives a parameter that no rank used no gradient, so what would be sent for it was
             # lost; and what it finds in their ``.grad`` is an earlier step's.
-            for parameter in bucket.parameters():
+            for name, parameter in parameters.items():
                 if parameter not in self._touched:
-                    state.residual.set_aside(self._names[parameter])
+                    state.residual.set_aside(name)
         self._launched.append(state)
         return state
 
@@ -248,15 +217,13 @@ class CompressedReduction:
         self.step += 1
         self.traffic.steps += 1
         self.traffic.spans.clear()
-        self._settled = False
-        self._launched = []
         self._sent_as.clear()
         if self._auto is None:
             self._scheme = self._scheme_at(self.step)
         else:
             self._scheme = self._auto.begin_step()
         self._scale = self._loss_scale()
-        if not isinstance(self._scheme, Compressor) and not self.residuals.owes:
+        if not isinstance(self._scheme, Compressor) and not self.buckets.any_owed:
             self.forget()  # and with it buffers of the gradients' size
 
     def leave_out(self, parameters: Collection[Tensor], condition: Tensor | None = None) -> None:
@@ -267,46 +234,28 @@ class CompressedReduction:
             condition: Holds where that is so; None if it is.
         """
         names = [self._names[one] for one in parameters if one in self._names]
-        self._left_out.append((names, condition))
+        for state in self._launched:
+            state.residual.hold(names, condition)
 
     def _settle(self) -> None:
         """Keep what the latest step left unsent, as far as the step has been applied."""
-        left_out, self._left_out = self._left_out, []
-        if self._settled:
-            return
-        self._settled = True
-        for names, condition in left_out:
-            for state in self._launched:
-                state.residual.hold(names, condition)
-        for state in self._launched if self._error_feedback else []:
+        launched, self._launched = self._launched, []
+        for state in launched if self._error_feedback else []:
             if not state.residual.is_left_out:
                 state.commit()
 
     # --- buckets ----------------------------------------------------------------------------------
 
-    def _bucket(self, bucket: GradBucket) -> Bucket:
-        """Return the state of a bucket, made anew when DDP has arranged the buckets anew."""
-        parameters = bucket.parameters()
-        key = tuple(map(id, parameters))
-        state = self._buckets.get(key)
-        if state is None:
-            for other in [other for other in self._buckets if not set(other).isdisjoint(key)]:
-                self._buckets.pop(other).fold()
-            names = [self._names[parameter] for parameter in parameters]
-            numels = [parameter.numel() for parameter in parameters]
-            state = Bucket(self.residuals.bind(names, numels, bucket.buffer()))
-            self._buckets[key] = state
-        return state
-
     def _make_channel(
-        self, compressor: Compressor, residual: Residual, shapes: Sequence[torch.Size]
+        self, compressor: Compressor, residual: Residual, parameters: Mapping[str, Tensor]
     ) -> Channel:
         if isinstance(compressor, PowerSGD):
+            shapes = [parameter.shape for parameter in parameters.values()]
             return LowRankChannel(compressor.rank, residual, shapes)
         numel = residual.kept.numel()
         large = isinstance(compressor, Quantize) or numel >= STAGED_FROM * self._world
         if self._own_group is None or not (large and is_staged(compressor)):
-            return GatherChannel(compressor, residual, self._bounds.get(residual.name))
+            return GatherChannel(compressor, residual, self._bounds.get(next(iter(parameters))))
         return TwoStageChannel(compressor, residual, self._own_group, self._worker)
 
     def close(self) -> None:
@@ -321,13 +270,12 @@ class CompressedReduction:
         """Return the means over the ranks of what is owed, and the step. All ranks must call it."""
         self._settle()
         bounds = dict(self._bounds)
-        for state in self._buckets.values():
-            state.fold()
+        for names, state in self.buckets.present.items():
             if isinstance(state.channel, GatherChannel) and state.channel.bound is not None:
-                bounds[state.residual.name] = float(state.channel.bound)
+                bounds[names[0]] = float(state.channel.bound)
         return {
             "step": self.step,
-            "residuals": self.residuals.averaged(),
+            "residuals": self.buckets.averaged(),
             "bounds": bounds,
             "choice": None if self._auto is None else self._auto.name,
             "ramped": 0 if self._auto is None else self._auto.ramped,
@@ -338,7 +286,7 @@ class CompressedReduction:
         self.forget()
         self.step = state_dict.get("step", -1)
         if self._error_feedback:
-            self.residuals.load(state_dict.get("residuals", {}))
+            self.buckets.load(state_dict.get("residuals", {}))
         self._bounds = dict(state_dict.get("bounds", {}))
         if self._auto is not None:
             self._auto.restore(state_dict.get("choice"), state_dict.get("ramped", 0))
@@ -346,25 +294,23 @@ class CompressedReduction:
     def forget(self) -> None:
         """Drop all that is owed, since the weights are no longer those that it is owed to."""
         self._launched = []
-        self._buckets.clear()
-        self.residuals.load({})
+        self.buckets.load({})
 
     def read(self) -> dict[str, float]:
         """Return what the strategy logs, per step since the last call. Reads from the device."""
         traffic, self.traffic = self.traffic, Traffic()
         steps = max(traffic.steps, 1)
         total = selected = self._sent_as.total()
-        if isinstance(self._scheme, Compressor):
-            for state in self._launched:
-                if state.channel is not None:
-                    selected += state.channel.selected - state.residual.kept.numel()
+        for state in self._launched:
+            if state.channel is not None:
+                selected += state.channel.selected - state.residual.kept.numel()
         return {
-            "bytes": traffic.sent_bytes / steps,
-            "ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
-            "selected": selected / total if total else 1.0,
-            "residual_norm": self.residuals.norm(),
-            "seconds": traffic.seconds(),
-            "mode": max(self._sent_as, key=self._sent_as.__getitem__, default=0.0),
+            "comm/bytes": traffic.sent_bytes / steps,
+            "comm/ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
+            "comm/selected": selected / total if total else 1.0,
+            "comm/residual_norm": self.buckets.norm(),
+            "comm/seconds": traffic.seconds(),
+            "comm/mode": max(self._sent_as, key=self._sent_as.__getitem__, default=0.0),
         }
 
 

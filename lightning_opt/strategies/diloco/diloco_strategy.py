@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import ExitStack
 from typing import Any, Literal
 
 import torch
@@ -113,7 +112,6 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         self._replicas: Replicas | None = None
         self.step_group: dist.ProcessGroup | None = None
         self._replica: Replica | None = None
-        self._undo = ExitStack()
 
     def configure_ddp(self) -> None:
         """Make the replicas start alike; within one of several processes, wrap the model."""
@@ -202,6 +200,5 @@ class DiLoCoStrategy(OwnExchangeStrategy):
 
     def teardown(self) -> None:
         """Let go of the model and the thread."""
-        self._undo.close()
         self._replica = None
         super().teardown()

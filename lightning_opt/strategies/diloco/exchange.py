@@ -116,29 +116,27 @@ def _average_compressed(
         shards = functional.pad(owed, (0, count * size - numel)).view(count, size)
         sent = torch.zeros(count, row, dtype=torch.uint8, device=owed.device)
         for shard, codec.message in zip(shards, sent, strict=True):
+            write_flag(codec.message, not sound)
             if sound:
                 codec.compress(shard)
-            else:
-                write_flag(codec.message, True)
         received = _swap(sent.to(gathered.device), replicas.leaders).to(owed.device)
-        messages = [message for message in received if _is_sound(message)]
+        messages = [message for message in received if not any_flag(message)]
         total = torch.zeros_like(shards[0])
         for message in messages:
             codec.decompress_add(message, total, 1.0 / len(messages))
         own = codec.message = torch.zeros_like(sent[0])
+        write_flag(own, not messages)
         if messages:
             codec.compress(total)
             # What the mean's message fails to carry.
             shards[replicas.index].add_(total, alpha=count)
-        else:
-            write_flag(own, True)
         owed.copy_(shards.view(-1)[:numel])
         gathered.copy_(_swap(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
     if replicas.inside is not None:
         dist.broadcast(gathered, group=replicas.inside, group_src=0)
     gathered = gathered.to(owed.device)
-    if not all(map(_is_sound, gathered)):
+    if any_flag(gathered):
         return None, sent_bytes
     mean = owed.new_zeros(count, size)
     for message, out in zip(gathered, mean, strict=True):
@@ -165,7 +163,3 @@ def _swap(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
 def _wire(tensor: Tensor) -> torch.device:
     """Return where what is sent must lie: gloo sends from host memory."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device
-
-
-def _is_sound(message: Tensor) -> bool:
-    return not any_flag(message.unsqueeze(0))

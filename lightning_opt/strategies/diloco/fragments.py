@@ -28,16 +28,11 @@ class Fragment:
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
         self.parameters = parameters
-        dtype = torch.float32
-        for parameter in parameters.values():
-            dtype = torch.promote_types(dtype, parameter.dtype)
-        numel = sum(parameter.numel() for parameter in parameters.values())
-        device = next(iter(parameters.values())).device
-        self.outer = torch.empty(numel, dtype=dtype, device=device)
+        flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
+        self.outer = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self.momentum = torch.zeros_like(self.outer)
         self.owed = torch.zeros_like(self.outer)
         self.moved: Tensor | None = None
-        self.adopt()
 
     def parts(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with its part of a flat tensor, in the parameter's shape."""
@@ -52,11 +47,10 @@ class Fragment:
 
     def measure(self) -> Tensor:
         """Return the pseudo-gradient: the shared weights minus this replica's."""
-        self.moved = torch.empty_like(self.outer)
-        parts = self.parts(self.outer)
-        for (parameter, outer), (_, moved) in zip(parts, self.parts(self.moved), strict=True):
+        self.moved = self.outer.clone()
+        for parameter, moved in self.parts(self.moved):
             # Rounded as the replica's weights were, so that what did not move is 0.
-            moved.copy_(outer.to(parameter.dtype)).sub_(parameter)
+            moved.copy_(moved.to(parameter.dtype)).sub_(parameter)
         return self.moved
 
     def step(self, mean: Tensor, lr: float, momentum: float) -> Tensor:
@@ -125,8 +119,6 @@ def momentum_of(fragments: Sequence[Fragment]) -> dict[str, Tensor]:
     """Return the outer momentum by the parameters' names; a view, which may be written."""
     return {
         name: part
-        for fragment in fragments
-        for name, (_, part) in zip(
-            fragment.parameters, fragment.parts(fragment.momentum), strict=True
-        )
+        for one in fragments
+        for name, (_, part) in zip(one.parameters, one.parts(one.momentum), strict=True)
     }

@@ -95,7 +95,7 @@ def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, 
             launched.clear()
             means = run_steps(hook, parameters, "cpu")
             kept = {}
-            for one in hook.residuals._bound:
+            for one in (bucket.residual for bucket in hook.buckets.present.values()):
                 kept |= {name: one.kept[part] for name, part in one.parts.items()}
             if path == "device":
                 assert not syncs.where

@@ -109,7 +109,8 @@ class AutoChoice:
             self._judge()
         elif self._warm_up.sizes:  # or there is nothing to choose for
             measured = self._measured = self._warm_up.measure(self.schemes, self._steps)
-            best = gentlest_that_pays(measured.seconds(), [one.margin for one in measured.options])
+            options, seconds = zip(*measured.predicted, strict=True)
+            best = gentlest_that_pays(seconds, [option.margin for option in options])
             decided = torch.tensor([best], device=self._warm_up.sample.device)
             dist.broadcast(decided, 0)
             self.choice = int(decided)
@@ -131,10 +132,7 @@ class AutoChoice:
             )
 
     def _summary(self, measured: Measured) -> str:
-        predicted = ", ".join(
-            f"{option.name} {_ms(seconds)}"
-            for option, seconds in zip(measured.options, measured.seconds(), strict=True)
-        )
+        predicted = ", ".join(f"{option.name} {_ms(own)}" for option, own in measured.predicted)
         return (
             f"Compressed DDP: a collective takes {_ms(measured.link.fixed)} and "
             f"{_ms(1e6 * measured.link.slope)} a megabyte that a rank sends; an uncompressed step "
@@ -154,9 +152,7 @@ class AutoChoice:
                 "predicted step ms": 1e3 * seconds,
                 "chosen": index == self.choice,
             }
-            for index, (option, seconds) in enumerate(
-                zip(measured.options, measured.seconds(), strict=True)
-            )
+            for index, (option, seconds) in enumerate(measured.predicted)
         ]
         return Report("How gradients are sent", rows, [self._summary(measured)])
 

@@ -43,30 +43,27 @@ def measure_costs(scheme: Scheme, sample: Tensor) -> Costs:
     """Time a scheme on finite values, a piece of a real gradient."""
     timed: list[list[tuple[float, float]]] = [[], [], []]
     for numel in sorted({max(len(sample) // 8, 1), len(sample)}):
-        gradient = sample[:numel]
-        residual = torch.zeros_like(gradient)
-        for times, call in zip(timed, _calls(scheme, gradient, residual), strict=True):
+        for times, call in zip(timed, _calls(scheme, sample[:numel]), strict=True):
             call()  # allocates, compiles, and finds the first threshold
             best = min(time_of(call, sample.device) for _ in range(REPEATS))
             times.append((numel, best))
     return [fit_line(samples) for samples in timed]
 
 
-def _calls(
-    scheme: Scheme, gradient: Tensor, residual: Tensor
-) -> tuple[Callable[[], object], Callable[[], object], Callable[[], object]]:
+def _calls(scheme: Scheme, gradient: Tensor) -> list[Callable[[], object]]:
     """Return what compresses, makes room and decodes."""
     if scheme is None:
-        return (_nothing, _nothing, _nothing)
+        return [_nothing, _nothing, _nothing]
+    mean = torch.zeros_like(gradient)
     if isinstance(scheme, torch.dtype):
         narrow = gradient.to(scheme)
-        return (lambda: narrow.copy_(gradient), _nothing, lambda: residual.copy_(narrow))
-    codec, mean = scheme.codec(gradient.numel(), gradient.device), torch.zeros_like(residual)
-    return (
+        return [lambda: narrow.copy_(gradient), _nothing, lambda: mean.copy_(narrow)]
+    codec, residual = scheme.codec(gradient.numel(), gradient.device), torch.zeros_like(gradient)
+    return [
         lambda: codec.compress(residual.add_(gradient)),
         mean.zero_,
         lambda: codec.decompress_add(codec.message, mean, 0.5),
-    )
+    ]
 
 
 def _nothing() -> None:
@@ -109,11 +106,7 @@ def option_of(
         after = [clear(n) + world * decode(n) for n in numels]
         sent = [(world - 1) * length[n] for n in numels]
         return Option(name, sent, before, after, margin=margin)
-    shard = [n / world for n in numels]
-    after = [
-        clear(n) + world * decode(part) + compress(part) + decode(n)
-        for n, part in zip(numels, shard, strict=True)
-    ]
+    after = [clear(n) + world * decode(n / world) + compress(n / world) + decode(n) for n in numels]
     sent = [2 * (world - 1) * length[n] // world for n in numels]
     return Option(name, sent, before, after, rounds=2, margin=margin)
 
@@ -123,22 +116,14 @@ class Measured:
     """What there is to choose by, the same on all ranks.
 
     Attributes:
-        ready: Seconds from the first bucket to each.
-        options: The ways to send them.
+        predicted: The ways to send gradients, with the seconds that a step would take by each.
         link: Seconds of a collective by the bytes that a rank sends.
         step: Seconds of an uncompressed step.
     """
 
-    ready: list[float]
-    options: list[Option]
+    predicted: list[tuple[Option, float]]
     link: Line
     step: float
-
-    def seconds(self) -> list[float]:
-        """Return what a step is predicted to take with each option; the first is uncompressed."""
-        exchanges = [exchange_seconds(self.ready, option, self.link) for option in self.options]
-        compute = max(self.step - exchanges[0], 0.0)
-        return [compute + exchange for exchange in exchanges]
 
 
 class WarmUp:
@@ -176,8 +161,7 @@ class WarmUp:
         indices, device = sorted(self.sizes), self.sample.device
         sizes = [self.sizes[index] for index in indices]
         link = fit_line(probe(device, largest=max(numel * size for numel, size in sizes)))
-        numbers = [median(steps)]
-        numbers += [median(self._ready[index]) for index in indices]
+        numbers = [median(steps), *(median(self._ready[index]) for index in indices)]
         for scheme in schemes:
             for line in measure_costs(scheme, self.sample):
                 numbers += [line.fixed, line.slope]
@@ -188,4 +172,7 @@ class WarmUp:
             option_of(scheme, lines[3 * place :][:3], sizes, device)
             for place, scheme in enumerate(schemes)
         ]
-        return Measured(ready, options, link, step)
+        exchanges = [exchange_seconds(ready, option, link) for option in options]
+        compute = max(step - exchanges[0], 0.0)
+        seconds = [compute + exchange for exchange in exchanges]
+        return Measured(list(zip(options, seconds, strict=True)), link, step)

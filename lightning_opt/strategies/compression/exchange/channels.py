@@ -70,6 +70,7 @@ class Channel(ABC):
         self.owed = owed
         self.flagged = torch.zeros((), dtype=torch.bool, device=owed.kept.device)
         self._world = dist.get_world_size()
+        self._codecs: list[Codec] = []  # of this rank's messages; none where torch codes
 
     @abstractmethod
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
@@ -93,9 +94,11 @@ class Channel(ABC):
         """Move into ``owed.kept`` what the channel keeps elsewhere. Nothing, usually."""
 
     @property
-    @abstractmethod
     def selected(self) -> int:
-        """How many elements this rank's latest message carries."""
+        """How many elements this rank's latest messages carry; all, where no codec selects."""
+        if not self._codecs:
+            return self.owed.kept.numel()
+        return sum(read_count(codec.message) for codec in self._codecs)
 
 
 class GatherChannel(Channel):
@@ -120,7 +123,8 @@ class GatherChannel(Channel):
             codec.bound = bound
             room = codec.message.new_empty(self._world * codec.nbytes)
             self._pieces.append((where, codec, room))
-        self.sent_bytes = (self._world - 1) * sum(codec.nbytes for _, codec, _ in self._pieces)
+            self._codecs.append(codec)
+        self.sent_bytes = (self._world - 1) * sum(codec.nbytes for codec in self._codecs)
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
         """Launch the exchange of one step; see :meth:`Channel.start`."""
@@ -157,11 +161,6 @@ class GatherChannel(Channel):
     def bound(self) -> Scalar | None:
         """What the codec has learned and a resumed run should know."""
         return self._pieces[0][1].bound
-
-    @property
-    def selected(self) -> int:
-        """How many elements this rank's latest message carries."""
-        return sum(read_count(codec.message) for _, codec, _ in self._pieces)
 
 
 def code(codec: Codec, flat: Tensor, bad: Tensor) -> None:

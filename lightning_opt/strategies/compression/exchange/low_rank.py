@@ -11,8 +11,8 @@ References:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,27 +26,6 @@ from lightning_opt.strategies.compression.exchange.residuals import Owed
 
 LEAST_RATE = 2
 """Matrices that would not become this many times smaller are sent whole, as torch does it."""
-
-
-@dataclass
-class _Bucket:
-    """What torch's hook asks of a bucket."""
-
-    flat: Tensor
-    shapes: Sequence[torch.Size]
-
-    def buffer(self) -> Tensor:
-        return self.flat
-
-    def gradients(self) -> list[Tensor]:
-        parts = self.flat.split([shape.numel() for shape in self.shapes])
-        return [part.view(shape) for part, shape in zip(parts, self.shapes, strict=True)]
-
-    def index(self) -> int:
-        return 0
-
-    def is_last(self) -> bool:
-        return False
 
 
 class LowRankChannel(Channel):
@@ -99,11 +78,14 @@ class LowRankChannel(Channel):
                 self.owed.pending.sub_(mean / scale)
             return mean
 
-        bucket = cast(Any, _Bucket(gradient, self._shapes))
+        numels = [shape.numel() for shape in self._shapes]
+        pairs = zip(gradient.split(numels), self._shapes, strict=True)
+        matrices = [part.view(shape) for part, shape in pairs]
+        bucket: Any = SimpleNamespace(  # all that torch's hook asks of one
+            buffer=lambda: gradient,
+            gradients=lambda: matrices,
+            index=lambda: 0,
+            is_last=lambda: False,
+        )
         future: Future[Tensor] = powerSGD_hook.powerSGD_hook(self._state, bucket).then(finish)
         return future
-
-    @property
-    def selected(self) -> int:
-        """Every element, if only roughly."""
-        return self.owed.kept.numel()

@@ -8,10 +8,9 @@ References:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.sharding import wants_host
@@ -64,11 +63,6 @@ class Residual(Owed):
         self._held: dict[str, Tensor | None] = {}
         self._flushed = False
 
-    @property
-    def name(self) -> str:
-        """What to call the bucket in a checkpoint: its first parameter's name."""
-        return next(iter(self.parts))
-
     def add(self, gradient: Tensor, scale: Tensor) -> None:
         """Begin a step: add a gradient that is multiplied with ``scale``."""
         self._held.clear()
@@ -113,8 +107,7 @@ class Residual(Owed):
     @property
     def is_left_out(self) -> bool:
         """Whether the step was applied to no parameter, as far as that is known."""
-        held = [condition for condition in self._held.values() if condition is None]
-        return len(held) == len(self.parts)
+        return sum(condition is None for condition in self._held.values()) == len(self.parts)
 
     def commit(self, lost: Tensor) -> None:
         """The step has been applied, but to the parameters that were held."""
@@ -125,78 +118,3 @@ class Residual(Owed):
             own.copy_(kept if condition is None else torch.where(condition, kept, own))
         self.owes = not self._flushed or bool(self._held)
         super().commit(lost)
-
-
-class Residuals:
-    """One value for each element of each parameter, kept by the parameter's name.
-
-    DDP hands out gradients in buckets and arranges them anew after the first steps, with other
-    orders for other settings. What a parameter had in an earlier arrangement moves with it.
-    """
-
-    def __init__(self) -> None:
-        self._bound: list[Residual] = []
-        self._loose: dict[str, Tensor] = {}
-
-    def bind(self, names: Sequence[str], numels: Sequence[int], like: Tensor) -> Residual:
-        """Return the residual of a bucket, with what its parameters have had up to now.
-
-        Args:
-            names: The bucket's parameters in order.
-            numels: Their numbers of elements.
-            like: The bucket's gradient: its device, and its dtype if that is wider than float32.
-        """
-        self.unbind(names)
-        parts, end = {}, 0
-        for name, numel in zip(names, numels, strict=True):
-            parts[name] = slice(end, end + numel)
-            end += numel
-        dtype = torch.promote_types(like.dtype, torch.float32)
-        residual = Residual(torch.zeros(end, dtype=dtype, device=like.device), parts)
-        for name, part in parts.items():
-            if name in self._loose:
-                residual.kept[part].copy_(self._loose.pop(name))  # after a resume from the host
-        self._bound.append(residual)
-        return residual
-
-    def unbind(self, names: Sequence[str]) -> None:
-        """Take apart the residuals that any of these parameters belongs to."""
-        for residual in [one for one in self._bound if not one.parts.keys().isdisjoint(names)]:
-            self._bound.remove(residual)
-            self._loose.update(_by_name(residual))
-
-    @property
-    def owes(self) -> bool:
-        """Whether anything may be owed."""
-        return bool(self._loose) or any(residual.owes for residual in self._bound)
-
-    def norm(self) -> float:
-        """Return the L2 norm of everything kept. Reads one number from the device."""
-        parts = [*self._loose.values(), *(residual.kept for residual in self._bound)]
-        norms = [part.norm() for part in parts] or [torch.zeros(())]
-        return float(torch.stack([norm.to(norms[0].device) for norm in norms]).norm())
-
-    def averaged(self, group: dist.ProcessGroup | None = None) -> dict[str, Tensor]:
-        """Return the mean over ranks, on the CPU. All ranks must call it.
-
-        The mean can be restored at any number of ranks, and the sum over ranks, which is what the
-        model is still owed, stays the same.
-        """
-        parts = dict(self._loose)
-        for residual in self._bound:
-            parts.update(_by_name(residual))
-        mean = {}
-        for name in sorted(parts):
-            part = parts[name] / dist.get_world_size(group)
-            dist.all_reduce(part, group=group)
-            mean[name] = part.cpu()
-        return mean
-
-    def load(self, mean: Mapping[str, Tensor]) -> None:
-        """Take over what :meth:`averaged` returned, in place of everything kept."""
-        self._bound = []
-        self._loose = {name: part.clone() for name, part in mean.items()}
-
-
-def _by_name(residual: Residual) -> dict[str, Tensor]:
-    return {name: residual.kept[part] for name, part in residual.parts.items()}

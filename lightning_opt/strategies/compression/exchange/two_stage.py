@@ -31,7 +31,7 @@ from lightning_opt.strategies.compression.exchange.channels import (
 )
 from lightning_opt.strategies.compression.exchange.residuals import Owed
 from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
-from lightning_opt.strategies.packing import any_flag, read_count
+from lightning_opt.strategies.packing import any_flag
 
 SPARSE_FROM = 32
 """Number of ranks from which on Top-K travels in two stages: its elements are selected twice then,
@@ -69,6 +69,7 @@ class Part:
 
     Attributes:
         own: Where this rank's part lies.
+        codecs: Of the messages to the ranks.
         owed_mean: What this rank failed to send of the mean of its part.
     """
 
@@ -78,23 +79,21 @@ class Part:
         self.own = cuts[dist.get_rank(group)]
         self._cuts = cuts
         self._group = group
-        self._codecs = [compressor.codec(where.stop - where.start, like.device) for where in cuts]
-        # Rows of one length, on 8 bytes each so that the scales within are aligned.
-        row = -(-self._codecs[0].nbytes // 8) * 8
-        self._sent = self._codecs[0].message.new_zeros(len(cuts), row)
-        for codec, message in zip(self._codecs, self._sent, strict=True):
-            codec.message = message[: codec.nbytes]
+        self.codecs = [compressor.codec(where.stop - where.start, like.device) for where in cuts]
+        row = self.codecs[0].nbytes  # the last shards may need less
+        self._sent = self.codecs[0].message.new_zeros(len(cuts), row)
+        for codec, message in zip(self.codecs, self._sent, strict=True):
+            codec.message = message
         self._received = torch.empty_like(self._sent)
         self._mean_codec = compressor.codec(self.own.stop - self.own.start, like.device)
-        self._mean_row = self._sent.new_zeros(row)
-        self._mean_codec.message = self._mean_row[: self._mean_codec.nbytes]
+        self._mean_codec.message = self._sent.new_zeros(row)
         self.owed_mean = Owed(like.new_zeros(self.own.stop - self.own.start))
         self._gathered = torch.empty_like(self._sent)
         self.sent_bytes = 2 * (len(cuts) - 1) * row
 
     def scatter(self, pending: Tensor, bad: Tensor) -> Any:
         """Code a bucket with what it is owed, and launch the first stage."""
-        for codec, where in zip(self._codecs, self._cuts, strict=True):
+        for codec, where in zip(self.codecs, self._cuts, strict=True):
             code(codec, pending[where], bad)
         self._scattering = dist.all_to_all_single(
             self._received, self._sent, group=self._group, async_op=True
@@ -110,24 +109,18 @@ class Part:
         """
         self._scattering.wait()
         flagged.logical_or_(any_flag(self._received))
-        messages = self._received[:, : self._mean_codec.nbytes]
         mean = self.owed_mean.pending.copy_(self.owed_mean.kept)
-        decompress_sum(self._mean_codec, messages, mean, 1.0 / len(self._cuts))
+        decompress_sum(self._mean_codec, self._received, mean, 1.0 / len(self._cuts))
         self._mean_codec.compress(mean)
         self._gathering = all_gather(
-            self._gathered.view(-1), self._mean_row, group=self._group, async_op=True
+            self._gathered.view(-1), self._mean_codec.message, group=self._group, async_op=True
         )
 
     def spread(self, gradient: Tensor, scale: Scalar, flagged: Tensor) -> None:
         """Wait for the second stage, and put ``scale`` times the means in the gradient's place."""
         self._gathering.wait()
-        for codec, where, row in zip(self._codecs, self._cuts, self._gathered, strict=True):
-            codec.decompress_add(row[: codec.nbytes], clear(gradient[where], flagged), scale)
-
-    @property
-    def selected(self) -> int:
-        """How many elements the messages of the first stage carry."""
-        return sum(map(read_count, self._sent))
+        for codec, where, row in zip(self.codecs, self._cuts, self._gathered, strict=True):
+            codec.decompress_add(row, clear(gradient[where], flagged), scale)
 
 
 class TwoStageChannel(Channel):
@@ -169,6 +162,7 @@ class TwoStageChannel(Channel):
                 for start in range(0, self._world * max(size, 1), max(size, 1))
             ]
             self._parts.append(Part(compressor, cuts, group, owed.kept))
+            self._codecs += self._parts[-1].codecs
         self.sent_bytes = sum(part.sent_bytes for part in self._parts)
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
@@ -230,8 +224,3 @@ class TwoStageChannel(Channel):
         for part in self._parts:
             self.owed.kept[part.own].add_(part.owed_mean.kept, alpha=self._world)
             part.owed_mean.kept.zero_()
-
-    @property
-    def selected(self) -> int:
-        """How many elements this rank's latest messages carry."""
-        return sum(part.selected for part in self._parts)
