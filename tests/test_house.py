@@ -58,7 +58,7 @@ def test_no_file_is_longer_than_400_lines():
 
 def test_there_is_no_more_code_than_this():
     """Something new pays with something old, or this number is raised by decision."""
-    assert sum(code_lines(file.read_text()) for file in FILES) <= 23_760
+    assert sum(code_lines(file.read_text()) for file in FILES) <= 23_500
 
 
 @pytest.mark.parametrize("feature", FEATURES, ids=str)

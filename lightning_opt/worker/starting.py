@@ -110,7 +110,7 @@ def ctrl_c_held() -> Iterator[None]:
     usual = signal.getsignal(signal.SIGINT)
     here = threading.current_thread() is threading.main_thread()
     came: list[Any] = []
-    if here and callable(usual):  # another thread may take the signal, and this one then hears of it
+    if here and callable(usual):  # whichever thread takes the signal, this one hears of it
         signal.signal(signal.SIGINT, lambda *call: came.append(call))
     blocks = hasattr(signal, "pthread_sigmask")
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if blocks else ()
