@@ -40,6 +40,8 @@ class Plan:
     draws: bool = False  # random numbers that turn the gradient
     moved: tuple[str, ...] = ("a", "b")
     room: int = 99  # trainings that may be alive at once
+    device: str = "cuda"
+    workers: int = 0
 
 
 @dataclass
@@ -57,6 +59,7 @@ class World:
         return 3.0 if len(self.started) >= self.busy_from else 1.0
 
     started: list[tuple[Switches, str]] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # steps that each was told to take
 
     def start(self, switches: Switches, role: str = "", /) -> tuple[Any, Path]:
         file = self.folder / f"{len(self.started)}.pt"
@@ -84,6 +87,7 @@ class Pretended:
             raise FitFailed(self.plan.fails[1], "planted", "trace")
         steps = range(self.taken, self.taken + count)
         self.taken += count
+        self.world.turns.append(count)
         self.write()
         drift = 1 + 0.01 * (self.taken % 3)
         seconds = self.plan.seconds * drift * self.world.load
@@ -100,7 +104,7 @@ class Pretended:
             for power in (2, 4, 8, 16)
             if power <= self.taken
         }
-        facts = asdict(Facts(device="cuda", blocks=3, eager=eager))
+        facts = asdict(Facts(self.plan.device, blocks=3, eager=eager, workers=self.plan.workers))
         gradients = [{"a.weight": own}] * min(self.taken, 4)
         torch.save({"facts": facts, "gradients": gradients, "moved": moved}, self.file)
 
@@ -295,3 +299,17 @@ def test_three_rounds_decide_only_what_is_hopeless() -> None:
     assert not decided(1.1, 1.1, 1.12)
     assert decided(1.4, 1.4, 1.42)
     assert decided(1.1, 1.1, 1.1, 1.1)
+
+
+@pytest.mark.parametrize(
+    ("candidate", "whole"),
+    [(Plan(device="cpu"), False), (Plan(device="cpu", workers=2), True), (Plan(), True)],
+)
+def test_turns_are_whole_blocks_where_short_ones_would_mislead(
+    tmp_path: Path, candidate: Plan, whole: bool
+) -> None:
+    """A GPU is waited for at the end of each, and a loader's workers rest between them."""
+    world = world_of(tmp_path, same=candidate)
+    rounds = len(run(world, [("same",)])[("same",)].rounds[0])
+    assert (world.turns.count(5) >= 2 * rounds) == whole
+    assert (world.turns.count(1) >= 10 * rounds) != whole
