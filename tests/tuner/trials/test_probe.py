@@ -48,6 +48,18 @@ def test_what_it_tells() -> None:
     assert all(distance > 0 for distance in observed.moved[8].values())
 
 
+class Workers(Callback):
+    """Gives the loader workers at the start of an epoch, as DataPipelineTuner does."""
+
+    def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
+        trainer.train_dataloader.num_workers = 2
+
+
+def test_it_tells_the_workers_that_the_steps_have() -> None:
+    assert observe(TASK, 0).facts.workers == 0
+    assert observe(TASK, 0, callbacks=[Workers()]).facts.workers == 2
+
+
 def test_wrappers_leave_the_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     """What compiles or wraps a part of the model puts a name of its own between."""
     usually = usual(TASK, 0, "32-true")
