@@ -103,6 +103,7 @@ class Search:
             if self.needed and not self._gaining():
                 return
         self._try_beside(name for name in self.switches if name not in self.late)
+        self._try(self._unions())  # the late ones may take the rest of the time, and gain nothing
         self._try_beside(self.late)
         self._try((name,) for name in self.late if self._alone(name).score == math.inf)
         self._try(self._unions())

@@ -251,6 +251,12 @@ def test_what_starts_slowly_comes_last_and_beside_what_gains() -> None:
     search.late = ("compile",)
     assert search.run() == ("compile",), "what fails together is tried alone"
 
+    machine = Machine({"compile": 1.2, "fused": 0.95, "layout": 0.96})
+    machine.limit = 4
+    search = machine.search()
+    search.late = ("compile",)
+    assert search.run() == ("fused", "layout"), "combined before the time may be up"
+
 
 @pytest.mark.parametrize("first", ["data", "not there"])
 def test_where_that_gains_nothing_the_others_are_tried_unless_they_need_it(first: str) -> None:
