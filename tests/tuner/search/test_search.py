@@ -252,7 +252,7 @@ def test_what_starts_slowly_comes_last_and_beside_what_gains() -> None:
     assert search.run() == ("compile",), "what fails together is tried alone"
 
     machine = Machine({"compile": 1.2, "fused": 0.95, "layout": 0.96})
-    machine.limit = 4
+    machine.limit = 3
     search = machine.search()
     search.late = ("compile",)
     assert search.run() == ("fused", "layout"), "combined before the time may be up"
