@@ -126,8 +126,8 @@ def evidence_rows() -> list[tuple[str, str, str, str, str]]:
         (
             "training waits for data",
             "[`DataPipelineTuner()`](docs/data/pipeline.md)",
-            f"{faster['waits']:.1f} times the samples per second where items wait "
-            f"(`max_workers=8`), {faster['computes']:.1f} where they compute",
+            f"{faster['waits']:.1f} times the samples per second where items wait, "
+            f"{faster['computes']:.1f} where they compute",
             f"{search:.0f} s before the first step",
             record("data", "two datasets"),
         ),
