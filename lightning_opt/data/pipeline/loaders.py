@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_opt.core.preserve import GENERATORS, isolated_random
+from lightning_opt.core.preserve import GENERATORS, do_nothing, isolated_random
 from lightning_opt.data.randomness import random_states
 
 LOOK = 4
@@ -52,7 +52,8 @@ def apply(loader: DataLoader[Any], settings: LoaderSettings) -> dict[str, Any]:
     """Change ``loader`` itself, and return what :func:`put_back` needs.
 
     A loader reads these attributes when it is iterated. Nothing is built anew, so dataset,
-    sampler, generator, collate function and subclass stay what they are.
+    sampler, generator, collate function and subclass stay what they are. torch's advice to take no
+    more workers than there are CPUs is not given: this number was measured.
     """
     after = {
         "num_workers": settings.workers,
@@ -62,13 +63,14 @@ def apply(loader: DataLoader[Any], settings: LoaderSettings) -> dict[str, Any]:
         "timeout": loader.timeout if settings.workers else 0,  # waiting for workers only
     }
     before = {name: vars(loader)[name] for name in after}
-    vars(loader).update(after)
+    vars(loader).update(after, check_worker_number_rationality=do_nothing)
     return before
 
 
 def put_back(loader: DataLoader[Any], before: dict[str, Any]) -> None:
     """Undo :func:`apply`, and let workers go that were kept for the next epoch."""
     changed = any(vars(loader)[name] != value for name, value in before.items())
+    vars(loader).pop("check_worker_number_rationality", None)
     vars(loader).update(before)
     if changed:
         vars(loader)["_iterator"] = None

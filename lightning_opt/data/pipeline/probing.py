@@ -7,7 +7,6 @@ import signal
 import sys
 import threading
 import time
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from itertools import islice
@@ -129,23 +128,20 @@ def time_loader(
     """
     twin = measuring_copy(loader, settings, indices)
     waited, batches, fewest = 0.0, 0, max(FEW, 2 * settings.workers)
-    with warnings.catch_warnings():
-        # More workers than CPUs are tried where items wait, or the user has said so.
-        warnings.filterwarnings("ignore", message="This DataLoader will create")
-        iterator = DataLoader.__iter__(twin)
-        try:
-            for _ in range(settings.workers):  # the first batch of each comes with its start
-                step(next(iterator))
-            begin = end = time.perf_counter()
-            while batches < fewest or (end - begin < seconds and batches < MOST):
-                start = end
-                batch = next(iterator)
-                waited += time.perf_counter() - start
-                step(batch)
-                end = time.perf_counter()
-                batches += 1
-        finally:
-            del iterator  # ends its workers
+    iterator = DataLoader.__iter__(twin)
+    try:
+        for _ in range(settings.workers):  # the first batch of each comes with its start
+            step(next(iterator))
+        begin = end = time.perf_counter()
+        while batches < fewest or (end - begin < seconds and batches < MOST):
+            start = end
+            batch = next(iterator)
+            waited += time.perf_counter() - start
+            step(batch)
+            end = time.perf_counter()
+            batches += 1
+    finally:
+        del iterator  # ends its workers
     return (end - begin) / batches, waited / (end - begin)
 
 

@@ -1,6 +1,7 @@
 """DataPipelineTuner: the same samples as without it, refusals, agreement of ranks, resume."""
 
 import logging
+import os
 import pickle
 
 import pytest
@@ -149,6 +150,18 @@ def test_items_that_wait_get_workers_and_the_table_is_printed(capsys):
     assert rows[0]["workers"] == 0
     assert rows[0]["ms a batch"] > 40
     pickle.dumps(tuner)
+
+
+def test_torch_does_not_advise_against_what_was_measured(monkeypatch):
+    workers = (os.cpu_count() or 1) + 1
+    monkeypatch.setattr(Search, "run", choose(LoaderSettings(workers, 2)))
+    data = DataLoader(Rows(), batch_size=4)
+    record = Record()
+    quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False), record]).fit(Recorded(), data)
+    assert record.workers == {workers}
+    data.num_workers = workers  # after the run the user is advised as ever
+    with pytest.warns(UserWarning, match=f"will create {workers} worker"):
+        data.check_worker_number_rationality()
 
 
 def test_the_main_process_touches_neither_dataset_nor_sampler():
