@@ -34,6 +34,10 @@ QUIET: dict[str, Any] = {
 LONGEST = timedelta(days=1)
 """For which ranks wait to be told how many steps to take."""
 
+SPINNING = 0.01
+"""Seconds for which threads of OpenMP may go on spinning when a block has ended. Whose turn it is
+next would be slowed by them, by a tenth in its first steps."""
+
 
 class Step(NamedTuple):
     """One batch of a run.
@@ -105,7 +109,6 @@ class StepGate(pl.Callback):
             wait_for(trainer.strategy.root_device)
         self._ends.append(time.perf_counter())
         if len(self._losses) == self._granted:
-            self.flush(trainer)
             self._open(trainer)
 
     def flush(self, trainer: pl.Trainer) -> None:
@@ -119,10 +122,13 @@ class StepGate(pl.Callback):
         losses = [float(loss) for loss in self._losses]  # the device has been waited for
         steps = [Step(*step) for step in zip(seconds, losses, self._samples, strict=True)]
         self._losses, self._samples, self._ends = [], [], []
+        if trainer.strategy.root_device.type == "cpu":
+            time.sleep(SPINNING)
         self._deliver(steps)
 
     def _open(self, trainer: pl.Trainer) -> None:
         with _children_suspended():
+            self.flush(trainer)
             granted = self._wait() if trainer.is_global_zero else 0
             if trainer.world_size > 1:  # the others wait here, not in the middle of a step
                 granted = self._broadcast(granted)

@@ -85,3 +85,26 @@ def test_ranks_wait_on_the_cpu_while_others_have_their_turn(
     held.on_train_start(trainer, None)  # type: ignore[arg-type]
     assert distributed.asked == ["gloo", ("cpu", 0, "the group")]
     assert held._granted == 5
+
+
+@pytest.mark.parametrize(("device", "rests"), [("cpu", ["rest"]), ("cuda", [])])
+def test_threads_have_come_to_rest_when_the_next_one_has_its_turn(
+    monkeypatch: pytest.MonkeyPatch, device: str, rests: list[str]
+) -> None:
+    """Those of OpenMP go on spinning for some milliseconds, on a CPU that the other one needs."""
+    done: list[str] = []
+    monkeypatch.setattr(gate.time, "sleep", lambda seconds: done.append("rest"))
+    monkeypatch.setattr(gate, "wait_for", lambda device: None)
+
+    def wait() -> int:
+        done.append("wait")
+        return 1
+
+    held = StepGate(lambda trainer: None, wait, lambda steps: done.append(f"{len(steps)} steps"))
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    trainer: Any = SimpleNamespace(
+        world_size=1, is_global_zero=True, strategy=strategy, accumulate_grad_batches=1
+    )
+    held.on_train_start(trainer, None)  # type: ignore[arg-type]
+    held.on_train_batch_end(trainer, None, torch.tensor(1.0), torch.ones(2), 0)  # type: ignore[arg-type]
+    assert done == ["wait", *rests, "1 steps", "wait"]

@@ -208,12 +208,9 @@ class Arena:
             tired = now - begun > startup / 2 and count >= ROUNDS[1]
             if count >= 2 and (now > self.deadline or decided or tired):
                 return
-            turns = []
-            for _ in range(max(1, self.baseline.block // steps)):
-                own = racer.block(steps) if count % 2 else 0.0
-                reference = self.baseline.take(steps)
-                turns.append((reference, own or racer.block(steps)))
-            racer.add(*map(statistics.fmean, zip(*turns, strict=True)))
+            turns = range(max(1, self.baseline.block // steps))
+            pairs = [(self.baseline.take(steps), racer.block(steps)) for _ in turns]
+            racer.add(*map(statistics.fmean, zip(*pairs, strict=True)))
 
     def _turn(self, racer: Racer) -> int:
         """Return the steps of a turn, a whole block where short ones would mislead.

@@ -60,11 +60,12 @@ class World:
 
     started: list[tuple[Switches, str]] = field(default_factory=list)
     turns: list[int] = field(default_factory=list)  # steps that each was told to take
+    whose: list[Switches] = field(default_factory=list)
 
     def start(self, switches: Switches, role: str = "", /) -> tuple[Any, Path]:
         file = self.folder / f"{len(self.started)}.pt"
         self.started.append((switches, role))
-        return Pretended(self, self.plans[switches], role, file), file
+        return Pretended(self, switches, role, file), file
 
     def arena(self, objective: str = "throughput", **settings: Any) -> Arena:
         return Arena(self.start, Baseline(self.start, 0.5), Objective(objective), **settings)
@@ -73,8 +74,9 @@ class World:
 class Pretended:
     """Stands for a Fit."""
 
-    def __init__(self, world: World, plan: Plan, role: str, file: Path) -> None:
-        self.world, self.plan, self.role, self.file = world, plan, role, file
+    def __init__(self, world: World, switches: Switches, role: str, file: Path) -> None:
+        self.world, self.switches, self.role, self.file = world, switches, role, file
+        self.plan = plan = world.plans[switches]
         self.taken, self.open = 0, True
         self.peak_bytes, self.timeout = plan.peak, 100.0
         world.alive += 1
@@ -88,6 +90,7 @@ class Pretended:
         steps = range(self.taken, self.taken + count)
         self.taken += count
         self.world.turns.append(count)
+        self.world.whose.append(self.switches)
         self.write()
         drift = 1 + 0.01 * (self.taken % 3)
         seconds = self.plan.seconds * drift * self.world.load
@@ -313,3 +316,14 @@ def test_turns_are_whole_blocks_where_short_ones_would_mislead(
     rounds = len(run(world, [("same",)])[("same",)].rounds[0])
     assert (world.turns.count(5) >= 2 * rounds) == whole
     assert (world.turns.count(1) >= 10 * rounds) != whole
+
+
+def test_nobody_has_two_turns_running(tmp_path: Path) -> None:
+    """A ratio would depend on which of the two began its round."""
+    world = world_of(tmp_path, same=Plan(device="cpu"))
+    rounds = len(run(world, [("same",)])[("same",)].rounds[0])
+    assert rounds >= 4
+    while not world.whose[-1]:
+        world.whose.pop()  # the baseline catches up at the end
+    timed = world.whose[-10 * rounds :]
+    assert timed == [(), ("same",)] * (5 * rounds)
