@@ -85,14 +85,16 @@ class Search:
             self._workers(math.ceil(1.1 * fetch / step) if step else self.max_workers)
             self._prefetch()
             self._pins()
-        best = self._best
-        if not self.min_workers and (best is None or best.seconds > (1 - WORTH) * alone.seconds):
-            if best is not None:
-                self.reason = "workers gained too little"
-            return alone.settings
-        if best is None:
+        enough = math.inf if self.min_workers else (1 - WORTH) * alone.seconds
+        if self._best is not None and self._best.seconds > enough:
+            self._try(self._best.settings)  # the machine may have been slow for that half second
+        if self._best is not None and self._best.seconds <= enough:
+            return self._best.settings
+        if self.min_workers:
             return LoaderSettings(self.min_workers, self.prefetch[0], self.pins[0], self.persistent)
-        return best.settings
+        if self._best is not None:
+            self.reason = "workers gained too little"
+        return alone.settings
 
     def _workers(self, guess: int) -> None:
         """From the number that should do upwards while it helps, then down while it is no loss."""

@@ -72,6 +72,17 @@ def test_workers_that_gain_too_little_are_not_started():
     assert run(Machine(0.002, 0.01, overhead=0.0019))[1].workers == 0
 
 
+def test_a_slow_moment_of_the_machine_is_no_reason_to_start_none():
+    class SlowAtFirst(Machine):
+        def seconds(self, settings):
+            return super().seconds(settings) * (2.0 if len(self.asked) <= 3 else 1.0)
+
+    machine = SlowAtFirst(0.02, 0.001)
+    search, chosen = run(machine)
+    assert [one.seconds > 0.02 for one in search.tried[1:]] == [True] * 3 + [False]
+    assert chosen.workers == 2
+
+
 def test_a_loader_with_kept_workers_has_at_least_one():
     machine = Machine(1e-5, 1e-4)
     assert run(machine, min_workers=1)[1].workers == 1
