@@ -141,7 +141,6 @@ class Tuning:
             space.interacts,
             self._plan.objective.min_gain,
             first="data_pipeline" if facts.starved else "",
-            needed=facts.workers > 0,  # a faster computation waits longer for them
             late=tuple(n for n, switch in space.switches.items() if switch.kind == "compile"),
         )
 

@@ -66,8 +66,8 @@ class Search:
         allows: Whether switches can be on at once.
         interacts: Whether the effect of two together may be far from the product.
         min_gain: Share that a configuration must gain to be preferred to the baseline.
-        first: What matters most: if it gains, the others are tried beside it.
-        needed: Whether no other can gain without it; then nothing is tried if it gains nothing.
+        first: What matters most: the others are tried beside it, even where it gains nothing by
+            itself.
         late: Switches that take long to start: tried last, and beside all that gains.
 
     Attributes:
@@ -81,7 +81,6 @@ class Search:
     interacts: Callable[[str, str], bool] = lambda one, other: True
     min_gain: float = 0.03
     first: str = ""
-    needed: bool = False
     late: Switches = ()
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
     complete: bool = False
@@ -100,8 +99,6 @@ class Search:
     def _search(self) -> None:
         if self.first:
             self._try([(self.first,)])
-            if self.needed and not self._gaining():
-                return
         self._try_beside(name for name in self.switches if name not in self.late)
         self._try(self._unions())  # the late ones may take the rest of the time, and gain nothing
         self._try_beside(self.late)
@@ -200,6 +197,7 @@ class Search:
             for name, outcome in alone.items()
             if outcome.score <= 1 - self.min_gain / 3
             or (outcome.score <= 1 + 2 * TIE and outcome.low < 1 - self.min_gain)
+            or (name == self.first and outcome.score < HOPELESS)
         ]
         return sorted(found, key=lambda name: alone[name].score)
 
