@@ -61,9 +61,11 @@ def apply(loader: DataLoader[Any], settings: LoaderSettings) -> dict[str, Any]:
         "pin_memory": settings.pin,
         "persistent_workers": settings.persistent and settings.workers > 0,
         "timeout": loader.timeout if settings.workers else 0,  # waiting for workers only
+        "check_worker_number_rationality": do_nothing,
     }
-    before = {name: vars(loader)[name] for name in after}
-    vars(loader).update(after, check_worker_number_rationality=do_nothing)
+    own = vars(loader)
+    before = {name: own[name] for name in after if name in own}
+    own.update(after)
     return before
 
 

@@ -162,6 +162,9 @@ def test_torch_does_not_advise_against_what_was_measured(monkeypatch):
     data.num_workers = workers  # after the run the user is advised as ever
     with pytest.warns(UserWarning, match=f"will create {workers} worker"):
         data.check_worker_number_rationality()
+    vars(data).update(num_workers=0, check_worker_number_rationality=list)  # a user's own
+    quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False)]).fit(Recorded(), data)
+    assert data.check_worker_number_rationality is list
 
 
 def test_the_main_process_touches_neither_dataset_nor_sampler():
