@@ -3,12 +3,14 @@
 import os
 import signal
 import threading
+from collections.abc import Iterable
 from multiprocessing import connection
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from lightning.pytorch.demos.boring_classes import BoringModel
 
 from lightning_opt.worker import gate, starting
 from lightning_opt.worker.gate import StepGate
@@ -103,8 +105,52 @@ def test_threads_have_come_to_rest_when_the_next_one_has_its_turn(
     held = StepGate(lambda trainer: None, wait, lambda steps: done.append(f"{len(steps)} steps"))
     strategy = SimpleNamespace(root_device=torch.device(device))
     trainer: Any = SimpleNamespace(
-        world_size=1, is_global_zero=True, strategy=strategy, accumulate_grad_batches=1
+        world_size=1,
+        is_global_zero=True,
+        local_rank=0,
+        strategy=strategy,
+        accumulate_grad_batches=1,
     )
     held.on_train_start(trainer, None)  # type: ignore[arg-type]
     held.on_train_batch_end(trainer, None, torch.tensor(1.0), torch.ones(2), 0)  # type: ignore[arg-type]
     assert done == ["wait", *rests, "1 steps", "wait"]
+
+
+class Cpus:
+    """A machine's CPUs, and those to which its one thread is asked to go."""
+
+    def __init__(self) -> None:
+        self.allowed = {2, 5, 7}
+        self.asked: list[set[int]] = []
+
+    def sched_getaffinity(self, thread: int) -> set[int]:
+        return self.allowed
+
+    def sched_setaffinity(self, thread: int, cpus: Iterable[int]) -> None:
+        self.allowed = set(cpus)
+        self.asked.append(self.allowed)
+
+
+@pytest.mark.parametrize(
+    ("device", "rank", "asked"),
+    [("cpu", 0, [{2}, {2, 5, 7}]), ("cpu", 4, [{5}, {2, 5, 7}]), ("cuda", 0, [])],
+)
+def test_runs_that_are_compared_go_to_the_same_cpu_and_are_not_held_there(
+    monkeypatch: pytest.MonkeyPatch, device: str, rank: int, asked: list[set[int]]
+) -> None:
+    """Of the CPUs that the user allows; ranks of one run go to different ones."""
+    cpus = Cpus()
+    monkeypatch.setattr(gate, "os", cpus)
+    strategy = SimpleNamespace(root_device=torch.device(device))
+    gate.to_the_same_cpu(SimpleNamespace(strategy=strategy, local_rank=rank))  # type: ignore[arg-type]
+    assert cpus.asked == asked
+
+
+def test_every_step_begins_on_the_same_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved: list[str] = []
+    monkeypatch.setattr(gate, "to_the_same_cpu", lambda trainer: moved.append("moved"))
+    granted = iter([2, 2, 0])
+    held = StepGate(lambda trainer: None, lambda: next(granted), lambda steps: None)
+    data = BoringModel().train_dataloader
+    gate.run(BoringModel, data, {"accelerator": "cpu"}, held, 0, lambda device: None)
+    assert moved == ["moved"] * 4  # before the model is made, and after all steps but the last
