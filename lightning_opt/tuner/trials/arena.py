@@ -23,7 +23,7 @@ from lightning_opt.tuner.trials.numerics import judge
 from lightning_opt.tuner.trials.probe import LOOKED_AT
 from lightning_opt.worker.training_process import Fit, FitFailed
 
-ROUNDS = (4, 7)
+ROUNDS = (4, 14)
 """The fewest rounds of blocks in which a trial that may gain is timed, and the usual most."""
 
 PRECISE = 0.02
