@@ -58,7 +58,7 @@ class Facts:
         threads: Threads that torch uses now.
         cpus: CPUs that this process may use.
         blocks: Repeated blocks of the model.
-        convolutions: Convolutions of the model.
+        convolutions: Convolutions over two or three dimensions.
         fused: Whether all optimizers are fused already.
         automatic: Whether Lightning optimises, instead of the module.
         samples: Samples in a batch.
@@ -140,8 +140,10 @@ def built_in(facts: Facts) -> list[Switch]:
     return [
         Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates", "",
                _unless(not facts.fused, "the optimizers are fused already")),
-        Switch("channels_last", added("ChannelsLast"), "layout", "convolutions in channels_last",
-               "throughput", _unless(facts.convolutions, "the model has no convolutions")),
+        # Not by ChannelsLast's own measurement, three steps: the trial is there to measure it.
+        Switch("channels_last", added("ChannelsLast", policy="always"), "layout",
+               "convolutions in channels_last", "throughput",
+               _unless(facts.convolutions, "the model has no convolutions in 2D or 3D")),
         Switch("tf32", added("Runtime"), "runtime", "products in TF32; results change by rounding",
                "throughput", no_cuda),
         Switch("one_thread", added("Runtime", threads=1, **quiet), "runtime", "torch uses one CPU",

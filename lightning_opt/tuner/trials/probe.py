@@ -26,6 +26,7 @@ from lightning_opt.core.sharding import local_part
 from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
 from lightning_opt.gradients.loss_scale import grad_scale
 from lightning_opt.gradients.names import plain_name
+from lightning_opt.kernels.channels_last.convolutions import Convolutions
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
 from lightning_opt.tuner.account import account
 
@@ -168,14 +169,13 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
         all(group.get("fused") for group in optimizer.param_groups)
         for optimizer in trainer.optimizers
     ]
-    convolutions = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose2d, nn.ConvTranspose3d)
     return {
         "device": device.type,
         "no_bf16": why_no_bf16(device.type) or "",
         "threads": torch.get_num_threads(),
         "cpus": available_cpus(),
         "blocks": len(find_blocks(module)),
-        "convolutions": sum(isinstance(part, convolutions) for part in module.modules()),
+        "convolutions": Convolutions(module).count,
         "fused": bool(fused) and all(fused),
         "automatic": module.automatic_optimization,
         "loader": isinstance(trainer.train_dataloader, DataLoader),

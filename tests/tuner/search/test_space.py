@@ -1,5 +1,6 @@
 """What can be switched on, what excludes what, and how settings are joined."""
 
+import inspect
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +39,7 @@ def test_what_cannot_work_here_is_left_out_with_a_reason() -> None:
     [
         (Facts(blocks=0), "compile_regions", "the model has no repeated blocks"),
         (Facts(fused=True), "fused", "the optimizers are fused already"),
-        (Facts(convolutions=0), "channels_last", "the model has no convolutions"),
+        (Facts(convolutions=0), "channels_last", "the model has no convolutions in 2D or 3D"),
         (
             Facts(account={**ACCOUNT, "waiting for data": 0.001}),
             "data_pipeline",
@@ -52,6 +53,17 @@ def test_what_cannot_work_here_is_left_out_with_a_reason() -> None:
 )
 def test_reasons(facts: Facts, gone: str, reason: str) -> None:
     assert Space("throughput", facts).left_out[gone] == reason
+
+
+def test_no_switch_decides_by_itself_whether_it_is_on() -> None:
+    """Some trials of such a one would measure what it does, and others nothing."""
+    for switch in built_in(NET):
+        for callback in switch.settings.get("callbacks", ()):
+            made = getattr(lo, callback["class_path"].rpartition(".")[2])
+            call = inspect.signature(made).bind(**callback.get("init_args", {}))
+            call.apply_defaults()
+            assert call.arguments.get("policy") != "auto", switch.name
+            assert not call.arguments.get("measure"), switch.name
 
 
 def test_only_what_bears_on_the_step_is_tried() -> None:
