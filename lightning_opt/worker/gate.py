@@ -21,6 +21,7 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
 from lightning_opt.core.counting import samples_in
+from lightning_opt.core.cpus import allowed_cpus
 from lightning_opt.core.trial import wait_for
 from lightning_opt.worker.recipes import Factory, Settings, make, make_settings
 
@@ -172,7 +173,7 @@ def to_the_same_cpu(trainer: pl.Trainer) -> None:
     it is. It is not held there, since what training starts would be held too: threads and workers.
     """
     if trainer.strategy.root_device.type == "cpu" and hasattr(os, "sched_setaffinity"):
-        allowed = sorted(os.sched_getaffinity(0))
+        allowed = allowed_cpus()
         os.sched_setaffinity(0, {allowed[trainer.local_rank % len(allowed)]})
         os.sched_setaffinity(0, allowed)
 

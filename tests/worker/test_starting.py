@@ -140,7 +140,8 @@ def test_runs_that_are_compared_go_to_the_same_cpu_and_are_not_held_there(
 ) -> None:
     """Of the CPUs that the user allows; ranks of one run go to different ones."""
     cpus = Cpus()
-    monkeypatch.setattr(gate, "os", cpus)
+    for name in ("sched_getaffinity", "sched_setaffinity"):
+        monkeypatch.setattr(os, name, getattr(cpus, name), raising=False)
     strategy = SimpleNamespace(root_device=torch.device(device))
     gate.to_the_same_cpu(SimpleNamespace(strategy=strategy, local_rank=rank))  # type: ignore[arg-type]
     assert cpus.asked == asked

@@ -160,13 +160,6 @@ def set_threads(number: int) -> Outcome:
     return Outcome("threads", number, before, undo=functools.partial(torch.set_num_threads, before))
 
 
-def allowed_cpus() -> list[int]:
-    """Return the CPUs that this thread may run on; all of them where that is not known."""
-    if hasattr(os, "sched_getaffinity"):
-        return sorted(os.sched_getaffinity(0))
-    return list(range(os.cpu_count() or 1))
-
-
 def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
     """Return the part of ``cpus`` that is process ``rank``'s of ``ranks``; empty if too few."""
     size = len(cpus) // ranks

@@ -9,11 +9,11 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_opt.core.arguments import at_least, one_of
+from lightning_opt.core.cpus import allowed_cpus
 from lightning_opt.core.report import Report
 from lightning_opt.core.splitting import tensors_of
 from lightning_opt.kernels.runtime.process_settings import (
     Outcome,
-    allowed_cpus,
     set_affinity,
     set_cudnn_benchmark,
     set_deterministic,

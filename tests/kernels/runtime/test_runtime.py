@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
+from lightning_opt.core.cpus import allowed_cpus
 from lightning_opt.kernels.runtime import process_settings as settings
 from tests.helpers.models import SmallNet, weights_of
 from tests.helpers.processes import launch
@@ -109,7 +110,7 @@ def run_apart(asked: dict[str, Any], fail_at: int | None = None, test: bool = Fa
 @linux
 @pytest.mark.parametrize("how", ["fit", "test", "fails"])
 def test_everything_is_set_and_put_back(how):
-    cpu = min(settings.allowed_cpus())
+    cpu = min(allowed_cpus())
     asked = {
         "matmul_precision": "medium",
         "deterministic": True,
@@ -241,7 +242,7 @@ def test_a_cpu_that_does_not_exist():
 
 @linux
 def test_cpus_of_which_some_do_not_exist():
-    outcome = settings.set_affinity([*settings.allowed_cpus(), 100_000])
+    outcome = settings.set_affinity([*allowed_cpus(), 100_000])
     assert not outcome.done
     assert outcome.failed
 
@@ -256,7 +257,7 @@ def test_shares_of_the_cpus():
 @linux
 def test_split_among_processes():
     _, seen, _, rows, said = run_apart({"cpu_affinity": "split"})
-    assert seen[0]["affinity"] == set(settings.allowed_cpus())  # one process has all
+    assert seen[0]["affinity"] == set(allowed_cpus())  # one process has all
     assert rows["cpu_affinity"]["set"] is True
     assert said == []
 
