@@ -27,8 +27,8 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from benchmarks.harness import median_ratio, parse_arguments, publish
-from lightning_opt.core.exhaustion import is_out_of_memory, let_go
-from lightning_opt.core.memory import MB
+from lightning_opt.core.measure.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.measure.memory import MB
 
 SAMPLES = 16384
 RUNS = 5

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.memory import MB
+from lightning_opt.core.measure.memory import MB
 
 
 class Squander(torch.autograd.Function):

@@ -47,7 +47,7 @@ from benchmarks.batching.hog import (
 from benchmarks.harness import free_port, parse_arguments, publish, wait
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes
-from lightning_opt.core.malloc import malloc_trim
+from lightning_opt.core.measure.malloc import malloc_trim
 
 TIMEOUT = 120.0
 """Seconds after which a process counts as hung."""

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from lightning_opt.core.cpus import available_cpus
+from lightning_opt.core.measure.cpus import available_cpus
 from lightning_opt.data.pipeline.loaders import LoaderSettings, apply
 from lightning_opt.data.pipeline.pipeline_tuner import WAITING
 

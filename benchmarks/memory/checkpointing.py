@@ -40,7 +40,7 @@ from torch.utils.flop_counter import (
 import lightning_opt as lo
 from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved, wait
 from benchmarks.memory.checkpointing_models import MODELS
-from lightning_opt.core.blocks import find_blocks
+from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
     Plan,

@@ -24,7 +24,7 @@ import lightning_opt as lo
 from benchmarks.gpt import GPT, size_for
 from benchmarks.harness import parse_arguments, publish, wait
 from benchmarks.memory.checkpointing import Step, process_peak
-from lightning_opt.core.blocks import find_blocks
+from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.methods.policies import Plan
 from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner
 

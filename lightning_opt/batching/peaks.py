@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from lightning_opt.core.malloc import malloc_trim
-from lightning_opt.core.memory import MB, MemoryLimits, PeakMeter, resident_memory
+from lightning_opt.core.measure.malloc import malloc_trim
+from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resident_memory
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from lightning_opt.cli.parsing import (
     list_of_presets,
     preset_of,
 )
-from lightning_opt.core.report import Report
+from lightning_opt.core.output.report import Report
 from lightning_opt.presets.registry import preset, preset_names
 
 EXAMPLES = """\

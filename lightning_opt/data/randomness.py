@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
-from lightning_opt.core.preserve import isolated_random
+from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.data.encoding import encode, raw
 
 DRAWS = 3

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_opt.core.compiling import has_compiled_parts
+from lightning_opt.core.modules.compiling import has_compiled_parts
 
 
 class ForwardOrder:

@@ -8,7 +8,8 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_opt.core.norms import (
+from lightning_opt.core.modules.sharding import Groups, flat_parameter_groups
+from lightning_opt.core.numerics.norms import (
     GradientNorms,
     Gradients,
     GradientStep,
@@ -16,8 +17,7 @@ from lightning_opt.core.norms import (
     measure_norms,
     parameters_of,
 )
-from lightning_opt.core.scalars import Scalar
-from lightning_opt.core.sharding import Groups, flat_parameter_groups
+from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.gradients.loss_scale import grad_scale
 from lightning_opt.gradients.names import plain_name
 from lightning_opt.trainer.refusals import refuse_lbfgs

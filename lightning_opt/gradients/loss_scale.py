@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.numerics.scalars import Scalar
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

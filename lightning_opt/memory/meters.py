@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_opt.core.memory import PeakMeter
-from lightning_opt.core.operators import returns_views
-from lightning_opt.core.sharding import local_part
-from lightning_opt.core.splitting import tensors_of
+from lightning_opt.core.measure.memory import PeakMeter
+from lightning_opt.core.modules.operators import returns_views
+from lightning_opt.core.modules.sharding import local_part
+from lightning_opt.core.modules.splitting import tensors_of
 
 
 class StorageMeter(TorchDispatchMode):

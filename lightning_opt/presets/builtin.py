@@ -6,8 +6,8 @@ from typing import Any
 
 from lightning_opt.batching.accumulation.accumulation import Accumulation
 from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
-from lightning_opt.core.blocks import find_blocks
-from lightning_opt.core.machine import why_no_bf16, why_no_compiler
+from lightning_opt.core.measure.machine import why_no_bf16, why_no_compiler
+from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.data.pipeline.pipeline_tuner import DataPipelineTuner
 from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
 from lightning_opt.gradients.guard.non_finite_guard import NonFiniteGuard

@@ -12,8 +12,8 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_opt.core.arguments import did_you_mean
-from lightning_opt.core.machine import describe_machine
-from lightning_opt.core.report import Report
+from lightning_opt.core.measure.machine import describe_machine
+from lightning_opt.core.output.report import Report
 from lightning_opt.presets.parts import Chosen, Obstacle, Part, check_settings, written
 from lightning_opt.presets.situation import Situation
 

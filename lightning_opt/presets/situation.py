@@ -30,8 +30,8 @@ from lightning.pytorch.strategies import (
 )
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.memory import MemoryLimits
+from lightning_opt.core.measure.memory import MemoryLimits
+from lightning_opt.core.modules.compiling import has_compiled_parts
 
 STANDING = 4
 """Parameters, their gradients and two states of Adam, in sizes of the parameters."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.modules.sharding import wants_host
 
 CHUNK = 131_072
 """Elements a piece on a CPU: half a megabyte of float32, which an L2 cache holds with its mask."""

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_opt.core.arguments import at_least, one_of, positive, share
-from lightning_opt.core.scalars import Scalar
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.chunks import chunks_of
 from lightning_opt.strategies.packing import (
     QuantizedLayout,

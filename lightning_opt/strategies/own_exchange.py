@@ -11,7 +11,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_opt.core.sharding import flat_parameter_groups, is_dtensor
+from lightning_opt.core.modules.sharding import flat_parameter_groups, is_dtensor
 
 
 class OwnExchangeStrategy(DDPStrategy):

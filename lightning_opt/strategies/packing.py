@@ -13,8 +13,8 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_opt.core.scalars import Scalar
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.numerics.scalars import Scalar
 
 HEADER = 16
 

@@ -6,7 +6,7 @@ import math
 import statistics
 from dataclasses import dataclass, field, replace
 
-from lightning_opt.core.ratios import compare_pairs
+from lightning_opt.core.numerics.ratios import compare_pairs
 from lightning_opt.profiling.comparing.result import OFFSET
 
 Switches = tuple[str, ...]

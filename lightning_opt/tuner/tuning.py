@@ -17,8 +17,8 @@ import lightning
 import torch
 
 import lightning_opt
-from lightning_opt.core.cpus import available_cpus
-from lightning_opt.core.machine import cpu_flags
+from lightning_opt.core.measure.cpus import available_cpus
+from lightning_opt.core.measure.machine import cpu_flags
 from lightning_opt.data.cache.fingerprint import fingerprint
 from lightning_opt.tuner.journal import Journal
 from lightning_opt.tuner.progress import Progress

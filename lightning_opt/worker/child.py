@@ -23,8 +23,8 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 
-from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.memory import PeakMeter
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.measure.memory import PeakMeter
 from lightning_opt.worker.gate import Step, StepGate, run
 from lightning_opt.worker.starting import Place, kill_tree
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from lightning_opt.batching.peaks import LimitMeter
-from lightning_opt.core.memory import PeakMeter
+from lightning_opt.core.measure.memory import PeakMeter
 
 DEVICE = torch.device("cuda", 0)
 

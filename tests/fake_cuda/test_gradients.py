@@ -11,9 +11,9 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_map_only
 
 from lightning_opt import AdaptiveClipping, GradientClipper, GradientHealth, NonFiniteGuard
-from lightning_opt.core.delayed import DelayedReads
-from lightning_opt.core.norms import collect_gradients, measure_norms
-from lightning_opt.core.scalars import stack_scalars
+from lightning_opt.core.measure.delayed import DelayedReads
+from lightning_opt.core.numerics.norms import collect_gradients, measure_norms
+from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
 from lightning_opt.gradients.guard.buffers import BufferKeeper

@@ -14,8 +14,8 @@ from lightning_opt.batching.accumulation.counting import count_with, quotient
 from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
 from lightning_opt.batching.peaks import LimitMeter
-from lightning_opt.core.memory import MemoryLimits, PeakMeter, growth_figures, live_bytes
-from lightning_opt.core.preserve import Before
+from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, growth_figures, live_bytes
+from lightning_opt.core.modules.preserve import Before
 from lightning_opt.memory.checkpointing.methods import offloading
 from lightning_opt.memory.meters import StorageMeter, measuring, storage_bytes
 from tests.helpers.fake_cuda import (

@@ -10,8 +10,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from lightning_opt.core.norms import GradientNorms, Gradients, GradientStep
-from lightning_opt.core.scalars import to_plain
+from lightning_opt.core.numerics.norms import GradientNorms, Gradients, GradientStep
+from lightning_opt.core.numerics.scalars import to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
     Clip,
     ClippingRule,

@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import nn
 
 import lightning_opt as lo
-from lightning_opt.core import machine
+from lightning_opt.core.measure import machine
 from lightning_opt.presets import situation
 
 GB = 10**9

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader, Subset
 
 import lightning_opt as lo
-from lightning_opt.core import machine
+from lightning_opt.core.measure import machine
 from lightning_opt.presets import situation
 from tests.gradients.clipping.test_distributed import FSDPOnCPU
 from tests.helpers.models import (

@@ -30,11 +30,11 @@ from lightning_opt.batching.loader_sizes import (
 )
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.importing import function_named
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.norms import collect_gradients, parameters_of
-from lightning_opt.core.preserve import replaced
-from lightning_opt.core.scalars import Scalar
-from lightning_opt.core.sharding import flat_parameter_groups, ranks_of_a_step
+from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.sharding import flat_parameter_groups, ranks_of_a_step
+from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
+from lightning_opt.core.numerics.scalars import Scalar
+from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.trainer.refusals import refuse_lbfgs
 from lightning_opt.trainer.run_callback import RunCallback
 

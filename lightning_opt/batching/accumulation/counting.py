@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.arguments import at_least
-from lightning_opt.core.scalars import Scalar, wide_dtype
-from lightning_opt.core.sharding import Groups, sum_over, wants_host
-from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
+from lightning_opt.core.modules.sharding import Groups, sum_over, wants_host
+from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length
+from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
 
 def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from lightning_opt.batching.accumulation.counting import sum_over_ranks
-from lightning_opt.core.norms import HALVES
-from lightning_opt.core.sharding import local_part
+from lightning_opt.core.modules.sharding import local_part
+from lightning_opt.core.numerics.norms import HALVES
 
 
 class GradientAccumulator:

@@ -26,9 +26,9 @@ from lightning_opt.batching.loader_sizes import (
 )
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.arguments import at_least, between, positive
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.preserve import replaced
-from lightning_opt.core.report import Report
+from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

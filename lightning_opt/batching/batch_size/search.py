@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lightning_opt.batching.batch_size.memory_fit import MemoryFit
-from lightning_opt.core.report import Report
+from lightning_opt.core.output.report import Report
 
 TRIALS = 12
 """What a search for the largest size may take."""

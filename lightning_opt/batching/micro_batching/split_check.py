@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_opt.batching.micro_batching.closure import Workshop, split_with
-from lightning_opt.core.exhaustion import is_out_of_memory, let_go
-from lightning_opt.core.preserve import replaced
-from lightning_opt.core.trial import loss_of, without_a_trace
+from lightning_opt.core.measure.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.trial import loss_of, without_a_trace
 
 log = logging.getLogger(__name__)
 

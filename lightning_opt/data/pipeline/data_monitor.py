@@ -7,12 +7,12 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.arguments import at_least, fraction
-from lightning_opt.core.counting import samples_in
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.preserve import Patches, replaced
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.modules.counting import samples_in
+from lightning_opt.core.modules.preserve import Patches, replaced
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

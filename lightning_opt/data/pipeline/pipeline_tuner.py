@@ -15,10 +15,15 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import at_least, one_of, positive
-from lightning_opt.core.cpus import available_cpus
-from lightning_opt.core.preserve import Patches, isolated_random, replaced
-from lightning_opt.core.report import Report
-from lightning_opt.core.trial import WrittenParameters, as_delivered, run_step, without_a_trace
+from lightning_opt.core.measure.cpus import available_cpus
+from lightning_opt.core.modules.preserve import Patches, isolated_random, replaced
+from lightning_opt.core.modules.trial import (
+    WrittenParameters,
+    as_delivered,
+    run_step,
+    without_a_trace,
+)
+from lightning_opt.core.output.report import Report
 from lightning_opt.data.pipeline.loaders import (
     LoaderSettings,
     apply,

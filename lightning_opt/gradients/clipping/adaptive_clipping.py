@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.optim import Optimizer
 
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.clipping.gradient_clipper import ClipTally, resolve_rule
 from lightning_opt.gradients.clipping.norm_rules import ClippingRule
 from lightning_opt.gradients.gradient_callback import GradientCallback

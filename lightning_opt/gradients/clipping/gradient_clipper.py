@@ -9,8 +9,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from lightning_opt.core.arguments import one_of
-from lightning_opt.core.norms import GradientStep, collect_gradients, measure_norms
-from lightning_opt.core.scalars import Scalar, read_scalars, stack_scalars, to_plain
+from lightning_opt.core.numerics.norms import GradientStep, collect_gradients, measure_norms
+from lightning_opt.core.numerics.scalars import Scalar, read_scalars, stack_scalars, to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
     Clip,
     ClippingRule,

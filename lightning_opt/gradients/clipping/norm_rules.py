@@ -17,9 +17,9 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.arguments import at_least, between, fraction, one_of, positive
-from lightning_opt.core.norms import GradientStep
-from lightning_opt.core.scalars import DeviceCopy, Scalar, constant
-from lightning_opt.core.statistics import LogBand, State, Window
+from lightning_opt.core.numerics.norms import GradientStep
+from lightning_opt.core.numerics.scalars import DeviceCopy, Scalar, constant
+from lightning_opt.core.numerics.statistics import LogBand, State, Window
 
 
 @dataclass(slots=True)
@@ -293,7 +293,9 @@ class ZClip(NormRule):
 
 
 class Robust(LogBand, NormRule):
-    """The default: the norms' own :class:`~lightning_opt.core.statistics.LogBand` as threshold.
+    """The default: clip above the upper edge of a band around the usual norms.
+
+    See :class:`~lightning_opt.core.numerics.statistics.LogBand`.
 
     No spike widens that band, and one spike or ten leave the threshold where it was. If
     ``patience`` steps in a row are clipped, the norm has moved for good (a new phase of training, a

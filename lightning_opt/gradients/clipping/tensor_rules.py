@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.arguments import at_least, fraction, positive
-from lightning_opt.core.norms import GradientStep, as_real, by_kind
-from lightning_opt.core.scalars import constant, move, stack_scalars, wide_dtype
-from lightning_opt.core.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
-from lightning_opt.core.statistics import State
+from lightning_opt.core.modules.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
+from lightning_opt.core.numerics.norms import GradientStep, as_real, by_kind
+from lightning_opt.core.numerics.scalars import constant, move, stack_scalars, wide_dtype
+from lightning_opt.core.numerics.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.names import plain_name

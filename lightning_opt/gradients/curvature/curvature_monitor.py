@@ -8,10 +8,10 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least, positive, share
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import Groups, ranks_of_a_step
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
 from lightning_opt.gradients.curvature.curved_step import (
     check_parameters,
     check_run,

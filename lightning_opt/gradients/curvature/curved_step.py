@@ -13,11 +13,11 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from lightning_opt.core.compiling import run_eagerly
-from lightning_opt.core.preserve import replaced
-from lightning_opt.core.sharding import Groups, sum_over
-from lightning_opt.core.splitting import UnsplittableBatchError, batch_length, split_into
-from lightning_opt.core.trial import loss_of, without_a_trace
+from lightning_opt.core.modules.compiling import run_eagerly
+from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.sharding import Groups, sum_over
+from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length, split_into
+from lightning_opt.core.modules.trial import loss_of, without_a_trace
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from lightning_opt.core.arguments import between, fraction, positive
-from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.numerics.scalars import Scalar
 
 TINY, LARGE = 1e-30, 1e30
 

@@ -7,9 +7,9 @@ from operator import attrgetter
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.norms import by_kind
-from lightning_opt.core.scalars import Condition
-from lightning_opt.core.sharding import local_part
+from lightning_opt.core.modules.sharding import local_part
+from lightning_opt.core.numerics.norms import by_kind
+from lightning_opt.core.numerics.scalars import Condition
 
 LARGEST = 2**16
 """Elements of a buffer that is copied at every step: any BatchNorm's statistics, not a table."""

@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.norms import as_real
-from lightning_opt.core.sharding import Groups, local_part
+from lightning_opt.core.modules.sharding import Groups, local_part
+from lightning_opt.core.numerics.norms import as_real
 
 
 class DamageWatch:

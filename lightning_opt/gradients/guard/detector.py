@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.scalars import Condition, DeviceCopy, Scalar, move, stack_scalars
-from lightning_opt.core.sharding import Groups
-from lightning_opt.core.statistics import BEYOND, WITHIN, DeviceBands, LogBand
+from lightning_opt.core.modules.sharding import Groups
+from lightning_opt.core.numerics.scalars import Condition, DeviceCopy, Scalar, move, stack_scalars
+from lightning_opt.core.numerics.statistics import BEYOND, WITHIN, DeviceBands, LogBand
 
 Kind: TypeAlias = Literal[
     "nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_spike", "nonfinite_weight"

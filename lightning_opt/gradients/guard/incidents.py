@@ -14,9 +14,9 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_opt.core.norms import GradientNorms
-from lightning_opt.core.report import Report
-from lightning_opt.core.sharding import ranks_of_a_step
+from lightning_opt.core.modules.sharding import ranks_of_a_step
+from lightning_opt.core.numerics.norms import GradientNorms
+from lightning_opt.core.output.report import Report
 from lightning_opt.gradients.guard.damage import gather
 from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
 from lightning_opt.gradients.guard.ladder import Action

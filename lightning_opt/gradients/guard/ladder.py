@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal, TypeAlias
 
 from lightning_opt.core.arguments import at_least, one_of
-from lightning_opt.core.scalars import to_plain
+from lightning_opt.core.numerics.scalars import to_plain
 from lightning_opt.gradients.guard.detector import Detector, Kind, Symptoms
 
 Policy: TypeAlias = Literal["skip", "rollback", "raise"]

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_opt.core.norms import parameters_of
-from lightning_opt.core.scalars import Scalar, move, wide_dtype
-from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.core.modules.sharding import is_dtensor
+from lightning_opt.core.numerics.norms import parameters_of
+from lightning_opt.core.numerics.scalars import Scalar, move, wide_dtype
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

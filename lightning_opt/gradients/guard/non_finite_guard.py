@@ -10,12 +10,12 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.delayed import DelayedReads
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import ranks_of_a_step
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.delayed import DelayedReads
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.modules.sharding import ranks_of_a_step
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback
 from lightning_opt.gradients.guard.buffers import BufferKeeper
 from lightning_opt.gradients.guard.damage import DamageWatch

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_opt.core.sharding import is_dtensor, local_part
+from lightning_opt.core.modules.sharding import is_dtensor, local_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_opt.core.norms import parameters_of
-from lightning_opt.core.scalars import Condition
+from lightning_opt.core.numerics.norms import parameters_of
+from lightning_opt.core.numerics.scalars import Condition
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.scalars import wide_dtype
-from lightning_opt.core.splitting import tensors_of
+from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.splitting import tensors_of
+from lightning_opt.core.numerics.scalars import wide_dtype
 from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.measures import largest_magnitude, read_together
 

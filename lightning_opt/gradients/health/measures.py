@@ -16,9 +16,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_opt.core.norms import GradientStep, as_real
-from lightning_opt.core.scalars import wide_dtype
-from lightning_opt.core.sharding import Groups, combine_shards, local_part, wants_host
+from lightning_opt.core.modules.sharding import Groups, combine_shards, local_part, wants_host
+from lightning_opt.core.numerics.norms import GradientStep, as_real
+from lightning_opt.core.numerics.scalars import wide_dtype
 
 SAMPLE = 8192
 """Weights a tensor, at least, that an update is measured on where there are more."""
@@ -118,7 +118,7 @@ class UpdateProbe:
 
     Args:
         parameters: The parameters, before the update.
-        groups: As in :class:`~lightning_opt.core.norms.Gradients`.
+        groups: As in :class:`~lightning_opt.core.numerics.norms.Gradients`.
     """
 
     def __init__(self, parameters: list[Tensor], groups: list[Groups]) -> None:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_opt.core.norms import GradientStep
+from lightning_opt.core.numerics.norms import GradientStep
 from lightning_opt.gradients.health.diagnosis import OVERFLOW_STREAK, Evidence, diagnose
 from lightning_opt.gradients.health.issues import CRITICAL, Issue, Persistence
 from lightning_opt.gradients.health.measures import (

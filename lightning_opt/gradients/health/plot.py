@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any
 
-from lightning_opt.core.figures import new_figure
+from lightning_opt.core.output.figures import new_figure
 from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.report import HealthSummary
 from lightning_opt.gradients.health.vitals import LayerVitals

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from lightning_opt.core.norms import as_real
+from lightning_opt.core.numerics.norms import as_real
 from lightning_opt.gradients.health.measures import ABSENT
 from lightning_opt.gradients.names import plain_name
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_opt.core.arguments import at_least
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.report import Report
+from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.attention.sdpa import BACKENDS, CAN_RANK, Preference, Watch
 from lightning_opt.trainer.run_callback import RunCallback
 

@@ -12,10 +12,10 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import one_of
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.exhaustion import CAUGHT, is_out_of_memory, let_go
-from lightning_opt.core.report import Report
-from lightning_opt.core.trial import TrialStep
+from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, let_go
+from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.trial import TrialStep
+from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.channels_last.convolutions import Convolutions
 from lightning_opt.trainer.run_callback import RunCallback
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 
-from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.kernels.layouts import laid_out, same_layout
 
 CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {

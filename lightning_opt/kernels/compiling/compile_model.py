@@ -11,11 +11,11 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
-from lightning_opt.core.compiling import CLOCK
-from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.report import Report
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.modules.compiling import CLOCK
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.kernels.compiling.errors import passed_compiled_backward
 from lightning_opt.kernels.compiling.measuring import Race
 from lightning_opt.kernels.compiling.process_settings import (

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.compiling import CLOCK
-from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.preserve import Before, replaced
-from lightning_opt.core.replacing import Replacement, take_off
-from lightning_opt.core.splitting import tensors_of
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.modules.compiling import CLOCK
+from lightning_opt.core.modules.preserve import Before, replaced
+from lightning_opt.core.modules.replacing import Replacement, take_off
+from lightning_opt.core.modules.splitting import tensors_of
 from lightning_opt.kernels.compiling.errors import fails_in_every_mode, is_compilers, reason
 
 EAGER = "eager"

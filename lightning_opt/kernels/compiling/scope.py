@@ -9,8 +9,8 @@ import torch
 from torch import nn
 from torchmetrics import Metric
 
-from lightning_opt.core.blocks import Signature, find_blocks, signature, unwrapped
-from lightning_opt.core.compiling import is_compiled
+from lightning_opt.core.modules.blocks import Signature, find_blocks, signature, unwrapped
+from lightning_opt.core.modules.compiling import is_compiled
 from lightning_opt.kernels.compiling.regions import Region, Shared
 
 

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.utilities import rank_zero_warn
 from torch.optim import Optimizer
 
-from lightning_opt.core.report import Report
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.kernels.fused_optimizer.fusing import Fused, obstacle_to_fused
 from lightning_opt.trainer.run_callback import RunCallback
 

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
-from lightning_opt.core.sharding import is_dtensor
+from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.kernels.layouts import is_dense, laid_out, same_layout
 
 FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)

@@ -11,13 +11,13 @@ from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.blocks import Block, find_blocks
-from lightning_opt.core.compiling import has_compiled_parts, is_compiled, run_eagerly
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.memory import MB
-from lightning_opt.core.preserve import replaced
-from lightning_opt.core.report import Report
-from lightning_opt.core.trial import TrialStep, as_delivered
+from lightning_opt.core.measure.memory import MB
+from lightning_opt.core.modules.blocks import Block, find_blocks
+from lightning_opt.core.modules.compiling import has_compiled_parts, is_compiled, run_eagerly
+from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.trial import TrialStep, as_delivered
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
 from lightning_opt.memory.checkpointing.methods.arguments import switch_caches_off
 from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
 from lightning_opt.memory.checkpointing.methods.offloading import Offload

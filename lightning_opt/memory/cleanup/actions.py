@@ -11,8 +11,8 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from lightning_opt.core.malloc import malloc_trim
-from lightning_opt.core.memory import MB, Usage, live_bytes, resident_memory
+from lightning_opt.core.measure.malloc import malloc_trim
+from lightning_opt.core.measure.memory import MB, Usage, live_bytes, resident_memory
 from lightning_opt.memory.meters import state_tensors, storage_bytes
 
 Action = Literal["gc", "cuda_cache", "malloc_trim"]

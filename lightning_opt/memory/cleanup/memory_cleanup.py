@@ -11,12 +11,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_opt.core.arguments import at_least, between
-from lightning_opt.core.delayed import DelayedReads
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.memory import MB, MemoryLimits, Usage, growth_figures
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import Groups, ranks_of_a_step, sum_over, wants_host
+from lightning_opt.core.measure.delayed import DelayedReads
+from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, growth_figures
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step, sum_over, wants_host
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
 from lightning_opt.memory.cleanup.actions import ACTIONS, Action, Effect, advise, clean
 from lightning_opt.memory.cleanup.pressure import Pressure
 from lightning_opt.trainer.run_callback import RunCallback

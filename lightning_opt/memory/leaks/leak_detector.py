@@ -12,12 +12,12 @@ import torch
 import torch.distributed as dist
 
 from lightning_opt.core.arguments import at_least, one_of, positive
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.memory import MemoryLimits
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import ranks_of_a_step, sum_over
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.memory import MemoryLimits
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.modules.sharding import ranks_of_a_step, sum_over
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.memory.leaks.census import Census, take_census
 from lightning_opt.memory.leaks.signals import SAMPLES, Signals, read_signals
 from lightning_opt.memory.leaks.suspects import WRONG_AT_ONCE, Suspect, find_suspects

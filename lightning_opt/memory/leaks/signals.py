@@ -8,9 +8,9 @@ from collections.abc import Mapping
 
 import torch
 
-from lightning_opt.core.malloc import malloc_info
-from lightning_opt.core.memory import resident_memory
-from lightning_opt.core.trend import mann_kendall, theil_sen
+from lightning_opt.core.measure.malloc import malloc_info
+from lightning_opt.core.measure.memory import resident_memory
+from lightning_opt.core.numerics.trend import mann_kendall, theil_sen
 
 PYTHON_BLOCK = 96
 """Bytes of a typical block of Python's own allocator, which counts blocks and not bytes."""

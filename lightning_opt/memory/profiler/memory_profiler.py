@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_opt.core.exhaustion import is_out_of_memory
-from lightning_opt.core.figures import save_at_end
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.memory import MB, live_bytes, live_source, resident_memory
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resident_memory
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.output.figures import save_at_end
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.memory.profiler.gc_pauses import timing_collections
 from lightning_opt.memory.profiler.out_of_memory import perform_autopsy
 from lightning_opt.memory.profiler.phase_peaks import Holdings, PhaseMeter

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.memory import MB, MemoryLimits, live_bytes, resident_memory
-from lightning_opt.core.report import Report
+from lightning_opt.core.measure.memory import MB, MemoryLimits, live_bytes, resident_memory
+from lightning_opt.core.output.report import Report
 from lightning_opt.memory.object_graph import Root, Walk, describe, is_a, is_dense
 
 log = logging.getLogger(__name__)

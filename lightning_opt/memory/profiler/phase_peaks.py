@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.memory import live_bytes
+from lightning_opt.core.measure.memory import live_bytes
+from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.memory.meters import StorageMeter, measuring, state_tensors, storage_bytes
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from lightning_opt.core.memory import MB
-from lightning_opt.core.report import Report
+from lightning_opt.core.measure.memory import MB
+from lightning_opt.core.output.report import Report
 from lightning_opt.memory.profiler.phase_peaks import CATEGORIES
 from lightning_opt.memory.profiler.saved_by_module import SavedBytes
 

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_opt.core.scalars import Condition, Scalar, move, to_plain
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.numerics.scalars import Condition, Scalar, move, to_plain
 
 COUNTS = ("skipped", "overflows", "stuck")
 """What is counted over a whole run."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from lightning_opt.core.ratios import Ratio
-from lightning_opt.core.report import Report
+from lightning_opt.core.numerics.ratios import Ratio
+from lightning_opt.core.output.report import Report
 
 
 class Measured:

@@ -8,9 +8,9 @@ import statistics
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from lightning_opt.core.memory import MB
-from lightning_opt.core.ratios import Ratio, compare_pairs, quartiles
-from lightning_opt.core.report import Report
+from lightning_opt.core.measure.memory import MB
+from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
+from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.comparing.measured import Measured, ratio_columns, verdict_note
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.training_process import FitFailed

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import Optimizer
 
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.machine import why_no_bf16
-from lightning_opt.core.sharding import local_part
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.machine import why_no_bf16
+from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.sharding import local_part
+from lightning_opt.core.output.verdicts import Verdict
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -6,8 +6,8 @@ import logging
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from lightning_opt.core.report import Report
-from lightning_opt.core.verdicts import TOPICS, State, Verdict
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import TOPICS, State, Verdict
 from lightning_opt.profiling.doctor.checks import LOOKS
 
 if TYPE_CHECKING:

@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 
-from lightning_opt.core.memory import MB
-from lightning_opt.core.nvml import find_handle, open_nvml, used_memory
+from lightning_opt.core.measure.memory import MB
+from lightning_opt.core.measure.nvml import find_handle, open_nvml, used_memory
 
 
 class GpuReader:

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from lightning_opt.core.arguments import between
-from lightning_opt.core.counting import check_tokens, samples_in, tokens_in
-from lightning_opt.core.delayed import DelayedReads
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
-from lightning_opt.core.sharding import is_dtensor
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.measure.delayed import DelayedReads
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.modules.counting import check_tokens, samples_in, tokens_in
+from lightning_opt.core.modules.sharding import is_dtensor
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.profiling.monitor.gpu import find_gpu
 from lightning_opt.profiling.monitor.record import Record, means
 from lightning_opt.profiling.monitor.report import build_report, describe, judge

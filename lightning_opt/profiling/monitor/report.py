@@ -6,9 +6,9 @@ import math
 import statistics
 from typing import Any
 
-from lightning_opt.core.report import Report
-from lightning_opt.core.trend import mann_kendall
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.numerics.trend import mann_kendall
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.profiling.monitor.record import Record
 from lightning_opt.profiling.monitor.slowdown import Fall
 

@@ -9,7 +9,7 @@ import threading
 from collections import deque
 from typing import TYPE_CHECKING
 
-from lightning_opt.core.memory import MB
+from lightning_opt.core.measure.memory import MB
 from lightning_opt.profiling.monitor.gpu import GpuReader
 
 if TYPE_CHECKING:

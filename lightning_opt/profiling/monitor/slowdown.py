@@ -8,7 +8,7 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from lightning_opt.core.trend import mann_kendall
+from lightning_opt.core.numerics.trend import mann_kendall
 
 POINTS = 96
 """Points of a history at most; even."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from lightning_opt.core.report import Report
+from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.flops import Flops
 from lightning_opt.profiling.steps.step_clock import StepClock

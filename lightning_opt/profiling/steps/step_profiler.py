@@ -12,9 +12,9 @@ from typing import Any
 from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.counting import check_tokens
-from lightning_opt.core.report import Report
-from lightning_opt.core.verdicts import Verdict
+from lightning_opt.core.modules.counting import check_tokens
+from lightning_opt.core.output.report import Report
+from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
 from lightning_opt.profiling.steps.step_measures import Measures
 from lightning_opt.profiling.steps.step_phases import DATA, NAMES

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.loggers import log_scalars
+from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
 from lightning_opt.profiling.steps.device_clock import DeviceClock
 from lightning_opt.profiling.steps.hooks import Watch

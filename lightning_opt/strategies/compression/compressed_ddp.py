@@ -13,10 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.norms import parameters_of
-from lightning_opt.core.report import Report
-from lightning_opt.core.schedule import Schedule
+from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.numerics.norms import parameters_of
+from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.report import Report
 from lightning_opt.strategies.compression.choosing.auto import LOOK, AutoChoice
 from lightning_opt.strategies.compression.choosing.ramp import Ramp, default_steps
 from lightning_opt.strategies.compression.exchange.local_clipping import clip_locally

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, fraction, one_of, positive
-from lightning_opt.core.loggers import log_scalars
-from lightning_opt.core.preserve import do_nothing, replaced
+from lightning_opt.core.modules.preserve import do_nothing, replaced
+from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.strategies.diloco.agreement import (
     average_states,
     broadcast_all,

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-from lightning_opt.core.report import Report
+from lightning_opt.core.output.report import Report
 from lightning_opt.tuner.report.explaining import explain
 from lightning_opt.tuner.report.writing import to_python, to_yaml
 from lightning_opt.tuner.search.settings import plain

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.blocks import find_blocks
-from lightning_opt.core.compiling import has_compiled_parts
-from lightning_opt.core.cpus import available_cpus
-from lightning_opt.core.machine import why_no_bf16
-from lightning_opt.core.memory import MemoryLimits
-from lightning_opt.core.sharding import local_part
-from lightning_opt.core.splitting import UnsplittableBatchError, batch_length
+from lightning_opt.core.measure.cpus import available_cpus
+from lightning_opt.core.measure.machine import why_no_bf16
+from lightning_opt.core.measure.memory import MemoryLimits
+from lightning_opt.core.modules.blocks import find_blocks
+from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.sharding import local_part
+from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length
 from lightning_opt.gradients.loss_scale import grad_scale
 from lightning_opt.gradients.names import plain_name
 from lightning_opt.kernels.channels_last.convolutions import Convolutions

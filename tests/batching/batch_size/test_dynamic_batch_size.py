@@ -13,7 +13,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, RandomSampler, S
 
 import lightning_opt as lo
 from lightning_opt.batching import peaks
-from lightning_opt.core.memory import Usage, resident_memory
+from lightning_opt.core.measure.memory import Usage, resident_memory
 from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from lightning_opt.core.exhaustion import is_out_of_memory, let_go
-from lightning_opt.core.memory import MB
+from lightning_opt.core.measure.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.measure.memory import MB
 from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch

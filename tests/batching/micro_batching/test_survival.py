@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from benchmarks.batching.hog import Limit, Sequences
-from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 

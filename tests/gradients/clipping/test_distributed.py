@@ -20,8 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import lightning_opt as lo
-from lightning_opt.core.norms import collect_gradients, measure_norms, parameters_of
-from lightning_opt.core.sharding import flat_parameter_groups
+from lightning_opt.core.modules.sharding import flat_parameter_groups
+from lightning_opt.core.numerics.norms import collect_gradients, measure_norms, parameters_of
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lightning_opt.core.norms import GradientStep, collect_gradients, measure_norms
+from lightning_opt.core.numerics.norms import GradientStep, collect_gradients, measure_norms
 from lightning_opt.gradients.clipping.gradient_clipper import (
     RULES,
     ClipTally,

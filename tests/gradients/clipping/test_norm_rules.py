@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import nn
 
-from lightning_opt.core.scalars import to_plain
+from lightning_opt.core.numerics.scalars import to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
     ClippingRule,
     FixedNorm,

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from lightning_opt.core.report import Report
+from lightning_opt.core.output.report import Report
 from lightning_opt.gradients.health.diagnosis import Evidence, diagnose
 from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue, Persistence
 from lightning_opt.gradients.health.plot import draw_health

@@ -11,7 +11,7 @@ from torch._dynamo.backends.debugging import aot_eager
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_opt.core.compiling import CLOCK
+from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.kernels.channels_last.channels_last import ChannelsLast
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from lightning_opt.kernels.compiling.process_settings import ladder

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch._dynamo.exc import BackendCompilerFailed
 
 from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
-from lightning_opt.core.exhaustion import is_out_of_memory
+from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.kernels.compiling.compile_model import CompileModel
 from tests.helpers.models import assert_same_weights
 from tests.helpers.processes import launch

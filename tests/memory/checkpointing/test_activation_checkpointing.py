@@ -12,7 +12,7 @@ from lightning.pytorch.strategies import FSDPStrategy
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
-from lightning_opt.core.blocks import find_blocks
+from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, is_checkpointed
 from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, every_layer, segments

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.blocks import Block, find_blocks
+from lightning_opt.core.modules.blocks import Block, find_blocks
 from lightning_opt.memory.checkpointing.planning import knapsack
 from lightning_opt.memory.checkpointing.planning.block_profile import Unit
 from lightning_opt.memory.checkpointing.planning.knapsack import (

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from lightning_opt.core.blocks import find_blocks
+from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.methods.forward import InputChangedError
 from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, make_plan
 from tests.helpers.models import assert_same_weights

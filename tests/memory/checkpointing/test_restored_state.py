@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn import functional
 
-from lightning_opt.core.blocks import Block as Found
-from lightning_opt.core.blocks import find_blocks
-from lightning_opt.core.preserve import random_states
+from lightning_opt.core.modules.blocks import Block as Found
+from lightning_opt.core.modules.blocks import find_blocks
+from lightning_opt.core.modules.preserve import random_states
 from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, make_plan
 from lightning_opt.memory.checkpointing.methods.segments import Chain, Segment
 

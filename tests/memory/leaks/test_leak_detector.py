@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 import lightning_opt as lo
-from lightning_opt.core.malloc import malloc_info
-from lightning_opt.core.memory import MemoryLimits, Usage
+from lightning_opt.core.measure.malloc import malloc_info
+from lightning_opt.core.measure.memory import MemoryLimits, Usage
 from lightning_opt.memory import object_graph as walking
 from lightning_opt.memory.leaks import leak_detector as leaks
 from lightning_opt.memory.leaks import signals as leak_signals

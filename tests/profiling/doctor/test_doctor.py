@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.core import machine
-from lightning_opt.core.verdicts import TOPICS, Verdict
+from lightning_opt.core.measure import machine
+from lightning_opt.core.output.verdicts import TOPICS, Verdict
 from lightning_opt.profiling.doctor import checks
 from lightning_opt.profiling.doctor.doctor import MEASURES
 from lightning_opt.profiling.steps import step_clock

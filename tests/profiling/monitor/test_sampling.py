@@ -12,7 +12,7 @@ import pytest
 from lightning.pytorch import Callback
 
 import lightning_opt as lo
-from lightning_opt.core.memory import resident_memory
+from lightning_opt.core.measure.memory import resident_memory
 from lightning_opt.profiling.monitor.sampling import NAME, Processes, Sampler, children_of
 from tests.helpers.models import SmallNet
 from tests.helpers.trainers import MemoryLogger, quiet_trainer

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_opt.core import replacing
-from lightning_opt.core.preserve import GENERATORS
-from lightning_opt.core.splitting import tensors_of
+from lightning_opt.core.modules import replacing
+from lightning_opt.core.modules.preserve import GENERATORS
+from lightning_opt.core.modules.splitting import tensors_of
 from lightning_opt.memory.checkpointing.methods.arguments import contents_of, objects_in
 from lightning_opt.memory.checkpointing.methods.restored_state import Surroundings, WrittenBuffers
 from lightning_opt.memory.checkpointing.methods.segments import Chain

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from lightning_opt.core.memory import MB
-from lightning_opt.core.splitting import tensors_of
+from lightning_opt.core.measure.memory import MB
+from lightning_opt.core.modules.splitting import tensors_of
 
 AHEAD = 2
 """So many tensors are on their way back from the host before they are asked for."""

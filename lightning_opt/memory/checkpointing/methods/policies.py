@@ -11,8 +11,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from lightning_opt.core import replacing
-from lightning_opt.core.blocks import Block
+from lightning_opt.core.modules import replacing
+from lightning_opt.core.modules.blocks import Block
 from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, Probe, put_on
 from lightning_opt.memory.checkpointing.methods.segments import Chain
 from lightning_opt.memory.checkpointing.methods.selective import KeepDear, Selection

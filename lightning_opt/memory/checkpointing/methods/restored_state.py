@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
-from lightning_opt.core.preserve import random_states
+from lightning_opt.core.modules.preserve import random_states
 
 BufferKey: TypeAlias = tuple[nn.Module, str]
 """A buffer by the module that has it and its name there."""

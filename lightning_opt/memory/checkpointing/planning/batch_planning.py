@@ -13,9 +13,9 @@ from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
 from lightning_opt.core.arguments import positive
-from lightning_opt.core.blocks import Block
-from lightning_opt.core.memory import MB, MemoryLimits
-from lightning_opt.core.trial import TrialStep
+from lightning_opt.core.measure.memory import MB, MemoryLimits
+from lightning_opt.core.modules.blocks import Block
+from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.memory.checkpointing.methods.arguments import parts_of
 from lightning_opt.memory.checkpointing.methods.policies import Plan, count_recomputed
 from lightning_opt.memory.checkpointing.planning.standing_memory import (

@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Sequence
 from typing import TypeAlias, TypeVar
 
-from lightning_opt.core.blocks import Block
+from lightning_opt.core.modules.blocks import Block
 from lightning_opt.memory.checkpointing.methods.selective import Place
 from lightning_opt.memory.checkpointing.planning.block_profile import Unit
 

@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
 
-from lightning_opt.core.sharding import local_part
+from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.memory.meters import state_tensors, storage_bytes
 
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-from lightning_opt.core.blocks import Block
-from lightning_opt.core.trial import TrialStep
+from lightning_opt.core.modules.blocks import Block
+from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, Probe
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from lightning_utilities.core.rank_zero import rank_zero_info
 from torch import Tensor
 
-from lightning_opt.core.report import Report
+from lightning_opt.core.output.report import Report
 from lightning_opt.strategies.compression.choosing.cost_model import gentlest_that_pays
 from lightning_opt.strategies.compression.choosing.measurements import (
     Measured,

@@ -12,7 +12,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.chunks import is_finite
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.futures import Future
 
-from lightning_opt.core.scalars import Scalar
+from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.chunks import is_finite
 from lightning_opt.strategies.compression.exchange.channels import Channel, dense_bytes
 from lightning_opt.strategies.compression.exchange.residuals import Owed

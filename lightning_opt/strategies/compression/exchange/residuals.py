@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.modules.sharding import wants_host
 
 
 class Owed:

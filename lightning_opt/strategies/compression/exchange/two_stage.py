@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.core.scalars import Scalar
-from lightning_opt.core.sharding import wants_host
+from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.chunks import cut, is_finite
 from lightning_opt.strategies.compression.exchange.channels import (
     Channel,

@@ -1,0 +1,1 @@
+"""Modules, their state, their shards and their batches."""

@@ -1,0 +1,1 @@
+"""Norms, statistics and other small numerics."""

@@ -1,0 +1,237 @@
+"""The L2 norms of one step's gradients: per tensor and in total, measured once and shared.
+
+On a CPU the norms come back as Python floats. On an accelerator they stay there as tensors, and
+nothing here waits for them. Sharded gradients (FSDP1, FSDP2, tensor parallelism) get the norm of
+the whole gradient, the same on every rank, from one all-reduce of squares a process group.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from operator import attrgetter
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_opt.core.modules.sharding import (
+    Groups,
+    combine_shards,
+    is_dtensor,
+    local_part,
+    shard_groups,
+    wants_host,
+)
+from lightning_opt.core.numerics.scalars import Scalar, move, wide_dtype
+
+HALVES = frozenset({torch.float16, torch.bfloat16})
+PLAIN = frozenset({Tensor, nn.Parameter})
+DENSE = frozenset({torch.strided})
+COMPLEX = frozenset({torch.complex64, torch.complex128})
+
+# This runs at every step of every run, on hundreds of tensors: `map` over these takes half the time
+# of a comprehension.
+_grad, _layout, _dtype, _written = map(attrgetter, ("grad", "layout", "dtype", "_version"))
+
+
+@dataclass(slots=True)
+class Gradients:
+    """The gradients of one optimizer as plain, dense, local tensors of real numbers.
+
+    Attributes:
+        parameters: The parameters that have a gradient, in the optimizer's order.
+        tensors: Their gradients on this rank; they share memory with ``Parameter.grad``, so that an
+            in-place change is a change of the gradient.
+        groups: For each, the process groups that hold the rest of it; empty list if none is
+            sharded.
+    """
+
+    parameters: list[Tensor]
+    tensors: list[Tensor]
+    groups: list[Groups]
+
+    @property
+    def on_host(self) -> bool:
+        """Whether scalars of these gradients are Python floats."""
+        return not self.tensors or wants_host(self.tensors[0].device)
+
+    def state(self) -> tuple[int, ...]:
+        """Return a value that changes when a gradient is written in place or replaced."""
+        return (sum(map(_written, self.tensors)), *map(id, map(_grad, self.parameters)))
+
+    def scale_(self, coefficient: Scalar) -> None:
+        """Multiply every gradient by ``coefficient``, in place and without a synchronisation."""
+        if isinstance(coefficient, Tensor):
+            for (device, dtype), places in by_kind(self.tensors).items():
+                # The gradients' own dtype keeps the fused kernel; 1 is exact in every dtype, so a
+                # gradient that is not clipped is not changed.
+                factor = move(coefficient, device).to(dtype)
+                torch._foreach_mul_([self.tensors[place] for place in places], factor)
+        elif self.tensors:
+            torch._foreach_mul_(self.tensors, coefficient)
+
+
+@dataclass(slots=True)
+class GradientNorms:
+    """L2 norms of the true (unscaled, unsharded) gradients of one optimizer at one step.
+
+    Attributes:
+        per_tensor: One norm a gradient, in the order of :class:`Gradients`: a list of floats on the
+            host, a tensor of shape ``(n,)`` on a device.
+        total: The norm of all of them taken as one vector.
+    """
+
+    per_tensor: list[float] | Tensor
+    total: Scalar
+
+
+@dataclass(slots=True)
+class GradientStep:
+    """The gradients of one optimizer at one step, between backward and update.
+
+    Attributes:
+        gradients: The gradients, which may be changed in place.
+        norms: Their norms, without the loss scale.
+        grad_scale: What the gradients are multiplied with at this moment (a loss scale), else 1.
+        names: The names of the model's parameters.
+    """
+
+    gradients: Gradients
+    norms: GradientNorms
+    grad_scale: Scalar
+    names: Mapping[Tensor, str]
+
+
+def parameters_of(optimizer: Optimizer) -> list[Tensor]:
+    """Return all parameters of ``optimizer``, over its groups in order."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def collect_gradients(
+    parameters: Iterable[Tensor], flat: Mapping[Tensor, Groups] | None = None
+) -> Gradients:
+    """Collect the gradients of ``parameters``, leaving out those that have none.
+
+    Sparse gradients are coalesced in place and represented by their values, complex ones by their
+    real and imaginary parts. A shard without a gradient (FSDP1 leaves None where a rank holds
+    nothing of a parameter) becomes an empty tensor, so that all ranks measure the same list.
+
+    Args:
+        parameters: Parameters as an optimizer holds them.
+        flat: The sharded parameters of an FSDP1 model, by
+            :func:`~lightning_opt.core.modules.sharding.flat_parameter_groups`.
+    """
+    parameters = list(parameters)
+    plain = PLAIN.issuperset(map(type, parameters))
+    if flat or (not plain and any(map(is_dtensor, parameters))):
+        return _collect_sharded(parameters, flat)
+    tensors = [gradient for gradient in map(_grad, parameters) if gradient is not None]
+    if len(tensors) < len(parameters):
+        parameters = [parameter for parameter in parameters if parameter.grad is not None]
+    if not (DENSE.issuperset(map(_layout, tensors)) and COMPLEX.isdisjoint(map(_dtype, tensors))):
+        tensors = list(map(_dense, parameters, tensors))
+    return Gradients(parameters, tensors, [])
+
+
+def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | None) -> Gradients:
+    gathered = Gradients([], [], [])
+    for parameter in parameters:
+        groups = shard_groups(parameter, flat)
+        gradient = parameter.grad
+        if gradient is None:
+            if not groups:
+                continue
+            gradient = local_part(parameter.detach()).new_empty(0)
+        gathered.parameters.append(parameter)
+        gathered.tensors.append(_dense(parameter, local_part(gradient)))
+        gathered.groups.append(groups)
+    return gathered
+
+
+def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
+    if gradient.layout is not torch.strided:
+        if not gradient.is_coalesced():
+            gradient = parameter.grad = gradient.coalesce()  # duplicates must be added first
+        gradient = gradient.values()
+    if gradient.is_conj():
+        gradient = parameter.grad = gradient.resolve_conj()
+    return as_real(gradient)
+
+
+def as_real(tensor: Tensor) -> Tensor:
+    """Return a complex tensor as real and imaginary parts, which share its memory."""
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> GradientNorms:
+    """Measure the L2 norm of each gradient and of all together.
+
+    Half-precision gradients are accumulated in float32, and the tensors' norms are combined in
+    float64, so the total cannot overflow before a tensor's own norm does. On a CPU a finite
+    gradient whose norm exceeds float32 (about 1.8e19 in L2) is measured again in float64; on a
+    device its norm is infinite.
+
+    Args:
+        gradients: What :func:`collect_gradients` returned.
+        grad_scale: What the gradients are multiplied with at this moment, such as the scale of a
+            loss scaler that has not yet unscaled them.
+
+    Returns:
+        The norms divided by ``grad_scale``.
+    """
+    tensors = gradients.tensors
+    if not tensors:
+        return GradientNorms([], 0.0)
+    if not gradients.on_host:
+        return _measure_on_device(gradients, grad_scale)
+    norms = _host_norms(tensors)
+    if math.isinf(math.hypot(*norms)):
+        norms = _host_norms(tensors, torch.float64)  # is it the gradient, or only its L2 norm?
+    if gradients.groups:
+        squares = torch.tensor(norms, dtype=torch.float64).square_()
+        norms = combine_shards(squares, gradients.groups).sqrt_().tolist()  # on a CPU
+    scale = float(grad_scale)
+    if scale != 1.0:
+        norms = [norm / scale for norm in norms]
+    return GradientNorms(norms, math.hypot(*norms))
+
+
+@torch.no_grad()  # the host's floats have no graph, but these tensors stay
+def _measure_on_device(gradients: Gradients, grad_scale: Scalar) -> GradientNorms:
+    device = gradients.tensors[0].device
+    norms = torch.stack([move(norm, device) for norm in _device_norms(gradients.tensors)])
+    norms = norms.to(wide_dtype(device))
+    if gradients.groups:
+        norms = combine_shards(norms.square(), gradients.groups).sqrt()
+    if isinstance(grad_scale, Tensor) or grad_scale != 1.0:
+        norms = norms / grad_scale
+    return GradientNorms(norms, torch.linalg.vector_norm(norms))
+
+
+def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[float]:
+    """Return one norm a tensor; reading it is free on a CPU, where these tensors are."""
+    dtypes = set(map(_dtype, tensors))
+    if dtype is None and not dtypes.isdisjoint(HALVES):
+        dtype = torch.float64 if torch.float64 in dtypes else torch.float32
+    return list(map(Tensor.item, torch._foreach_norm(tensors, 2, dtype)))
+
+
+def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Return one 0-dimensional norm a tensor, in one kernel launch a (device, dtype)."""
+    norms: list[Tensor] = list(tensors)
+    for (_, dtype), places in by_kind(tensors).items():
+        kind = [tensors[place] for place in places]
+        measured = torch._foreach_norm(kind, 2, torch.float32 if dtype in HALVES else None)
+        for place, norm in zip(places, measured, strict=True):
+            norms[place] = norm
+    return norms
+
+
+def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
+    """Return the places of the tensors of each device and dtype; foreach kernels take one kind."""
+    places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
+    for place, tensor in enumerate(tensors):
+        places.setdefault((tensor.device, tensor.dtype), []).append(place)
+    return places

@@ -1,0 +1,165 @@
+"""What a step has changed is put back, in every batch and not only in the first."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+import torchmetrics
+from torch import nn
+
+from lightning_opt.core.modules.preserve import SMALL, Before, CannotUndoError, preserved, replaced
+
+
+class Meter:
+    """An object of the user's, as in many a training script."""
+
+    def __init__(self) -> None:
+        self.total, self.values, self.mean = 0.0, [], torch.zeros(2)
+        self.itself = self
+
+
+class Busy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm1d(3)
+        self.error = torchmetrics.MeanSquaredError()
+        self.register_buffer("queue", torch.zeros(4))
+        self.register_buffer("table", torch.zeros(SMALL))
+        self.ema, self.mean, self.large = torch.zeros(3), torch.zeros(3), torch.zeros(SMALL)
+        with torch.inference_mode():
+            self.cache = torch.ones(2)
+        self.sparse = torch.eye(3).to_sparse()
+        self.draw, self.rng = torch.Generator(), random.Random(1)
+        self.numpy, self.legacy = np.random.default_rng(1), np.random.RandomState(1)
+        self.count, self.seen, self.options = 0, [], {"a": 1}
+        self.meter, self.histogram = Meter(), np.zeros(3)
+        self.outputs = {"train": [], "state": {"ema": torch.zeros(2)}}
+        self.draws = ([torch.Generator()], np.random.default_rng(2))
+
+    def forward(self, x):
+        noise = torch.rand(()).item() + random.random() + np.random.rand()  # noqa: NPY002
+        noise += torch.rand((), generator=self.draw).item() + self.rng.random()
+        noise += self.numpy.random() + self.legacy.rand()
+        self.norm(x)
+        self.error(x[:, 0], x[:, 1])
+        self.queue[0] += 1
+        self.ema.mul_(0.9).add_(1)
+        self.mean = self.mean + x.mean(dim=0)
+        self.large.add_(1)
+        self.count += 1
+        self.seen.append(self.count)
+        self.options["b"] = self.count
+        self.late = True
+        self.meter.total += 1.0
+        self.meter.values.append(self.count)
+        self.meter.mean += 1
+        self.histogram[1] += 1
+        self.outputs["train"].append(x.sum())
+        self.outputs["state"]["ema"].add_(1)
+        noise += torch.rand((), generator=self.draws[0][0]).item() + self.draws[1].random()
+        return noise
+
+
+def state_of(module):
+    tensors = {name: tensor.clone() for name, tensor in module.state_dict().items()}
+    metric = {name: getattr(module.error, name).clone() for name in module.error._defaults}
+    tensors |= {name: getattr(module, name).clone() for name in ("ema", "mean", "large")}
+    tensors |= {"meter": module.meter.mean.clone(), "inner": module.outputs["state"]["ema"].clone()}
+    tensors["histogram"] = torch.tensor(module.histogram)
+    plain = (module.count, list(module.seen), dict(module.options), hasattr(module, "late"))
+    plain = (*plain, module.meter.total, list(module.meter.values), len(module.outputs["train"]))
+    return tensors, metric, (*plain, module.error._update_count, module.error._computed)
+
+
+@pytest.mark.parametrize("batches", [0, 1, 3])
+def test_everything_is_put_back_as_often_as_needed(batches):
+    module, x = Busy(), torch.randn(5, 3)
+    before = Before(module, torch.device("cpu"))
+    for _ in range(batches):
+        before.take()
+        module(x)
+        before.learn()
+        before.forget()
+    expected = state_of(module)
+    before.take()
+    noises = []
+    for _ in range(2):
+        noises.append(module(x))
+        before.restore()
+        torch.testing.assert_close(state_of(module)[:2], expected[:2], rtol=0.0, atol=0.0)
+        assert state_of(module)[2] == expected[2]
+    assert noises[0] == noises[1]
+
+
+def test_what_cannot_be_put_back_is_an_error():
+    module, x = Busy(), torch.randn(5, 3)
+    before = Before(module, torch.device("cpu"))
+    before.take()
+    module(x)
+    before.learn()
+    before.take()
+    module.table += 1
+    with pytest.raises(CannotUndoError, match="table"):
+        before.restore()
+    before.take()
+    with torch.no_grad():
+        module.norm.weight.mul_(2)
+    with pytest.raises(CannotUndoError, match="parameters"):
+        before.restore()
+
+
+def test_a_trial_leaves_no_trace():
+    module, x = Busy(), torch.randn(5, 3)
+    module(x)
+    module.norm.weight.grad = gradient = torch.ones(3)
+    expected = state_of(module)
+    with preserved(module):
+        assert module.norm.weight.grad is None
+        noise = module(x)
+        module.eval()
+        module.norm.weight.requires_grad_(False)
+    assert module.norm.weight.grad is gradient
+    assert module.norm.weight.requires_grad
+    assert module.training
+    assert module.norm.training
+    torch.testing.assert_close(state_of(module)[:2], expected[:2], rtol=0.0, atol=0.0)
+    assert state_of(module)[2] == expected[2]
+    assert module(x) == noise
+
+
+def test_a_frozen_configuration_is_left_alone_and_a_dictionary_of_the_users_own_class_is_not():
+    class Frozen(dict):
+        def __setitem__(self, key, value):
+            raise TypeError("frozen")
+
+        clear = update = __setitem__
+
+    class Counts(dict):
+        pass
+
+    class Holder(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.config, self.counts = Frozen(width=2), Counts(steps=1)
+
+    holder = Holder()
+    with preserved(holder):
+        holder.counts["steps"] = 2
+    assert holder.counts == {"steps": 1}
+    assert type(holder.counts) is Counts
+    assert holder.config == {"width": 2}
+
+
+def test_what_was_set_since_is_what_an_inner_replacement_puts_back():
+    class Owner:
+        pass
+
+    owner = Owner()
+    owner.length = 5
+    with replaced(owner, length=1):
+        owner.length = 2
+        with replaced(owner, length=3):
+            assert owner.length == 3
+        assert owner.length == 2
+    assert owner.length == 5

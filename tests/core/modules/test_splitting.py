@@ -1,0 +1,153 @@
+"""Batches of all kinds, cut and joined again."""
+
+import dataclasses
+from collections import OrderedDict, UserDict, namedtuple
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+from torch.nn.utils.rnn import pack_sequence
+from torch.utils._pytree import tree_leaves
+
+import lightning_opt as lo
+from lightning_opt.core.modules.splitting import (
+    batch_length,
+    shape_of,
+    split_into,
+    with_own_containers,
+)
+
+Pair = namedtuple("Pair", ["left", "right"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Record:
+    rows: Tensor
+    scale: float
+
+
+class Encoding(UserDict):
+    """Like Hugging Face's BatchEncoding: a mapping with attributes of its own."""
+
+    def __init__(self, data: Any, kind: str = "fast") -> None:
+        super().__init__(data)
+        self.kind = kind
+
+
+X = torch.arange(14).reshape(7, 2)
+
+BATCHES = {
+    "tensor": X,
+    "list": [X, X + 1],
+    "tuple": (X, X.float()),
+    "nested": {"a": [X, {"b": X}], "c": (X,)},
+    "named tuple": Pair(X, [X]),
+    "dataclass": Record(X, 0.5),
+    "ordered": OrderedDict(z=X, a=X),
+    "encoding": Encoding({"ids": X}),
+    "names": {"ids": X, "names": list("abcdefg"), "codes": tuple(range(7))},
+    "shared": {"ids": X, "scale": 2.0, "none": None, "scalar": torch.tensor(3), "text": "abc"},
+    "array": {"ids": np.arange(7), "x": X},
+}
+
+
+def join(parts: list[Any]) -> Any:
+    """Put parts together again, by the kind of the first; the reference of these tests."""
+    first = parts[0]
+    if isinstance(first, Tensor):
+        return first if first.ndim == 0 else torch.cat(parts)
+    if isinstance(first, np.ndarray):
+        return np.concatenate(parts)
+    if isinstance(first, (dict, UserDict)):
+        return {key: join([part[key] for part in parts]) for key in first}
+    if isinstance(first, Record):
+        return {"rows": join([part.rows for part in parts]), "scale": first.scale}
+    if isinstance(first, (list, tuple)):
+        if any(isinstance(item, (Tensor, dict, list)) for item in first):
+            return [join(list(items)) for items in zip(*parts, strict=True)]
+        return [item for part in parts for item in part]
+    return first
+
+
+@pytest.mark.parametrize("kind", BATCHES)
+@pytest.mark.parametrize("size", [1, 3, 6, 7, 100])
+def test_parts_make_up_the_batch(kind, size):
+    batch = BATCHES[kind]
+    parts = lo.split_batch(batch, size)
+    assert {type(part) for part in parts} == {type(batch)}
+    lengths = [batch_length(part) for part in parts]
+    assert sum(lengths) == 7
+    assert len(parts) == -(-7 // size)
+    assert max(lengths) <= size
+    assert max(lengths) - min(lengths) <= 1
+    joined, whole = tree_leaves(join(parts)), tree_leaves(join([batch]))
+    assert len(joined) == len(whole)
+    for leaf, expected in zip(joined, whole, strict=True):
+        assert np.array_equal(leaf, expected) if hasattr(leaf, "shape") else leaf == expected
+
+
+@settings(deadline=None, max_examples=100)
+@given(samples=st.integers(1, 40), data=st.data())
+def test_any_number_of_parts_is_as_equal_as_possible(samples, data):
+    parts = data.draw(st.integers(1, samples))
+    pieces = split_into(torch.arange(samples), parts)
+    assert torch.cat([piece for piece, _ in pieces]).tolist() == list(range(samples))
+    assert [len(piece) for piece, _ in pieces] == [count for _, count in pieces]
+    assert {count for _, count in pieces} <= {samples // parts, -(-samples // parts)}
+
+
+def test_attributes_of_a_mapping_are_kept_and_tensors_are_views():
+    parts = lo.split_batch(Encoding({"ids": X}, kind="slow"), 4)
+    assert [part.kind for part in parts] == ["slow", "slow"]
+    assert parts[1]["ids"].untyped_storage().data_ptr() == X.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize(
+    ("batch", "message"),
+    [
+        ({"a": X, "b": X[:3]}, r"batch\['a'\] has 7, batch\['b'\] has 3"),
+        ({"a": X, "names": ["x"]}, "different numbers of samples"),
+        ({"a": 1.0}, "no tensor"),
+        ((X.to_sparse(),), "layout"),
+        ((torch.nested.as_nested_tensor([X, X], layout=torch.jagged),), "nested tensor"),
+        ({"a": pack_sequence([X.float()])}, "PackedSequence"),
+        (object(), "object"),
+    ],
+)
+def test_refuses_with_advice(batch, message):
+    with pytest.raises(lo.UnsplittableBatchError, match=message) as caught:
+        lo.split_batch(batch, 2)
+    assert "split(batch, parts)" in str(caught.value)
+
+
+def test_refuses_a_size_below_one():
+    with pytest.raises(ValueError, match="size"):
+        lo.split_batch(X, 0)
+
+
+def test_own_containers_can_be_emptied():
+    batch = {"x": X, "more": {"y": X}}
+    copy = with_own_containers(batch)
+    del copy["x"], copy["more"]["y"]
+    assert batch["x"] is X
+    assert batch["more"]["y"] is X
+
+
+def test_shape_tells_samples_apart_not_batches():
+    one, two = {"x": torch.zeros(4, 3), "n": 5}, {"x": torch.zeros(9, 3), "n": 6}
+    assert shape_of(one) == shape_of(two) == ("float32[3]", 3)
+    assert shape_of({"x": torch.zeros(4, 3, 2)}) == ("float32[3,2]", 6)
+    assert shape_of(object()) == ("", 0)
+
+
+def test_micro_batches_are_parts_with_their_shares():
+    batch = {"x": torch.arange(7), "scale": 0.5}
+    found = lo.micro_batches(batch, 3)
+    assert [part["x"].tolist() for part, _ in found] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [share for _, share in found] == [2 / 7, 2 / 7, 3 / 7]
+    with pytest.raises(ValueError, match="at least 1"):
+        lo.micro_batches(batch, 0)

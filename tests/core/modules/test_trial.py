@@ -1,0 +1,102 @@
+"""Whoever tries a training step leaves no trace of it, also in what the step itself writes."""
+
+import random
+from typing import Any
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_a_trace
+from tests.helpers.models import assert_same_weights
+from tests.helpers.trainers import quiet_trainer
+
+
+class Teaching(L.LightningModule):
+    """Its step writes a teacher's weights and a buffer, and draws numbers of every kind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.student, self.teacher = nn.Linear(4, 4), nn.Linear(4, 4).requires_grad_(False)
+        self.register_buffer("center", torch.zeros(4))
+        self.draws, self.own = np.random.default_rng(0), torch.Generator().manual_seed(0)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        with torch.no_grad():
+            for mine, other in zip(
+                self.teacher.parameters(), self.student.parameters(), strict=True
+            ):
+                mine.mul_(0.9).add_(other, alpha=0.1)
+            self.center.mul_(0.9).add_(batch.mean(0), alpha=0.1)
+            self.student.weight.clamp_(-0.4, 0.4)  # as of a critic
+        noise = random.random() + np.random.rand() + self.draws.random()  # noqa: NPY002
+        noise = noise + torch.rand(4) + torch.rand(4, generator=self.own)
+        return (self.student(batch) - self.teacher(batch) + noise - self.center).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.student.parameters(), lr=0.05)
+
+    def train_dataloader(self) -> DataLoader[Any]:
+        return DataLoader(torch.arange(48.0).reshape(12, 4) / 48, batch_size=4)
+
+
+def fit(callback: Any = None, **settings: Any) -> Teaching:
+    for seed in (random.seed, np.random.seed, torch.manual_seed):
+        seed(1)
+    model = Teaching()
+    callbacks = [] if callback is None else [callback]
+    quiet_trainer(callbacks=callbacks, max_epochs=1, limit_val_batches=0, **settings).fit(model)
+    model.last = [random.random(), np.random.rand(), float(torch.rand(()))]  # noqa: NPY002
+    model.last += [model.draws.random(), float(torch.rand((), generator=model.own))]
+    return model
+
+
+@pytest.mark.parametrize(
+    "callback",
+    [
+        lambda: lo.CurvatureMonitor(every_n_steps=1),
+        lambda: lo.DataPipelineTuner(max_workers=0, verbose=False),
+        lambda: lo.ActivationCheckpointing("auto", budget=0.9, strict=False, modules=["student"]),
+        lambda: lo.MicroBatching(size=4),
+    ],
+    ids=["curved step", "pipeline tuner", "trial step", "split check"],
+)
+@pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet")
+def test_a_tried_step_leaves_no_trace(callback: Any) -> None:
+    plain, tried = fit(), fit(callback())
+    assert tried.last == plain.last
+    assert_same_weights(tried, plain)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_parameters_are_put_back_whether_they_are_known_or_not(compiled: bool) -> None:
+    class Trying(L.Callback):
+        def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
+            if compiled:
+                module.student.compile(backend="eager")
+            before = [p.detach().clone() for p in module.parameters()]
+            written = WrittenParameters(module)
+            for error in (None, None, ZeroDivisionError):
+                try:
+                    with without_a_trace(trainer, module, written):
+                        module.training_step(batch, 0)
+                        changed.append(not torch.equal(module.teacher.weight, before[2]))
+                        if error:
+                            raise error
+                except ZeroDivisionError:
+                    pass
+                torch.testing.assert_close(list(module.parameters()), before, rtol=0, atol=0)
+            assert "training_step" not in vars(module)
+            step = TrialStep(trainer, module, batch, index)
+            for _ in range(2):
+                step.run()
+                torch.testing.assert_close(list(module.parameters()), before, rtol=0, atol=0)
+
+    changed: list[bool] = []
+    fit(Trying(), max_steps=1)
+    assert changed == [True] * 3

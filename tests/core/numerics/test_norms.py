@@ -1,0 +1,220 @@
+"""Norms of one step against float64 numpy, on both paths, and how often they are measured."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+from lightning_opt.core.numerics.norms import (
+    GradientNorms,
+    Gradients,
+    collect_gradients,
+    measure_norms,
+    parameters_of,
+)
+from tests.helpers.syncs import SyncCounter, take_device_path
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+C64, C128 = torch.complex64, torch.complex128
+GENERATOR = torch.Generator().manual_seed(0)
+
+
+@pytest.fixture(params=["host", "device"])
+def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "device":
+        take_device_path(monkeypatch)
+    return str(request.param)
+
+
+def parameters_with(*gradients: Tensor | None) -> list[Tensor]:
+    parameters: list[Tensor] = []
+    for gradient in gradients:
+        like = torch.zeros(2) if gradient is None else torch.zeros_like(gradient.to_dense())
+        parameter = nn.Parameter(like)
+        parameter.grad = gradient
+        parameters.append(parameter)
+    return parameters
+
+
+def measured(*gradients: Tensor | None, **settings: Any) -> tuple[np.ndarray, float]:
+    """Return norms per tensor and in total as numpy has them."""
+    result = measure_norms(collect_gradients(parameters_with(*gradients)), **settings)
+    return np.array(torch.as_tensor(result.per_tensor).tolist()), float(result.total)
+
+
+def expected(*gradients: Tensor) -> tuple[np.ndarray, float]:
+    wide = [g.to_dense().to(C128 if g.is_complex() else FP64).flatten().numpy() for g in gradients]
+    return np.array([np.linalg.norm(g) for g in wide]), float(np.linalg.norm(np.concatenate(wide)))
+
+
+def random(dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
+    return (scale * torch.randn(shape, generator=GENERATOR)).to(dtype)
+
+
+def rows(*indices: int) -> Tensor:
+    """Return a sparse gradient; an index that comes twice is to be added up."""
+    return torch.sparse_coo_tensor(
+        torch.tensor([indices]),
+        torch.randn(len(indices), 3, generator=GENERATOR),
+        (8, 3),
+        check_invariants=True,
+    )
+
+
+LISTS: dict[str, list[Tensor]] = {
+    "fp32": [random(FP32, 40, 30), random(FP32, 7)],
+    "fp64": [random(FP64, 40, 30), random(FP64, 7)],
+    "bf16": [random(BF16, 40, 30), random(BF16, 7)],
+    "fp16": [random(FP16, 40, 30), random(FP16, 7)],
+    "fp16 whose squares overflow": [random(FP16, 300, 300, scale=1e4)],
+    "fp16 whose squares vanish": [random(FP16, 300, 300, scale=1e-5)],
+    "mixed": [random(d, 50) for d in (FP32, BF16, FP64, FP16, BF16, FP32)],
+    "halves": [random(d, 50) for d in (FP16, BF16)],
+    "complex": [random(C64, 40), random(C128, 3)],
+    "complex and half": [random(C64, 40), random(FP16, 30)],
+    "sparse": [rows(1, 5), random(FP32, 4)],
+    "sparse with duplicates": [rows(1, 5, 1, 1)],
+    "odd shapes": [random(FP32), random(FP32, 1, 1), random(FP32, 0), random(FP32, 3, 4).t()],
+    "far apart": [random(FP32, 9, scale=1e-12), random(FP32, 9, scale=1e12)],
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_norms_are_numpys(name: str, path: str) -> None:
+    per_tensor, total = measured(*[g.clone() for g in LISTS[name]])
+    true_per_tensor, true_total = expected(*LISTS[name])
+    np.testing.assert_allclose(per_tensor, true_per_tensor, rtol=1e-5)
+    assert total == pytest.approx(true_total, rel=1e-5)
+
+
+def test_a_path_returns_its_kind(path: str) -> None:
+    result = measure_norms(collect_gradients(parameters_with(torch.ones(3), torch.ones(2))))
+    if path == "host":
+        assert isinstance(result.total, float)
+        assert isinstance(result.per_tensor, list)
+    else:
+        assert isinstance(result.total, Tensor)
+        assert isinstance(result.per_tensor, Tensor)
+        assert (result.total.dtype, result.total.shape) == (FP64, ())
+        assert (result.per_tensor.dtype, result.per_tensor.shape) == (FP64, (2,))
+
+
+@pytest.mark.parametrize("nothing", [[], [None, None]], ids=["no parameters", "no gradients"])
+def test_nothing_to_measure(nothing: list[Any], path: str) -> None:
+    gradients = collect_gradients(parameters_with(*nothing))
+    assert gradients == Gradients([], [], [])
+    assert measure_norms(gradients) == GradientNorms([], 0.0)
+    gradients.scale_(0.5)
+
+
+def test_parameters_without_a_gradient_are_left_out(path: str) -> None:
+    parameters = parameters_with(None, torch.ones(4), None, torch.ones(9))
+    gradients = collect_gradients(iter(parameters))
+    assert [id(p) for p in gradients.parameters] == [id(parameters[1]), id(parameters[3])]
+    assert measured(None, torch.ones(4), None, torch.ones(9))[1] == pytest.approx(math.sqrt(13))
+
+
+@pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64, C64])
+def test_a_fault_shows_in_its_tensor_and_in_the_total(
+    fault: float, dtype: torch.dtype, path: str
+) -> None:
+    faulty = torch.ones(5, dtype=dtype)
+    faulty[2] = fault
+    per_tensor, total = measured(torch.ones(3), faulty)
+    assert not math.isfinite(total)
+    assert np.isfinite(per_tensor).tolist() == [True, False]
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, C64])
+def test_a_finite_gradient_whose_norm_overflows_float32(dtype: torch.dtype, path: str) -> None:
+    per_tensor, total = measured(torch.ones(3), torch.full((4,), 2e19, dtype=dtype))
+    if path == "host":
+        assert total == pytest.approx(4e19, rel=5e-3)
+        np.testing.assert_allclose(per_tensor, [math.sqrt(3), 4e19], rtol=5e-3)
+    else:
+        assert math.isinf(total), "as documented; a second measurement would have to be read"
+
+
+def test_many_tensors_whose_norms_are_near_the_largest_float(path: str) -> None:
+    """Each has an L2 norm that float32 holds; only their combination does not."""
+    _, total = measured(*[torch.full((1,), 1.5e19) for _ in range(400)])
+    assert total == pytest.approx(3e20)
+
+
+@pytest.mark.parametrize("kind", ["float", "tensor"])
+def test_the_scale_is_divided_out(kind: str, path: str) -> None:
+    scale = 2.0**16
+    scaled = [random(FP32, 30) * scale, random(FP16, 30) * 1024]
+    per_tensor, total = measured(
+        *scaled, grad_scale=torch.tensor(scale) if kind == "tensor" else scale
+    )
+    np.testing.assert_allclose(per_tensor * scale, expected(*scaled)[0], rtol=2e-6)
+    assert total * scale == pytest.approx(expected(*scaled)[1], rel=2e-6)
+
+
+def test_the_device_path_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    take_device_path(monkeypatch)
+    lists = [parameters_with(*[g.clone() for g in LISTS[name]]) for name in ("mixed", "complex")]
+    scale = torch.tensor(8.0)
+    with SyncCounter() as syncs:
+        for parameters in lists:
+            gradients = collect_gradients(parameters)
+            total = measure_norms(gradients, grad_scale=scale).total
+            gradients.scale_(1.0 / total)
+    assert not syncs.where
+
+
+@pytest.mark.parametrize("name", LISTS)
+@pytest.mark.parametrize("kind", ["float", "tensor"])
+def test_scale_multiplies_the_gradients_themselves(name: str, kind: str) -> None:
+    parameters = parameters_with(*[g.clone() for g in LISTS[name]])
+    coefficient = torch.tensor(0.25, dtype=FP64) if kind == "tensor" else 0.25
+    collect_gradients(parameters).scale_(coefficient)
+    for parameter, before in zip(parameters, LISTS[name], strict=True):
+        torch.testing.assert_close(parameter.grad.to_dense(), before.to_dense() * 0.25)
+
+
+def test_a_coefficient_of_one_changes_no_bit() -> None:
+    before = [random(d, 50) for d in (FP32, BF16, FP64, FP16)]
+    parameters = parameters_with(*[g.clone() for g in before])
+    collect_gradients(parameters).scale_(torch.ones((), dtype=FP64))
+    assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
+
+
+def test_parameters_of_goes_through_the_groups_in_order() -> None:
+    a, b, c = parameters_with(None, None, None)
+    optimizer = torch.optim.SGD([{"params": [c, a]}, {"params": [b]}], lr=0.1)
+    assert [id(p) for p in parameters_of(optimizer)] == [id(c), id(a), id(b)]
+
+
+# --- the cache ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        lambda p: p[0].grad.mul_(0.0),
+        lambda p: torch._foreach_mul_([p[0].grad], 0.0),
+        lambda p: collect_gradients(p[:1]).scale_(0.0),
+        lambda p: setattr(p[0], "grad", None),
+        lambda p: setattr(p[0], "grad", p[0].grad * 100),
+    ],
+    ids=["mul_", "foreach", "scale_", "none", "replaced"],
+)
+@pytest.mark.parametrize("kind", ["dense", "sparse", "complex"])
+def test_a_change_of_gradients_is_seen(kind: str, write: Any) -> None:
+    gradient = {
+        "dense": torch.ones(3),
+        "sparse": torch.ones(3).to_sparse(),
+        "complex": torch.ones(3, dtype=C64),
+    }[kind]
+    parameters = parameters_with(gradient, torch.ones(6))
+    before = collect_gradients(parameters).state()
+    assert collect_gradients(parameters).state() == before
+    with torch.no_grad():
+        write(parameters)
+    assert collect_gradients(parameters).state() != before

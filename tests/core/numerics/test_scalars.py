@@ -1,0 +1,70 @@
+"""Every function of scalars gives the same number for floats and for 0-dimensional tensors."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from lightning_opt.core.numerics import scalars
+from tests.helpers.syncs import SyncCounter
+
+search = settings(max_examples=200, deadline=None, derandomize=True, database=None)
+# Subnormal numbers aside: a device may flush them to zero.
+numbers = st.floats(allow_subnormal=False) | st.sampled_from([0.0, 1.0, math.inf, math.nan])
+
+
+def tensor(x: float) -> Tensor:
+    return torch.tensor(x, dtype=torch.float64)
+
+
+def same(host: Any, device: Any) -> bool:
+    assert isinstance(device, Tensor), "one tensor among the arguments makes the result a tensor"
+    assert device.dtype in (torch.float64, torch.bool)
+    return bool(host == pytest.approx(device.item(), rel=1e-14, abs=0.0, nan_ok=True))
+
+
+@search
+@given(x=numbers)
+def test_exp_overflows_as_on_a_device(x: float) -> None:
+    assert same(scalars.exp(x), tensor(x).exp())
+
+
+def test_numbers_that_are_stacked_keep_their_digits() -> None:
+    stacked = scalars.stack_scalars([0.1, torch.tensor(1, dtype=torch.int32), tensor(0.2)])
+    assert stacked.dtype is torch.float64
+    assert stacked.tolist() == [0.1, 1.0, 0.2]
+    assert scalars.stack_scalars([0.1, 0.2]).tolist() == [0.1, 0.2]
+    assert scalars.read_scalars([0.1, tensor(0.2)]) == [0.1, 0.2]
+
+
+def test_a_constant_keeps_its_digits() -> None:
+    assert scalars.constant([[0.1], [0.2]], torch.device("cpu")).tolist() == [[0.1], [0.2]]
+
+
+def test_wide_dtype() -> None:
+    assert scalars.wide_dtype(torch.device("cpu")) is torch.float64
+    assert scalars.wide_dtype(torch.device("cuda")) is torch.float64
+    assert scalars.wide_dtype(torch.device("mps")) is torch.float32
+
+
+def test_nothing_is_read() -> None:
+    x, y = tensor(2.0), tensor(3.0)
+    with SyncCounter() as syncs:
+        scalars.stack_scalars([x, 1.0, y])
+        scalars.move(x, x.device)
+    assert not syncs.where
+
+
+def test_to_plain() -> None:
+    state = {"a": tensor(0.5), "b": [torch.tensor(3), "x", None], "c": {"d": (torch.ones(2), 1)}}
+    state["e"] = scalars.DeviceCopy(torch.device("cpu"), table=[1.0])
+    plain = scalars.to_plain(state)
+    copied = plain["c"]["d"].pop(0)
+    assert plain == {"a": 0.5, "b": [3, "x", None], "c": {"d": [1]}}
+    assert isinstance(plain["b"][0], int)
+    copied.zero_()
+    assert torch.equal(state["c"]["d"][0], torch.ones(2)), "a copy"  # type: ignore[index]

@@ -1,0 +1,101 @@
+"""Running statistics against numpy, on the host and with tensors."""
+
+import math
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from lightning_opt.core.numerics.scalars import to_plain
+from lightning_opt.core.numerics.statistics import Window
+
+search = settings(max_examples=50, deadline=None, derandomize=True, database=None)
+both_kinds = pytest.mark.parametrize("kind", ["float", "tensor"])
+values = st.lists(
+    st.floats(-1e6, 1e6, allow_subnormal=False)
+    | st.floats(1e-3, 1e6)
+    | st.sampled_from([math.nan, math.inf, -math.inf, 0.0]),
+    max_size=150,
+)
+
+
+def feed(statistic: Any, numbers: list[float], kind: str) -> dict[str, Any]:
+    state: dict[str, Any] = statistic.init()
+    for number in numbers:
+        value = torch.tensor(number, dtype=torch.float64) if kind == "tensor" else number
+        statistic.update(state, value)
+    return state
+
+
+def close(ours: Any, expected: Any, scale: float = 1.0) -> bool:
+    """Compare to 1e-9 of the numbers that went in; a deviation near 0 is a difference of them."""
+    return bool(float(ours) == pytest.approx(float(expected), rel=1e-9, abs=1e-9 * scale))
+
+
+def entering(numbers: list[float]) -> np.ndarray:
+    return np.array([number for number in numbers if 0.0 < number < math.inf])
+
+
+@both_kinds
+@pytest.mark.parametrize("size", [2, 7, 64, None])
+@search
+@given(numbers=values, q=st.floats(0.0, 1.0))
+def test_window_is_numpys(size: int | None, kind: str, numbers: list[float], q: float) -> None:
+    window = Window(size)
+    state = feed(window, numbers, kind)
+    held = entering(numbers)[-size:] if size else entering(numbers)
+    mean, std = window.mean_std(state)
+    quantile = window.quantile(state, q)
+    assert int(state["count"]) == len(entering(numbers))
+    if len(held) == 0:
+        assert (float(mean), float(std), float(quantile)) == (0.0, 0.0, math.inf)
+        return
+    scale = float(np.abs(held).max())
+    assert close(mean, held.mean(), scale)
+    assert close(std, held.std(), scale)
+    assert close(quantile, np.quantile(held, q), scale)
+
+
+@both_kinds
+@pytest.mark.parametrize("q", [0.0, 0.05, 0.5, 0.999, 1.0])
+def test_a_long_history_keeps_its_digits(kind: str, q: float) -> None:
+    """The place of a quantile in float32 would be off by whole values."""
+    rng = np.random.default_rng(0)
+    held = rng.lognormal(size=3_001)
+    state: dict[str, Any] = {"count": 3_001, "pushed": 3_001, "values": sorted(held.tolist())}
+    window = Window(None)
+    if kind == "tensor":
+        window.place(state, torch.zeros((), dtype=torch.float64))
+    assert float(window.quantile(state, q)) == pytest.approx(np.quantile(held, q), rel=1e-14)
+
+
+@pytest.mark.parametrize("size", [4, None])
+@pytest.mark.parametrize("kinds", [("float", "tensor"), ("tensor", "float")])
+def test_a_window_moves_between_host_and_device(size: int | None, kinds: tuple[str, str]) -> None:
+    rng = np.random.default_rng(1)
+    numbers = rng.lognormal(size=30)
+    window, state = Window(size), {}
+    state = window.init()
+    for kind, part in zip(kinds, np.split(numbers, [17]), strict=True):
+        state = to_plain(state)
+        for number in part:
+            value = torch.tensor(number, dtype=torch.float64)
+            window.update(state, value if kind == "tensor" else float(number))
+    held = numbers[-size:] if size else numbers
+    assert close(window.mean_std(state)[0], held.mean())
+    assert close(window.mean_std(state)[1], held.std())
+    assert close(window.quantile(state, 0.3), np.quantile(held, 0.3))
+
+
+def test_deviations_beyond_the_square_root_of_the_largest_float() -> None:
+    state = feed(Window(4), [1e200, 3e200], "float")
+    assert Window(4).mean_std(state) == pytest.approx((2e200, 1e200))
+
+
+@pytest.mark.parametrize("wrong", [1, 0, -3, 2.0, math.nan, True, "3"])
+def test_window_sizes(wrong: Any) -> None:
+    with pytest.raises(ValueError, match="window must be a whole number of at least 2"):
+        Window(wrong)

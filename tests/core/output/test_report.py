@@ -1,0 +1,111 @@
+"""Tables for people and for programs."""
+
+import io
+import json
+import math
+import sys
+
+import pytest
+
+from lightning_opt.core.output.report import Report
+
+ROWS = [
+    {"name": "wide | narrow", "count": 3, "share": 0.123456, "ok": True},
+    {"name": "b", "count": 12, "share": None, "extra": "late"},
+    {"name": "two\nlines", "count": -1, "share": math.nan, "ok": False},
+]
+REPORT = Report("A title", ROWS, notes=["first note", "second note"])
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_columns_are_those_of_all_rows_in_order() -> None:
+    assert REPORT.columns == ["name", "count", "share", "ok", "extra"]
+
+
+def test_text() -> None:
+    assert str(REPORT).splitlines() == [
+        "A title",
+        "name           count   share  ok     extra",
+        "-------------  -----  ------  -----  -----",
+        "wide | narrow      3  0.1235  True",
+        "b                 12                 late",
+        "two lines         -1     nan  False",
+        "first note",
+        "second note",
+    ]
+
+
+def test_markdown() -> None:
+    assert REPORT.to_markdown().splitlines() == [
+        "**A title**",
+        "",
+        "| name | count | share | ok | extra |",
+        "|---|---|---|---|---|",
+        r"| wide \| narrow | 3 | 0.1235 | True |  |",
+        "| b | 12 |  |  | late |",
+        "| two lines | -1 | nan | False |  |",
+        "",
+        "first note",
+        "",
+        "second note",
+    ]
+    assert REPORT._repr_markdown_() == REPORT.to_markdown()
+
+
+def test_pipes_in_column_names_are_escaped() -> None:
+    header = Report("t", [{"a|b": 1}]).to_markdown().splitlines()[2]
+    assert header == r"| a\|b |"
+
+
+def test_json_is_strict_and_whole() -> None:
+    def refuse(name: str) -> None:
+        raise AssertionError(f"{name} is no JSON")
+
+    rows = [*ROWS, {"deep": [math.inf, {"x": -math.inf, "y": (1.0, math.nan)}], "digits": 0.1}]
+    read = json.loads(Report("t", rows, ["n"]).to_json(), parse_constant=refuse)
+    assert (read["title"], read["notes"]) == ("t", ["n"])
+    assert read["rows"][0] == ROWS[0]
+    assert read["rows"][2]["share"] is None
+    assert read["rows"][3] == {"deep": [None, {"x": None, "y": [1.0, None]}], "digits": 0.1}
+
+
+def test_an_empty_report() -> None:
+    empty = Report("Nothing", [], ["why"])
+    assert empty.columns == []
+    assert empty.to_text() == "Nothing\nwhy"
+    assert empty.to_markdown() == "**Nothing**\n\nwhy"
+
+
+def test_print_to_a_file_is_plain(capsys: pytest.CaptureFixture[str]) -> None:
+    file = io.StringIO()
+    REPORT.print(file)
+    assert file.getvalue() == REPORT.to_text() + "\n"
+    REPORT.print()
+    assert capsys.readouterr().out == REPORT.to_text() + "\n"
+
+
+def test_print_to_a_terminal_draws_a_table() -> None:
+    pytest.importorskip("rich")
+    terminal = Terminal()
+    Report("T", [{"name": "[b]markup[/b]", "norm": 0.25}], ["a note"]).print(terminal)
+    drawn = terminal.getvalue()
+    for part in ("T", "name", "norm", "[b]markup[/b]", "0.25", "a note", "━"):
+        assert part in drawn
+
+
+def test_a_terminal_without_rich_gets_the_plain_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    terminal = Terminal()
+    REPORT.print(terminal)
+    assert terminal.getvalue() == REPORT.to_text() + "\n"
+
+
+def test_the_rows_given_are_not_kept() -> None:
+    row = {"a": 1}
+    report = Report("t", [row])
+    row["a"] = 2
+    assert report.rows == [{"a": 1}]
