@@ -7,7 +7,7 @@ norm of a shard is not the norm of the gradient. This module is the one place th
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -94,6 +94,25 @@ def sum_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
         dist.all_reduce(own, op=dist.ReduceOp.SUM if op is None else op, group=group)
         values.copy_(own)  # nothing, for themselves
     return values
+
+
+def largest_over_ranks(
+    values: Iterable[float], device: torch.device, group: Any = None
+) -> list[float]:
+    """Return the maximum of each value over all ranks; the values themselves without ranks.
+
+    A collective: every rank of the group must call it. It waits for the device.
+
+    Args:
+        values: The same number of values on each rank.
+        device: Where the group's backend reduces: the strategy's root device, or the CPU for gloo.
+        group: A process group; None for all ranks.
+    """
+    if not (dist.is_available() and dist.is_initialized()):
+        return list(values)
+    largest = torch.tensor(list(values), dtype=torch.float64, device=device)
+    dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=group)
+    return largest.tolist()
 
 
 def ranks_of_a_step(trainer: Any) -> Groups:
