@@ -18,7 +18,7 @@ class RunCallback(Callback):
     callbacks when it spawns processes. A subclass says in one place each what that means for it:
 
     - :meth:`release` undoes what was patched and drops references;
-    - :meth:`start_anew` forgets what was learned from a model, when the next ``fit`` is of another;
+    - :meth:`reset_for_model` forgets what was learned from a model, when the next ``fit`` is of another;
     - ``process_only`` names attributes that are ``None`` in a pickled copy;
     - ``only_one = True`` refuses a second instance in the same Trainer.
 
@@ -43,10 +43,10 @@ class RunCallback(Callback):
                 "the other's work. Leave one."
             )
         if self._model is None or self._model() is not pl_module:
-            self.start_anew(pl_module)
+            self.reset_for_model(pl_module)
             self._model = ref(pl_module)
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget what was learned from another model. Called before the first run too."""
 
     def release(self, trainer: pl.Trainer) -> None:

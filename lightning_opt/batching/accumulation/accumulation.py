@@ -159,7 +159,7 @@ class Accumulation(RunCallback):
             return
         self._stack.callback(LoaderSizes(trainer, self._follow_loader).close)
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget the window of another model."""
         self._forget()
 

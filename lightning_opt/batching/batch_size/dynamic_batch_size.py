@@ -166,7 +166,7 @@ class DynamicBatchSize(RunCallback):
         self._stack.enter_context(replaced(trainer, **kept))
         self._stack.callback(LoaderSizes(trainer, self._resize).close)
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget another model, which takes other memory."""
         self._forget()
 

@@ -152,7 +152,7 @@ class MicroBatching(RunCallback):
         self._check = SplitCheck()
         self.events: list[dict[str, Any]] = []
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget what another model needed, which says nothing about this one."""
         self._forget()
 

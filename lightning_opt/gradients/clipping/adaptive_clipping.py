@@ -94,7 +94,7 @@ class AdaptiveClipping(GradientCallback):
                 "'robust', or FSDP2 through ModelParallelStrategy."
             )
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget the norms of another model."""
         self._tallies = {}
 

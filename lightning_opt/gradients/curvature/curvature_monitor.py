@@ -99,7 +99,7 @@ class CurvatureMonitor(RunCallback):
         if stage == "fit":
             check_run(NAME, trainer, pl_module)
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget what was measured of another model."""
         self.history = []
 

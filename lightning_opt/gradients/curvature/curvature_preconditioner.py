@@ -113,7 +113,7 @@ class CurvaturePreconditioner(GradientCallback):
         if stage == "fit":
             check_run(NAME, trainer, pl_module)
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget the curvature of another model."""
         self._steps, self._latest = 0, {}
         self._preconditioner.load_state_dict({"average": {}, "mass": {}})

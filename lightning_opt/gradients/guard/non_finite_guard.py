@@ -166,7 +166,7 @@ class NonFiniteGuard(GradientCallback):
                 "been clipped."
             )
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget what happened to another model."""
         self._judge, self._steps = Judge(self.ladder, self.spike), 0
         self._log.clear()

@@ -124,7 +124,7 @@ class GradientHealth(GradientCallback):
         self._outside: list[LayerVitals] = []
         self._reported = False  # in this fit: a run without a report gets no figure
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget the history of another model."""
         self._records, self._outside = {}, []
 

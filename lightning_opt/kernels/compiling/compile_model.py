@@ -157,7 +157,7 @@ class CompileModel(RunCallback):
                 )
         refuse_neighbours(trainer, pl_module)
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Try everything again: what failed on the last model says nothing about this one."""
         self._forget()
 

@@ -122,7 +122,7 @@ class PerformanceMonitor(RunCallback):
         """The throughput before and after it fell, and the step at which that began; or None."""
         return None if self.slowdown is None else self._throughput.find_fall(self.slowdown)
 
-    def start_anew(self, pl_module: pl.LightningModule) -> None:
+    def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget the throughput of another model."""
         if self._seen:
             self._forget()
