@@ -16,9 +16,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved, wait
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt import Report
+from lightning_opt.core.measure.timing import time_in_turns, wait_for
+from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 
@@ -167,7 +169,7 @@ def gpu_pairs(device: str) -> list[Pair]:
 
 def measure(pair: Pair, rounds: int, device: str) -> dict[str, Any]:
     advice, on, instead, without, advised, calls = pair
-    seconds = time_interleaved(
+    seconds = time_in_turns(
         {"without": without, "with": advised}, rounds=rounds, calls=calls, device=device
     )
     return {
@@ -191,7 +193,7 @@ def main(argv: list[str] | None = None) -> None:
     rows = []
     for pair in pairs:
         rows.append(measure(pair, rounds, device))
-        wait(device)
+        wait_for(device)
     notes = [
         f"Medians of {rounds} interleaved rounds, microseconds; below 1 the advice pays. A step is "
         "forward, backward, AdamW and zeroing; LayerNorm and what follows it is forward alone.",

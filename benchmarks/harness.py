@@ -1,10 +1,9 @@
-"""What every benchmark here shares: interleaved timing, medians, a table and a JSON file.
+"""The options and the output of every benchmark: a table, a JSON file and a Markdown file.
 
-A benchmark is a script of its own. It says in its docstring which claim it supports, times the
-candidates round by round (each once a round, so that a slow minute of a shared machine hits all of
-them), compares medians as ratios, prints a table and writes ``.json`` and ``<name>.md`` with
-the machine, versions, date and commit. ``GPU = True`` at module level says that ``--device cuda``
-means something.
+Each benchmark is a script. Its docstring names the claim that it supports. It times candidates with
+`time_in_turns`, the same code that `lightning_opt.benchmark` runs, and publishes median ratios with
+the machine, versions, date and commit. ``GPU = True`` at module level marks scripts that support
+``--device cuda``.
 """
 
 from __future__ import annotations
@@ -13,10 +12,8 @@ import argparse
 import json
 import platform
 import socket
-import statistics
 import subprocess
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any
@@ -40,52 +37,6 @@ def parse_arguments(description: str, argv: Sequence[str] | None = None) -> argp
     if arguments.device == "cpu":
         torch.set_num_threads(1)  # two busy threads on a shared machine measure the neighbours
     return arguments
-
-
-def time_interleaved(
-    candidates: Mapping[str, Callable[[], object]],
-    *,
-    rounds: int,
-    calls: int = 1,
-    device: str = "cpu",
-    warmup: int = 2,
-) -> dict[str, list[float]]:
-    """Time each candidate once a round, in an order that rotates from round to round.
-
-    Args:
-        candidates: What to call, by name.
-        rounds: How often each is timed.
-        calls: Calls within one timing; the device is waited for at its end.
-        device: ``"cpu"`` or ``"cuda"``.
-        warmup: Rounds that are not kept.
-
-    Returns:
-        For each candidate the seconds of one call, one number a round.
-    """
-    names = list(candidates)
-    seconds: dict[str, list[float]] = {name: [] for name in names}
-    for round_number in range(-warmup, rounds):
-        turn = round_number % len(names)
-        for name in names[turn:] + names[:turn]:
-            wait(device)
-            start = time.perf_counter()
-            for _ in range(calls):
-                candidates[name]()
-            wait(device)
-            if round_number >= 0:
-                seconds[name].append((time.perf_counter() - start) / calls)
-    return seconds
-
-
-def wait(device: str) -> None:
-    """Wait until the device has done what it was given."""
-    if device.startswith("cuda"):
-        torch.cuda.synchronize()
-
-
-def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
-    """Return the median over rounds of the ratio within a round."""
-    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
 
 
 def describe_machine(device: str) -> dict[str, Any]:

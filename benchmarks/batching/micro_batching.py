@@ -44,10 +44,11 @@ from benchmarks.batching.hog import (
     limit_device,
     some_batches,
 )
-from benchmarks.harness import free_port, parse_arguments, publish, wait
+from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp, ten_million_transformer
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes
 from lightning_opt.core.measure.malloc import malloc_trim
+from lightning_opt.core.measure.timing import wait_for
 
 TIMEOUT = 120.0
 """Seconds after which a process counts as hung."""
@@ -86,7 +87,7 @@ class Turns(L.Callback):
         if self.ours is None:
             self.ours = optimization._make_closure
         if batch_idx % self.accumulate == 0:
-            wait(self.device)
+            wait_for(self.device)
             self.with_us = batch_idx // self.accumulate % 2 == 1
             if self.with_us:
                 optimization._make_closure = self.ours
@@ -98,7 +99,7 @@ class Turns(L.Callback):
         self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         if (batch_idx + 1) % self.accumulate == 0:
-            wait(self.device)
+            wait_for(self.device)
             self.seconds[self.with_us].append(time.perf_counter() - self.start)
             trainer.fit_loop.epoch_loop.automatic_optimization._make_closure = self.ours
 

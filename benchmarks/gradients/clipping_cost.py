@@ -16,8 +16,10 @@ import lightning as L
 import torch
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps, forty_tensor_mlp, ten_million_transformer
+from lightning_opt.core.measure.timing import time_in_turns
+from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 
@@ -81,8 +83,8 @@ def measure(
         optimizer.step()
 
     candidates = clippers(module, trainer, optimizer)
-    seconds = time_interleaved(candidates, rounds=rounds, calls=calls, device=device)
-    steps = time_interleaved({"step": step}, rounds=max(rounds // 2, 5), device=device)["step"]
+    seconds = time_in_turns(candidates, rounds=rounds, calls=calls, device=device)
+    steps = time_in_turns({"step": step}, rounds=max(rounds // 2, 5), device=device)["step"]
     bare = statistics.median(steps)
     rows: list[dict[str, object]] = [{"model": name, "what": "bare step", "us": round(bare * 1e6)}]
     for candidate, values in seconds.items():

@@ -20,8 +20,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lightning_opt as lo
 from benchmarks.gpt import GPT, size_for
 from benchmarks.gradients.guard_cost import stepper
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps
+from lightning_opt.core.measure.timing import time_in_turns
+from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 
@@ -128,7 +130,7 @@ def main() -> None:
         launches[kind] = counted.total
     watched = {kind: Watched(step, arguments.device) for kind, step in steps.items()}
     rounds = 3 if arguments.quick else 25
-    seconds = time_interleaved(watched, rounds=rounds, device=arguments.device)
+    seconds = time_in_turns(watched, rounds=rounds, device=arguments.device)
     rows = [
         {
             "step": kind,

@@ -19,8 +19,10 @@ import lightning as L
 import torch
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps, forty_tensor_mlp, ten_million_transformer
+from lightning_opt.core.measure.timing import time_in_turns
+from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 
@@ -100,7 +102,7 @@ def measure(
         steps[label] = stepper(
             module, fit_two_steps(module, device), callbacks, shares.setdefault(label, [])
         )
-    seconds = time_interleaved(steps, rounds=rounds, calls=calls, device=device)
+    seconds = time_in_turns(steps, rounds=rounds, calls=calls, device=device)
     bare = seconds["bare step"]
     return [
         {

@@ -18,8 +18,10 @@ import torch
 from lightning.pytorch.utilities import grad_norm
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps, forty_tensor_mlp, ten_million_transformer
+from lightning_opt.core.measure.timing import time_in_turns
+from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 
@@ -152,7 +154,7 @@ def measure(
 ) -> list[dict[str, object]]:
     """Time a block of ``every`` steps of each candidate, round by round."""
     candidates = loops(module, fit_two_steps(module, device), every)
-    seconds = time_interleaved(
+    seconds = time_in_turns(
         {key: (lambda loop=loop: loop.run(every)) for key, loop in candidates.items()},
         rounds=rounds, device=device, warmup=1,
     )  # fmt: skip

@@ -32,8 +32,10 @@ import torch
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, wait
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.kernels.kernels_models import MODELS, Batches, Learner, Parts
+from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.numerics.ratios import median_ratio
 
 GPU = True
 M_MMAP_THRESHOLD = -3
@@ -104,7 +106,7 @@ class Turns(L.Callback):
         self.left -= 1
         if self.left > 0:
             return
-        wait(self.device)
+        wait_for(self.device)
         seconds = time.perf_counter() - self.start
         if self.task == "memory":
             self.pipe.send(self._peak() - self.floor)

@@ -38,9 +38,11 @@ from torch.utils.flop_counter import (
 )
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved, wait
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.memory.checkpointing_models import MODELS
+from lightning_opt.core.measure.timing import time_in_turns, wait_for
 from lightning_opt.core.modules.blocks import find_blocks
+from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
     Plan,
@@ -102,8 +104,8 @@ class Step:
         with ExitStack() as stack:
             if inside is not None:
                 inside(stack)
-            wait(self.device)
-            return time_interleaved({"": self}, rounds=1, warmup=0, device=self.device)[""][0]
+            wait_for(self.device)
+            return time_in_turns({"": self}, rounds=1, warmup=0, device=self.device)[""][0]
 
     def candidate(self, plan: str) -> Callable[[Callable[[], Any]], Any]:
         """Return what calls a function under a plan that was described, or in torchtitan's way."""
@@ -311,7 +313,7 @@ def measure(
     held, counted = (
         {label: numbers[place] for label, numbers in counts.items()} for place in range(2)
     )
-    seconds = time_interleaved(
+    seconds = time_in_turns(
         {label: partial(call, step) for label, call in calls.items()},
         rounds=rounds,
         device=device,

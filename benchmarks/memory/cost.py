@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps
+from lightning_opt.core.measure.timing import time_in_turns
+from lightning_opt.core.numerics.ratios import median_ratio
 
 BLOCK = 200
 """Steps of a block: a multiple of every period."""
@@ -117,7 +119,7 @@ def main() -> None:
     }
     gc.collect()
     loops = {name: Loop(module, trainer, callbacks) for name, callbacks in candidates.items()}
-    seconds = time_interleaved(
+    seconds = time_in_turns(
         {name: (lambda loop=loop: loop.run(steps)) for name, loop in loops.items()},
         rounds=rounds,
         device=arguments.device,

@@ -22,8 +22,9 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from benchmarks.gpt import GPT, size_for
-from benchmarks.harness import parse_arguments, publish, wait
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.memory.checkpointing import Step, process_peak
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.methods.policies import Plan
 from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner
@@ -141,10 +142,10 @@ def measure(pipe: Any, way: str, size: str, device: str, samples: int, rounds: i
                 step()
             seconds = []
             for _ in range(rounds):
-                wait(device)
+                wait_for(device)
                 start = time.perf_counter()
                 step()
-                wait(device)
+                wait_for(device)
                 seconds.append(time.perf_counter() - start)
             return process_peak(step), seconds
 

@@ -24,8 +24,10 @@ import torch
 from torch import nn
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps
+from lightning_opt.core.measure.timing import time_in_turns
+from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.profiling.monitor.gpu import find_gpu
 from lightning_opt.profiling.monitor.sampling import Sampler
 
@@ -126,7 +128,7 @@ def main() -> None:
         for _ in range(3 * STEPS):  # the thread starts, and libraries are loaded
             steps[label]()
         spent[label].clear()
-    taken = time_interleaved(steps, rounds=rounds, calls=STEPS, device=device)
+    taken = time_in_turns(steps, rounds=rounds, calls=STEPS, device=device)
     monitor.teardown(trainer, module, "fit")
     idle, busy = thread_share(seconds, 0, device), thread_share(seconds, 8, device)
     # The monitor has counted from the first step, so every fiftieth of these has a report.

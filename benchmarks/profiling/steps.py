@@ -30,8 +30,9 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from benchmarks.batching.micro_batching import in_processes, quiet_trainer
-from benchmarks.harness import free_port, parse_arguments, publish, wait
+from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.profiling.steps.hooks import Watch
 
 GPU = True
@@ -98,12 +99,12 @@ class Turns(L.Callback):
             elif run._watch is None and with_us:
                 run._watch = Watch(run.clock, trainer, None)
             trainer.profiler = ours if with_us else nothing
-            wait(self.device)
+            wait_for(self.device)
             start = time.perf_counter()
             try:
                 advance(fetcher)
             finally:
-                wait(self.device)
+                wait_for(self.device)
                 self.seconds[with_us].append(time.perf_counter() - start)
                 trainer.profiler = ours
 

@@ -12,7 +12,8 @@ import torch
 
 import lightning_opt as lo
 from benchmarks.gradients.gpt_step import Watched, say_waits
-from benchmarks.harness import parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
+from lightning_opt.core.measure.timing import time_in_turns
 
 GPU = True
 NUMEL = 6_553_600
@@ -47,7 +48,7 @@ def main() -> None:
         ratios[name] = 4 * numel / codec.nbytes
         watched[f"{name}, code"] = Watched(code, arguments.device)
         watched[f"{name}, decode"] = Watched(decode, arguments.device)
-    seconds = time_interleaved(
+    seconds = time_in_turns(
         watched, rounds=3 if arguments.quick else 15, calls=4, device=arguments.device, warmup=4
     )
     speed = {name: 4e-9 * numel / median(values) for name, values in seconds.items()}

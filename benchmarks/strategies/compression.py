@@ -36,7 +36,9 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish, time_interleaved
+from benchmarks.harness import parse_arguments, publish
+from lightning_opt.core.measure.timing import time_in_turns
+from lightning_opt.core.numerics.ratios import median_ratio
 
 NETWORKS: dict[str, tuple[str, str] | None] = {
     "1 Gbit/s": ("1gbit", "256kb"),
@@ -402,7 +404,7 @@ def cost_of_compression(rounds: int) -> lo.Report:
 
         timed[f"{name}: add the gradient, compress, keep the rest"] = compress
         timed[f"{name}: add up two messages"] = decode
-    seconds = time_interleaved(timed, rounds=rounds, warmup=10)
+    seconds = time_in_turns(timed, rounds=rounds, warmup=10)
     return lo.Report(
         "The processor's part: one bucket of 6.5 million elements, one thread",
         [

@@ -26,7 +26,7 @@ import torch
 import torch.distributed as dist
 
 import lightning_opt as lo
-from benchmarks.harness import median_ratio, parse_arguments, publish
+from benchmarks.harness import parse_arguments, publish
 from benchmarks.strategies.compression import (
     INTERFACE,
     NETWORKS,
@@ -37,6 +37,7 @@ from benchmarks.strategies.compression import (
     time_in_rounds,
     why_not,
 )
+from lightning_opt.core.numerics.ratios import median_ratio
 
 MODULE = "benchmarks.strategies.diloco"
 

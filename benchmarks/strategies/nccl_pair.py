@@ -26,7 +26,8 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from benchmarks.gpt import GPT, size_for
-from benchmarks.harness import parse_arguments, publish, wait
+from benchmarks.harness import parse_arguments, publish
+from lightning_opt.core.measure.timing import wait_for
 
 GPU = True
 LIMIT = 120.0
@@ -46,13 +47,13 @@ class Language(L.LightningModule):
         self.start = 0.0
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
-        wait(self.kind)
+        wait_for(self.kind)
         self.start = time.perf_counter()
         return self.network(batch)
 
     def on_after_backward(self) -> None:
         host = time.perf_counter() - self.start
-        wait(self.kind)
+        wait_for(self.kind)
         self.seconds.append((host, time.perf_counter() - self.start))
 
     def configure_optimizers(self) -> torch.optim.Optimizer:

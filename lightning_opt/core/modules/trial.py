@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.operators import written_by
 from lightning_opt.core.modules.preserve import do_nothing, isolated_random, preserved, replaced
@@ -205,11 +206,3 @@ class _WriteWatch(TorchDispatchMode):
                 if parameter is not None and parameter not in self.copies:
                     self.copies[parameter] = parameter.detach().clone()
         return func(*args, **(kwargs or {}))
-
-
-def wait_for(device: torch.device) -> None:
-    """Wait until ``device`` has done what it was given, if it is one that works on its own."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()

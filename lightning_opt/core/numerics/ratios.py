@@ -94,6 +94,11 @@ def compare_pairs(
     return Ratio(value, low, high, judge(value, low, high, tolerance))
 
 
+def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
+    """Return the median over rounds of the ratio within a round."""
+    return statistics.median(a / b for a, b in zip(seconds, reference, strict=True))
+
+
 def judge(value: float, low: float, high: float, tolerance: float) -> str:
     """Say what a ratio with its interval means."""
     if low <= 1 <= high or abs(math.log(value)) < math.log1p(tolerance):

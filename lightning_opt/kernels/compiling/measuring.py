@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_opt.core.modules.trial import wait_for
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.kernels.compiling.regions import Region
 
 if TYPE_CHECKING:

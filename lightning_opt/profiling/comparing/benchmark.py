@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from lightning_opt.core.arguments import at_least, between, positive, share
-from lightning_opt.core.modules.trial import wait_for
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.output.report import Report
 from lightning_opt.profiling.comparing.measured import (

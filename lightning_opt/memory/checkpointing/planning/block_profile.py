@@ -17,8 +17,8 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 
+from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.blocks import Block
-from lightning_opt.core.modules.trial import wait_for
 from lightning_opt.memory.checkpointing.methods.forward import Probe
 from lightning_opt.memory.checkpointing.methods.selective import OperatorProfile
 from lightning_opt.memory.meters import Meter

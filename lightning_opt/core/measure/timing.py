@@ -1,0 +1,153 @@
+"""The step clock, and timing functions in turns. Comparing the timings: `core.numerics.ratios`."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+
+Item = TypeVar("Item")
+
+MAX_PENDING = 256
+"""Steps that wait to be read before the clock reads the finished ones by itself."""
+
+
+def wait_for(device: torch.device | str) -> None:
+    """Wait until ``device`` has finished its queued work; a CPU has none."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class StepClock:
+    """Times steps, each from the end of the step before it.
+
+    On CUDA each end is an event in the current stream: the host does not wait for the device until
+    :meth:`read` is called with ``wait=True``. Elsewhere it is the host's clock. On other devices
+    that work asynchronously, call :func:`wait_for` around a block of steps; then its total is
+    right.
+
+    Args:
+        device: The device that computes the steps.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._uses_events = device.type == "cuda"
+        self._start: Any = None
+        self._pending: deque[tuple[Any, Any]] = deque()
+        self._seconds: list[float] = []
+
+    def start(self) -> None:
+        """Start a step. No effect if the end of the previous step has started it already."""
+        if self._start is None:
+            self._start = self._mark()
+
+    def pause(self) -> None:
+        """Discard the running step; the next one starts at :meth:`start`."""
+        self._start = None
+
+    def stop(self, *, keep: bool = True) -> None:
+        """End the step, and start the next one.
+
+        Args:
+            keep: Record the step's duration. No duration is recorded if no step was running.
+        """
+        end = self._mark()
+        if self._start is not None and keep:
+            self._pending.append((self._start, end))
+            if len(self._pending) >= MAX_PENDING:
+                self._collect()
+        self._start = end
+
+    def read(self, *, wait: bool = False) -> list[float]:
+        """Return the seconds of the finished steps that were not returned before, in order.
+
+        Args:
+            wait: Wait for the device, so that all steps are finished.
+        """
+        if wait and self._uses_events and self._pending:
+            self._pending[-1][1].synchronize()
+        self._collect()
+        seconds, self._seconds = self._seconds, []
+        return seconds
+
+    def _mark(self) -> Any:
+        if not self._uses_events:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def _collect(self) -> None:
+        while self._pending:
+            start, end = self._pending[0]
+            if self._uses_events and not end.query():
+                return
+            self._pending.popleft()
+            seconds = start.elapsed_time(end) / 1e3 if self._uses_events else end - start
+            self._seconds.append(seconds)
+
+
+def rotated(items: Sequence[Item], turn: int) -> list[Item]:
+    """Return ``items`` in the order of round number ``turn``: each round starts one item later."""
+    if not items:
+        return []
+    first = turn % len(items)
+    return [*items[first:], *items[:first]]
+
+
+def time_calls(
+    function: Callable[[], object], calls: int = 1, device: torch.device | str = "cpu"
+) -> float:
+    """Return the seconds of one call, the mean of ``calls``; waits for the device at both ends."""
+    device = torch.device(device)
+    wait_for(device)
+    start = time.perf_counter()
+    for _ in range(calls):
+        function()
+    wait_for(device)
+    return (time.perf_counter() - start) / calls
+
+
+def time_in_turns(
+    candidates: Mapping[str, Callable[[], object]],
+    *,
+    rounds: int,
+    calls: int | Mapping[str, int] = 1,
+    device: torch.device | str = "cpu",
+    warmup: int = 2,
+    after_round: Callable[[], object] | None = None,
+) -> dict[str, list[float]]:
+    """Time each candidate once a round, in an order that rotates from round to round.
+
+    A slow minute of a shared machine then hits all candidates alike. Compare them by the ratios
+    within rounds: :func:`~lightning_opt.core.numerics.ratios.median_ratio`, or ``compare_pairs``
+    for an interval.
+
+    Args:
+        candidates: Functions without arguments, by name.
+        rounds: Timings of each candidate.
+        calls: Calls within one timing, for all candidates or by name.
+        device: The device that the candidates use.
+        warmup: Rounds before those, whose timings are discarded.
+        after_round: Called after each round, outside the timings.
+
+    Returns:
+        For each candidate the seconds of one call, one number a round.
+    """
+    counts = calls if isinstance(calls, Mapping) else dict.fromkeys(candidates, calls)
+    seconds: dict[str, list[float]] = {name: [] for name in candidates}
+    for round_number in range(-warmup, rounds):
+        for name in rotated(list(candidates), round_number):
+            taken = time_calls(candidates[name], counts[name], device)
+            if round_number >= 0:
+                seconds[name].append(taken)
+        if after_round is not None:
+            after_round()
+    return seconds

@@ -1,0 +1,112 @@
+"""The step clock and timing in turns, on a made-up clock and with made-up events."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from lightning_opt.core.measure import timing
+from lightning_opt.core.measure.timing import StepClock, rotated, time_in_turns
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    clock = SimpleNamespace(now=0.0, perf_counter=lambda: clock.now)
+    monkeypatch.setattr(timing, "time", clock)
+    return clock
+
+
+def test_step_lasts_from_the_end_of_the_previous_step(clock):
+    steps = StepClock(torch.device("cpu"))
+    for waiting, computing in ((5.0, 1.0), (2.0, 4.0)):
+        clock.now += waiting
+        steps.start()
+        clock.now += computing
+        steps.stop()
+    assert steps.read() == [1.0, 6.0]
+    assert steps.read() == []
+
+
+def test_pause_excludes_the_time_until_the_next_start(clock):
+    steps = StepClock(torch.device("cpu"))
+    for _ in range(2):
+        steps.start()
+        clock.now += 1
+        steps.stop()
+        steps.pause()
+        clock.now += 100
+    steps.stop()  # none is running
+    assert steps.read() == [1.0, 1.0]
+
+
+def test_discarded_step_is_not_returned(clock):
+    steps = StepClock(torch.device("cpu"))
+    steps.start()
+    for keep, seconds in ((False, 9.0), (True, 2.0)):
+        clock.now += seconds
+        steps.stop(keep=keep)
+    assert steps.read() == [2.0]
+
+
+class Event:
+    """An event that the device passes when the test says so."""
+
+    passed = 0.0
+
+    def __init__(self, enable_timing):
+        assert enable_timing
+
+    def record(self, stream):
+        self.at = timing.time.now
+
+    def query(self):
+        return self.at <= Event.passed
+
+    def synchronize(self):
+        Event.passed = max(Event.passed, self.at)
+
+    def elapsed_time(self, end):
+        assert end.query()
+        return 1e3 * (end.at - self.at)
+
+
+def test_device_is_not_waited_for_between_reads(clock, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
+    monkeypatch.setattr(Event, "passed", 0.0)
+    steps = StepClock(torch.device("cuda", 0))
+    steps.start()
+    for _ in range(4):
+        clock.now += 2
+        steps.stop()
+    assert steps.read() == []
+    Event.passed = 5.0
+    assert steps.read() == [2.0, 2.0]
+    assert steps.read(wait=True) == [2.0, 2.0]
+
+
+def test_each_round_starts_one_candidate_later():
+    assert [rotated("abc", turn) for turn in (0, 1, -1)] == [list("abc"), list("bca"), list("cab")]
+    assert rotated([], 3) == []
+
+
+def test_candidates_are_timed_once_a_round_without_the_warmup(clock):
+    order = []
+
+    def candidate(name, seconds):
+        def run():
+            order.append(name)
+            clock.now += seconds
+
+        return run
+
+    candidates = {"a": candidate("a", 1.0), "b": candidate("b", 3.0)}
+    seconds = time_in_turns(
+        candidates,
+        rounds=2,
+        calls={"a": 2, "b": 1},
+        warmup=1,
+        after_round=lambda: order.append("|"),
+    )
+    assert seconds == {"a": [1.0, 1.0], "b": [3.0, 3.0]}
+    assert "".join(order) == "baa|aab|baa|"
