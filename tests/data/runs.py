@@ -1,5 +1,6 @@
 """Runs that record which samples each step was given."""
 
+import logging
 import multiprocessing
 import os
 import time
@@ -9,11 +10,11 @@ from typing import Any
 import torch
 from lightning.pytorch import Callback
 from torch import Tensor
-from torch.utils.data import DataLoader, DistributedSampler
+from torch.utils.data import DataLoader, DistributedSampler, get_worker_info
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner as tuning
-from lightning_opt.data.pipeline.loaders import LoaderSettings
+from lightning_opt.data.pipeline.loaders import LoaderSettings, settings_of
 from lightning_opt.data.pipeline.search import Search
 from tests.data.datasets import Numbers
 from tests.helpers.models import ResumableLoader, SmallNet
@@ -141,6 +142,34 @@ def tune_in_ddp() -> Any:
     return tuner.chosen.to_dict() if tuner.chosen else None, tuner.report().rows
 
 
+def tune_with_failures_on_rank_1() -> Any:
+    """Tune loaders whose workers hang or raise on rank 1; return loader settings and warnings."""
+    allow_workers()
+    warnings = list[str]()
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: warnings.append(record.getMessage())  # type: ignore[method-assign]
+    tuning.log.addHandler(handler)
+    settings = []
+    for failure in ("hang", "raise"):
+        data = DataLoader(FailsInWorkers(failure), batch_size=4)
+        tuner = lo.DataPipelineTuner(
+            max_workers=1, prefetch=(2,), budget_seconds=2.0, verbose=False
+        )
+        record = Settings()
+        trainer = quiet_trainer(callbacks=[tuner, record], devices=2, strategy="ddp")
+        trainer.fit(Recorded(), data)
+        settings.append(record.settings)
+        assert tuner.chosen is None
+    return settings, warnings
+
+
+class Settings(Callback):
+    """Records the loader's settings during training."""
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        self.settings = settings_of(trainer.train_dataloader).to_dict()
+
+
 class Sleepy(Rows):
     """Items that wait for something."""
 
@@ -150,4 +179,19 @@ class Sleepy(Rows):
 
     def __getitem__(self, index: int) -> Any:
         time.sleep(self.seconds)
+        return super().__getitem__(index)
+
+
+class FailsInWorkers(Sleepy):
+    """Hangs or raises in each worker of rank 1."""
+
+    def __init__(self, failure: str) -> None:
+        super().__init__()
+        self.failure = failure
+
+    def __getitem__(self, index: int) -> Any:
+        if get_worker_info() is not None and os.environ["LOCAL_RANK"] == "1":
+            if self.failure == "raise":
+                raise RuntimeError("broken worker")
+            time.sleep(600)
         return super().__getitem__(index)

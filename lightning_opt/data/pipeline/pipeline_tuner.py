@@ -10,13 +10,13 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import at_least, one_of, positive
 from lightning_opt.core.measure.cpus import available_cpus
 from lightning_opt.core.modules.preserve import Patches, isolated_random, replaced
+from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import (
     WrittenParameters,
     as_delivered,
@@ -157,13 +157,17 @@ class DataPipelineTuner(RunCallback):
         if self._changed is not None:  # reloaded for a new epoch
             put_back(*self._changed)
             self._changed = None
-        reason = self._refusal(trainer, loader)
-        if _agree(trainer, [float(reason is not None)])[0]:
-            self._leave(reason or "on another rank it has to stay")
+        device = trainer.strategy.root_device
+        try:
+            reason = self._refusal(trainer, loader)
+        except Exception as error:  # noqa: BLE001 - the user's sampler may raise anything
+            reason = f"its sampler failed: {error!r}"
+        if largest_over_ranks([float(reason is not None)], device)[0]:
+            self._leave(reason or "another rank cannot change it")
             return
         if self.chosen is None and not self._notes:
             try:
-                with isolated_random(trainer.strategy.root_device):
+                with isolated_random(device):
                     self.chosen = self._tune(trainer, pl_module, loader)
             except ProbeError as error:
                 self._leave(str(error))
@@ -187,15 +191,15 @@ class DataPipelineTuner(RunCallback):
     ) -> LoaderSettings | None:
         start, present = time.perf_counter(), settings_of(loader)
         indices = endless_indices(loader)
-        failure = "on another rank it could not be measured"
+        device, failure = trainer.strategy.root_device, "another rank could not measure it"
         try:
             probed = probe(loader, indices, self.budget_seconds)
-        except (ProbeError, ValueError) as error:
+        except Exception as error:  # noqa: BLE001 - the user's sampler may raise anything
             failure, probed = str(error), (math.inf, 1.0, None, None)
         seconds, busy, batch, found = probed
         # One reduction for all; the fewest CPUs are the largest of their negatives.
-        fetch, busy, is_random, cpus = _agree(
-            trainer, [seconds, busy, float(found is not None), -float(available_cpus())]
+        fetch, busy, is_random, cpus = largest_over_ranks(
+            [seconds, busy, float(found is not None), -float(available_cpus())], device
         )
         if math.isinf(fetch):
             raise ProbeError(failure)
@@ -205,14 +209,18 @@ class DataPipelineTuner(RunCallback):
         step, takes = self._step(trainer, pl_module, batch, written)
 
         def measure(settings: LoaderSettings) -> Measured | None:
-            if _agree(trainer, [time.perf_counter() - start])[0] > self.budget_seconds:
+            nonlocal failure
+            limit = self.budget_seconds
+            if largest_over_ranks([time.perf_counter() - start], device)[0] > limit:
                 return None
             try:
-                measured = time_loader(loader, indices, settings, step, MEASURE)
+                measured = time_loader(loader, indices, settings, step, MEASURE, limit)
             except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
-                log.warning("DataPipelineTuner could not measure %s: %s", settings, error)
-                measured = math.inf, 1.0
-            return Measured(settings, *_agree(trainer, [*measured]))
+                failure, measured = f"{settings} failed: {error}", (math.inf, 1.0)
+            seconds, wait = largest_over_ranks(measured, device)
+            if math.isinf(seconds):  # on any rank: all ranks stop here
+                raise ProbeError(failure)
+            return Measured(settings, seconds, wait)
 
         most = most_workers(int(-cpus), trainer.num_devices, busy)
         search = Search(
@@ -269,7 +277,7 @@ class DataPipelineTuner(RunCallback):
                 takes = statistics.median(times[1:])
             except Exception as error:  # noqa: BLE001 - the user's step, tried where it is not expected
                 log.info("DataPipelineTuner could not try a training step: %s", error)
-        (takes,) = _agree(trainer, [takes])
+        (takes,) = largest_over_ranks([takes], trainer.strategy.root_device)
         if math.isinf(takes):
             return lambda batch: None, 0.0
         if trainer.world_size > 1:  # ranks measure apart, and a step may talk to the others
@@ -345,12 +353,3 @@ def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
     reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     return not hasattr(loader.dataset, "set_epoch") and not reloads
 
-
-def _agree(trainer: pl.Trainer, values: list[float]) -> list[float]:
-    """Return the largest of each value over all ranks."""
-    if trainer.world_size == 1 or not dist.is_initialized():
-        return values
-    tensor = torch.tensor(values, dtype=torch.float32, device=trainer.strategy.root_device)
-    dist.all_reduce(tensor, op=dist.ReduceOp.MAX)
-    agreed: list[float] = tensor.tolist()
-    return agreed

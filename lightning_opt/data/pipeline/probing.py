@@ -116,22 +116,36 @@ def time_loader(
     settings: LoaderSettings,
     step: Callable[[Any], object],
     seconds: float,
+    limit: float,
 ) -> tuple[float, float]:
-    """Return seconds a batch with its step, and the share of them that is spent waiting.
+    """Return the seconds per batch with its step, and the share of them spent waiting for data.
 
     Args:
-        loader: The loader, which stays untouched.
-        indices: What its sampler would yield.
-        settings: With workers.
+        loader: The loader; it is not changed.
+        indices: The indices to fetch.
+        settings: The settings to measure, with at least one worker.
         step: Called with each batch.
-        seconds: How long to measure, about.
+        seconds: About how long to measure.
+        limit: Seconds after which the trial fails, and the longest wait for one batch.
+
+    Raises:
+        RuntimeError: If the trial exceeds ``limit``, or whatever a worker raises. A worker that is
+            forked from a process with threads can hang, so waiting needs a limit.
     """
-    twin = measuring_copy(loader, settings, indices)
+    copy = measuring_copy(loader, settings, indices)
+    copy.timeout = min(loader.timeout or limit, limit)
     waited, batches, fewest = 0.0, 0, max(FEW, 2 * settings.workers)
-    iterator = DataLoader.__iter__(twin)
+    start_of_trial = time.perf_counter()
+
+    def check_limit() -> None:
+        if time.perf_counter() - start_of_trial > limit:
+            raise RuntimeError(f"the trial took longer than {limit:g} s")
+
+    iterator = DataLoader.__iter__(copy)
     try:
-        for _ in range(settings.workers):  # the first batch of each comes with its start
+        for _ in range(settings.workers):  # the first batch of each worker includes its start
             step(next(iterator))
+            check_limit()
         begin = end = time.perf_counter()
         while batches < fewest or (end - begin < seconds and batches < MOST):
             start = end
@@ -140,6 +154,7 @@ def time_loader(
             step(batch)
             end = time.perf_counter()
             batches += 1
+            check_limit()
     finally:
         del iterator  # ends its workers
     return (end - begin) / batches, waited / (end - begin)

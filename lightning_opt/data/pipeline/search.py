@@ -86,7 +86,7 @@ class Search:
             self._prefetch()
             self._pins()
         enough = math.inf if self.min_workers else (1 - WORTH) * alone.seconds
-        if self._best is not None and enough < self._best.seconds < math.inf:
+        if self._best is not None and self._best.seconds > enough:
             self._try(self._best.settings)  # the machine may have been slow for that half second
         if self._best is not None and self._best.seconds <= enough:
             return self._best.settings

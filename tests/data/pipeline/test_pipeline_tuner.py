@@ -11,7 +11,8 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.data.pipeline import pipeline_tuner as tuning
-from lightning_opt.data.pipeline.loaders import LoaderSettings
+from lightning_opt.data.pipeline.loaders import LoaderSettings, endless_indices
+from lightning_opt.data.pipeline.probing import time_loader
 from lightning_opt.data.pipeline.search import Search
 from tests.data import datasets
 from tests.data.pipeline.test_loaders import AsItGoes, Stream
@@ -25,6 +26,7 @@ from tests.data.runs import (
     train,
     train_in_ddp,
     tune_in_ddp,
+    tune_with_failures_on_rank_1,
 )
 from tests.helpers.models import ResumableLoader, SmallNet, assert_same_weights
 from tests.helpers.processes import launch
@@ -97,6 +99,29 @@ def test_ranks_agree():
     assert first == second
     assert rows[1:] == other_rows[1:]  # what was measured with workers: the slower rank's
     assert first["workers"] >= 1
+
+
+@pytest.mark.distributed
+def test_failed_trial_on_one_rank_keeps_the_loader_of_all_ranks():
+    """A worker that never answers, and one that raises."""
+    for (settings, warnings), reasons in zip(
+        launch(tune_with_failures_on_rank_1),
+        (["another rank"] * 2, ["timed out", "broken worker"]),
+        strict=True,
+    ):
+        assert settings == [LoaderSettings().to_dict()] * 2
+        assert len(warnings) == 2
+        for warning, reason in zip(warnings, reasons, strict=True):
+            assert reason in warning
+
+
+def test_trial_that_takes_too_long_fails():
+    loader = DataLoader(Sleepy(24, 0.05), batch_size=2)
+    with pytest.raises(RuntimeError, match=r"longer than 0\.5 s"):
+        time_loader(
+            loader, endless_indices(loader), LoaderSettings(1, 2), lambda batch: None, 60.0, 0.5
+        )
+    assert loader.timeout == 0
 
 
 def test_a_resumed_run_goes_on_with_the_same_settings_and_samples(tmp_path, monkeypatch):

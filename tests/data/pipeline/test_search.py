@@ -1,7 +1,5 @@
 """The search for the best setting, on made-up machines whose best setting is known."""
 
-import math
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -83,13 +81,6 @@ def test_a_slow_moment_of_the_machine_is_no_reason_to_start_none():
     search, chosen = run(machine)
     assert [one.seconds > 0.02 for one in search.tried[1:]] == [True] * 3 + [False]
     assert chosen.workers == 2
-
-
-def test_what_cannot_be_measured_is_not_measured_again():
-    machine = Machine(0.02, math.inf)
-    search = Search(machine, max_workers=1, prefetch=(2,))
-    assert search.run(0.02, 0.001).workers == 0
-    assert len(machine.asked) == 1
 
 
 def test_a_loader_with_kept_workers_has_at_least_one():
