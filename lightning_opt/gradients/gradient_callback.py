@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING
 
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
@@ -46,9 +46,6 @@ class GradientCallback(RunCallback):
     """
 
     process_only = ("_ahead",)
-
-    rescales_gradients: ClassVar[bool] = False
-    """Whether a callback behind it sees other norms than the model's."""
 
     def __init__(self) -> None:
         self.names: dict[Tensor, str] = {}

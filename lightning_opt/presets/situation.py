@@ -31,7 +31,7 @@ from lightning.pytorch.strategies import (
 from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_opt.core.measure.memory import MemoryLimits
-from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.compiling import has_checkpointed_parts, has_compiled_parts
 
 STANDING = 4
 """Parameters, their gradients and two states of Adam, in sizes of the parameters."""
@@ -213,11 +213,7 @@ class Situation:
         """Whether the strategy, or a part of the model, recomputes activations already."""
         if getattr(self._strategy[2], "_activation_checkpointing_kwargs", None):
             return True
-        return self.model is not None and any(
-            type(module).__name__ == "CheckpointWrapper"
-            or getattr(module, "gradient_checkpointing", False) is True
-            for module in self.model.modules()
-        )
+        return self.model is not None and has_checkpointed_parts(self.model)
 
     @cached_property
     def _standing(self) -> tuple[float, float]:

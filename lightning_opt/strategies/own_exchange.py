@@ -11,10 +11,10 @@ from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.trainer.states import TrainerFn
 from lightning_utilities.core.rank_zero import rank_zero_warn
 
-from lightning_opt.core.modules.sharding import flat_parameter_groups, is_dtensor
+from lightning_opt.core.modules.sharding import CustomExchange, flat_parameter_groups, is_dtensor
 
 
-class OwnExchangeStrategy(DDPStrategy):
+class OwnExchangeStrategy(CustomExchange, DDPStrategy):
     """DDP with an exchange of its own, whose state is kept in checkpoints to resume from.
 
     Args:

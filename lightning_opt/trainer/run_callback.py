@@ -18,7 +18,7 @@ class RunCallback(Callback):
     callbacks when it spawns processes. A subclass says in one place each what that means for it:
 
     - :meth:`release` undoes what was patched and drops references;
-    - :meth:`reset_for_model` forgets what was learned from a model, when the next ``fit`` is of another;
+    - :meth:`reset_for_model` resets the state that belongs to one model;
     - ``process_only`` names attributes that are ``None`` in a pickled copy;
     - ``only_one = True`` refuses a second instance in the same Trainer.
 
@@ -30,6 +30,13 @@ class RunCallback(Callback):
 
     process_only: ClassVar[tuple[str, ...]] = ()
     only_one: ClassVar[bool] = False
+
+    rescales_gradients: ClassVar[bool] = False
+    """Whether the callbacks after it see gradients with other norms than the model's."""
+
+    accumulates_by: str = ""
+    """The constructor argument that sets how many batches make a step; empty if none does."""
+
     _model: ref[pl.LightningModule] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
@@ -45,6 +52,11 @@ class RunCallback(Callback):
         if self._model is None or self._model() is not pl_module:
             self.reset_for_model(pl_module)
             self._model = ref(pl_module)
+
+    @property
+    def needs_operators(self) -> str:
+        """The setting that needs to see individual operators; empty if none does."""
+        return ""
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Forget what was learned from another model. Called before the first run too."""

@@ -30,7 +30,7 @@ from lightning_opt.batching.loader_sizes import (
 )
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.importing import function_named
-from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import flat_parameter_groups, ranks_of_a_step
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
@@ -114,10 +114,10 @@ class Accumulation(RunCallback):
         self.normalize: str = normalize
         self.effective_batch = effective_batch
         self.schedule = None if schedule is None else windows_by_step(schedule)
-        self.sets_windows = "schedule" if schedule is not None else ""
+        self.accumulates_by = "schedule" if schedule is not None else ""
         if effective_batch is not None:
             at_least("effective_batch", effective_batch, 1)
-            self.sets_windows = "effective_batch"
+            self.accumulates_by = "effective_batch"
         self._count = function_named("count", count)
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
@@ -359,11 +359,11 @@ class Accumulation(RunCallback):
 
 
 def _check(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, sets_windows: Any
+    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, accumulates_by: Any
 ) -> None:
     """Refuse what cannot be right."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if sets_windows and any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
+    if accumulates_by and any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
         raise ValueError(
             "GradientAccumulationScheduler and Accumulation both say how many batches make a step. "
             "Leave GradientAccumulationScheduler out, or give Accumulation neither schedule nor "

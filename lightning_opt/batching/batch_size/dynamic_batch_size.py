@@ -26,7 +26,7 @@ from lightning_opt.batching.loader_sizes import (
 )
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.arguments import at_least, between, positive
-from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback
@@ -177,7 +177,7 @@ class DynamicBatchSize(RunCallback):
                 "size into its configuration once, at the start."
             )
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
-        windows = {getattr(callback, "sets_windows", "") for callback in callbacks}
+        windows = {c.accumulates_by for c in callbacks if isinstance(c, RunCallback)}
         if "effective_batch" in windows or ("schedule" in windows and self.scale_lr is None):
             raise ValueError(
                 "Accumulation and DynamicBatchSize both say how many samples a step has. Leave "

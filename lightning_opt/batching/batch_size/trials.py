@@ -32,7 +32,7 @@ from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, se
 from lightning_opt.core.arguments import one_of
 from lightning_opt.core.importing import function_named
 from lightning_opt.core.measure.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
-from lightning_opt.core.modules.preserve import do_nothing, replaced
+from lightning_opt.core.modules.patching import do_nothing, replaced
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

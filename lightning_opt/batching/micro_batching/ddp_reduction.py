@@ -11,7 +11,7 @@ from lightning.pytorch.overrides.distributed import prepare_for_backward
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.patching import replaced
 
 
 def expect_backward(model: DistributedDataParallel, outputs: Any) -> None:

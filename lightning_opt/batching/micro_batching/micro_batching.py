@@ -44,7 +44,7 @@ from lightning_opt.batching.micro_batching.split_check import SplitCheck
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.importing import function_named
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory
-from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import COMPLETE, Groups, ranks_of_a_step, sum_over
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

@@ -18,7 +18,7 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_opt.batching.micro_batching.closure import Workshop, split_with
 from lightning_opt.core.measure.exhaustion import is_out_of_memory, let_go
-from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.trial import loss_of, without_a_trace
 
 log = logging.getLogger(__name__)

@@ -9,6 +9,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from lightning_opt.core.modules.patching import forwards_of
+
 
 def is_compiled(module: nn.Module) -> bool:
     """Return whether torch.compile runs this very module, in whichever way it was asked to."""
@@ -18,6 +20,20 @@ def is_compiled(module: nn.Module) -> bool:
 def has_compiled_parts(model: nn.Module) -> bool:
     """Return whether torch.compile runs ``model`` or any module inside of it."""
     return any(map(is_compiled, model.modules()))
+
+
+def is_checkpointed(module: nn.Module) -> bool:
+    """Return whether activations of this very module are recomputed in the backward pass."""
+    return (
+        any(forward.recomputes for forward in forwards_of(module))
+        or getattr(module, "gradient_checkpointing", False) is True  # Transformers
+        or type(module).__name__ == "CheckpointWrapper"  # torch's, whose module is slow to import
+    )
+
+
+def has_checkpointed_parts(model: nn.Module) -> bool:
+    """Return whether ``model`` or any module inside of it is checkpointed."""
+    return any(map(is_checkpointed, model.modules()))
 
 
 def run_eagerly() -> Any:
@@ -36,14 +52,9 @@ def hooks_are_compiled(module: nn.Module) -> bool:
 
 
 def _compiles_forward(module: nn.Module) -> bool:
-    forward = getattr(module, "forward", None)
-    if hasattr(forward, "_torchdynamo_orig_callable"):  # module.forward = torch.compile(...)
-        return True
-    while forward is not None:  # ours, and what others of ours have put on top of it
-        if getattr(forward, "is_compiled", False) is True:
-            return True
-        forward = getattr(forward, "shadowed", None)
-    return False
+    if hasattr(getattr(module, "forward", None), "_torchdynamo_orig_callable"):
+        return True  # module.forward = torch.compile(...)
+    return any(forward.is_compiled for forward in forwards_of(module))
 
 
 class CompileClock:

@@ -115,6 +115,20 @@ def largest_over_ranks(
     return largest.tolist()
 
 
+class CustomExchange:
+    """Base of strategies that exchange something other than each step's gradients.
+
+    Attributes:
+        step_group: The ranks that step together; None for all of them.
+    """
+
+    step_group: dist.ProcessGroup | None = None
+
+    def reset_residuals(self) -> None:
+        """Discard what is not sent yet, because the weights have been restored to earlier ones."""
+        raise NotImplementedError
+
+
 def ranks_of_a_step(trainer: Any) -> Groups:
     """Return the group of the processes that take each step together, from the same weights.
 
@@ -123,7 +137,9 @@ def ranks_of_a_step(trainer: Any) -> Groups:
     """
     if trainer.world_size == 1 or not dist.is_initialized():
         return COMPLETE
-    group = getattr(trainer.strategy, "step_group", None) or dist.group.WORLD
+    strategy = trainer.strategy
+    own_group = strategy.step_group if isinstance(strategy, CustomExchange) else None
+    group = own_group or dist.group.WORLD
     return (group,) if dist.get_world_size(group) > 1 else COMPLETE
 
 

@@ -18,7 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.operators import written_by
-from lightning_opt.core.modules.preserve import do_nothing, isolated_random, preserved, replaced
+from lightning_opt.core.modules.patching import do_nothing, replaced
+from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import is_dtensor
 
 if TYPE_CHECKING:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
 from lightning_opt.core.arguments import at_least, one_of
-from lightning_opt.core.modules.preserve import do_nothing
+from lightning_opt.core.modules.patching import do_nothing
 from lightning_opt.core.output.report import Report
 from lightning_opt.data.cache.counters import Counters
 from lightning_opt.data.cache.store import Policy, Store

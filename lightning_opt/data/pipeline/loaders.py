@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, IterableDataset
 
-from lightning_opt.core.modules.preserve import GENERATORS, do_nothing, isolated_random
+from lightning_opt.core.modules.patching import do_nothing
+from lightning_opt.core.modules.preserve import GENERATORS, isolated_random
 from lightning_opt.data.randomness import random_states
 
 LOOK = 4

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import at_least, one_of, positive
 from lightning_opt.core.measure.cpus import available_cpus
-from lightning_opt.core.modules.preserve import Patches, isolated_random, replaced
+from lightning_opt.core.modules.patching import Patches, replaced
+from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import (
     WrittenParameters,
@@ -352,4 +353,3 @@ def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
     """Return whether workers that are kept see the same dataset in each epoch."""
     reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     return not hasattr(loader.dataset, "set_epoch") and not reloads
-

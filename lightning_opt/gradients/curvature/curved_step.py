@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from lightning_opt.core.modules.compiling import run_eagerly
-from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, sum_over
 from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length, split_into
 from lightning_opt.core.modules.trial import loss_of, without_a_trace

@@ -26,6 +26,7 @@ from lightning_opt.gradients.guard.losses import LossLedger, mean_loss
 from lightning_opt.gradients.guard.snapshot import Snapshot
 from lightning_opt.gradients.guard.update_control import UpdateControl, skips_on_device
 from lightning_opt.gradients.loss_scale import loss_scale
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -157,8 +158,11 @@ class NonFiniteGuard(GradientCallback):
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Check what can be checked before the model is wrapped."""
         super().setup(trainer, pl_module, stage)
-        before = self.in_front(trainer)
-        clipping = [other for other in before if getattr(other, "rescales_gradients", False)]
+        clipping = [
+            other
+            for other in self.in_front(trainer)
+            if isinstance(other, RunCallback) and other.rescales_gradients
+        ]
         if clipping and stage == "fit":
             raise ValueError(
                 f"NonFiniteGuard must come before {type(clipping[0]).__name__} in "

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import is_dtensor, local_part
+from lightning_opt.core.modules.sharding import CustomExchange, is_dtensor, local_part
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -67,8 +67,8 @@ class Snapshot:
         ):
             config.scheduler.load_state_dict(copy.deepcopy(saved))
         trainer.precision_plugin.load_state_dict(copy.deepcopy(self._held["precision"]))
-        # A strategy may owe something to the later weights, or share others.
-        getattr(trainer.strategy, "forget_residuals", lambda: None)()
+        if isinstance(trainer.strategy, CustomExchange):
+            trainer.strategy.reset_residuals()  # they belong to the later weights
         _wait(tensors.values())
 
 

@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 
 from torch import nn
 
+from lightning_opt.core.modules.compiling import has_checkpointed_parts
 from lightning_opt.kernels.compiling.regions import Region
+from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -41,7 +43,7 @@ def compile_settings(regions: Sequence[Region], scope: str, is_ddp: bool) -> Ite
     with ExitStack() as stack:
         if hasattr(functorch_config, ahead):
             stack.enter_context(functorch_config.patch(ahead, True))
-        if is_ddp and (scope == "regions" or any(map(_is_checkpointed, regions))):
+        if is_ddp and (scope == "regions" or any(map(_has_checkpointing, regions))):
             stack.enter_context(dynamo_config.patch(optimize_ddp=False))
         yield
 
@@ -60,13 +62,8 @@ def unmarked(model: nn.Module) -> Iterator[None]:
                     delattr(tensor, name)
 
 
-def _is_checkpointed(region: Region) -> bool:
-    return any(
-        type(part).__name__ == "CheckpointWrapper"
-        or type(part.__dict__.get("forward")).__name__ == "CheckpointedForward"
-        for forward in region.forwards
-        for part in forward.module.modules()
-    ) or any(type(f.shadowed).__name__ == "CheckpointedForward" for f in region.forwards)
+def _has_checkpointing(region: Region) -> bool:
+    return any(has_checkpointed_parts(forward.module) for forward in region.forwards)
 
 
 def refuse_neighbours(trainer: pl.Trainer, model: pl.LightningModule) -> None:
@@ -82,13 +79,9 @@ def refuse_neighbours(trainer: pl.Trainer, model: pl.LightningModule) -> None:
             "twice. Pass the model itself to the Trainer, or leave CompileModel out."
         )
     for other in trainer.callbacks:  # type: ignore[attr-defined]
-        if type(other).__name__ != "ActivationCheckpointing":  # features do not import each other
-            continue
-        policy, offload = getattr(other, "policy", ""), getattr(other, "offload", False)
-        if policy in ("auto", "selective") or offload:
-            what = "offload=True" if offload else repr(policy)
+        if isinstance(other, RunCallback) and other.needs_operators:
             raise ValueError(
-                f"ActivationCheckpointing({what}) looks at single operators, "
-                "and CompileModel makes one of many. Use policy 'every_layer', 'sqrt', 'block', "
-                "'every_nth' or 'custom' with CompileModel, and no offload."
+                f"{type(other).__name__}({other.needs_operators}) needs to see individual "
+                "operators, and CompileModel fuses them. Use policy 'every_layer', 'sqrt', "
+                "'block', 'every_nth' or 'custom' with CompileModel, and no offload."
             )

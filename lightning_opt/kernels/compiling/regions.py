@@ -19,8 +19,8 @@ from torch import Tensor, nn
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.compiling import CLOCK
-from lightning_opt.core.modules.preserve import Before, replaced
-from lightning_opt.core.modules.replacing import Replacement, take_off
+from lightning_opt.core.modules.patching import ReplacedForward, replaced
+from lightning_opt.core.modules.preserve import Before
 from lightning_opt.core.modules.splitting import tensors_of
 from lightning_opt.kernels.compiling.errors import fails_in_every_mode, is_compilers, reason
 
@@ -139,11 +139,11 @@ class Region:
     def put_on(self, stack: ExitStack) -> None:
         """Have the modules run compiled until ``stack`` is closed."""
         for forward in self.forwards:
-            stack.callback(take_off, forward)
-            forward.module.forward = forward
+            stack.callback(forward.remove)
+            forward.apply()
 
 
-class CompiledForward(Replacement):
+class CompiledForward(ReplacedForward):
     """Stands in for a module's ``forward``: compiled, or as it was where that does not work.
 
     A call that fails is taken back (random numbers, buffers and attributes are as before it) and
@@ -155,8 +155,8 @@ class CompiledForward(Replacement):
     """
 
     def __init__(self, module: nn.Module, region: Region) -> None:
-        self.module, self.region = module, region
-        self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
+        super().__init__(module)
+        self.region = region
         self.forget()
 
     @property

@@ -13,13 +13,17 @@ from torch import nn
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.modules.blocks import Block, find_blocks
-from lightning_opt.core.modules.compiling import has_compiled_parts, is_compiled, run_eagerly
-from lightning_opt.core.modules.preserve import replaced
+from lightning_opt.core.modules.compiling import (
+    has_compiled_parts,
+    is_checkpointed,
+    is_compiled,
+    run_eagerly,
+)
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.trial import TrialStep, as_delivered
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.checkpointing.methods.arguments import switch_caches_off
-from lightning_opt.memory.checkpointing.methods.forward import is_checkpointed
 from lightning_opt.memory.checkpointing.methods.offloading import Offload
 from lightning_opt.memory.checkpointing.methods.policies import (
     AppliedPlan,
@@ -195,13 +199,19 @@ class ActivationCheckpointing(RunCallback):
                 "autograd saves. Use a policy that recomputes, such as 'every_layer', or DDP."
             )
 
+    @property
+    def needs_operators(self) -> str:
+        """The setting that needs to see individual operators; empty if none does."""
+        if self.offload:
+            return "offload=True"
+        return repr(self.policy) if self.policy in ("auto", "selective") else ""
+
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the blocks and apply the policy: strategies have wrapped the model by now."""
         self.release(trainer)
         refuse_checkpointed(pl_module)
-        if self.offload or self.policy in ("auto", "selective"):
-            who = "offload=True" if self.offload else f"ActivationCheckpointing({self.policy!r})"
-            refuse_compiled(pl_module, who)
+        if self.needs_operators:
+            refuse_compiled(pl_module, f"ActivationCheckpointing({self.needs_operators})")
         self.blocks = self._choose_blocks(pl_module)
         self._is_logged = False
         if self.policy != "none":
@@ -368,9 +378,7 @@ def refuse_checkpointed(model: nn.Module) -> None:
             a second :class:`ActivationCheckpointing`.
     """
     for name, module in model.named_modules():
-        wrapped = type(module).__name__ == "CheckpointWrapper"
-        transformers: Any = getattr(module, "gradient_checkpointing", False)
-        if wrapped or transformers is True or is_checkpointed(module):
+        if is_checkpointed(module):
             raise ValueError(
                 f"{name or type(model).__name__} is checkpointed already, and would be recomputed "
                 "twice. Take that away (gradient_checkpointing_disable() in Transformers, "

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.measure.delayed import DelayedReads
 from lightning_opt.core.measure.schedule import Schedule
-from lightning_opt.core.modules.preserve import Patches, replaced
+from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.precision.loss_scale.scaler import CountingScaler

@@ -24,6 +24,7 @@ from lightning_opt.strategies.compression.hook import CompressedReduction, reduc
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
 from lightning_opt.trainer.refusals import refuse_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback
 
 TOO_SPARSE_FOR_ADAM = 0.002
 
@@ -202,7 +203,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         clipping = [
             type(callback).__name__
             for callback in trainer.callbacks
-            if getattr(callback, "rescales_gradients", False)
+            if isinstance(callback, RunCallback) and callback.rescales_gradients
         ]
         if is_overridden("configure_gradient_clipping", self.lightning_module):
             clipping.append(f"{type(self.lightning_module).__name__}.configure_gradient_clipping")
@@ -271,7 +272,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
             self._resumed = None
         return checkpoint
 
-    def forget_residuals(self) -> None:
+    def reset_residuals(self) -> None:
         """Drop what was not yet sent, since the weights have been put back."""
         if self._reduction is not None:
             self._reduction.forget()

@@ -5,13 +5,12 @@ from __future__ import annotations
 from typing import Any, Literal
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, fraction, one_of, positive
-from lightning_opt.core.modules.preserve import do_nothing, replaced
+from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.strategies.diloco.agreement import (
     average_states,
@@ -110,7 +109,6 @@ class DiLoCoStrategy(OwnExchangeStrategy):
                 "each fragment is sent once in so many steps, and must arrive before the next time."
             )
         self._replicas: Replicas | None = None
-        self.step_group: dist.ProcessGroup | None = None
         self._replica: Replica | None = None
 
     def configure_ddp(self) -> None:
@@ -177,7 +175,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         if self._replica is not None and not self._module.trainer.interrupted:
             self._replica.agree()
 
-    def forget_residuals(self) -> None:
+    def reset_residuals(self) -> None:
         """Take the weights that all share, since this replica has put its own back."""
         if self._replica is not None:
             self._replica.reset()

@@ -3,8 +3,16 @@
 import pytest
 import torch
 from torch import nn
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
-from lightning_opt.core.modules.compiling import has_compiled_parts, hooks_are_compiled, is_compiled
+from lightning_opt.core.modules.compiling import (
+    has_checkpointed_parts,
+    has_compiled_parts,
+    hooks_are_compiled,
+    is_checkpointed,
+    is_compiled,
+)
+from lightning_opt.core.modules.patching import ReplacedForward
 
 
 def wrapped():
@@ -29,14 +37,18 @@ def replaced():
     return module
 
 
-class Forward:
-    def __init__(self, shadowed=None, *, is_compiled=False):
-        self.shadowed, self.is_compiled = shadowed, is_compiled
+class CompiledForward(ReplacedForward):
+    is_compiled = True
 
 
-def below_another_of_ours():
+class RecomputingForward(ReplacedForward):
+    recomputes = True
+
+
+def below_another_replacement():
     module = nn.Linear(2, 2)
-    module.forward = Forward(Forward(is_compiled=True))
+    CompiledForward(module).apply()
+    RecomputingForward(module).apply()
     return module
 
 
@@ -47,10 +59,10 @@ def below_another_of_ours():
         (called, True),
         (unpacked_by_lightning, True),
         (replaced, False),
-        (below_another_of_ours, False),
+        (below_another_replacement, False),
     ],
 )
-def test_each_way_is_known(make, with_hooks):
+def test_compiled_module_is_recognized(make, with_hooks):
     module = make()
     assert is_compiled(module)
     assert hooks_are_compiled(module) is with_hooks
@@ -60,9 +72,34 @@ def test_each_way_is_known(make, with_hooks):
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
-def test_what_is_not_compiled():
+def test_other_modules_are_not_taken_for_compiled():
     checkpointed = nn.Linear(2, 2)
-    checkpointed.forward = Forward(Forward())
+    RecomputingForward(checkpointed).apply()
     for module in (nn.Linear(2, 2), nn.ModuleList([nn.Linear(2, 2)]), checkpointed):
         assert not has_compiled_parts(module)
     assert not has_compiled_parts(torch.jit.trace(nn.Linear(2, 2), torch.ones(1, 2)))
+
+
+def wrapped_by_torch():
+    return checkpoint_wrapper(nn.Linear(2, 2))
+
+
+def set_by_transformers():
+    module = nn.Linear(2, 2)
+    module.gradient_checkpointing = True
+    return module
+
+
+def below_compiled_code():
+    module = nn.Linear(2, 2)
+    RecomputingForward(module).apply()
+    CompiledForward(module).apply()
+    return module
+
+
+@pytest.mark.parametrize("make", [wrapped_by_torch, set_by_transformers, below_compiled_code])
+def test_checkpointed_module_is_recognized(make):
+    around = nn.Sequential(nn.Linear(2, 2), make())
+    assert [is_checkpointed(module) for module in around] == [False, True]
+    assert has_checkpointed_parts(around)
+    assert not has_checkpointed_parts(nn.Linear(2, 2))

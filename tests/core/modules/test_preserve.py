@@ -8,7 +8,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_opt.core.modules.preserve import SMALL, Before, CannotUndoError, preserved, replaced
+from lightning_opt.core.modules.preserve import SMALL, Before, CannotUndoError, preserved
 
 
 class Meter:
@@ -149,17 +149,3 @@ def test_a_frozen_configuration_is_left_alone_and_a_dictionary_of_the_users_own_
     assert holder.counts == {"steps": 1}
     assert type(holder.counts) is Counts
     assert holder.config == {"width": 2}
-
-
-def test_what_was_set_since_is_what_an_inner_replacement_puts_back():
-    class Owner:
-        pass
-
-    owner = Owner()
-    owner.length = 5
-    with replaced(owner, length=1):
-        owner.length = 2
-        with replaced(owner, length=3):
-            assert owner.length == 3
-        assert owner.length == 2
-    assert owner.length == 5

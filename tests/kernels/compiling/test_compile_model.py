@@ -336,8 +336,8 @@ def refused(*callbacks: Any, model: Any = None) -> str:
 
 def test_refusals() -> None:
     assert "backend must be one of" in refused(CompileModel(backend="indoctor"))
-    assert "single operators" in refused(CompileModel(), ActivationCheckpointing("auto"))
-    assert "single operators" in refused(ActivationCheckpointing("selective"), CompileModel())
+    assert "individual operators" in refused(CompileModel(), ActivationCheckpointing("auto"))
+    assert "individual operators" in refused(ActivationCheckpointing("selective"), CompileModel())
     compiled = torch.compile(Net(), backend="eager")
     assert "twice" in refused(CompileModel(), model=compiled)
 

@@ -13,8 +13,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 from lightning_opt.core.modules.blocks import find_blocks
+from lightning_opt.core.modules.compiling import is_checkpointed
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.methods.forward import InputChangedError, is_checkpointed
+from lightning_opt.memory.checkpointing.methods.forward import InputChangedError
 from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, every_layer, segments
 from lightning_opt.memory.checkpointing.planning.knapsack import Decision, Solution
 from tests.helpers.footprint import model_footprint, process_footprint

@@ -411,7 +411,7 @@ def _put_back() -> None:
                 return
             for parameter in module.parameters():
                 parameter.data.fill_(9.0)
-            trainer.strategy.forget_residuals()
+            trainer.strategy.reset_residuals()
             for fragment in trainer.strategy._replica._fragments:
                 for parameter, shared in fragment.parts(fragment.outer):
                     assert torch.equal(parameter, shared)

@@ -7,10 +7,9 @@ copied and pickled, and torch.compile can look into it.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from itertools import islice
-from types import MethodType
 from typing import Any
 
 import torch
@@ -18,7 +17,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from lightning_opt.core.modules import replacing
+from lightning_opt.core.modules.compiling import is_checkpointed
+from lightning_opt.core.modules.patching import ReplacedForward
 from lightning_opt.core.modules.preserve import GENERATORS
 from lightning_opt.core.modules.splitting import tensors_of
 from lightning_opt.memory.checkpointing.methods.arguments import contents_of, objects_in
@@ -42,7 +42,7 @@ class Probe:
         return nullcontext()
 
 
-class CheckpointedForward(replacing.Replacement):
+class CheckpointedForward(ReplacedForward):
     """Runs a module without keeping what it computes, and runs it again in the backward pass.
 
     Args:
@@ -54,23 +54,27 @@ class CheckpointedForward(replacing.Replacement):
         keep_all: Only tell the probe, and recompute nothing.
     """
 
+    recomputes = True
+
     def __init__(
         self, module: nn.Module, chain: Chain | None = None, choice: Selection | None = None
     ) -> None:
-        self.module, self.chain, self.choice, self.keep_all = module, chain, choice, False
+        super().__init__(module)
+        self.chain, self.choice, self.keep_all = chain, choice, False
         self.buffers = WrittenBuffers(module)
         values = (value for part in module.modules() for value in vars(part).values())
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
         self.probe = Probe()  # that does nothing
-        # Someone else's replacement of `forward` stays in use, below this one.
-        self.shadowed: Callable[..., Any] | None = module.__dict__.get("forward")
 
-    @property
-    def original(self) -> Callable[..., Any]:
-        """The ``forward`` below this one."""
-        if self.shadowed is not None:
-            return self.shadowed
-        return MethodType(type(self.module).forward, self.module)
+    def apply(self) -> None:
+        """Make it the module's ``forward``.
+
+        Raises:
+            RuntimeError: If the module has one already.
+        """
+        if is_checkpointed(self.module):
+            raise RuntimeError(f"{type(self.module).__name__} is checkpointed already.")
+        super().apply()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module, so that it can be recomputed if gradients are wanted at all."""
@@ -202,19 +206,3 @@ class InputChangedError(RuntimeError):
             "a cache), or leave the block out of ActivationCheckpointing(modules=[...])."
         )
         self.module = module
-
-
-def is_checkpointed(module: nn.Module) -> bool:
-    """Return whether ``module`` has a :class:`CheckpointedForward` now."""
-    return isinstance(module.__dict__.get("forward"), CheckpointedForward)
-
-
-def put_on(forward: CheckpointedForward) -> None:
-    """Make it the module's ``forward``.
-
-    Raises:
-        RuntimeError: If the module has one already.
-    """
-    if is_checkpointed(forward.module):
-        raise RuntimeError(f"{type(forward.module).__name__} is checkpointed already.")
-    forward.module.forward = forward

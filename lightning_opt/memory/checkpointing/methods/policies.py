@@ -11,9 +11,8 @@ from typing import TypeAlias
 
 from torch import nn
 
-from lightning_opt.core.modules import replacing
 from lightning_opt.core.modules.blocks import Block
-from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, Probe, put_on
+from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, Probe
 from lightning_opt.memory.checkpointing.methods.segments import Chain
 from lightning_opt.memory.checkpointing.methods.selective import KeepDear, Selection
 
@@ -67,7 +66,7 @@ class AppliedPlan:
         try:
             for stretch in plan:
                 for forward in stretch.forwards():
-                    put_on(forward)
+                    forward.apply()
                     self.forwards.append(forward)
         except BaseException:
             self.undo()
@@ -87,7 +86,7 @@ class AppliedPlan:
     def undo(self) -> None:
         """Leave the model as it was; more than once does no harm."""
         while self.forwards:
-            replacing.take_off(self.forwards.pop())
+            self.forwards.pop().remove()
 
 
 def every_layer(blocks: Sequence[Block]) -> Plan:

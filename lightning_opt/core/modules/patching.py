@@ -1,0 +1,133 @@
+"""Patches of objects that are not ours, and how each is undone.
+
+There are two kinds. :func:`replaced` sets attributes and remembers the previous values.
+:class:`ReplacedForward` is stored in the module itself and holds a reference to the ``forward``
+below it, so that a module can be copied and pickled while it is patched.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from types import MethodType
+from typing import Any, ClassVar
+
+from torch import nn
+
+_NOT_SET = object()
+_LAYERS: dict[tuple[int, str], list[_Layer]] = {}
+"""The values of each replaced attribute: the original one first, the latest one last."""
+
+
+class _Layer:
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+@contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Set attributes of an object and restore the previous ones at the end.
+
+    Replacements of the same attribute may end in any order. Callbacks, for example, are torn down
+    in the order of the Trainer's list.
+    """
+    own, ours = vars(owner), []
+    for name, value in attributes.items():
+        current = own.get(name, _NOT_SET)
+        layers = _LAYERS.setdefault((id(owner), name), [_Layer(current)])
+        layers[-1].value = current  # it may have been set since
+        layer = _Layer(value)
+        layers.append(layer)
+        ours.append((name, layers, layer))
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name, layers, layer in ours:
+            is_latest = layers[-1] is layer
+            layers.remove(layer)
+            if is_latest:
+                _restore(own, name, layers[-1].value)
+            if len(layers) == 1:
+                del _LAYERS[id(owner), name]
+
+
+def _restore(own: dict[str, Any], name: str, value: Any) -> None:
+    if value is _NOT_SET:
+        own.pop(name, None)
+    else:
+        own[name] = value
+
+
+class Patches(ExitStack):
+    """Patches that last for a run. A pickled copy is empty."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Patches, ()
+
+
+class ReplacedForward:
+    """An object that replaces the ``forward`` of one module and calls the previous one.
+
+    Several may be stacked on a module, and they may be removed in any order.
+
+    Args:
+        module: The module.
+
+    Attributes:
+        shadowed: The ``forward`` below this one; ``None`` for the class's own method.
+    """
+
+    recomputes: ClassVar[bool] = False
+    """Whether it recomputes activations in the backward pass."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self.shadowed: Any = vars(module).get("forward")
+
+    @property
+    def is_compiled(self) -> bool:
+        """Whether it runs compiled code."""
+        return False
+
+    @property
+    def original(self) -> Callable[..., Any]:
+        """The ``forward`` below this one."""
+        if self.shadowed is not None:
+            return self.shadowed  # type: ignore[no-any-return]
+        return MethodType(type(self.module).forward, self.module)
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        # Keep the original signature: callers inspect it.
+        return inspect.signature(self.original)
+
+    def apply(self) -> None:
+        """Set it as the module's ``forward``."""
+        vars(self.module)["forward"] = self
+
+    def remove(self) -> None:
+        """Restore the ``forward`` below. A second call has no effect."""
+        if vars(self.module).get("forward") is self:
+            if self.shadowed is None:
+                del self.module.forward
+            else:
+                self.module.forward = self.shadowed
+            return
+        for above in forwards_of(self.module):
+            if above.shadowed is self:
+                above.shadowed = self.shadowed
+
+
+def forwards_of(module: nn.Module) -> Iterator[ReplacedForward]:
+    """Yield the objects that replace the ``forward`` of ``module``, the latest one first."""
+    forward = vars(module).get("forward")
+    while isinstance(forward, ReplacedForward):
+        yield forward
+        forward = forward.shadowed
+
+
+def do_nothing(closure: Callable[[], Any] | None = None, *args: Any, **kwargs: Any) -> Any:
+    """Replace the ``step`` of an optimizer or scheduler; only a closure is run."""
+    return closure() if callable(closure) else None
