@@ -1,10 +1,9 @@
-"""What GradientHealth costs, alone and with AdaptiveClipping, beside what else is in use.
+"""Cost of GradientHealth, alone and with AdaptiveClipping, compared with other monitors.
 
 Supports: health and clipping together at most 1.25 of the bare step on a model of 40 small tensors
-and 1.03 on a transformer of ten million parameters, reports included. Every timing is of whole
-steps, hooks called as the Trainer calls them: of as many as lie between two reports, so that each
-timing holds exactly one report. What the others do at each step they are also timed doing once in
-so many steps, where that is how they are meant to be used.
+and 1.03 on a transformer of ten million parameters, reports included. Each timing covers the steps
+between two reports, so it contains exactly one report; hooks are called as the Trainer calls them.
+Other monitors are timed at each step, and once per report interval if that is their usual setting.
 """
 
 from __future__ import annotations
@@ -30,19 +29,19 @@ Watch = Callable[[int], object]
 
 
 def lightning_grad_norm(module: Regression, every: int = 1) -> Watch:
-    """Return Lightning's own norms of all gradients, read as a logger would read them."""
+    """Compute Lightning's own norms of all gradients, and read them as a logger would."""
 
-    def look(step: int) -> None:
+    def observe(step: int) -> None:
         if step % every == 0:
             {name: float(norm) for name, norm in grad_norm(module, 2).items()}
 
-    return look
+    return observe
 
 
 def histograms(module: Regression, every: int) -> Watch:
-    """Return what ``wandb.watch`` does: a histogram of 64 bins a gradient, on the host."""
+    """Compute what ``wandb.watch`` does: a histogram of 64 bins per gradient, on the host."""
 
-    def look(step: int) -> None:
+    def observe(step: int) -> None:
         if step % every:
             return
         for parameter in module.parameters():
@@ -51,13 +50,13 @@ def histograms(module: Regression, every: int) -> Watch:
                 low, high = flat.min().item(), flat.max().item()
                 flat.histc(bins=64, min=low, max=high if high > low else low + 1).tolist()
 
-    return look
+    return observe
 
 
 def naive_monitor(module: Regression, every: int = 1) -> Watch:
-    """Return what a first version of a monitor does: four numbers a parameter, each read."""
+    """Compute four numbers per parameter and read each one, as a simple monitor does."""
 
-    def look(step: int) -> None:
+    def observe(step: int) -> None:
         if step % every:
             return
         for parameter in module.parameters():
@@ -68,17 +67,17 @@ def naive_monitor(module: Regression, every: int = 1) -> Watch:
                 (gradient == 0).float().mean().item()
                 torch.isfinite(gradient).all().item()
 
-    return look
+    return observe
 
 
 class Loop:
-    """Trains a model by hand, calling callbacks as the Trainer does.
+    """Trains a model in a manual loop, calling callbacks as the Trainer does.
 
     Args:
         module: The model.
         trainer: A Trainer that has fitted it.
-        callbacks: What to call around each step.
-        watch: A function to call with the step's number before each update.
+        callbacks: Called around each step.
+        watch: Called with the step's number before each update.
     """
 
     def __init__(
@@ -94,10 +93,10 @@ class Loop:
         self.steps = 0
 
     def run(self, steps: int) -> None:
-        """Make some steps, from the weights of the beginning.
+        """Run some steps from the initial weights; remove all hooks afterwards.
 
-        A model that has learnt its one batch computes with denormal numbers, at a tenth of the
-        speed. The hooks on the model and its optimizer are there only meanwhile.
+        A model that has fitted its only batch computes with denormal numbers, at a tenth of the
+        speed.
         """
         module, trainer, optimizer, batch = self.module, self.trainer, self.optimizer, None
         module.load_state_dict(self.start)

@@ -1,41 +1,104 @@
-"""From measured layers to findings: pure functions of plain numbers.
+"""Diagnose gradients: pure functions from the measurements of a report to issues.
 
-What is normal is taken from the run's own history and from the other layers, since norms of healthy
-models differ by many orders of magnitude.
+What is normal is taken from the run's own history and from the other layers, because norms of
+healthy models differ by many orders of magnitude. Most faults must be found in several reports in a
+row before they become an issue, and an issue is dropped after two reports without it.
 """
 
 from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
+from typing import Any
 
-from lightning_opt.gradients.health.issues import CRITICAL, WARNING, Issue
-from lightning_opt.gradients.health.vitals import STALE, UNUSED, LayerVitals
+from lightning_opt.gradients.health.layer_stats import NO_GRADIENT, LayerStats
+
+CRITICAL, WARNING = "critical", "warning"
+
+ADVICE = {
+    "nan": "GradientHealth(activations=True) names the module that made the first NaN. Look there "
+    "for log, sqrt, division or acos at the edge of their domain; NonFiniteGuard skips such steps.",
+    "inf": "Look for exp, division by small numbers, or a too large learning rate; under 16-mixed, "
+    "use bf16-mixed. NonFiniteGuard skips such steps.",
+    "exploding": "Add AdaptiveClipping(), lower the learning rate or lengthen its warm-up; check "
+    "initialisation and normalisation of the layer named, and that the loss is a mean, not a sum.",
+    "vanishing": "Replace sigmoid or tanh by ReLU, GELU or SiLU, add residual connections or "
+    "normalisation, and initialise for the activation in use (He, Xavier).",
+    "dead": "No gradient reaches this layer. Its ReLU may never fire (lower the learning rate, "
+    "use LeakyReLU or GELU, re-initialise), or its output is detached or multiplied by zero.",
+    "bottleneck": "Look at what lies between the two layers, and at the input of this one: a "
+    "saturated activation, a small constant factor, a normalisation with a large denominator. A "
+    "residual connection helps.",
+    "stale": "Nothing in the loss depends on it: does forward() skip it, is it detached, or is it "
+    "used only in some batches? If intended, set requires_grad=False or remove it from the "
+    "optimizer.",
+}
+
+REPORTS_NEEDED = {"vanishing": 2, "dead": 3, "bottleneck": 2, "stale": 2}
+"""Reports in a row until a finding is an issue; 1 for other types."""
+
+REPORTS_TO_CLEAR = 2
 
 OVERFLOW_STREAK = 20
-"""Overflows in a row that a loss scaler explains; by then its usual first scale is below 1."""
+"""Consecutive overflows that a loss scaler explains; by then its usual first scale is below 1."""
 
-FACTOR = 100.0
-"""Between neighbouring layers, or a layer and the median of all, from which they are at odds."""
+BOTTLENECK = 100.0
+"""Drop of the gradient RMS from one layer to the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Issue:
+    """A fault, its place and what to do about it.
+
+    Attributes:
+        type: ``nan``, ``inf``, ``exploding``, ``vanishing``, ``dead``, ``bottleneck`` or ``stale``.
+        severity: ``"critical"``: training fails or makes no progress. ``"warning"``: worth a check.
+        place: The affected layer, the worst one if there are several; or ``"all layers"``.
+        detail: The measured values.
+        badness: Rank among issues of the same type, larger is worse.
+        since: The step of the report that first found it.
+        others: The other affected layers, in forward order.
+    """
+
+    type: str
+    severity: str
+    place: str
+    detail: str
+    badness: float = 0.0
+    since: int = 0
+    others: tuple[str, ...] = ()
+
+    @property
+    def advice(self) -> str:
+        """What to do."""
+        return ADVICE[self.type]
+
+    @property
+    def where(self) -> str:
+        """The place, and the number of other places."""
+        return self.place + (f" and {len(self.others)} more" if self.others else "")
+
+    def __str__(self) -> str:
+        return f"[{self.severity}] {self.type} at {self.where}: {self.detail}."
 
 
 @dataclass
 class Evidence:
-    """What one report knows of one optimizer.
+    """The measurements of one report for one optimizer.
 
     Attributes:
         layers: In forward order.
         totals: Step number and total norm of each step since the last report.
         overflows: Whether a loss scaler explains the non-finite ones.
         early: Median of the run's first norms; None before they are known.
-        typical: Median of the medians of earlier reports; None in the first.
-        before: ``flow`` of each layer in the report before.
+        typical: Median of the medians of earlier reports; None in the first report.
+        before: ``flow`` of each layer in the previous report.
     """
 
-    layers: list[LayerVitals]
+    layers: list[LayerStats]
     totals: list[tuple[int, float]]
     overflows: bool = False
     early: float | None = None
@@ -44,9 +107,9 @@ class Evidence:
 
     @cached_property
     def flows(self) -> dict[str, float]:
-        """RMS by layer, in forward order: of layers with a weight matrix if there are three.
+        """RMS by layer in forward order; only layers with a weight matrix if there are three.
 
-        Gains and biases of normalisation layers are on another scale than weights.
+        Gains and biases of normalisation layers have another scale than weights.
         """
         live = [layer for layer in self.layers if layer.trained and layer.flow]
         weights = [layer for layer in live if layer.has_matrix]
@@ -58,20 +121,18 @@ class Evidence:
 
 
 def diagnose(evidence: Evidence, exploding: float, vanishing: float) -> list[Issue]:
-    """Return everything that one report sees, given the limits of :class:`GradientHealth`."""
+    """Return all findings of one report, given the limits of :class:`GradientHealth`."""
     return [
-        *find_nonfinite(evidence),
-        *find_exploding(evidence, exploding),
-        *find_vanishing(evidence, vanishing),
-        *find_dead(evidence, vanishing),
-        *find_bottleneck(evidence),
-        *find_imbalance(evidence),
-        *find_stale(evidence),
+        *_find_nonfinite(evidence),
+        *_find_exploding(evidence, exploding),
+        *_find_vanishing(evidence, vanishing),
+        *_find_dead(evidence, vanishing),
+        *_find_bottleneck(evidence),
+        *_find_stale(evidence),
     ]
 
 
-def find_nonfinite(evidence: Evidence) -> list[Issue]:
-    """Find steps whose gradients were NaN or infinite, unless a loss scaler explains them."""
+def _find_nonfinite(evidence: Evidence) -> list[Issue]:
     bad = [(step, total) for step, total in evidence.totals if not math.isfinite(total)]
     if not bad or evidence.overflows:
         return []
@@ -84,7 +145,7 @@ def find_nonfinite(evidence: Evidence) -> list[Issue]:
     if not hit or len(hit) == len(layers):
         detail = f"every gradient was {kind.upper()} at {steps}, so the loss itself was not finite"
         return [Issue(kind, CRITICAL, "all layers", detail)]
-    # The backward pass runs from the loss to the input: the first it hit is the last in order.
+    # The backward pass runs from the loss to the input: it reached the last layer in order first.
     place = hit[-1].name
     detail = f"{kind.upper()} gradients in {len(hit)} of {len(layers)} layers at {steps}"
     if len(hit) > 1:
@@ -92,8 +153,7 @@ def find_nonfinite(evidence: Evidence) -> list[Issue]:
     return [Issue(kind, CRITICAL, place, detail)]
 
 
-def find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
-    """Find norms above the limit, or far above what the run had."""
+def _find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
     finite = evidence.finite()
     layers = [layer for layer in evidence.layers if layer.trained]
     if not finite or not layers:
@@ -101,91 +161,86 @@ def find_exploding(evidence: Evidence, limit: float) -> list[Issue]:
     median = statistics.median(finite)
     known = [value for value in (evidence.early, evidence.typical) if value]
     growth = median / max(known) if known else 1.0
+    if median <= limit and growth <= limit:
+        return _find_spike(evidence, limit, median)
     worst = max(layers, key=lambda layer: layer.norm)
     flows = list(evidence.flows.values())
     amplified = max(flows) / flows[-1] if flows else 1.0
-    if median > limit or growth > limit:
-        detail = f"total norm {median:.3g}"
-        if growth >= 2:
-            detail += f", {growth:.3g} times what it was"
-        if amplified >= 100:
-            detail += f"; it grows {amplified:.3g}-fold from the loss to the inputs"
-        if median > limit:
-            worse = growth >= 10 or amplified >= 100 or median > 1000 * limit
-        else:
-            worse = growth > 100 * limit
-        return [Issue("exploding", CRITICAL if worse else WARNING, worst.name, detail)]
-    # A single spike; those of the first ten steps are the start of training.
-    step, high = max(
-        ((s, t) for s, t in evidence.totals if s > 10 and math.isfinite(t)),
-        key=lambda pair: pair[1], default=(0, 0.0),
-    )  # fmt: skip
-    if high > limit and high > 10 * median:
-        worst = max(layers, key=lambda layer: sum(p.peak**2 for p in layer.trained))
-        detail = (
-            f"a spike at step {step}: total norm {high:.3g}, {high / median:.3g} times the median"
-        )
-        return [Issue("exploding", WARNING, worst.name, detail)]
-    return []
+    detail = f"total norm {median:.3g}"
+    if growth >= 2:
+        detail += f", {growth:.3g} times what it was"
+    if amplified >= 100:
+        detail += f"; it grows {amplified:.3g}-fold from the loss to the inputs"
+    if median > limit:
+        critical = growth >= 10 or amplified >= 100 or median > 1000 * limit
+    else:
+        critical = growth > 100 * limit
+    return [Issue("exploding", CRITICAL if critical else WARNING, worst.name, detail)]
 
 
-def find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
-    """Find layers whose gradient's RMS is below the limit while other layers have a gradient."""
+def _find_spike(evidence: Evidence, limit: float, median: float) -> list[Issue]:
+    """Find a single high norm after the first ten steps, which are the start of training."""
+    spikes = [(total, step) for step, total in evidence.totals if step > 10 and total > limit]
+    high, step = max((spike for spike in spikes if math.isfinite(spike[0])), default=(0.0, 0))
+    if high <= 10 * median:
+        return []
+    layers = [layer for layer in evidence.layers if layer.trained]
+    worst = max(layers, key=lambda layer: sum(p.peak**2 for p in layer.trained))
+    detail = f"a spike at step {step}: total norm {high:.3g}, with a median of {median:.3g}"
+    return [Issue("exploding", WARNING, worst.name, detail)]
+
+
+def _find_vanishing(evidence: Evidence, limit: float) -> list[Issue]:
     flows = evidence.flows
     if not flows:
         return []
     largest = max(flows.values())
     if largest < limit:
-        # Nothing to compare with: a model that has converged looks the same from here.
-        if (
-            evidence.typical is None
-            or not evidence.early
-            or evidence.typical < 0.1 * evidence.early
-        ):
+        # No layer to compare with. A converged model has the same gradients, so the run must have
+        # had no larger ones at its start.
+        typical, early = evidence.typical, evidence.early
+        if typical is None or not early or typical < 0.1 * early:
             return []
         detail = f"the largest gradient RMS of any layer is {largest:.3g}, since the start"
         return [Issue("vanishing", WARNING, "all layers", detail)]
     small = {
         name: flow
         for name, flow in flows.items()
-        # A layer on its way up, as behind a zero-initialised one, is left in peace.
+        # The gradient of a layer behind a zero-initialised one starts small and rises.
         if flow < limit and flow < 1e-3 * largest and flow <= 3 * evidence.before.get(name, flow)
     }
     strongest = max(flows, key=flows.__getitem__)
-    seen = {
+    details = {
         name: f"gradient RMS {flow:.2g}, {flow / largest:.2g} times that at {strongest}"
         for name, flow in small.items()
     }
-    seen |= {
+    details |= {
         layer.name: f"the gradient has underflowed to zero; at {after.name} it is still "
         f"{after.flow:.2g}, {after.flow / largest:.2g} times that at {strongest}"
         for layer, after in _dead_layers(evidence)
         if after is not None and after.name in small
     }
-    severity = CRITICAL if 4 * len(seen) >= len(flows) else WARNING
+    severity = CRITICAL if 4 * len(details) >= len(flows) else WARNING
     return [
         Issue("vanishing", severity, name, detail, largest / small.get(name, 1e-300))
-        for name, detail in seen.items()
+        for name, detail in details.items()
     ]
 
 
-def find_dead(evidence: Evidence, vanishing: float) -> list[Issue]:
-    """Find trained layers all of whose gradients were zero at every step.
-
-    Zeros behind a layer whose gradient vanishes have underflowed, and are found there.
-    """
+def _find_dead(evidence: Evidence, vanishing: float) -> list[Issue]:
+    """Find layers whose gradients were all zero; ``_find_vanishing`` reports underflow to zero."""
     detail = "every gradient was exactly zero at every step"
     return [
-        # The nearest to the loss is where the gradient ends; those before it only get none.
+        # The gradient ends at the dead layer nearest to the loss, so that one is the worst.
         Issue("dead", CRITICAL, layer.name, detail, badness)
         for badness, (layer, after) in enumerate(_dead_layers(evidence))
         if after is None or not 0 < after.flow < vanishing
     ]
 
 
-def _dead_layers(evidence: Evidence) -> list[tuple[LayerVitals, LayerVitals | None]]:
-    """Return the layers without any gradient, each with the next after it that has one."""
-    dead: list[tuple[LayerVitals, LayerVitals | None]] = []
+def _dead_layers(evidence: Evidence) -> list[tuple[LayerStats, LayerStats | None]]:
+    """Return the layers with zero gradients, each with the next layer that has a gradient."""
+    dead: list[tuple[LayerStats, LayerStats | None]] = []
     after = None
     for layer in reversed(evidence.layers):
         if any(p.count for p in layer.trained):
@@ -196,10 +251,11 @@ def _dead_layers(evidence: Evidence) -> list[tuple[LayerVitals, LayerVitals | No
     return dead[::-1]
 
 
-def find_bottleneck(evidence: Evidence) -> list[Issue]:
+def _find_bottleneck(evidence: Evidence) -> list[Issue]:
     """Find where the gradient, on its way to the inputs, drops from one layer to the next.
 
-    The three layers on either side have to differ too, or one odd layer would be called one.
+    The medians of three layers on either side must differ too, so that a single odd layer does not
+    count.
     """
     flows = list(evidence.flows.items())
     found = []
@@ -207,41 +263,78 @@ def find_bottleneck(evidence: Evidence) -> list[Issue]:
         drop = flows[i][1] / flows[i - 1][1]
         before = statistics.median(flow for _, flow in flows[max(i - 3, 0) : i])
         after = statistics.median(flow for _, flow in flows[i : i + 3])
-        if drop > FACTOR and after / before > FACTOR:
+        if drop > BOTTLENECK and after / before > BOTTLENECK:
             detail = f"gradients are {drop:.3g} times smaller here than in {flows[i][0]} after it"
             found.append(Issue("bottleneck", WARNING, flows[i - 1][0], detail, drop))
     return found
 
 
-def find_imbalance(evidence: Evidence) -> list[Issue]:
-    """Find layers that learn, or weigh in the total norm, out of proportion to all others."""
-    layers = [layer for layer in evidence.layers if layer.name in evidence.flows]
-    if len(layers) < 3:
-        return []
-    found = []
-    total = sum(layer.norm**2 for layer in layers)
-    flow = statistics.median(layer.flow for layer in layers)
-    update = statistics.median(layer.update or 0.0 for layer in layers)
-    for layer in layers:
-        share = layer.norm**2 / total
-        if layer.update is not None and 0 < FACTOR * update < layer.update and layer.update > 0.01:
-            detail = f"one step changes it by {layer.update:.1%}, other layers by {update:.2g}"
-            found.append(Issue("imbalance", WARNING, layer.name, detail, layer.update / update))
-        elif share > 0.99 and layer.flow > FACTOR * flow:
-            detail = f"it holds {share:.2%} of the squared norm, {layer.flow / flow:.3g} times the "
-            detail += "median RMS of all layers"
-            found.append(Issue("imbalance", WARNING, layer.name, detail, layer.flow / flow))
-    return found
-
-
-def find_stale(evidence: Evidence) -> list[Issue]:
-    """Find parameters that should be trained and got no gradient since the last report."""
+def _find_stale(evidence: Evidence) -> list[Issue]:
     found = []
     for layer in evidence.layers:
-        missing = [p for p in layer.parameters if p.status in (UNUSED, STALE)]
+        missing = [p.name for p in layer.parameters if p.status == NO_GRADIENT]
         if missing:
-            never = all(p.status == UNUSED for p in missing)
-            names = ", ".join(p.name.rpartition(".")[2] for p in missing)
-            detail = f"no gradient {'at any step' if never else 'since the last report'} ({names})"
+            names = ", ".join(name.rpartition(".")[2] for name in missing)
+            detail = f"no gradient since the last report ({names})"
             found.append(Issue("stale", WARNING, layer.name, detail, len(missing)))
     return found
+
+
+class Persistence:
+    """The findings of the last reports, from which lasting ones become issues."""
+
+    def __init__(self) -> None:
+        self._tracks: dict[str, dict[str, Any]] = {}
+
+    def update(self, findings: Sequence[Issue], step: int) -> None:
+        """Add the findings of the report at ``step``."""
+        found = {self._key(finding): finding for finding in findings}
+        for key, finding in found.items():
+            track = self._tracks.setdefault(key, {"seen": 0, "missed": 0, "since": step})
+            # Once weights are NaN, every layer is: keep the first place.
+            if key != "nonfinite" or not track["seen"]:
+                track |= asdict(finding) | {"since": track["since"]}
+            track["seen"] += 1
+            track["missed"] = 0
+        for key in [key for key in self._tracks if key not in found]:
+            track = self._tracks[key]
+            track["missed"] += 1
+            if track["missed"] >= REPORTS_TO_CLEAR or not _lasts(track):
+                del self._tracks[key]
+
+    def _key(self, finding: Issue) -> str:
+        if finding.type in ("nan", "inf"):
+            return "nonfinite"
+        # Findings that must last are compared by place; "exploding" may move between layers.
+        lasting = finding.type in REPORTS_NEEDED
+        return f"{finding.type}|{finding.place}" if lasting else finding.type
+
+    def issues(self, order: Mapping[str, int]) -> list[Issue]:
+        """Return the lasting findings, one issue per type: critical ones first, then by type.
+
+        Args:
+            order: The position of each layer.
+        """
+        lasting = [track for track in self._tracks.values() if _lasts(track)]
+        issues = []
+        for kind in sorted({track["type"] for track in lasting}, key=list(ADVICE).index):
+            tracks = [track for track in lasting if track["type"] == kind]
+            worst = max(tracks, key=lambda t: (t["severity"] == CRITICAL, t["badness"]))
+            others = {track["place"] for track in tracks if track is not worst}
+            since = min(track["since"] for track in tracks)
+            places = tuple(sorted(others, key=lambda place: order.get(place, len(order))))
+            own = {key: worst[key] for key in ("type", "severity", "place", "detail", "badness")}
+            issues.append(Issue(**own, since=since, others=places))
+        return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the findings as plain types."""
+        return {key: dict(track) for key, track in self._tracks.items()}
+
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        self._tracks = {key: dict(track) for key, track in state_dict.items()}
+
+
+def _lasts(track: Mapping[str, Any]) -> bool:
+    return bool(track["seen"] >= REPORTS_NEEDED.get(track["type"], 1))

@@ -1,6 +1,6 @@
-"""What is measured of gradients and weights for a health report, on their own device.
+"""Measure gradients and weights for a health report, on their own device.
 
-Nothing in this module waits for a device except :func:`read_together`, which a report calls once.
+Only :func:`read_together` waits for a device; a report calls it once.
 """
 
 from __future__ import annotations
@@ -21,16 +21,13 @@ from lightning_opt.core.numerics.norms import GradientStep, as_real
 from lightning_opt.core.numerics.scalars import wide_dtype
 
 SAMPLE = 8192
-"""Weights a tensor, at least, that an update is measured on where there are more."""
-
-ABSENT = -1.0
-"""In the place of a norm: the parameter had no gradient at that step."""
+"""Minimum number of weights per tensor on which an update is measured, if there are more."""
 
 
 class NormWindow:
-    """The norms of the steps since the last report, kept as they come.
+    """The gradient norms of the steps since the last report.
 
-    A step costs a list entry on the host, and nothing on a device.
+    A step costs one list entry on the host, and nothing on a device.
     """
 
     def __init__(self) -> None:
@@ -39,7 +36,7 @@ class NormWindow:
         self._steps: list[tuple[list[str], Any, Any]] = []
 
     def append(self, step: GradientStep) -> None:
-        """Take in the norms of a step."""
+        """Add the norms of a step."""
         parameters = step.gradients.parameters
         if len(parameters) != len(self._parameters) or not all(
             map(operator.is_, parameters, self._parameters)
@@ -49,9 +46,9 @@ class NormWindow:
         self._steps.append((self._names, step.norms.total, step.norms.per_tensor))
 
     def blocks(self) -> list[tuple[list[str], Tensor]]:
-        """Return names and values of each run of steps with the same tensors, unread.
+        """Return names and norms, on their device, of each run of steps with the same tensors.
 
-        Values have the shape ``(steps, 1 + names)``: the total norm, then that of each tensor.
+        Norms have the shape ``(steps, 1 + names)``: the total norm, then one per tensor.
         """
         blocks = []
         for _, run in itertools.groupby(self._steps, lambda step: (id(step[0]), type(step[1]))):
@@ -61,22 +58,30 @@ class NormWindow:
             blocks.append((names[0], rows))
         return blocks
 
-    def fill(self, blocks: Sequence[tuple[list[str], Sequence[Sequence[float]]]]) -> None:
-        """Hold what was read of :meth:`blocks` instead, and let go of the parameters."""
+    def move_to_host(self) -> list[tuple[list[str], NDArray[Any]]]:
+        """Return the blocks as arrays, keep only these, and drop references to the parameters."""
+        blocks = self.blocks()
+        read = read_together([rows for _, rows in blocks])
+        on_host = [(names, rows) for (names, _), rows in zip(blocks, read, strict=True)]
+        self.restore([(names, rows.tolist()) for names, rows in on_host])
+        return on_host
+
+    def restore(self, blocks: Sequence[tuple[list[str], Sequence[Sequence[float]]]]) -> None:
+        """Replace all norms by those of ``blocks``."""
         self._parameters = []
         self._steps = [(names, total, norms) for names, rows in blocks for total, *norms in rows]
 
 
 @torch.no_grad()
 def measure_gradients(step: GradientStep) -> Tensor:
-    """Measure more of a step's gradients than their norms, of whole tensors where they are sharded.
+    """Measure whole gradients, also where they are sharded.
 
-    All ranks call it together: shards are combined with one sum and one maximum a process group.
+    All ranks must call this: shards are combined with one sum and one maximum per process group.
 
     Returns:
-        One column a gradient, still on the device: norm; largest finite magnitude (without the loss
-        scale); whether there is a NaN, and an Inf (above 0 if so); how many elements are not zero;
-        how many there are; and the ranks that hold a gradient.
+        A table on the device with one column per gradient: norm; largest finite magnitude (without
+        the loss scale); number of ranks with a NaN, and with an Inf; non-zero elements; elements;
+        and number of ranks with a gradient.
     """
     gradients, tensors = step.gradients, step.gradients.tensors
     if not tensors:
@@ -105,16 +110,15 @@ def largest_magnitude(tensor: Tensor) -> Tensor:
     if not wants_host(tensor.device):
         largest: Tensor = torch.linalg.vector_norm(tensor, math.inf)  # one kernel
         return largest
-    low, high = torch.aminmax(tensor)  # 20 times the speed of the inf-norm
+    low, high = torch.aminmax(tensor)  # 20 times as fast as the inf-norm
     return torch.maximum(-low, high)
 
 
 class UpdateProbe:
     """Compares the weights before and after one update, on a sample of each tensor.
 
-    A copy of all weights for the sake of one ratio might be what a run has no memory for. The
-    sample is every k-th weight of what this rank holds; a tensor of fewer than 16,384 weights is
-    compared in full.
+    A copy of all weights could exceed the memory. The sample is every k-th weight on this rank; a
+    tensor of fewer than 16,384 weights is compared in full.
 
     Args:
         parameters: The parameters, before the update.
@@ -127,26 +131,25 @@ class UpdateProbe:
 
     @torch.no_grad()
     def compare(self) -> Tensor:
-        """Return the summed squares of the update and of the weights before, shape ``(2, n)``.
+        """Return the summed squares of the update and of the earlier weights, shape ``(2, n)``.
 
-        All ranks call it together.
+        All ranks must call this.
         """
-        before, self._before = self._before, []
-        if not before:
+        if not self._before:
             return torch.zeros(2, 0)
         after = [_sample(parameter) for parameter in self._parameters]
-        update = [new - old for new, old in zip(after, before, strict=True)]
-        norms = [torch.linalg.vector_norm(part) for part in (*update, *before)]
+        update = [new - old for new, old in zip(after, self._before, strict=True)]
+        norms = [torch.linalg.vector_norm(part) for part in (*update, *self._before)]
         home = norms[0].device
         squares = torch.stack([norm.to(home, wide_dtype(home)) for norm in norms]).square()
-        squares = squares.view(2, len(before))
+        squares = squares.view(2, len(update))
         return combine_shards(squares, self._groups) if self._groups else squares
 
 
 def _sample(parameter: Tensor) -> Tensor:
     flat = as_real(local_part(parameter.detach())).reshape(-1)
     stride = max(flat.numel() // SAMPLE, 1)
-    while math.gcd(stride, flat.numel()) > 1:  # else it would stay within some of the columns
+    while math.gcd(stride, flat.numel()) > 1:  # a common factor would skip some of the columns
         stride += 1
     return flat[::stride].to(torch.promote_types(flat.dtype, torch.float32))
 
@@ -157,7 +160,7 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
         return []
     device = tensors[0].device
     flat = [tensor.detach().to(device, wide_dtype(device)).reshape(-1) for tensor in tensors]
-    values = torch.cat(flat).numpy(force=True)  # the one read of a report
+    values = torch.cat(flat).numpy(force=True)  # the only read of a report
     ends = itertools.accumulate(tensor.numel() for tensor in tensors)
     parts = np.split(values.astype(np.float64), list(ends)[:-1])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]

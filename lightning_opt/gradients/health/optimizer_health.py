@@ -1,4 +1,4 @@
-"""The health of the parameters of one optimizer, from step to step and from report to report."""
+"""The gradient health of one optimizer's parameters, over steps and reports."""
 
 from __future__ import annotations
 
@@ -7,49 +7,55 @@ import statistics
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
-from numpy.typing import NDArray
 from torch import Tensor
 
 from lightning_opt.core.numerics.norms import GradientStep
-from lightning_opt.gradients.health.diagnosis import OVERFLOW_STREAK, Evidence, diagnose
-from lightning_opt.gradients.health.issues import CRITICAL, Issue, Persistence
+from lightning_opt.gradients.health.diagnosis import (
+    CRITICAL,
+    OVERFLOW_STREAK,
+    Evidence,
+    Issue,
+    Persistence,
+    diagnose,
+)
+from lightning_opt.gradients.health.layer_stats import (
+    FROZEN,
+    NO_GRADIENT,
+    TRAINED,
+    LayerStats,
+    ParameterStats,
+    add_gradients,
+    add_updates,
+    group_layers,
+    stats_of_norms,
+)
 from lightning_opt.gradients.health.measures import (
     NormWindow,
     UpdateProbe,
     measure_gradients,
     read_together,
 )
-from lightning_opt.gradients.health.vitals import (
-    FROZEN,
-    STALE,
-    TRAINED,
-    UNUSED,
-    LayerVitals,
-    ParameterVitals,
-    group_layers,
-    window_vitals,
-)
 
 LONGEST_WINDOW = 1024
-"""Steps after which there is a report, whatever the schedule: a window must not grow for ever."""
+"""Steps after which a report is due whatever the schedule, to bound the window."""
 
 TIMELINE = 128
-"""Reports kept over time; when there are more, every second one goes."""
+"""Maximum number of reports in the timeline; beyond it, every second one is dropped."""
 
 EARLY = 10
-"""Steps whose norms say where the run started."""
+"""Number of first steps whose norms describe the start of the run."""
 
 COUNTS = ("steps", "reported_step", "nonfinite", "overflows")
 
 
-class Measured(NamedTuple):
-    """What was measured at the step of a report, still on the device.
+class PendingReport(NamedTuple):
+    """The measurements of a report's step, on the device, before the update.
 
     Attributes:
-        step: Its number.
-        names: Of the tensors.
-        table: See :func:`~lightning_opt.gradients.health.measures.measure_gradients`.
-        probe: Waits for the update.
+        step: The step's number.
+        names: Parameter names, one per column of ``table``.
+        table: As :func:`~lightning_opt.gradients.health.measures.measure_gradients` returns it.
+        probe: Measures the update after it.
     """
 
     step: int
@@ -59,58 +65,57 @@ class Measured(NamedTuple):
 
 
 class OptimizerHealth:
-    """What is known of one optimizer's gradients, and what was wrong in them.
+    """The measurements and issues of one optimizer's gradients.
 
-    Each step goes through :meth:`observe`. On a step that is due, :meth:`measure` comes before the
-    update, and :meth:`complete`, after it, reads and diagnoses.
+    Call :meth:`observe` at each step. If a report is due, call :meth:`measure` before the update
+    and :meth:`complete` after it, which reads and diagnoses.
 
     Args:
         exploding: See :class:`lightning_opt.GradientHealth`.
-        vanishing: The same.
+        vanishing: See :class:`lightning_opt.GradientHealth`.
 
     Attributes:
-        steps: Optimizer steps seen.
-        reported_step: That of the last report.
-        nonfinite: Steps whose gradients were NaN or infinite, without those below.
-        overflows: Such steps that the loss scaler brought about and skipped.
-        measured: What waits for the update to be completed; None between reports.
-        layers: What the last report measured, in forward order.
-        issues: What the last report found.
-        timeline: One entry a report: step, low, median and high of the total norm, RMS by layer.
+        steps: Optimizer steps so far.
+        reported_step: Step of the last report.
+        nonfinite: Steps with NaN or infinite gradients, without ``overflows``.
+        overflows: Steps with non-finite gradients that the loss scaler caused and skipped.
+        pending: A report that :meth:`complete` has to finish; None between reports.
+        layers: Stats of the last report, in forward order.
+        issues: Issues of the last report.
+        timeline: One entry per report: step, low, median and high of the total norm, RMS by layer.
     """
 
     def __init__(self, exploding: float, vanishing: float) -> None:
         self._exploding, self._vanishing = exploding, vanishing
         self._window = NormWindow()
         self._first = 1  # step of the window
-        self.measured: Measured | None = None
+        self.pending: PendingReport | None = None
         self._persistence = Persistence()
         self._early: list[float] = []
-        self._seen: set[str] = set()
-        self._streak = 0
+        self._streak = 0  # consecutive non-finite steps
         self.steps = self.reported_step = 0
         self.nonfinite = self.overflows = 0
-        self.layers: list[LayerVitals] = []
+        self.layers: list[LayerStats] = []
         self.issues: list[Issue] = []
         self.timeline: list[dict[str, Any]] = []
 
     @property
     def is_full(self) -> bool:
-        """Whether there has been no report for so long that it must be made."""
+        """Whether the window is so long that a report must be made."""
         return self.steps - self._first >= LONGEST_WINDOW
 
     def observe(self, step: GradientStep) -> None:
-        """Take in one step, reading nothing."""
+        """Add one step, without reading the device."""
         self.steps += 1
         self._window.append(step)
 
     def measure(self, step: GradientStep) -> None:
-        """Measure what only reports have, before the update. All ranks call it together."""
+        """Measure gradients and weights for a report. All ranks must call this."""
         gradients = step.gradients
         table = measure_gradients(step)
         probe = UpdateProbe(gradients.parameters, gradients.groups)
         names = [step.names[parameter] for parameter in gradients.parameters]
-        self.measured = Measured(self.steps, names, table, probe)
+        self.pending = PendingReport(self.steps, names, table, probe)
 
     def complete(
         self,
@@ -120,31 +125,19 @@ class OptimizerHealth:
         scaled: bool,
         extra: tuple[Issue, ...] = (),
     ) -> None:
-        """Read what was measured since the last report, and diagnose it.
+        """Read the measurements since the last report, and diagnose them.
 
-        All ranks call it together if a report was measured.
+        All ranks must call this if a report is pending.
 
         Args:
             parameters: The optimizer's parameters by name.
-            order: The place of each module in the forward pass.
+            order: The position of each module in the forward pass.
             scaled: Whether a loss scaler skips steps that overflow.
-            extra: What was found elsewhere, in activations.
+            extra: Findings in activations.
         """
-        blocks, measured = self._window.blocks(), self.measured
-        names = [block_names for block_names, _ in blocks]
-        rest = [] if measured is None else [measured.table, measured.probe.compare()]
-        read = read_together([*rest, *(rows for _, rows in blocks)])
-        known = list(zip(names, read[len(rest) :], strict=True))
-        vitals, norms = window_vitals(parameters, known, self._first)
-        totals = list(enumerate(norms, self._first))
-        if measured is not None:
-            _enter_table(vitals, measured, read[0], totals)
-            _enter_changes(vitals, measured.names, read[1])
-        for name, parameter in parameters.items():
-            vitals[name].status = self._status(vitals[name], parameter)
-        self._window, self.measured, self._first = NormWindow(), None, self.steps + 1
+        totals = self._read(parameters, order)
+        self._window, self._first = NormWindow(), self.steps + 1
         self._count(totals, scaled)
-        self.layers = group_layers(vitals.values(), order)
         medians = [entry["median"] for entry in self.timeline]
         bad = any(not math.isfinite(total) for _, total in totals)
         evidence = Evidence(
@@ -158,21 +151,36 @@ class OptimizerHealth:
         findings = [*diagnose(evidence, self._exploding, self._vanishing), *extra]
         self._persistence.update(findings, self.steps)
         self.issues = self._persistence.issues(order)
-        self._note(evidence.finite())
+        self._extend_timeline(evidence.finite())
         self.reported_step = self.steps
 
-    def _status(self, vitals: ParameterVitals, parameter: Tensor) -> str:
-        # Of a shard without a gradient only reports know that there was none: its norm is zero.
-        known = self.measured is not None or vitals.name in self._seen
-        if vitals.nan or vitals.inf or (vitals.count and (vitals.mean or known)):
-            self._seen.add(vitals.name)
-            return TRAINED
-        if not parameter.requires_grad:
-            return FROZEN
-        return STALE if vitals.name in self._seen else UNUSED
+    def _read(
+        self, parameters: Mapping[str, Tensor], order: Mapping[str, int]
+    ) -> list[tuple[int, float]]:
+        """Read everything to the host once, set ``layers``, and return steps and total norms."""
+        pending, self.pending = self.pending, None
+        blocks = self._window.blocks()
+        extra = [] if pending is None else [pending.table, pending.probe.compare()]
+        read = read_together([*extra, *(rows for _, rows in blocks)])
+        on_host = zip((names for names, _ in blocks), read[len(extra) :], strict=True)
+        stats, norms = stats_of_norms(parameters, list(on_host), self._first)
+        totals = list(enumerate(norms, self._first))
+        if pending is not None:
+            table, squares = read[:2]
+            add_gradients(stats, pending.names, table)
+            add_updates(stats, pending.names, squares)
+            _, largest, nan, inf = table[:4]
+            place = pending.step - self._first  # another step may follow in the same batch
+            if math.isinf(norms[place]) and not (nan.any() or inf.any()):
+                # The squares overflowed, no element did: the norm is at least this large.
+                totals[place] = (pending.step, math.hypot(*largest.tolist()))
+        for name, parameter in parameters.items():
+            stats[name].status = _status(stats[name], parameter, measured=pending is not None)
+        self.layers = group_layers(stats.values(), order)
+        return totals
 
     def _count(self, totals: list[tuple[int, float]], scaled: bool) -> None:
-        """Count the non-finite steps, and keep the first norms."""
+        """Count non-finite steps, and keep the first norms."""
         for _, total in totals:
             if math.isfinite(total):
                 self._streak = 0
@@ -185,8 +193,7 @@ class OptimizerHealth:
             else:
                 self.nonfinite += 1
 
-    def _note(self, finite: list[float]) -> None:
-        """Enter the report into the timeline."""
+    def _extend_timeline(self, finite: list[float]) -> None:
         if finite:
             self.timeline.append(
                 {
@@ -201,14 +208,14 @@ class OptimizerHealth:
             del self.timeline[1::2]
 
     def scalars(self) -> dict[str, float]:
-        """Return what a report logs, by key; what is not known is left out."""
+        """Return the values that a report logs, without those that are unknown."""
         trained = [layer for layer in self.layers if layer.trained]
         flows = [layer.flow for layer in trained]
         updates = [layer.update for layer in trained if layer.update is not None]
-        whole = LayerVitals("", [p for layer in trained for p in layer.trained])
+        model = LayerStats("", [p for layer in trained for p in layer.trained])
         critical = sum(issue.severity == CRITICAL for issue in self.issues)
         values: dict[str, float] = {
-            "zeros": whole.zeros or 0.0,
+            "zeros": model.zeros or 0.0,
             "nonfinite": self.nonfinite,
             "overflows": self.overflows,
             "critical": critical,
@@ -225,86 +232,44 @@ class OptimizerHealth:
         return {key: float(value) for key, value in values.items()}
 
     def release(self) -> None:
-        """Let go of the model: keep what was seen, drop what was being measured."""
-        self._keep_window()
-        self.measured = None
+        """Drop references to the model, and a pending report; keep the norms."""
+        self._window.move_to_host()
+        self.pending = None
 
-    def _keep_window(self) -> list[tuple[list[str], NDArray[Any]]]:
-        """Read the window to the host and keep it there."""
-        blocks = self._window.blocks()
-        read = read_together([rows for _, rows in blocks])
-        kept = [(names, rows) for (names, _), rows in zip(blocks, read, strict=True)]
-        self._window.fill([(names, rows.tolist()) for names, rows in kept])
-        return kept
-
-    def pending_nonfinite(self) -> bool:
+    def has_unreported_nonfinite(self) -> bool:
         """Return whether a step since the last report was not finite. Waits for the device."""
         return any(
-            not math.isfinite(total) for _, rows in self._keep_window() for total in rows[:, 0]
+            not math.isfinite(total)
+            for _, rows in self._window.move_to_host()
+            for total in rows[:, 0]
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resumed run needs, as plain types. Waits for the device."""
+        """Return the state for a resumed run, as plain types. Waits for the device."""
+        window = [[list(names), rows.tolist()] for names, rows in self._window.move_to_host()]
         return {
             **{name: getattr(self, name) for name in COUNTS},
             "first": self._first,
             "streak": self._streak,
             "early": list(self._early),
-            "seen": sorted(self._seen),
             "timeline": [dict(entry) for entry in self.timeline],
-            "window": [[list(names), rows.tolist()] for names, rows in self._keep_window()],
+            "window": window,
             "persistence": self._persistence.state_dict(),
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         for name in COUNTS:
             setattr(self, name, state[name])
         self._first, self._streak, self._early = state["first"], state["streak"], [*state["early"]]
-        self._seen = set(state["seen"])
         self.timeline = [dict(entry) for entry in state["timeline"]]
-        self._window.fill(state["window"])
+        self._window.restore(state["window"])
         self._persistence.load_state_dict(state["persistence"])
         self.issues = self._persistence.issues({})
 
 
-def _enter_table(
-    vitals: Mapping[str, ParameterVitals],
-    measured: Measured,
-    table: NDArray[Any],
-    totals: list[tuple[int, float]],
-) -> None:
-    """Enter what the gradients of the reported step were measured to be."""
-    norms, largest, nan, inf, nonzero, numels, present = table
-    for place, name in enumerate(measured.names):
-        found = vitals.get(name)
-        if found is None:
-            continue
-        found.numel = int(numels[place])  # a shard knows only its own part
-        if not present[place]:
-            # A shard whose parameter has no gradient on any rank was measured as zeros.
-            found.count, found.nan, found.inf, found.first = 0, 0, 0, 0
-            continue
-        found.norm, found.max = float(norms[place]), float(largest[place])
-        found.zeros = 1.0 - float(nonzero[place] / numels[place]) if numels[place] else None
-        if not found.mean and found.max:
-            found.mean = found.max  # its squares underflowed in float32, its elements did not
-        if math.isinf(found.norm) and not inf[place] and not nan[place]:
-            found.inf -= 1  # its squares overflowed, its elements did not
-            found.count, found.mean = max(found.count, 1), max(found.mean, found.max)
-            if not found.inf and not found.nan:
-                found.first = 0
-    for place, (number, total) in enumerate(totals):
-        if number == measured.step and math.isinf(total) and not (nan.any() or inf.any()):
-            # The squares overflowed, no element did: the norm is at least this large.
-            totals[place] = (number, math.hypot(*largest.tolist()))
-
-
-def _enter_changes(
-    vitals: Mapping[str, ParameterVitals], names: list[str], changes: NDArray[Any]
-) -> None:
-    """Enter what one update changed, and the weights, from their summed squares."""
-    for name, change, weight in zip(names, *changes.tolist(), strict=False):
-        found = vitals.get(name)
-        if found is not None and found.count and weight > 0 and math.isfinite(change + weight):
-            found.update, found.weight = math.sqrt(change / weight), math.sqrt(weight)
+def _status(stats: ParameterStats, parameter: Tensor, measured: bool) -> str:
+    # Shards without a gradient have recorded norms of zero; only a measured report detects them.
+    if stats.nan or stats.inf or (stats.count and (stats.mean or measured)):
+        return TRAINED
+    return NO_GRADIENT if parameter.requires_grad else FROZEN

@@ -1,26 +1,22 @@
-"""Ten trainings with nothing wrong in them, and no critical issue in any."""
+"""Trainings without a fault: none has a critical issue."""
 
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
-from lightning.pytorch import LightningModule
+from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.plugins.precision import MixedPrecision
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt import AdaptiveClipping, GradientHealth
+from tests.gradients.health.test_faults import Classifier, mlp
+from tests.helpers.models import AdversarialNet
 from tests.helpers.trainers import quiet_trainer
 
 functional = nn.functional
 STEPS, EVERY = 120, 10
-
-
-def points(rows: int = 1024) -> tuple[Tensor, Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    inputs = torch.randn(rows, 8, generator=generator)
-    return inputs, (inputs @ torch.randn(8, 4, generator=generator)).argmax(1)
 
 
 def images(rows: int = 256) -> tuple[Tensor, Tensor]:
@@ -31,7 +27,7 @@ def images(rows: int = 256) -> tuple[Tensor, Tensor]:
 
 
 def tokens(rows: int = 256, length: int = 16, vocabulary: int = 500) -> tuple[Tensor, Tensor]:
-    """Return sequences that count upwards, in words of which few are in any batch."""
+    """Return sequences that count upwards; each batch contains few words of the vocabulary."""
     generator = torch.Generator().manual_seed(0)
     start = torch.randint(0, vocabulary, (rows, 1), generator=generator)
     sequence = (start + torch.arange(length + 1)) % vocabulary
@@ -39,12 +35,12 @@ def tokens(rows: int = 256, length: int = 16, vocabulary: int = 500) -> tuple[Te
 
 
 class Task(LightningModule):
-    """Cross-entropy of the network given, over the data given."""
+    """A network trained by cross-entropy."""
 
     def __init__(
         self,
         net: nn.Module,
-        data: Callable[[], tuple[Tensor, Tensor]] = points,
+        data: Callable[[], tuple[Tensor, Tensor]],
         optimizer: Callable[..., Any] = torch.optim.AdamW,
         **settings: Any,
     ) -> None:
@@ -57,7 +53,7 @@ class Task(LightningModule):
         return functional.cross_entropy(logits.flatten(0, -2), batch[1].flatten())
 
     def configure_optimizers(self) -> Any:
-        return self.optimizer([p for p in self.parameters() if p.requires_grad], **self.settings)
+        return self.optimizer(self.parameters(), **self.settings)
 
     def train_dataloader(self) -> Any:
         return DataLoader(TensorDataset(*self.data()), batch_size=16)
@@ -82,13 +78,13 @@ class Transformer(nn.Module):
 
 
 class Residual(nn.Module):
-    """A ConvNet block; the convolution's bias before BatchNorm has next to no gradient."""
+    """A ConvNet block; the convolution's bias before BatchNorm has almost no gradient."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
         self.convolution = nn.Conv2d(width, width, 3, padding=1)
         self.norm = nn.BatchNorm2d(width)
-        nn.init.zeros_(self.norm.weight)  # as in ResNet: the branch begins as nothing
+        nn.init.zeros_(self.norm.weight)  # as in ResNet: the branch starts at zero
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.norm(self.convolution(functional.relu(x)))
@@ -111,46 +107,11 @@ class Recurrent(nn.Module):
         return self.head(self.lstm(self.embedding(tokens))[0])
 
 
-def mlp(*widths: int, activation: type[nn.Module] = nn.ReLU) -> nn.Sequential:
-    layers: list[nn.Module] = []
-    for fan_in, fan_out in zip((8, *widths), (*widths, 4), strict=True):
-        layers += [nn.Linear(fan_in, fan_out), activation()]
-    return nn.Sequential(*layers[:-1])
-
-
 def with_frozen_layers() -> nn.Module:
-    net = mlp(32, 32, 32)
+    net = mlp(3, width=32)
     for parameter in net[:4].parameters():
         parameter.requires_grad_(False)
     return net
-
-
-class Adversarial(LightningModule):
-    """A GAN on points, with two optimizers stepped by hand."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.automatic_optimization = False
-        self.generator = nn.Sequential(nn.Linear(4, 32), nn.ReLU(), nn.Linear(32, 8))
-        self.discriminator = nn.Sequential(nn.Linear(8, 32), nn.LeakyReLU(0.2), nn.Linear(32, 1))
-
-    def training_step(self, batch: Any, batch_idx: int) -> None:
-        generator, discriminator = self.optimizers()  # type: ignore[attr-defined]
-        fake = self.generator(torch.randn(len(batch[0]), 4))
-        loss = functional.softplus(self.discriminator(fake.detach())).mean()
-        discriminator.zero_grad()
-        self.manual_backward(loss + functional.softplus(-self.discriminator(batch[0])).mean())
-        discriminator.step()
-        generator.zero_grad()
-        self.manual_backward(functional.softplus(-self.discriminator(fake)).mean())
-        generator.step()
-
-    def configure_optimizers(self) -> Any:
-        nets = (self.generator, self.discriminator)
-        return [torch.optim.Adam(net.parameters(), lr=2e-3, betas=(0.5, 0.9)) for net in nets]
-
-    def train_dataloader(self) -> Any:
-        return DataLoader(TensorDataset(*points()), batch_size=16)
 
 
 class Bags(nn.Module):
@@ -166,7 +127,7 @@ class Bags(nn.Module):
 
 
 class Autoencoder(LightningModule):
-    """A summed squared error: norms in the thousands, and nothing wrong with them."""
+    """A summed squared error, with healthy norms in the thousands."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -188,27 +149,6 @@ def half_precision() -> MixedPrecision:
     return MixedPrecision("16-mixed", device="cpu", scaler=scaler)
 
 
-TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
-    "transformer": lambda: (Task(Transformer(), tokens), {}),
-    "transformer, bf16": lambda: (Task(Transformer(), tokens), {"precision": "bf16-mixed"}),
-    "convnet": lambda: (Task(convnet(), images, torch.optim.SGD, lr=0.1, momentum=0.9), {}),
-    "lstm": lambda: (Task(Recurrent(), tokens, lr=1e-2), {}),
-    "gan": lambda: (Adversarial(), {}),
-    "frozen layers": lambda: (Task(with_frozen_layers()), {}),
-    "sparse embeddings": lambda: (Task(Bags(), tokens, torch.optim.SGD, lr=0.5), {}),
-    "fp16 with a loss scaler": lambda: (Task(mlp(32, 32)), {"plugins": half_precision()}),
-    "a model that converges": lambda: (
-        Task(mlp(64, 64), lambda: tuple(x[:16] for x in points()), lr=3e-2),  # type: ignore[arg-type,return-value]
-        {},
-    ),
-    "deep residual tanh": lambda: (
-        Task(nn.Sequential(nn.Linear(8, 32), *(Skip(32) for _ in range(30)), nn.Linear(32, 4))),
-        {"accumulate_grad_batches": 2},
-    ),
-    "autoencoder, summed loss": lambda: (Autoencoder(), {}),
-}
-
-
 class Skip(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -218,25 +158,52 @@ class Skip(nn.Module):
         return x + torch.tanh(self.linear(x))
 
 
-@pytest.mark.parametrize("seed", [0, 1])
+def deep_residual() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 32), *(Skip(32) for _ in range(30)), nn.Linear(32, 4))
+
+
+TRAININGS: dict[str, Callable[[], tuple[LightningModule, dict[str, Any]]]] = {
+    "transformer": lambda: (Task(Transformer(), tokens), {}),
+    "transformer, bf16": lambda: (Task(Transformer(), tokens), {"precision": "bf16-mixed"}),
+    "convnet": lambda: (Task(convnet(), images, torch.optim.SGD, lr=0.1, momentum=0.9), {}),
+    "lstm": lambda: (Task(Recurrent(), tokens, lr=1e-2), {}),
+    "gan": lambda: (AdversarialNet(), {}),
+    "frozen layers": lambda: (Classifier(with_frozen_layers()), {}),
+    "sparse embeddings": lambda: (Task(Bags(), tokens, torch.optim.SGD, lr=0.5), {}),
+    "fp16 with a loss scaler": lambda: (
+        Classifier(mlp(2, width=32)),
+        {"plugins": half_precision()},
+    ),
+    "a model that converges": lambda: (Classifier(mlp(2, width=64), lr=3e-2, rows=16), {}),
+    "deep residual tanh": lambda: (
+        Classifier(
+            nn.Sequential(nn.Linear(8, 32), *(Skip(32) for _ in range(30)), nn.Linear(32, 4))
+        ),
+        {"accumulate_grad_batches": 2},
+    ),
+    "autoencoder, summed loss": lambda: (Autoencoder(), {}),
+}
+
+
 @pytest.mark.parametrize("kind", TRAININGS)
-def test_a_clean_training_has_no_critical_issue(kind, seed):
-    torch.manual_seed(seed)
+def test_clean_training_has_no_critical_issue(kind):
+    torch.manual_seed(0)
     model, settings = TRAININGS[kind]()
     health = GradientHealth(every_n_steps=EVERY, activations=True, figure=None)
     seen: list[str] = []
-    note = health.on_train_batch_end
 
-    def watch(*args: Any) -> None:
-        note(*args)
-        seen.extend(str(issue) for issue in health.issues)
+    class Collect(Callback):
+        def on_train_batch_end(self, *args: Any) -> None:
+            seen.extend(str(issue) for issue in health.issues)
 
-    health.on_train_batch_end = watch  # type: ignore[method-assign]
     trainer = quiet_trainer(
-        callbacks=[health, AdaptiveClipping()], max_steps=STEPS, max_epochs=-1, **settings
+        callbacks=[health, AdaptiveClipping(), Collect()],
+        max_steps=STEPS,
+        max_epochs=-1,
+        **settings,
     )
     trainer.fit(model)
     assert not [issue for issue in seen if "[critical]" in issue], set(seen)
     assert health.state_dict()["0"]["reported_step"]
-    if kind != "autoencoder, summed loss":  # whose norm is above 100 throughout: a warning is right
+    if kind != "autoencoder, summed loss":  # its norm is above 100 throughout, a correct warning
         assert health.summary().status == "healthy"

@@ -1,4 +1,4 @@
-"""GradientHealth on two real processes: every rank measures what a single process measures."""
+"""GradientHealth in two processes: every rank measures the same as a single process."""
 
 from typing import Any
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 class WithUnused(ShardedNet):
-    """A net with a layer that the loss does not know, and a NaN in one step of one rank."""
+    """A net with an unused layer, and a NaN in one step of one rank."""
 
     def __init__(self, shard: str = "", bad_step: int | None = None, **settings: Any) -> None:
         super().__init__(shard, **settings)
@@ -66,22 +66,22 @@ def train(model: ShardedNet, strategy: str | Strategy = "auto", every: int = 4) 
 
 
 BY_SHAPE = ("health/update", "health/smallest_rms", "health/largest_rms")
-"""Taken of weight matrices where there are some."""
+"""Computed from weight matrices if there are any."""
 
 
 def check(
-    ranks: list[dict[str, Any]], expected: dict[str, Any], leave_out: tuple[str, ...] = ()
+    ranks: list[dict[str, Any]], expected: dict[str, Any], without: tuple[str, ...] = ()
 ) -> None:
     for run in ranks:
         assert run["order"] == expected["order"]
         assert run["parameters"].keys() == expected["parameters"].keys()
-        for name, vitals in run["parameters"].items():
-            for key, value in vitals.items():
+        for name, stats in run["parameters"].items():
+            for key, value in stats.items():
                 reference = expected["parameters"][name][key]
                 if isinstance(reference, float):
                     reference = pytest.approx(reference, rel=1e-3, abs=1e-7)
                 assert value == reference, (name, key)
-        for key in expected["logged"].keys() - set(leave_out):
+        for key in expected["logged"].keys() - set(without):
             assert run["logged"][key] == pytest.approx(expected["logged"][key], rel=1e-3), key
     assert ranks[0]["state"] == ranks[1]["state"]
 
@@ -105,33 +105,27 @@ def run_fsdp1() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("run", [run_ddp, run_fsdp2])
-def test_every_rank_measures_what_one_process_measures(run, single):
+def test_every_rank_measures_the_same_as_one_process(run, single):
     check(launch(run), single)
 
 
 def test_fsdp1_measures_whole_parameters(single):
-    """Shards are flat, so which of them are matrices is not known, but all else is."""
-    check(launch(run_fsdp1), single, leave_out=BY_SHAPE)
+    """Shards are flat, so matrices are unknown; all other values match."""
+    check(launch(run_fsdp1), single, without=BY_SHAPE)
 
 
 def run_nan() -> dict[str, Any]:
     return {
         "ddp": train(WithUnused(bad_step=5), "ddp_find_unused_parameters_true"),
         "fsdp2": train(WithUnused("all", bad_step=5), data_parallel()),
+        "every step": train(WithUnused("all"), data_parallel(), every=1),
     }
 
 
-def test_nan_on_one_rank_is_known_to_all_and_hangs_none():
-    for runs in launch(run_nan):
-        for run in runs.values():
+def test_nan_on_one_rank_is_reported_on_all_and_ranks_agree_at_every_step():
+    first, second = launch(run_nan)
+    assert first["every step"]["state"] == second["every step"]["state"]
+    for runs in (first, second):
+        for run in (runs["ddp"], runs["fsdp2"]):
             assert run["nonfinite"] == 3  # from step 6 to the end, weights are NaN
             assert any(issue.startswith("[critical] nan") for issue in run["issues"])
-
-
-def run_every_step() -> dict[str, Any]:
-    return train(WithUnused("all"), data_parallel(), every=1)
-
-
-def test_a_report_at_every_step_keeps_ranks_together():
-    first, second = launch(run_every_step)
-    assert first["state"] == second["state"]

@@ -1,4 +1,4 @@
-"""GradientHealth in Trainers: what it measures, logs, resumes, saves and leaves alone."""
+"""GradientHealth in Trainers: measurements, logs, resume, figure and errors."""
 
 import builtins
 import json
@@ -13,6 +13,7 @@ from lightning.pytorch.loggers import TensorBoardLogger
 from torch import Tensor, nn
 
 import lightning_opt as lo
+from lightning_opt.gradients import gradient_callback
 from lightning_opt.gradients.health import activations, optimizer_health
 from tests.gradients.health.test_faults import Classifier, mlp
 from tests.helpers.models import AdversarialNet, SmallNet
@@ -23,7 +24,7 @@ FINE = pytest.approx
 
 
 class Reference(Callback):
-    """Gradients and weights of every step in float64, looked at one by one."""
+    """Records gradients and weights of every step in float64."""
 
     def __init__(self) -> None:
         self.gradients: list[dict[str, Tensor]] = []
@@ -47,7 +48,7 @@ def fit(health: lo.GradientHealth, *others: Callback, model: Any = None, **setti
 
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
-def test_measures_what_float64_measures(path):
+def test_measurements_match_float64(path):
     health, reference = lo.GradientHealth(every_n_steps=6, figure=None), Reference()
     fit(health, reference)  # 12 steps: the window of the last report is steps 7 to 12
     vitals = {p.name: p for layer in health.layers for p in layer.parameters}
@@ -65,7 +66,7 @@ def test_measures_what_float64_measures(path):
 
 
 def test_update_ratio_of_a_large_tensor_is_sampled():
-    """The sample must not stay within a column: 150,000 weights of 6 columns, every 18th or so."""
+    """The sample must cover all columns: 150,000 weights in 6 columns, about every 18th."""
     model = SmallNet("Adam", widths=(25_000,), lr=1e-3)
     health, reference = lo.GradientHealth(every_n_steps=12, figure=None), Reference()
     fit(health, reference, model=model)
@@ -76,7 +77,7 @@ def test_update_ratio_of_a_large_tensor_is_sampled():
 
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
-def test_a_finite_gradient_with_an_infinite_norm_is_not_inf(path):
+def test_finite_gradient_with_infinite_norm_is_exploding_not_inf(path):
     class Huge(SmallNet):
         def on_before_optimizer_step(self, optimizer: Any) -> None:
             for parameter in self.parameters():
@@ -93,9 +94,7 @@ def test_a_finite_gradient_with_an_infinite_norm_is_not_inf(path):
     assert health.state_dict()["0"]["nonfinite"] == 0
 
 
-def test_two_steps_of_nan_are_not_called_healthy_and_no_file_is_written_unasked(
-    tmp_path, monkeypatch
-):
+def test_nan_steps_leave_a_warning_and_no_file_without_a_logger(tmp_path, monkeypatch):
     class Poison(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             if trainer.global_step in (1, 2):
@@ -108,14 +107,14 @@ def test_two_steps_of_nan_are_not_called_healthy_and_no_file_is_written_unasked(
     monkeypatch.chdir(tmp_path)
     health = lo.GradientHealth(every_n_steps=3)
     fit(Poison(), health)
-    assert not health.issues, "they are over"
+    assert not health.issues
     status, sentence = health.summary()
     assert status == "warning"
     assert "but 2 of" in sentence
     assert not list(tmp_path.rglob("*.png"))
 
 
-def test_logs_at_reports_only_and_under_the_trainers_step():
+def test_reports_log_all_keys_at_the_trainers_step():
     logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=5, figure=None)
     reference = Reference()
     trainer = fit(health, reference, logger=logger)
@@ -137,7 +136,7 @@ def test_logs_at_reports_only_and_under_the_trainers_step():
     assert trainer.callback_metrics["health/norm"] == FINE(last["health/norm"])
 
 
-def test_two_optimizers_have_a_history_each():
+def test_each_optimizer_has_its_own_history():
     logger, health = MemoryLogger(), lo.GradientHealth(every_n_steps=4, figure=None)
     fit(health, model=AdversarialNet(generator_every=2), logger=logger)
     steps = {index: state["steps"] for index, state in health.state_dict().items()}
@@ -149,7 +148,7 @@ def test_two_optimizers_have_a_history_each():
     assert sorted(names) == ["discriminator.0", "discriminator.2", "generator.0", "generator.2"]
 
 
-def test_several_steps_in_one_batch_are_all_seen():
+def test_several_steps_in_one_batch_all_count():
     class Twice(AdversarialNet):
         def training_step(self, batch: Any, batch_idx: int) -> None:
             super().training_step(batch, batch_idx)
@@ -162,7 +161,7 @@ def test_several_steps_in_one_batch_are_all_seen():
     assert sum(layer.parameters[0].count for layer in health.layers) == 8
 
 
-def test_layers_come_in_the_order_in_which_they_run():
+def test_layers_are_in_forward_order():
     class Shuffled(Classifier):
         def __init__(self) -> None:
             super().__init__(nn.Identity())
@@ -181,20 +180,20 @@ def test_layers_come_in_the_order_in_which_they_run():
     assert not any(module._forward_pre_hooks for module in model.modules())
 
 
-def test_compiled_model_keeps_its_hooks_off_and_the_order_of_registration():
+def test_compiled_model_gets_no_hooks_and_registration_order():
     model = Classifier(mlp(2))
     model.net.compile(backend="eager")
     health = lo.GradientHealth(every_n_steps=2, figure=None, activations=True)
 
-    class Look(Callback):
+    class CheckHooks(Callback):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             assert not any(m._forward_pre_hooks or m._forward_hooks for m in pl_module.modules())
 
-    fit(health, Look(), model=model, max_steps=4)
+    fit(health, CheckHooks(), model=model, max_steps=4)
     assert [layer.name for layer in health.layers] == ["net.0", "net.2", "net.4"]
 
 
-def test_reads_the_device_once_a_report(monkeypatch):
+def test_device_is_read_once_per_report(monkeypatch):
     take_device_path(monkeypatch)
 
     class Window(Callback):
@@ -223,8 +222,8 @@ def test_reads_the_device_once_a_report(monkeypatch):
     assert all("health/measures" in p for c in after.counts for p in c if "lightning_opt" in p)
 
 
-def test_an_issue_and_its_history_survive_a_resume(tmp_path):
-    """What was seen in two reports before a stop and one after it is an issue."""
+def test_issue_and_history_survive_a_resume(tmp_path):
+    """Findings in two reports before a stop and in one after it make an issue."""
 
     def broken() -> Classifier:
         net = mlp(4)
@@ -247,26 +246,26 @@ def test_an_issue_and_its_history_survive_a_resume(tmp_path):
     assert second.state_dict()["0"]["timeline"][-1]["step"] == 15
 
 
-def test_accumulated_batches_are_one_step():
+def test_accumulated_batches_count_as_one_step():
     health = lo.GradientHealth(every_n_steps=2, figure=None)
     fit(health, accumulate_grad_batches=3)
     assert health.state_dict()["0"]["steps"] == 4
 
 
-def test_clipping_and_health_measure_once(monkeypatch):
+def test_clipping_reuses_the_norms_of_health(monkeypatch):
     calls: list[int] = []
-    measure = lo.core.norms.measure_norms  # type: ignore[attr-defined]
+    measure = gradient_callback.measure_norms
 
     def counted(*args: Any, **settings: Any) -> Any:
         calls.append(1)
         return measure(*args, **settings)
 
-    monkeypatch.setattr("lightning_opt.gradients.gradient_callback.measure_norms", counted)
+    monkeypatch.setattr(gradient_callback, "measure_norms", counted)
     fit(lo.GradientHealth(figure=None), lo.AdaptiveClipping())
     assert len(calls) == 12
 
 
-def test_long_histories_are_thinned(monkeypatch):
+def test_long_timeline_is_thinned(monkeypatch):
     monkeypatch.setattr(optimizer_health, "TIMELINE", 8)
     health = lo.GradientHealth(every_n_steps=1, figure=None)
     fit(health, max_epochs=3)
@@ -289,18 +288,18 @@ def test_figure_is_saved_and_sent_to_tensorboard(tmp_path):
     assert "health/norm" in events.Tags()["scalars"]
 
 
-def test_figure_goes_where_it_is_told(tmp_path):
+def test_figure_is_saved_at_the_given_path(tmp_path):
     fit(lo.GradientHealth(every_n_steps=3, figure=str(tmp_path / "deep" / "flow.svg")))
     assert (tmp_path / "deep" / "flow.svg").read_text().startswith("<?xml")
 
 
-def test_no_figure_without_a_report_and_none_that_nobody_asked_for(tmp_path):
+def test_no_figure_without_a_report_or_without_a_logger(tmp_path):
     fit(lo.GradientHealth(), default_root_dir=tmp_path)  # 12 steps, a report every 50
     fit(lo.GradientHealth(every_n_steps=3), default_root_dir=tmp_path)  # no logger
     assert not list(tmp_path.iterdir())
 
 
-def test_a_report_comes_before_the_window_is_too_long(monkeypatch):
+def test_full_window_forces_a_report(monkeypatch):
     monkeypatch.setattr(optimizer_health, "LONGEST_WINDOW", 8)
     health = lo.GradientHealth(every_n_steps=1000, figure=None)
     fit(health)
@@ -308,7 +307,7 @@ def test_a_report_comes_before_the_window_is_too_long(monkeypatch):
 
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
-def test_complex_weights(path):
+def test_complex_weights_count_as_two_real_ones(path):
     class Fourier(SmallNet):
         def __init__(self) -> None:
             super().__init__("SGD")
@@ -331,7 +330,7 @@ def test_complex_weights(path):
     assert found.update > 0
 
 
-def test_training_goes_on_without_matplotlib(tmp_path, monkeypatch, caplog):
+def test_training_without_matplotlib_logs_the_missing_extra(tmp_path, monkeypatch, caplog):
     importer = builtins.__import__
 
     def without(name: str, *args: Any, **settings: Any) -> Any:
@@ -347,25 +346,25 @@ def test_training_goes_on_without_matplotlib(tmp_path, monkeypatch, caplog):
         health.figure()
 
 
-# --- what it refuses ----------------------------------------------------------------------------
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    ("settings", "error"),
+    "settings",
     [
-        ({"every_n_steps": 0}, ValueError),
-        ({"every_n_steps": 2.5}, ValueError),
-        ({"exploding": 0.0}, ValueError),
-        ({"exploding": math.nan}, ValueError),
-        ({"vanishing": -1e-7}, ValueError),
+        {"every_n_steps": 0},
+        {"every_n_steps": 2.5},
+        {"exploding": 0.0},
+        {"exploding": math.nan},
+        {"vanishing": -1e-7},
     ],
 )
-def test_bad_arguments_are_refused_by_name(settings, error):
-    with pytest.raises(error, match=next(iter(settings))):
+def test_invalid_argument_raises_with_its_name(settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
         lo.GradientHealth(**settings)
 
 
-def test_lbfgs_is_refused():
+def test_lbfgs_raises():
     class Newton(SmallNet):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
@@ -375,7 +374,7 @@ def test_lbfgs_is_refused():
 
 
 def test_each_activation_is_reduced_once(monkeypatch):
-    """Nine modules in a row: the input, and nine outputs."""
+    """Nine modules in a row: one input and nine outputs."""
     reduced: list[int] = []
     measure = activations.largest_magnitude
     monkeypatch.setattr(
