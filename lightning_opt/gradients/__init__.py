@@ -1,1 +1,1 @@
-"""What is done to gradients between the backward pass and the optimizer step."""
+"""Callbacks that act on gradients between the backward pass and the optimizer step."""

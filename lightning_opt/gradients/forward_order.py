@@ -1,4 +1,4 @@
-"""In which order the modules of a model run, seen once and then left alone."""
+"""The order in which the modules of a model first run."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from lightning_opt.core.modules.compiling import has_compiled_parts
 
 
 class ForwardOrder:
-    """Notes the order in which the modules that hold parameters first run.
+    """Records the order in which the modules that hold parameters first run.
 
-    Each of its hooks goes when its module runs. A model that is compiled, in whole or in part,
-    gets none, since a hook would change what is compiled; its order is that of registration.
+    Each hook is removed when its module runs. A model that is compiled, in whole or in part, gets
+    no hooks, because a hook would change the compiled graph; it gets the order of registration.
 
     Attributes:
-        ran: The names of the modules in the order in which they first ran.
+        ran: Names of the modules in the order in which they first ran.
     """
 
     def __init__(self) -> None:
@@ -28,7 +28,7 @@ class ForwardOrder:
         self.ran: list[str] = []
 
     def watch(self, model: nn.Module, kind: type[nn.Module] = nn.Module) -> None:
-        """Put hooks on the modules of that kind."""
+        """Add hooks to the modules of class ``kind`` that hold parameters."""
         self.stop()
         holders = {
             name: module
@@ -42,25 +42,25 @@ class ForwardOrder:
         self.ran = []
         for name, module in holders.items():
             if not isinstance(module, torch.jit.ScriptModule):
-                self._handles[name] = module.register_forward_pre_hook(partial(self._note, name))
+                self._handles[name] = module.register_forward_pre_hook(partial(self._record, name))
 
-    def _note(self, name: str, *_: Any) -> None:
+    def _record(self, name: str, *_: Any) -> None:
         handle = self._handles.pop(name, None)
-        if handle is not None:  # else it runs again, in a thread, before the hook has gone
+        if handle is not None:  # None if a second thread ran the module before the removal
             handle.remove()
             self.ran.append(name)
 
     def stop(self) -> None:
-        """Take off the hooks of modules that have not run."""
+        """Remove the hooks of modules that have not run."""
         for handle in self._handles.values():
             handle.remove()
         self._handles = {}
 
     def places(self) -> dict[str, int]:
-        """Return the place of each module by name.
+        """Return the place of each module in the order, by name.
 
-        One that did not run by itself (its weights are used by another, as in
-        ``nn.MultiheadAttention``) comes after the one registered before it.
+        A module that did not run by itself (another one uses its weights, as in
+        ``nn.MultiheadAttention``) comes after the module registered before it.
         """
         last: tuple[int, ...] = (-1,)
         keys: dict[str, tuple[int, ...]] = {}

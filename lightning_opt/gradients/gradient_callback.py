@@ -1,11 +1,13 @@
-"""The seam between Lightning and the gradients: true, whole, and measured once a step."""
+"""Gradients under any strategy, precision and optimizer, measured once per step."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import Tensor
+from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_opt.core.modules.sharding import Groups, flat_parameter_groups
@@ -18,31 +20,63 @@ from lightning_opt.core.numerics.norms import (
     parameters_of,
 )
 from lightning_opt.core.numerics.scalars import Scalar
-from lightning_opt.gradients.loss_scale import grad_scale
-from lightning_opt.gradients.names import plain_name
 from lightning_opt.trainer.refusals import refuse_lbfgs
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+WRAPPERS = ("_fsdp_wrapped_module.", "_orig_mod.", "_checkpoint_wrapped_module.")
+
+
+def plain_name(name: str) -> str:
+    """Return a module's or parameter's name without the parts that FSDP1 or torch.compile add.
+
+    State that is stored by this name also fits a run that wraps the model differently.
+    """
+    for wrapper in WRAPPERS:
+        name = name.replace(wrapper, "").removesuffix(wrapper[:-1]).rstrip(".")
+    return name
+
+
+def loss_scale(trainer: pl.Trainer) -> Tensor | None:
+    """Return the current loss scale, still on the device; None without a loss scaler."""
+    scaler: torch.amp.GradScaler | None = getattr(trainer.precision_plugin, "scaler", None)
+    if scaler is None or not scaler.is_enabled():
+        return None
+    return scaler._scale  # None until the first loss; `get_scale()` would wait for the device
+
+
+def grad_scale(trainer: pl.Trainer, optimizer: Optimizer) -> Scalar:
+    """Return the factor on the optimizer's gradients before its step, still on the device.
+
+    Lightning's loss scaler unscales gradients before ``on_before_optimizer_step``, except for
+    optimizers that unscale in their own step (the fused ones).
+    """
+    scale = loss_scale(trainer)
+    if scale is None or not getattr(optimizer, "_step_supports_amp_scaling", False):
+        return 1.0
+    scaler: torch.amp.GradScaler = trainer.precision_plugin.scaler  # type: ignore[attr-defined]
+    # `get` adds nothing to this defaultdict; user code may have unscaled by hand.
+    state = scaler._per_optimizer_states.get(id(optimizer), {})
+    return 1.0 if state.get("stage") is OptState.UNSCALED else scale
+
 
 class GradientCallback(RunCallback):
     """A callback that reads or changes gradients in ``on_before_optimizer_step``.
 
-    What differs between strategies, precisions and optimizers is answered here, so that no
-    subclass asks which of them it runs under.
+    It handles the differences between strategies, precisions and optimizers for its subclasses.
 
     Attributes:
         names: The model's parameters by name; empty outside of a fit.
-        withheld: The optimizers, by index, whose update of this step a subclass leaves out. Those
-            behind it then find no gradients.
-        barriers: Where only the device knows whether an update is left out, what is added to the
-            norm for those behind: infinity if it is, else 0.
+        withheld: Indices of the optimizers whose update this callback skips at this step. Later
+            callbacks get no gradients of theirs.
+        barriers: If only the device knows whether an update is skipped: infinity if it is, else 0,
+            by optimizer. Added to the norm that later callbacks get.
 
     Raises:
-        ValueError: In ``setup`` under DeepSpeed, which keeps gradients in buffers of its own; in
-            ``on_fit_start`` for LBFGS, which evaluates the loss several times a step.
+        ValueError: In ``setup`` under DeepSpeed, which keeps gradients in its own buffers; in
+            ``on_fit_start`` for LBFGS, which evaluates the loss several times per step.
     """
 
     process_only = ("_ahead",)
@@ -53,11 +87,11 @@ class GradientCallback(RunCallback):
         self.barriers: dict[int, Scalar] = {}
         self._flat: dict[Tensor, Groups] = {}
         self._ahead: list[GradientCallback] = []
-        self._neighbour: GradientCallback | None = None
+        self._previous: GradientCallback | None = None
         self._measured: dict[int, tuple[tuple[int, ...], GradientNorms]] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies under which gradients cannot be reached."""
+        """Raise under a strategy that hides the gradients."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit" and isinstance(trainer.strategy, DeepSpeedStrategy):
             raise ValueError(
@@ -68,7 +102,7 @@ class GradientCallback(RunCallback):
             )
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learn the names and shards of the parameters, and who stands in front."""
+        """Find the parameters' names and shards, and the gradient callbacks before this one."""
         refuse_lbfgs(type(self).__name__, trainer.optimizers)
         GradientCallback.release(self, trainer)
         self.names = {held: plain_name(name) for name, held in pl_module.named_parameters()}
@@ -76,24 +110,25 @@ class GradientCallback(RunCallback):
             for place, held in enumerate(parameters_of(optimizer)):
                 # An optimizer may hold parameters that are not the module's.
                 self.names.setdefault(held, f"optimizer_{index}.{place}")
-        # FSDP1's outermost unit wraps the module, and holds what no unit within takes.
+        # FSDP1's outermost unit wraps the module, and holds all parameters outside inner units.
         self._flat = flat_parameter_groups(trainer.model or pl_module)
         before = self.in_front(trainer)
         self._ahead = [other for other in before if isinstance(other, GradientCallback)]
-        self._neighbour = self._ahead[-1] if self._ahead and before[-1] is self._ahead[-1] else None
+        self._previous = self._ahead[-1] if self._ahead and before[-1] is self._ahead[-1] else None
 
     def in_front(self, trainer: pl.Trainer) -> list[pl.Callback]:
-        """Return the callbacks of the run that come before this one."""
+        """Return the Trainer's callbacks before this one."""
         callbacks: list[pl.Callback] = trainer.callbacks  # type: ignore[attr-defined]
         return callbacks[: callbacks.index(self)] if self in callbacks else []
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Let go of the model."""
-        self.names, self._flat, self._ahead, self._neighbour = {}, {}, [], None
+        """Drop references to the model."""
+        self.names, self._flat = {}, {}
+        self._ahead, self._previous = [], None
         self.withheld, self.barriers, self._measured = set(), {}, {}
 
     def collect(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, Gradients, Scalar]:
-        """Return the optimizer's index, its gradients, and what they are multiplied with."""
+        """Return the optimizer's index, its gradients, and the loss scale they contain."""
         index = next(i for i, own in enumerate(trainer.optimizers) if own is optimizer)
         if any(index in other.withheld for other in self._ahead):
             return index, Gradients([], [], []), 1.0
@@ -103,12 +138,12 @@ class GradientCallback(RunCallback):
     def measure(self, trainer: pl.Trainer, optimizer: Optimizer) -> tuple[int, GradientStep]:
         """Return the optimizer's index and its gradients with their norms.
 
-        What the callback of ours directly in front has measured is taken over if nothing was
-        written since. A callback of somebody else's in between may have changed anything.
+        The norms of the gradient callback directly before this one are reused if no gradient was
+        written since. Any other callback in between may have changed gradients.
         """
         index, gradients, scale = self.collect(trainer, optimizer)
         state = gradients.state()
-        known = self._neighbour._measured.pop(index, None) if self._neighbour else None
+        known = self._previous._measured.pop(index, None) if self._previous else None
         if known is None or known[0] != state:
             known = (state, measure_norms(gradients, grad_scale=scale))
         self._measured[index] = known

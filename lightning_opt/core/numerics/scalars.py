@@ -1,9 +1,8 @@
-"""Scalar arithmetic that is written once and runs on the host or on a device.
+"""Scalars of a training run: Python floats on a CPU, 0-dimensional tensors on a device.
 
-A statistic of a training run is a handful of scalars. On a CPU they are cheapest as Python floats;
-on an accelerator they must stay 0-dimensional tensors, because reading one stops the host until
-the device has caught up. Operators work alike on both; the functions here cover the rest. None of
-them reads a tensor, and none creates one from host memory, which would also wait for the device.
+On a CPU Python floats are cheapest. On an accelerator a scalar must stay a tensor, because reading
+it makes the host wait for the device. Operators work on both; these functions cover the rest.
+Unless a docstring says otherwise, none of them waits for the device or copies from host memory.
 """
 
 from __future__ import annotations
@@ -31,8 +30,22 @@ def exp(x: float) -> float:
         return math.inf
 
 
-class DeviceCopy:
-    """What a device works with in place of a state that stands beside it, and its constants."""
+def where(condition: Condition, value: Scalar, other: Scalar) -> Scalar:
+    """Return ``value`` where ``condition`` holds, else ``other``."""
+    if isinstance(condition, Tensor):
+        return torch.where(condition, value, other)
+    return value if condition else other
+
+
+def minimum(value: Scalar, other: Scalar) -> Scalar:
+    """Return the smaller of two floats, or of two tensors."""
+    if isinstance(value, Tensor) and isinstance(other, Tensor):
+        return torch.minimum(value, other)
+    return min(value, other)
+
+
+class DeviceCache:
+    """Tensors that a statistic keeps on a device beside its state. Checkpoints omit them."""
 
     def __init__(self, device: torch.device, **tensors: Any) -> None:
         self.device = device
@@ -42,7 +55,7 @@ class DeviceCopy:
 
 
 def constant(values: Any, device: torch.device) -> Tensor:
-    """Return a number, or lists of them, as a tensor on ``device``. A copy from the host."""
+    """Return a number, or lists of them, as a tensor on ``device``. Copies from the host."""
     return torch.as_tensor(values, dtype=wide_dtype(device), device=device)
 
 
@@ -52,15 +65,15 @@ def wide_dtype(device: torch.device) -> torch.dtype:
 
 
 def move(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return ``tensor`` on ``device``, without waiting unless that is the host.
+    """Return ``tensor`` on ``device``. Waits only for a copy to the host.
 
-    A copy to the host that does not wait is garbage until the device has caught up.
+    Without that wait the copy would hold garbage until the device has caught up.
     """
     return tensor.to(device, non_blocking=device.type != "cpu")
 
 
 def stack_scalars(values: Sequence[Scalar]) -> Tensor:
-    """Return scalars as a tensor on the first of their devices but the host, and read none."""
+    """Return scalars as one tensor on the first device among them that is not the host."""
     devices = [value.device for value in values if isinstance(value, Tensor)] or [HOST]
     home = next((device for device in devices if device.type != "cpu"), devices[0])
     wide = wide_dtype(home)
@@ -72,22 +85,24 @@ def stack_scalars(values: Sequence[Scalar]) -> Tensor:
 
 
 def read_scalars(values: Sequence[Scalar]) -> list[float]:
-    """Return scalars as floats; where they are tensors this waits for the device, once."""
+    """Return scalars as floats. Waits for the device, once, if there are tensors."""
     if not any(isinstance(value, Tensor) for value in values):
         return [float(value) for value in values]
-    return stack_scalars(values).tolist()  # as its caller asked
+    return stack_scalars(values).tolist()
 
 
 def to_plain(value: Any) -> Any:
-    """Return ``value`` with every tensor in it on the CPU and every 0-dimensional one a number.
+    """Return ``value`` with tensors on the CPU and 0-dimensional tensors as numbers.
 
-    This waits for the device. It is meant for checkpoints and reports. A :class:`DeviceCopy` in a
-    dict is left out.
+    For checkpoints and reports: it waits for the device, and omits each :class:`DeviceCache` in a
+    dict.
     """
     if isinstance(value, Tensor):
-        return value.item() if value.ndim == 0 else value.detach().cpu().clone()  # see above
+        return value.item() if value.ndim == 0 else value.detach().cpu().clone()
     if isinstance(value, dict):
-        return {key: to_plain(own) for key, own in value.items() if not isinstance(own, DeviceCopy)}
+        return {
+            key: to_plain(item) for key, item in value.items() if not isinstance(item, DeviceCache)
+        }
     if isinstance(value, (list, tuple)):
         return [to_plain(item) for item in value]
     return value

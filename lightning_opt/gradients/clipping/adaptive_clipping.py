@@ -21,20 +21,20 @@ if TYPE_CHECKING:
 LOGGED = ("norm", "threshold", "coefficient", "fraction", "nonfinite")
 
 OFTEN = 0.3
-"""Share of clipped steps, tensors or units above which clipping is no exception any more."""
+"""Share of clipped steps, tensors or units above which clipping counts as frequent."""
 
 
 class AdaptiveClipping(GradientCallback):
     """Clips gradients before each optimizer step, at a threshold learned from the run.
 
     A fixed ``gradient_clip_val`` must be found for each model, and is wrong for most of a run,
-    because norms shrink by orders of magnitude. This callback learns what is normal and clips
-    the rest. It acts on true gradients: unscaled under fp16 (also with fused optimizers), whole
-    under DDP, FSDP and tensor parallelism, once per accumulation window, and separately for each
-    optimizer, also under manual optimisation. A NaN or infinite norm enters no statistic, and
-    its gradients stay as they are, for the loss scaler or a guard.
+    because norms shrink by orders of magnitude. This callback learns the usual norm and clips
+    larger ones. It uses the true norm: without the fp16 loss scale (also with fused optimizers),
+    over all shards under DDP, FSDP and tensor parallelism, once per accumulation window, and
+    separately for each optimizer, also under manual optimisation. A NaN or infinite norm enters no
+    statistic, and its gradients stay unchanged, for the loss scaler or a guard.
 
-    On an accelerator it reads nothing between reports, so the host never waits for the device.
+    On an accelerator the host never waits for the device between reports.
 
     Logged every ``every_n_steps`` steps (with several optimizers as ``clip/<index>/...``):
 
@@ -73,18 +73,18 @@ class AdaptiveClipping(GradientCallback):
 
     @property
     def state_key(self) -> str:
-        """Differs between rules and settings: none resumes from another's state."""
+        """A key that contains the rule's settings, so that no rule resumes from another's state."""
         return self._generate_state_key(rule=repr(self.rule))
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check what can be checked before the model is wrapped."""
+        """Raise if the Trainer clips too, or if the strategy does not fit the rule."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         if trainer.gradient_clip_val:
             raise ValueError(
                 "AdaptiveClipping and Trainer(gradient_clip_val="
-                f"{trainer.gradient_clip_val!r}) would clip twice. Leave gradient_clip_val out; "
+                f"{trainer.gradient_clip_val!r}) would clip twice. Remove gradient_clip_val; "
                 "for a fixed bound use AdaptiveClipping(rule=FixedNorm(max_norm)) or FixedValue."
             )
         if self.rule.needs_whole_tensors and isinstance(trainer.strategy, FSDPStrategy):
@@ -95,11 +95,11 @@ class AdaptiveClipping(GradientCallback):
             )
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Forget the norms of another model."""
+        """Reset the statistics and counts."""
         self._tallies = {}
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learn the names and shards of the parameters."""
+        """Inspect the model."""
         super().on_fit_start(trainer, pl_module)
         self.rule.attach(pl_module)
 
@@ -109,7 +109,7 @@ class AdaptiveClipping(GradientCallback):
         """Clip the gradients of one optimizer."""
         index, step = self.measure(trainer, optimizer)
         if not step.gradients.tensors:
-            return  # no loss, or a step that a guard leaves out: nothing is reported
+            return  # no loss, or a step that a guard skips
         tally = self._tallies.get(index)
         if tally is None:
             tally = self._tallies[index] = ClipTally(self.rule)
@@ -120,31 +120,31 @@ class AdaptiveClipping(GradientCallback):
             log_scalars(trainer, {prefix + key: values[key] for key in LOGGED if key in values})
 
     def diagnose(self) -> list[Verdict]:
-        """Return how much is clipped."""
+        """Return whether clipping is frequent."""
         shares = [tally.read()["fraction"] for tally in self._tallies.values() if tally.last]
         if not shares:
-            finding = "AdaptiveClipping has seen no step yet."
-            return [Verdict("clipping", "unknown", finding, "Train on: it counts each step.")]
-        finding = f"It clips {max(shares):.1%} of the time."
+            finding = "AdaptiveClipping has not seen a step yet."
+            return [Verdict("clipping", "unknown", finding, "Call doctor() after training.")]
+        finding = f"AdaptiveClipping clips {max(shares):.1%} of the time."
         if max(shares) <= OFTEN:
             return [Verdict("clipping", "ok", finding)]
-        advice = "What is clipped so often sets the step: raise the bound, or use rule='robust'."
+        advice = "Clipping this often sets the step size: raise the bound, or use rule='robust'."
         return [Verdict("clipping", "look", finding, advice)]
 
     def report(self) -> Report:
-        """Return one row an optimizer: steps seen, share clipped, the latest norm and threshold."""
+        """Return one row per optimizer: steps, clipped share, latest norm and threshold."""
         rows = []
         for index, tally in sorted(self._tallies.items()):
             rows.append({"optimizer": index, "steps": tally.steps, **tally.read()})
         return Report(f"AdaptiveClipping({self.rule!r})", rows)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Let go of the model."""
+        """Drop references to the model and remove the rule's hooks."""
         self.rule.detach()
         super().release(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the rule's state and counts for each optimizer, as plain types."""
+        """Return the rule's state and counts per optimizer, as plain types."""
         return {index: tally.state_dict() for index, tally in self._tallies.items()}  # type: ignore[misc]
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:

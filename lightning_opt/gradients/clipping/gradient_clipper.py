@@ -1,4 +1,4 @@
-"""A rule at work on one set of parameters: usable in a plain PyTorch loop."""
+"""Clipping rules by name, their counts per optimizer, and a clipper for plain PyTorch loops."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning_opt.gradients.clipping.norm_rules import (
     ZClip,
 )
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
-from lightning_opt.gradients.names import plain_name
+from lightning_opt.gradients.gradient_callback import plain_name
 
 RULES: dict[str, type[ClippingRule]] = {
     "robust": Robust,
@@ -33,14 +33,14 @@ RULES: dict[str, type[ClippingRule]] = {
     "unit_wise": UnitWise,
     "per_parameter": PerParameter,
 }
-"""The rules that can be chosen by name, with their default settings."""
+"""Rules by name, with their default settings."""
 
 
 def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
     """Return ``rule`` itself, or the rule of that name with its default settings.
 
     Raises:
-        ValueError: If there is no such name; the message lists all.
+        ValueError: If no rule has that name; the message lists all names.
         TypeError: If ``rule`` is neither a name nor a rule.
     """
     if isinstance(rule, ClippingRule):
@@ -52,19 +52,19 @@ def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
     return RULES[one_of("rule", rule, sorted(RULES))]()
 
 
-UNCOUNTED = 1024
-"""Steps whose counts a device may owe; to add them up at every one of them would be launches."""
+MAX_UNCOUNTED = 1024
+"""Steps until counts are summed. Summing at every step would cost launches."""
 
 
 class ClipTally:
-    """The state of a rule and the counts of what it did, for one optimizer.
+    """The state and the counts of a rule for one optimizer.
 
     Attributes:
         state: The rule's state.
-        steps: How many steps were seen.
-        nonfinite: How many of them had a norm that was NaN or infinite, and were left alone.
-        clipped: Sum of the shares clipped over the other steps.
-        last: ``norm`` of the latest step, and ``threshold`` and ``coefficient`` where the rule has
+        steps: Number of steps.
+        nonfinite: Steps with a NaN or infinite norm, which were not clipped.
+        clipped: Sum of the clipped shares of the other steps.
+        last: ``norm`` of the latest step, and ``threshold`` and ``coefficient`` if the rule has
             them.
     """
 
@@ -77,7 +77,7 @@ class ClipTally:
         self._uncounted: list[tuple[Scalar, Scalar]] = []
 
     def apply(self, rule: ClippingRule, step: GradientStep) -> None:
-        """Clip one step's gradients in place and count. A step without gradients does not count."""
+        """Clip one step's gradients in place and count the step, unless it has no gradients."""
         if not step.gradients.tensors:
             return
         norm, clip = step.norms.total, rule.clip(step, self.state)
@@ -89,11 +89,11 @@ class ClipTally:
         if clip.clipped is not None:
             self.clipped = self.clipped + clip.clipped
         self._uncounted.append((norm, self.last["coefficient"] if clip.clipped is None else 1.0))
-        if len(self._uncounted) >= UNCOUNTED:
+        if len(self._uncounted) >= MAX_UNCOUNTED:
             self._count()
 
     def _count(self) -> None:
-        """Add up the steps that are not yet counted, and read nothing."""
+        """Sum the steps that are not yet counted, without waiting for the device."""
         if self._uncounted:
             norms, coefficients = map(stack_scalars, zip(*self._uncounted, strict=True))
             self._uncounted = []
@@ -111,7 +111,7 @@ class ClipTally:
         return read
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that a resumed run needs, as plain types. Waits for the device."""
+        """Return the rule's state and the counts as plain types. Waits for the device."""
         self._count()
         return {
             "rule": to_plain(self.state),
@@ -137,8 +137,8 @@ class GradientClipper:
     Args:
         module: The model whose gradients are clipped.
         rule: A name (see :func:`resolve_rule`) or a rule.
-        parameters: The parameters to clip together, where that is not all of the model's: one
-            clipper for each optimizer of several.
+        parameters: The parameters to clip together; all of the model's by default. With several
+            optimizers use one clipper for each.
 
     Example:
         >>> import torch
@@ -171,8 +171,8 @@ class GradientClipper:
         """Clip the gradients in place.
 
         Returns:
-            ``norm`` before clipping, and ``threshold`` and ``coefficient`` where the rule has them:
-            floats on a CPU, 0-dimensional tensors on a device, where nothing is read.
+            ``norm`` before clipping, and ``threshold`` and ``coefficient`` if the rule has them:
+            floats on a CPU, 0-dimensional tensors on a device.
         """
         gradients = collect_gradients(self._parameters)
         step = GradientStep(gradients, measure_norms(gradients), 1.0, self._names)
@@ -180,7 +180,7 @@ class GradientClipper:
         return dict(self._tally.last) if gradients.tensors else {"norm": 0.0}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of the rule and the counts."""
+        """Return the rule's state and the counts as plain types. Waits for the device."""
         return self._tally.state_dict()
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:

@@ -1,9 +1,8 @@
-"""Rules that set a threshold for the total gradient norm from the norms that came before.
+"""Rules that set a threshold for the total gradient norm from the norms before it.
 
-A rule holds its settings only. Its state is a plain ``dict`` made by :meth:`ClippingRule.init` and
-kept by whoever applies the rule, one for each optimizer, so that a checkpoint can take it as it is.
-On a CPU a rule gets Python floats. On a device it gets 0-dimensional tensors, where each operator
-costs a launch whatever it does: what is done there is a fixed polynomial of few operators.
+A rule holds only its settings. Its state is a plain ``dict`` from :meth:`ClippingRule.init`, one
+per optimizer, which a checkpoint can store as it is. A rule gets norms as Python floats on a CPU
+and as 0-dimensional tensors on a device, where each operator costs a launch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 
 from lightning_opt.core.arguments import at_least, between, fraction, one_of, positive
 from lightning_opt.core.numerics.norms import GradientStep
-from lightning_opt.core.numerics.scalars import DeviceCopy, Scalar, constant
+from lightning_opt.core.numerics.scalars import DeviceCache, Scalar, constant, minimum, where
 from lightning_opt.core.numerics.statistics import LogBand, State, Window
 
 
@@ -27,12 +26,11 @@ class Clip:
     """What a rule did to one step's gradients.
 
     Attributes:
-        clipped: Share of the gradient that was over its threshold: 0 or 1 for a rule on the total
-            norm, the share of tensors, units or elements for the others. None says that it is
-            whether the coefficient is below 1, which nobody has to compute at every step.
-        threshold: The threshold on the total norm; None for rules that have no such thing.
-        coefficient: What the gradients were multiplied with; the smallest of them where there are
-            several; None where nothing was multiplied.
+        clipped: Share of the gradient over its threshold: 0 or 1 for a rule on the total norm, the
+            share of tensors or units for the others. None: 1 if the coefficient is below 1, else 0.
+        threshold: The threshold on the total norm; None for rules without one.
+        coefficient: The factor on the gradients, the smallest if there are several; None for rules
+            that do not multiply.
     """
 
     clipped: Scalar | None = None
@@ -41,24 +39,20 @@ class Clip:
 
 
 class ClippingRule(ABC):
-    """Decides how much of a gradient passes.
-
-    A subclass needs :meth:`clip`, or only :meth:`NormRule.limit` if its threshold is one on the
-    total norm.
-    """
+    """Limits the size of gradients. Subclasses implement :meth:`clip`."""
 
     needs_whole_tensors: ClassVar[bool] = False
     """Whether the rule needs each gradient in its own shape (FSDP1 flattens it)."""
 
     def init(self) -> State:
-        """Return the state before the first step, of plain types."""
+        """Return the state before the first step, as plain types."""
         return {}
 
     def attach(self, module: nn.Module) -> None:
-        """Look at the model that is going to be trained. Called before the first step."""
+        """Inspect the model. Called before the first step."""
 
     def detach(self) -> None:
-        """Forget the model and remove what was put on it."""
+        """Remove hooks from the model and drop references to it."""
 
     @abstractmethod
     def clip(self, step: GradientStep, state: State) -> Clip:
@@ -72,37 +66,36 @@ class ClippingRule(ABC):
 
 
 class NormRule(ClippingRule):
-    """A rule with a threshold on the total norm of all gradients of an optimizer."""
+    """A rule with a threshold on the total norm of an optimizer's gradients."""
 
     @abstractmethod
     def limit(self, norm: Scalar, state: State) -> Scalar:
-        """Return the threshold for a step of total norm ``norm`` and take the norm into ``state``.
+        """Return the threshold for a step of total norm ``norm``, and add the norm to ``state``.
 
         Args:
-            norm: The total norm, a float or a 0-dimensional tensor. It is 0 where the gradient is,
-                and where it is not finite: such a norm must leave ``state`` as it was. A statistic
-                of zeros would be a threshold that nothing passes ever after.
+            norm: The total norm, a float or a 0-dimensional tensor; 0 for a norm that is not
+                finite. A norm of 0 must not change ``state``: a statistic of zeros would clip every
+                later gradient to 0.
             state: The rule's state, updated in place.
 
         Returns:
-            The largest norm that passes; infinity lets everything pass.
+            The largest norm that is not clipped; infinity for no clipping.
         """
 
     def clip(self, step: GradientStep, state: State) -> Clip:
-        """Multiply all gradients by ``threshold / norm`` where the norm is over the threshold.
+        """Multiply all gradients by ``threshold / norm`` if the norm exceeds the threshold.
 
-        A gradient whose norm is NaN or infinite is left as it is.
+        Gradients with a NaN or infinite norm stay unchanged.
         """
         norm = step.norms.total
         if isinstance(norm, Tensor):
             norm = norm.nan_to_num(0.0, 0.0)
             threshold = self.limit(norm, state)
-            one = state.get("one")
-            if one is None or one.device != norm.device:
-                one = state["one"] = DeviceCopy(norm.device, one=1.0)
-            # Without a norm the ratio is infinity, or NaN for a threshold of 0, which `fmin` passes
-            # over.
-            coefficient = torch.fmin(threshold / norm, one.tensors["one"])
+            cache = state.get("one")
+            if cache is None or cache.device != norm.device:
+                cache = state["one"] = DeviceCache(norm.device, one=1.0)
+            # A norm of 0 gives infinity, or NaN for a threshold of 0, which `fmin` ignores.
+            coefficient = torch.fmin(threshold / norm, cache.tensors["one"])
             step.gradients.scale_(coefficient)
             return Clip(None, threshold, coefficient)
         norm = norm if norm < math.inf else 0.0
@@ -117,7 +110,7 @@ class FixedNorm(NormRule):
     """The total norm is at most ``max_norm``, as in ``torch.nn.utils.clip_grad_norm_``.
 
     Args:
-        max_norm: The largest norm that passes, above 0.
+        max_norm: The largest norm that is not clipped, above 0.
 
     References:
         Pascanu, Mikolov and Bengio (2013), *On the difficulty of training recurrent neural
@@ -135,16 +128,16 @@ class FixedNorm(NormRule):
 class MeanStd(NormRule):
     """Mean plus ``k`` standard deviations of the last ``window`` norms.
 
-    The norm of a step is compared with those before it and joins them afterwards, so a spike does
-    not raise its own threshold. With the raw history a spike raises the thresholds after it: the
-    last of ten spikes in a row passes almost whole, and a lasting change of the norm is accepted
-    within a few steps. The history of clipped norms is the other way round.
+    A norm is compared with the norms before it, so a spike does not raise its own threshold. With
+    the raw history a spike raises the next thresholds: the last of ten spikes in a row is hardly
+    clipped, and a lasting change of the norm is accepted within a few steps. With the clipped
+    history it is the other way round.
 
     Args:
         k: Standard deviations (population) above the mean, above 0.
-        window: How many norms are remembered, at least 2.
-        history: ``"raw"`` remembers norms as they were, ``"clipped"`` as they were passed on.
-        warmup: Finite norms to see before anything is clipped, from 2 to ``window``.
+        window: How many norms are kept, at least 2.
+        history: ``"raw"`` keeps norms before clipping, ``"clipped"`` after clipping.
+        warmup: Finite norms before the first clipping, from 2 to ``window``.
     """
 
     def __init__(
@@ -166,30 +159,25 @@ class MeanStd(NormRule):
         return self._norms.init()
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
-        """Return the threshold from the history, then let the norm into it."""
+        """Return the threshold from the history, then add the norm to it."""
         self._norms.place(state, norm)
-        mean, std = self._norms.mean_std(state)
-        warm, passed, threshold = state["count"] < self.warmup, norm, mean
-        if isinstance(norm, Tensor):
-            threshold = torch.add(mean, std, alpha=self.k).masked_fill_(warm, math.inf)
-            passed = norm.minimum(threshold) if self.history == "clipped" else norm
-        else:
-            threshold = math.inf if warm else mean + self.k * std
-            passed = min(norm, threshold) if self.history == "clipped" else norm
-        self._norms.update(state, passed)
+        usual = self._norms.mean_plus_std(state, self.k)
+        threshold = where(state["count"] < self.warmup, math.inf, usual)
+        kept = minimum(norm, threshold) if self.history == "clipped" else norm
+        self._norms.update(state, kept)
         return threshold
 
 
 class Percentile(NormRule):
-    """AutoClip: the ``percentile``-th percentile of the norms so far, that of the step included.
+    """AutoClip: the ``percentile``-th percentile of the norms so far, including the current one.
 
-    With the default of 10 nine steps in ten are clipped, which normalises the gradient more than it
-    guards against spikes.
+    With the default of 10 nine of ten steps are clipped: it normalises the gradient rather than
+    removing spikes.
 
     Args:
         percentile: From 0 to 100, linear between neighbours.
-        window: How many norms are remembered, at least 2. None remembers all of them, as in the
-            paper: eight bytes and more a step in every checkpoint.
+        window: How many norms are kept, at least 2. None keeps all of them, as in the paper: at
+            least eight bytes per step in every checkpoint.
 
     References:
         Seetharaman, Wichern, Pardo and Le Roux (2020), *AutoClip: Adaptive Gradient Clipping for
@@ -205,25 +193,25 @@ class Percentile(NormRule):
         return self._norms.init()
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
-        """Let the norm into the history and return its percentile."""
+        """Add the norm to the history and return the percentile."""
         self._norms.update(state, norm)
         return self._norms.quantile(state, self.percentile / 100.0)
 
 
 class ZClip(NormRule):
-    """Norms with a z-score above ``z`` shrink to below the band: the further out, the smaller.
+    """Clips norms with a z-score above ``z``: the higher the score, the lower the threshold.
 
     The threshold of a norm with z-score s > z is ``mean + z * std * (z / s)``, with mean and
-    variance averaged exponentially over the norms that were passed on. Thresholds are those of the
-    published package (zclip 1.0, adaptive scaling). It differs in that a norm that is NaN, infinite
-    or 0 changes nothing, during warm-up too.
+    variance averaged exponentially over the clipped norms. Thresholds equal those of the published
+    package (zclip 1.0, adaptive scaling), except that a norm that is NaN, infinite or 0 changes
+    nothing, during warm-up too.
 
     Args:
         alpha: Share of the old mean and variance that is kept at each step, in [0, 1).
-        z: The z-score from which a norm is clipped, above 0.
-        warmup: Norms from which the first mean and variance are taken, at least 2. Until then only
+        z: The z-score above which a norm is clipped, above 0.
+        warmup: Norms that give the first mean and variance, at least 2. Until then only
             ``max_norm`` clips.
-        max_norm: A fixed bound beside the adaptive one; None for no such bound. The paper has 1.0.
+        max_norm: An additional fixed threshold; None for none. The paper uses 1.0.
 
     References:
         Kumar, Owen, Roy Chowdhury and Güra (2025), *ZClip: Adaptive Spike Mitigation for LLM
@@ -242,7 +230,13 @@ class ZClip(NormRule):
         return {"moments": [0.0, 0.0, 0.0]}
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
-        """Return the threshold for this norm, then average the norm that passes."""
+        """Return the threshold for this norm, then average the clipped norm.
+
+        With ``away = min(norm, threshold) - mean`` and the coefficients of :meth:`_weights`::
+
+            mean     += weight * away
+            variance  = keep * variance + gain * away**2
+        """
         if isinstance(norm, Tensor):
             return self._limit_on_device(norm, state)
         mean, var, count = map(float, state["moments"])
@@ -258,60 +252,56 @@ class ZClip(NormRule):
         return threshold if self.max_norm is None else min(threshold, self.max_norm)
 
     def _weights(self, count: float) -> tuple[float, float, float]:
-        """Return what is kept of the variance, and the weights of a deviation and of its square.
+        """Return ``keep``, ``weight`` and ``gain`` after ``count`` norms.
 
-        They make the plain mean and population variance in the warm-up, then exponential averages.
+        In the warm-up they give the plain mean and population variance, then exponential averages.
         """
         weight = 1.0 / (count + 1) if count < self.warmup else 1.0 - self.alpha
         square = weight * (1.0 - weight)
         return 1.0 - weight, weight, square if count < self.warmup else square * (1.0 - weight)
 
     def _limit_on_device(self, norm: Tensor, state: State) -> Tensor:
-        """Do the same as ``moments = keep * moments + gain * deviation ** [1, 2, 0]``."""
-        copy = state.get("device")
-        if copy is None or copy.device != norm.device:
+        """Compute the same as ``moments = keep * moments + gain * away ** [1, 2, 0]``."""
+        cache = state.get("device")
+        if cache is None or cache.device != norm.device:
             table = []
             for count in range(self.warmup + 1):
                 keep, weight, gain = self._weights(count)
                 warm = count < self.warmup
                 bound = math.inf if warm else self.z
                 table.append([1.0, keep, 1.0, weight, gain, float(warm), bound])
-            copy = DeviceCopy(norm.device, table=table, powers=[1.0, 2.0, 0.0])
-            state["device"], state["moments"] = copy, constant(state["moments"], norm.device)
+            cache = DeviceCache(norm.device, table=table, powers=[1.0, 2.0, 0.0])
+            state["device"], state["moments"] = cache, constant(state["moments"], norm.device)
             state["moments"][2].clamp_(max=self.warmup)
         before = state["moments"]
-        weights = copy.tensors["table"].index_select(0, before[2:].long())[0]
+        weights = cache.tensors["table"].index_select(0, before[2:].long())[0]
         mean, std = before[0], before[1].sqrt()
         score = (norm - mean) / (std + 1e-6)
         threshold = torch.addcdiv(mean, std, score, value=self.z * self.z)
         threshold = threshold.masked_fill_(score <= weights[6], math.inf)
-        powers = (norm.minimum(threshold) - mean).pow(copy.tensors["powers"])
+        powers = (norm.minimum(threshold) - mean).pow(cache.tensors["powers"])
         after = torch.addcmul(before * weights[:3], weights[3:6], powers)
-        taken = after[1] < norm * math.inf  # neither a norm of 0 nor a square that overflows
-        state["moments"] = torch.where(taken, after, before)
+        valid = after[1] < norm * math.inf  # False for a norm of 0 and a square that overflows
+        state["moments"] = torch.where(valid, after, before)
         return threshold if self.max_norm is None else threshold.clamp(max=self.max_norm)
 
 
 class Robust(LogBand, NormRule):
-    """The default: clip above the upper edge of a band around the usual norms.
+    """The default: clip above the usual range of the norms, in the logarithm.
 
-    See :class:`~lightning_opt.core.numerics.statistics.LogBand`.
-
-    No spike widens that band, and one spike or ten leave the threshold where it was. If
-    ``patience`` steps in a row are clipped, the norm has moved for good (a new phase of training, a
-    changed learning rate), and the band moves to their level. That lets a run through that truly
-    diverges, 25 steps late: put a guard behind it.
-
-    A run begins with norms that fall, often tenfold within a hundred steps; the band follows
-    them down in its warm-up.
+    The formula is that of :class:`~lightning_opt.core.numerics.statistics.LogBand`. Ten spikes in a
+    row do not raise the threshold. If ``patience`` steps in a row are clipped, the norm has changed
+    for good (a new phase of training, another learning rate), and the range moves to the new level.
+    A run that truly diverges is therefore accepted 25 steps late: add a guard. At the start of a
+    run, where norms often fall tenfold within a hundred steps, the range follows them down.
 
     Args:
-        k: Standard deviations above the mean, above 0. At 3 a steady run has one step in 400
+        k: Standard deviations above the mean, above 0. With 3 one step in 400 of a steady run is
             clipped.
         decay: Share of the old estimate that is kept at each step, in [0, 1).
-        winsor: Deviations from the mean beyond which a norm counts as no further, above 0.
-        warmup: Norms to see before anything is clipped, at least 2.
+        winsor: Norms further from the mean count as this many deviations, above 0.
+        warmup: Norms before the first clipping, at least 2.
         patience: Clipped steps in a row after which the new level is accepted; None for never.
-        min_std: The band's deviation is at least this (of the natural logarithm), so that runs with
-            hardly any noise are not clipped at every turn. 0.1 lets through 1.35 times the mean.
+        min_std: Lower bound of the deviation (of the natural logarithm), so that runs with hardly
+            any noise are not clipped all the time. 0.1 lets through 1.35 times the mean.
     """

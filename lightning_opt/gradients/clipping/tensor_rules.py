@@ -1,4 +1,4 @@
-"""Rules that clip tensor by tensor, unit by unit or element by element."""
+"""Rules that clip per tensor, per unit or per element."""
 
 from __future__ import annotations
 
@@ -17,23 +17,23 @@ from lightning_opt.core.numerics.scalars import constant, move, stack_scalars, w
 from lightning_opt.core.numerics.statistics import State
 from lightning_opt.gradients.clipping.norm_rules import Clip, ClippingRule
 from lightning_opt.gradients.forward_order import ForwardOrder
-from lightning_opt.gradients.names import plain_name
+from lightning_opt.gradients.gradient_callback import plain_name
 
 TRANSPOSED = (nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 STACKED = 2**20
-"""Elements up to which tensors of one shape are copied together on a device, to measure their units
-in one launch. What is larger keeps it busy by itself, and would need memory."""
+"""On a device tensors of one shape with at most this many elements are stacked, to measure their
+units in one launch. Larger tensors keep it busy by themselves, and copies would need memory."""
 
 
 class FixedValue(ClippingRule):
-    """Every element lies within ``[-max_value, max_value]``, as in ``clip_grad_value_``.
+    """Clamps each element to ``[-max_value, max_value]``, as ``clip_grad_value_`` does.
 
-    This changes the direction of the gradient. A gradient with a NaN or an infinity is left as it
-    is, so that whoever looks for those (a guard, a loss scaler) still finds them.
+    This changes the direction of the gradient. A gradient with a NaN or an infinity stays
+    unchanged, so that a guard or a loss scaler still finds it.
 
     ``Clip.clipped`` is the share of tensors with an element over the bound; of this rank's shards
-    where gradients are sharded.
+    if gradients are sharded.
 
     Args:
         max_value: The largest magnitude of an element, above 0.
@@ -52,10 +52,11 @@ class FixedValue(ClippingRule):
         if step.gradients.on_host:
             bound = self.max_value * float(step.grad_scale) if total < math.inf else math.inf
             over = largest > bound
-            for tensor in tensors if over.any() else ():  # on a CPU
-                tensor.clamp_(-bound, bound)
+            if over.any():  # on a CPU
+                for tensor in tensors:
+                    tensor.clamp_(-bound, bound)
             return Clip(over.double().mean())
-        # No limit where the gradient is not finite: 0 times its norm is NaN.
+        # No limit if the gradient is not finite: 0 times its norm is NaN.
         limit = torch.as_tensor(total * 0.0 + self.max_value * step.grad_scale).nan_to_num(math.inf)
         for (device, dtype), places in by_kind(tensors).items():
             kind, high = [tensors[place] for place in places], move(limit, device).to(dtype)
@@ -65,20 +66,20 @@ class FixedValue(ClippingRule):
 
 
 class PerParameter(ClippingRule):
-    """AdaGC: each tensor's norm is held to ``factor`` times its own average so far.
+    """AdaGC: limits each tensor's norm to ``factor`` times its own average so far.
 
-    For the first ``warmup`` steps the total norm is held to ``warmup_norm`` and each tensor's
-    average is the smallest of its clipped norms. From then on a tensor passes up to ``factor``
-    times its average, which follows exponentially the norms that were passed on.
+    For the first ``warmup`` steps the total norm is limited to ``warmup_norm``, and each tensor's
+    average is the smallest of its clipped norms. After that the average is exponential, over the
+    clipped norms.
 
-    In departure from the paper a norm of zero never enters an average, else a tensor without a
-    gradient in the warm-up (a zero-initialised layer, a frozen part) would stay at zero for good;
-    and a tensor first seen after the warm-up starts from its own norm.
+    Unlike in the paper, a norm of zero never enters an average (else a tensor without a gradient in
+    the warm-up, such as a zero-initialised layer, would stay at zero for good), and a tensor first
+    seen after the warm-up starts from its own norm.
 
     ``Clip.clipped`` is the share of tensors that were clipped.
 
     Args:
-        factor: How much above its average a tensor's norm may be (lambda_rel), above 0.
+        factor: Largest ratio of a tensor's norm to its average (lambda_rel), above 0.
         decay: Share of the average that is kept at each step (beta), in [0, 1).
         warmup: Steps under the global bound, at least 1.
         warmup_norm: The global bound (lambda_abs), above 0.
@@ -102,8 +103,8 @@ class PerParameter(ClippingRule):
     def init(self) -> State:
         """Return the state before any step.
 
-        ``averages`` belong to ``names``, one by one, the tensors of the last step; ``absent`` are
-        those of tensors that had a gradient before it.
+        ``averages`` holds one average for each of ``names``, the tensors of the last step.
+        ``absent`` holds the averages of tensors that only had a gradient earlier, by name.
         """
         return {"count": 0, "names": [], "averages": [], "absent": {}}
 
@@ -119,7 +120,7 @@ class PerParameter(ClippingRule):
         warm = state["count"] < self.warmup
         if not isinstance(warm, Tensor):
             warm = torch.full((), warm, device=norms.device)
-        # Averages start at infinity: nothing is clipped against an average of nothing.
+        # Averages start at infinity, so a new tensor is not clipped.
         limit = torch.where(warm, norms * (self.warmup_norm / total), self.factor * average)
         over = (norms > limit) & finite
         coefficient = (limit / norms).masked_fill_(over.logical_not(), 1.0)
@@ -137,12 +138,12 @@ class PerParameter(ClippingRule):
 
     @staticmethod
     def _averages(step: GradientStep, state: State, norms: Tensor) -> Tensor:
-        """Return the averages in the order of this step's tensors; infinity for new ones."""
+        """Return the averages in the order of this step's tensors; infinity for new tensors."""
         names = [step.names[parameter] for parameter in step.gradients.parameters]
         averages = state["averages"]
         if isinstance(averages, Tensor) and state["names"] == names:
             return averages.to(norms.device)
-        # The first step, a resumed run, or a change of what is trained.
+        # The first step, a resumed run, or other tensors than at the last step.
         averages = torch.as_tensor(averages, dtype=norms.dtype, device=norms.device)
         known = {**state["absent"], **dict(zip(state["names"], averages.unbind(), strict=True))}
         current = [known.pop(name, math.inf) for name in names]
@@ -151,22 +152,21 @@ class PerParameter(ClippingRule):
 
 
 class UnitWise(ClippingRule):
-    """AGC: the gradient norm of each unit is held to ``clip_factor`` times its weights' norm.
+    """AGC: limits the gradient norm of each unit to ``clip_factor`` times its weights' norm.
 
-    A unit is what makes one output: a row of a linear layer, a filter of a convolution (also of a
-    transposed one, whose filters lie along the second dimension), and the whole tensor for biases,
-    gains and whatever else has one dimension larger than 1.
+    A unit holds the weights of one output: a row of a linear layer, or a filter of a convolution
+    (along the second dimension for a transposed one). Tensors with only one dimension larger than
+    1, such as biases and gains, are one unit.
 
     ``Clip.clipped`` is the share of units that were clipped.
 
     Args:
         clip_factor: Largest ratio of gradient to weight norm, above 0. The paper has 0.01 for large
             batches of images.
-        eps: Weight norms count as at least this, else a zero-initialised layer could never leave
-            zero.
-        exclude: What is left alone. ``"final_linear"``, as in the paper: the linear layer that runs
-            last in the first step. A list of patterns for parameter names, such as ``["head.*"]``.
-            ``None`` for nothing.
+        eps: Lower bound of weight norms. Without it a zero-initialised layer would stay at zero.
+        exclude: Parameters that are not clipped. ``"final_linear"``, as in the paper: the linear
+            layer that runs last in the first step. A list of patterns for parameter names, such as
+            ``["head.*"]``. ``None`` for none.
 
     References:
         Brock, De, Smith and Simonyan (2021), *High-Performance Large-Scale Image Recognition
@@ -194,7 +194,7 @@ class UnitWise(ClippingRule):
         self._modules: dict[str, nn.Module] = {}
 
     def attach(self, module: nn.Module) -> None:
-        """Find the transposed convolutions and listen for the order in which linear layers run.
+        """Find transposed convolutions, and record the order in which linear layers run.
 
         Raises:
             ValueError: If a pattern of ``exclude`` matches no parameter.
@@ -206,12 +206,11 @@ class UnitWise(ClippingRule):
             for pattern in self.exclude:
                 if not any(fnmatchcase(name, pattern) for name in names):
                     raise ValueError(
-                        f"UnitWise(exclude=...): no parameter is called {pattern!r}. The first "
+                        f"UnitWise(exclude=...): no parameter name matches {pattern!r}. The first "
                         f"names are {names[:8]}."
                     )
         elif self.exclude == "final_linear":
-            # First runs only: recomputation under activation checkpointing runs layers again, in
-            # another order.
+            # Only first runs: activation checkpointing runs layers again, in another order.
             self._order.watch(module, nn.Linear)
             self._modules = dict(module.named_modules())
 
@@ -235,7 +234,7 @@ class UnitWise(ClippingRule):
         chosen = [
             (gradient, _real(parameter), *self._unit(parameter))
             for parameter, gradient in pairs
-            # A sparse gradient holds some rows only, so it has no shape to compare with.
+            # A sparse gradient holds only some rows, so its shape differs.
             if parameter not in excluded and gradient.shape == _real(parameter).shape
         ]
         if not chosen:
@@ -249,7 +248,7 @@ class UnitWise(ClippingRule):
             torch.cat([move(n, home).flatten() for n in norms]) for norms in (owns, weights)
         )
         if not own.numel():
-            return Clip(0.0)  # this rank holds nothing of these parameters
+            return Clip(0.0)  # this rank holds no part of these parameters
         limit = weight.clamp_(min=self.eps) * (self.clip_factor * step.grad_scale)
         over = own > limit
         if isinstance(finite, Tensor):
@@ -272,14 +271,14 @@ class UnitWise(ClippingRule):
                 for parameter in step.gradients.parameters
                 if any(fnmatchcase(step.names[parameter], pattern) for pattern in self.exclude)
             }
-        mine = set(step.gradients.parameters)
-        lasts = (
+        trained = set(step.gradients.parameters)
+        layers = (
             set[Tensor](self._modules[name].parameters()) for name in reversed(self._order.ran)
         )
-        return next((own for own in lasts if mine & own), set())
+        return next((layer for layer in layers if trained & layer), set())
 
     def _unit(self, parameter: Tensor) -> tuple[tuple[int, ...], Groups]:
-        """Return the dimensions that a unit extends over, and the groups that hold its rest."""
+        """Return a unit's dimensions, and the process groups over which a unit is sharded."""
         dims = tuple(range(parameter.ndim))
         if sum(size > 1 for size in parameter.shape) > 1:
             axis = 1 if parameter in self._transposed else 0
@@ -299,7 +298,7 @@ class UnitWise(ClippingRule):
 
 
 def _real(parameter: Tensor) -> Tensor:
-    """Return this rank's part of a parameter in the form in which its gradient is collected."""
+    """Return this rank's part of a parameter, complex numbers as pairs of real ones."""
     return as_real(local_part(parameter.detach()))
 
 
@@ -310,20 +309,20 @@ def _unit_norms(
 ) -> list[Tensor]:
     """Return the L2 norms of each tensor's units, with the units' dimensions kept at size 1."""
     alike: dict[object, list[int]] = {}
-    for place, (tensor, extended) in enumerate(zip(tensors, dims, strict=True)):
-        own: object = (tensor.device, tensor.dtype, tensor.shape, extended)
-        if tensor.is_cpu or not extended or not 0 < tensor.numel() <= STACKED:
-            own = place  # no launch to save, nothing to reduce, or worth a launch of its own
-        alike.setdefault(own, []).append(place)
+    for place, (tensor, unit) in enumerate(zip(tensors, dims, strict=True)):
+        key: object = (tensor.device, tensor.dtype, tensor.shape, unit)
+        if tensor.is_cpu or not unit or not 0 < tensor.numel() <= STACKED:
+            key = place  # measured by itself
+        alike.setdefault(key, []).append(place)
     norms = list(tensors)
     for places in alike.values():
-        first, extended = tensors[places[0]], dims[places[0]]
+        first, unit = tensors[places[0]], dims[places[0]]
         dtype = torch.promote_types(first.dtype, accumulated)
         if len(places) == 1:
-            norms[places[0]] = torch.linalg.vector_norm(first, 2, extended, True, dtype=dtype)
+            norms[places[0]] = torch.linalg.vector_norm(first, 2, unit, True, dtype=dtype)
             continue
         stacked = torch.stack([tensors[place] for place in places])
-        inner = tuple(dim + 1 for dim in extended)
+        inner = tuple(dim + 1 for dim in unit)
         measured = torch.linalg.vector_norm(stacked, 2, inner, True, dtype=dtype)
         for place, norm in zip(places, measured.unbind(), strict=True):
             norms[place] = norm
@@ -331,7 +330,7 @@ def _unit_norms(
 
 
 def _whole_norms(norms: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tensor]:
-    """Return the norms of units spread over ranks, with one all-reduce for each set of groups."""
+    """Sum the norms of sharded units over ranks: one all-reduce for each set of groups."""
     whole = list(norms)
     for members in dict.fromkeys(groups):
         if members == COMPLETE:

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.modules.sharding import Groups
-from lightning_opt.core.numerics.scalars import Condition, DeviceCopy, Scalar, move, stack_scalars
+from lightning_opt.core.numerics.scalars import Condition, DeviceCache, Scalar, move, stack_scalars
 from lightning_opt.core.numerics.statistics import BEYOND, WITHIN, DeviceBands, LogBand
 
 Kind: TypeAlias = Literal[
@@ -150,7 +150,7 @@ class Detector:
         if copy is None or copy.device != both.device:
             largest = torch.finfo(both.dtype).max
             bounds = [[-largest, largest], [-largest, LARGEST_NORM]]
-            copy = state["device"] = DeviceCopy(both.device, bounds=bounds)
+            copy = state["device"] = DeviceCache(both.device, bounds=bounds)
             copy.tensors["verdicts"] = verdict_table().to(both.device)
             if self._usual is not None:
                 states = [state["loss"], state["norm"]]

@@ -16,7 +16,7 @@ from lightning_opt.core.modules.sharding import ranks_of_a_step
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.gradients.gradient_callback import GradientCallback
+from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
 from lightning_opt.gradients.guard.buffers import BufferKeeper
 from lightning_opt.gradients.guard.damage import DamageWatch
 from lightning_opt.gradients.guard.detector import Symptoms
@@ -25,7 +25,6 @@ from lightning_opt.gradients.guard.ladder import Judge, Ladder, Policy
 from lightning_opt.gradients.guard.losses import LossLedger, mean_loss
 from lightning_opt.gradients.guard.snapshot import Snapshot
 from lightning_opt.gradients.guard.update_control import UpdateControl, skips_on_device
-from lightning_opt.gradients.loss_scale import loss_scale
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

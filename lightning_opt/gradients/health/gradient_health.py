@@ -15,7 +15,7 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.forward_order import ForwardOrder
-from lightning_opt.gradients.gradient_callback import GradientCallback
+from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale, plain_name
 from lightning_opt.gradients.health.activations import ActivationWatch
 from lightning_opt.gradients.health.diagnosis import CRITICAL, Issue
 from lightning_opt.gradients.health.layer_stats import (
@@ -31,8 +31,6 @@ from lightning_opt.gradients.health.report import (
     layer_rows,
     summarize,
 )
-from lightning_opt.gradients.loss_scale import loss_scale
-from lightning_opt.gradients.names import plain_name
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

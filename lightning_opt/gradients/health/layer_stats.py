@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from lightning_opt.core.numerics.norms import as_real
-from lightning_opt.gradients.names import plain_name
+from lightning_opt.gradients.gradient_callback import plain_name
 
 TRAINED, FROZEN, NO_GRADIENT = "trained", "frozen", "no gradient"
 

@@ -24,8 +24,7 @@ from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length
-from lightning_opt.gradients.loss_scale import grad_scale
-from lightning_opt.gradients.names import plain_name
+from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
 from lightning_opt.kernels.channels_last.convolutions import Convolutions
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
 from lightning_opt.tuner.account import account

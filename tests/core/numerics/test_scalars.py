@@ -1,4 +1,4 @@
-"""Every function of scalars gives the same number for floats and for 0-dimensional tensors."""
+"""Scalar functions return the same for floats and for 0-dimensional tensors."""
 
 import math
 from typing import Any
@@ -13,7 +13,7 @@ from lightning_opt.core.numerics import scalars
 from tests.helpers.syncs import SyncCounter
 
 search = settings(max_examples=200, deadline=None, derandomize=True, database=None)
-# Subnormal numbers aside: a device may flush them to zero.
+# No subnormal numbers: a device may flush them to zero.
 numbers = st.floats(allow_subnormal=False) | st.sampled_from([0.0, 1.0, math.inf, math.nan])
 
 
@@ -22,7 +22,7 @@ def tensor(x: float) -> Tensor:
 
 
 def same(host: Any, device: Any) -> bool:
-    assert isinstance(device, Tensor), "one tensor among the arguments makes the result a tensor"
+    assert isinstance(device, Tensor)
     assert device.dtype in (torch.float64, torch.bool)
     return bool(host == pytest.approx(device.item(), rel=1e-14, abs=0.0, nan_ok=True))
 
@@ -33,25 +33,30 @@ def test_exp_overflows_as_on_a_device(x: float) -> None:
     assert same(scalars.exp(x), tensor(x).exp())
 
 
-def test_numbers_that_are_stacked_keep_their_digits() -> None:
+@search
+@given(x=numbers, y=numbers, chosen=st.booleans())
+def test_where_and_minimum_equal_torch(x: float, y: float, chosen: bool) -> None:
+    assert same(scalars.where(chosen, x, y), scalars.where(torch.tensor(chosen), x, tensor(y)))
+    if not math.isnan(x + y):
+        assert same(scalars.minimum(x, y), scalars.minimum(tensor(x), tensor(y)))
+
+
+def test_stacked_scalars_are_float64() -> None:
     stacked = scalars.stack_scalars([0.1, torch.tensor(1, dtype=torch.int32), tensor(0.2)])
     assert stacked.dtype is torch.float64
     assert stacked.tolist() == [0.1, 1.0, 0.2]
     assert scalars.stack_scalars([0.1, 0.2]).tolist() == [0.1, 0.2]
     assert scalars.read_scalars([0.1, tensor(0.2)]) == [0.1, 0.2]
-
-
-def test_a_constant_keeps_its_digits() -> None:
     assert scalars.constant([[0.1], [0.2]], torch.device("cpu")).tolist() == [[0.1], [0.2]]
 
 
-def test_wide_dtype() -> None:
+def test_wide_dtype_is_float64_except_on_mps() -> None:
     assert scalars.wide_dtype(torch.device("cpu")) is torch.float64
     assert scalars.wide_dtype(torch.device("cuda")) is torch.float64
     assert scalars.wide_dtype(torch.device("mps")) is torch.float32
 
 
-def test_nothing_is_read() -> None:
+def test_stacking_and_moving_do_not_wait_for_the_device() -> None:
     x, y = tensor(2.0), tensor(3.0)
     with SyncCounter() as syncs:
         scalars.stack_scalars([x, 1.0, y])
@@ -59,9 +64,9 @@ def test_nothing_is_read() -> None:
     assert not syncs.where
 
 
-def test_to_plain() -> None:
+def test_to_plain_copies_tensors_and_omits_device_caches() -> None:
     state = {"a": tensor(0.5), "b": [torch.tensor(3), "x", None], "c": {"d": (torch.ones(2), 1)}}
-    state["e"] = scalars.DeviceCopy(torch.device("cpu"), table=[1.0])
+    state["e"] = scalars.DeviceCache(torch.device("cpu"), table=[1.0])
     plain = scalars.to_plain(state)
     copied = plain["c"]["d"].pop(0)
     assert plain == {"a": 0.5, "b": [3, "x", None], "c": {"d": [1]}}

@@ -212,7 +212,7 @@ def test_exclude() -> None:
         "embedding.weight",
         "head.weight",
     }
-    with pytest.raises(ValueError, match=r"no parameter is called 'haed\.\*'.*head\.weight"):
+    with pytest.raises(ValueError, match=r"no parameter name matches 'haed\.\*'.*head\.weight"):
         GradientClipper(HeadFirst(), UnitWise(exclude=["haed.*"]))
     for wrong in ("head.*", ("head.*",), [1], 3, True):
         with pytest.raises(ValueError, match=r"exclude must be 'final_linear', a list of patterns"):
