@@ -99,9 +99,9 @@ class Window:
         numbers = self._on_host(state)
         if not numbers:
             return 0.0
-        mean = math.fsum(numbers) / len(numbers)
+        center = math.fsum(numbers) / len(numbers)
         # `hypot` does not overflow where squares would.
-        return mean + k * math.hypot(*[x - mean for x in numbers]) / math.sqrt(len(numbers))
+        return center + k * math.hypot(*[x - center for x in numbers]) / math.sqrt(len(numbers))
 
     def quantile(self, state: State, q: float) -> Scalar:
         """Return the ``q``-quantile (0 to 1, linear in between); infinity without values."""
