@@ -1,11 +1,10 @@
-"""What the memory callbacks cost a training step of about ten milliseconds.
+"""Cost of the memory callbacks in a training step of about ten milliseconds.
 
 Supports: MemoryCleanup and GarbageCollection together at most 1.005 of the step, MemoryProfiler at
-most 1.03 without counting by module, with its period at 50 steps. A step here is what the Trainer
-does: hooks called where it calls them. A busy machine moves whole steps by more than the callbacks
-cost. So the processor time within their hooks is taken over that of the rest of the same steps, and
-beside it the processor time of whole blocks over that of blocks without callbacks, which holds
-what the profiler slows down operators by.
+most 1.03 without counting by module, with its period at 50 steps. Hooks are called as the Trainer
+calls them. The times of whole steps vary by more than the callbacks cost, so the main figure is the
+CPU time in hooks relative to the rest of the same steps. The CPU time of whole blocks relative to
+blocks without callbacks is shown too, because the profiler also slows down operators.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from lightning_opt.core.measure.timing import time_in_turns
 from lightning_opt.core.numerics.ratios import median_ratio
 
 BLOCK = 200
-"""Steps of a block: a multiple of every period."""
+"""Steps per block: a multiple of every period."""
 
 
 def ten_millisecond_model() -> Regression:
@@ -36,12 +35,12 @@ def ten_millisecond_model() -> Regression:
 
 
 class Loop:
-    """Trains by hand with some callbacks, and keeps the time within their hooks apart.
+    """Trains in a manual loop with some callbacks, and measures the time in their hooks.
 
     Args:
         module: The model.
         trainer: A Trainer that has fitted it.
-        callbacks: What to call around each step.
+        callbacks: Called around each step.
     """
 
     def __init__(
@@ -68,12 +67,12 @@ class Loop:
         self.in_hooks += self.clock() - start
 
     def overridden(self, hook: str) -> list[Callable[..., object]]:
-        """Return the methods of the callbacks that do something."""
+        """Return the callbacks' methods that override the hook."""
         empty = getattr(L.Callback, hook)
         return [getattr(c, hook) for c in self.callbacks if getattr(type(c), hook) is not empty]
 
     def run(self, steps: int) -> None:
-        """Make some steps; what the callbacks do once, at start and end, is not counted."""
+        """Run some steps; the callbacks' work at start and end is not counted."""
         module, optimizer, batch = self.module, self.optimizer, self.module.batch
         module.load_state_dict(self.start)
         self.trainer.strategy.optimizers = [optimizer]

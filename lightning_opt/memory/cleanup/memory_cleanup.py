@@ -1,4 +1,4 @@
-"""Cleans up when memory runs short, and only then, and only as long as that is of use."""
+"""The callback that frees memory when it runs low."""
 
 from __future__ import annotations
 
@@ -17,8 +17,14 @@ from lightning_opt.core.measure.schedule import Schedule
 from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step, sum_over, wants_host
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.memory.cleanup.actions import ACTIONS, Action, Effect, advise, clean
-from lightning_opt.memory.cleanup.pressure import Pressure
+from lightning_opt.memory.cleanup.cleaning import (
+    ACTIONS,
+    Action,
+    Effect,
+    Pressure,
+    advise,
+    clean,
+)
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -27,42 +33,41 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 EVENTS = 1000
-"""Cleanups that are remembered."""
+"""Maximum number of cleanups in ``events``."""
 
 
 class MemoryCleanup(RunCallback):
     """Cleans up when memory runs low: collects garbage, empties caches, trims the heap.
 
     Each limit is watched separately: the device, the machine, the container's control group,
-    ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used, so a full cache of the CUDA
-    allocator, which serves the next step, is no reason to empty it. Every cleanup is measured. One
-    that frees next to nothing raises the level of the next; after three in a row it gives up, and
-    says once what would help instead: a working set that is simply large is not garbage. When use
-    falls below ``release``, it starts afresh.
+    ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used; the cache of the CUDA
+    allocator does not, because the next step uses it. Every cleanup is measured. One that frees
+    almost nothing raises the level of the next; after three in a row it stops, and one warning
+    advises what would help instead. When use falls below ``release``, it starts again.
 
     Use is read every ``every_n_steps`` steps. In between, on a single process, each step checks one
     cheap counter, and reads use early if that counter grew by half of the remaining distance to the
     threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce, and either all
-    clean up or none; on an accelerator they read the answer at the next such step, so no host
+    clean up or none; on an accelerator they read the result at the next such step, so no host
     waits.
 
     Logged at every reading on the schedule, and at each cleanup:
 
     ========================== ================================================================
-    ``memory/used_fraction``   share that is used of the limit that is nearest, on any rank
+    ``memory/used_fraction``   share used of the nearest limit, the maximum over ranks
     ``memory/freed_mb``        freed by all cleanups so far, in MB of that limit
     ``memory/cleanups``        cleanups so far
-    ``memory/cleanup_seconds`` what they took
+    ``memory/cleanup_seconds`` seconds they took
     ========================== ================================================================
 
     Args:
         threshold: Share of a limit from which to clean, above ``release`` and below 1.
-        release: Share below which memory is no longer short.
-        cooldown_steps: Steps after a cleanup in which the next one waits until half of what lies
+        release: Share below which memory is no longer low.
+        cooldown_steps: Steps after a cleanup in which the next one waits until half of the room
             above the threshold is gone.
-        actions: Any of ``"gc"`` (collect reference cycles), ``"cuda_cache"`` (give the cache of the
-            CUDA allocator back) and ``"malloc_trim"`` (give the free pages of the C library's heap
-            back).
+        actions: Any of ``"gc"`` (collect reference cycles), ``"cuda_cache"`` (empty the cache of
+            the CUDA allocator) and ``"malloc_trim"`` (return free pages of the C library's heap to
+            the system).
         every_n_steps: Steps from one reading to the next, at least 1.
 
     Raises:
@@ -96,31 +101,31 @@ class MemoryCleanup(RunCallback):
         self.actions = list(actions)
         self._schedule = Schedule(every_n_steps)
         self._limits: MemoryLimits | None = None
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._steps = self._cleanups = 0
         self._freed = self._seconds = 0.0
         self._events: list[dict[str, Any]] = []
         self._advised: set[str] = set()
         self._pressures: dict[str, Pressure] = {}
-        self._answers: DelayedReads[None] = DelayedReads()
-        self._seen: tuple[int, ...] = ()
+        self._agreements: DelayedReads[None] = DelayedReads()
+        self._figures: tuple[int, ...] = ()  # of the last reading
         self._room = 0.0
 
     @property
     def events(self) -> list[dict[str, Any]]:
         """The newest 1000 cleanups, oldest first, each a plain ``dict``.
 
-        ``step``; ``source``, the limit that was nearest; the share of it that was used ``before``
-        and ``after``; ``freed_mb`` and ``seconds`` of each action; and whether it was ``useful``.
+        ``step``; ``source``, the nearest limit; the share of it used ``before`` and ``after``;
+        ``freed_mb`` and ``seconds`` of each action; and whether it was ``useful``.
         """
         return self._events
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find out what limits this process and its device."""
+        """Find the limits of this process and its device."""
         self.release(trainer)
-        self._begin()
+        self._reset()
         self._limits = MemoryLimits(trainer.strategy.root_device)
 
     def on_train_batch_end(
@@ -131,103 +136,106 @@ class MemoryCleanup(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Look, and clean if it is time."""
+        """Read memory use if it is due or has grown, and clean if it is high."""
         if self._limits is None:
             return
         self._steps += 1
         due = self._schedule.is_due(self._steps)
         if groups := ranks_of_a_step(trainer):
             if due:
-                self._ask_all(trainer, pl_module, groups)
+                self._agree(trainer, pl_module, groups)
         elif due or self._has_grown():
-            self._look(trainer, pl_module, due=due)
+            self._check(trainer, pl_module, due=due)
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Look, if this is the only process: others may have fewer batches to validate."""
+        """Read memory use on a single process; ranks may validate different numbers of batches."""
         if self._limits is not None and trainer.world_size == 1 and self._has_grown():
-            self._look(trainer, pl_module, due=False)
+            self._check(trainer, pl_module, due=False)
 
     def _has_grown(self) -> bool:
-        """Return whether half of what was left to the threshold may be gone since the last look."""
+        """Return whether half of the room may be gone since the last reading."""
         assert self._limits is not None
         now = growth_figures(self._limits.device)
-        return not self._seen or any(
-            after - before > self._room for after, before in zip(now, self._seen, strict=True)
+        return not self._figures or any(
+            after - before > self._room for after, before in zip(now, self._figures, strict=True)
         )
 
     def _read(self) -> tuple[list[Usage], list[Usage]]:
-        """Return all limits and those that are short, and find out when to read them again."""
+        """Return all limits and the high ones, and set the room until the next reading."""
         assert self._limits is not None
-        usages, short = self._limits.read(), []
+        usages, high = self._limits.read(), []
         device, self._room = self._limits.device, math.inf
-        self._seen = growth_figures(device)
+        self._figures = growth_figures(device)
         for usage in usages:
             pressure = self._pressures.setdefault(
                 usage.source, Pressure(self.threshold, self.release_below, self.cooldown_steps)
             )
-            if pressure.wants(self._steps, usage.fraction):
-                short.append(usage)
-            # The counter that is looked at in between is the device's: it says nothing of others.
+            if pressure.is_high(self._steps, usage.fraction):
+                high.append(usage)
+            # The cheap counter covers only the device.
             elif device.type == "cpu" or usage.source == str(device):
-                # Not at every step just because a limit is close.
+                # At least 1%, so that a close limit does not cause a reading at every step.
                 left = max(pressure.level(self._steps) - usage.fraction, 0.01)
                 self._room = min(self._room, left * usage.total / 2)
-        return usages, short
+        return usages, high
 
-    def _look(self, trainer: pl.Trainer, pl_module: pl.LightningModule, due: bool) -> None:
-        usages, short = self._read()
-        if short:
-            self._clean(trainer, pl_module, short)
+    def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, due: bool) -> None:
+        usages, high = self._read()
+        if high:
+            self._clean(trainer, pl_module, high)
             usages, _ = self._read()
-        if short or due:
+        if high or due:
             self._log(trainer, _largest(usages))
 
-    def _ask_all(self, trainer: pl.Trainer, pl_module: pl.LightningModule, groups: Groups) -> None:
-        """Ask all ranks, and act on their answer at one and the same step."""
+    def _agree(self, trainer: pl.Trainer, pl_module: pl.LightningModule, groups: Groups) -> None:
+        """Clean on all ranks at the same step if one rank needs it.
+
+        On an accelerator the result of the all-reduce is read at the next call, so no host waits.
+        """
         device = trainer.strategy.root_device
         if not wants_host(device):
-            self._act_on_answer(trainer, pl_module)  # to what was asked the last time
-        usages, short = self._read()
-        question = torch.tensor([float(bool(short)), _largest(usages)], device=device)
-        sum_over(question, groups, dist.ReduceOp.MAX)
-        self._answers.push(question, None)
+            self._act_on_agreement(trainer, pl_module)
+        usages, high = self._read()
+        values = torch.tensor([float(bool(high)), _largest(usages)], device=device)
+        sum_over(values, groups, dist.ReduceOp.MAX)
+        self._agreements.push(values, None)
         if wants_host(device):
-            self._act_on_answer(trainer, pl_module)
+            self._act_on_agreement(trainer, pl_module)
 
-    def _act_on_answer(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for (wanted, largest), _ in self._answers.flush():
-            if wanted:
-                usages, short = self._read()
-                self._clean(trainer, pl_module, short or usages)
+    def _act_on_agreement(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        for (needed, largest), _ in self._agreements.flush():
+            if needed:
+                usages, high = self._read()
+                self._clean(trainer, pl_module, high or usages)
             self._log(trainer, largest)
 
     def _clean(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, short: Sequence[Usage]
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, high: Sequence[Usage]
     ) -> None:
-        """Clean, measure, and judge for each limit that is short whether it was of use."""
+        """Clean, and record for each limit in ``high`` whether it succeeded."""
         assert self._limits is not None
         effects = clean(self.actions, self._limits.device)
         after = {usage.source: usage for usage in self._limits.read()}
-        worst = max(short, key=lambda usage: usage.fraction, default=None)
+        worst = max(high, key=lambda usage: usage.fraction, default=None)
         useful = False
-        for usage in short:
+        for usage in high:
             now = after.get(usage.source, usage)
             gained = _gain(usage, now, effects)
             if usage is worst:
                 self._freed += gained / MB
             pressure = self._pressures[usage.source]
             if usage.fraction < pressure.level(self._steps):
-                continue  # it is another rank that is short
-            if pressure.cleaned(self._steps, now.fraction, gained / usage.total):
+                continue  # only another rank needed it
+            if pressure.record_cleanup(self._steps, now.fraction, gained / usage.total):
                 useful = True
             elif usage.source not in self._advised:
                 self._advised.add(usage.source)
                 log.warning(
                     "MemoryCleanup freed only %.1f MB of the %.0f MB in use (%s, %.0f%% full): "
-                    "this is what the run needs, not garbage. It tries again when half of "
-                    "the rest is gone, three times at most. What helps: %s.",
+                    "the run needs this memory, it is not garbage. It tries again when half of "
+                    "the rest is gone, at most three times. What helps: %s.",
                     gained / MB, now.used / MB, now.source, 100 * now.fraction,
                     advise(now, pl_module, trainer.optimizers),
                 )  # fmt: skip
@@ -257,7 +265,7 @@ class MemoryCleanup(RunCallback):
         log_scalars(trainer, {f"memory/{key}": value for key, value in values.items()})
 
     def report(self) -> Report:
-        """Return the cleanups, one a row, with what they did together below."""
+        """Return one row per cleanup, with their totals below."""
         rows = [
             {
                 "step": event["step"],
@@ -266,7 +274,7 @@ class MemoryCleanup(RunCallback):
                 "after": event["after"],
                 **{f"{action} MB": mb for action, mb in event["freed_mb"].items()},
                 "seconds": sum(event["seconds"].values()),
-                "of use": event["useful"],
+                "useful": event["useful"],
             }
             for event in self._events
         ]
@@ -277,9 +285,9 @@ class MemoryCleanup(RunCallback):
         return Report(f"MemoryCleanup(threshold={self.threshold})", rows, [note])
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Watch no longer."""
+        """Stop watching."""
         self._limits = None
-        self._answers.clear()
+        self._agreements.clear()
 
 
 def _largest(usages: Sequence[Usage]) -> float:
@@ -289,8 +297,8 @@ def _largest(usages: Sequence[Usage]) -> float:
 def _gain(before: Usage, after: Usage, effects: Sequence[Effect]) -> int:
     """Return the bytes of a limit that a cleanup freed.
 
-    Resident memory does not fall when the heap keeps what was freed in it, so that for host memory
-    what the heap has regained for the next tensor counts as well.
+    Resident memory does not fall while the heap keeps freed memory, so for host memory the bytes
+    freed within the heap count too.
     """
     heap = max((e.freed for e in effects if e.action == "gc"), default=0)
     regained = heap if not before.source.startswith("cuda") else 0

@@ -1,4 +1,4 @@
-"""Garbage collection when it suits the run instead of whenever Python thinks of it."""
+"""Garbage collection on a schedule instead of whenever Python starts it."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 class GarbageCollection(RunCallback):
     """Collects garbage on a schedule, at the same step on every rank, instead of automatically.
 
-    Python collects whenever enough objects have been created, and a full collection looks at every
-    object there is. With torch and Lightning imported, that takes a fifth of a second, and it
-    happens at a different step on every rank, so that in a distributed run all ranks wait for each
-    in turn. Here all ranks collect at the same step, and objects that exist by then are frozen, so
-    that no collection looks at them again. Everything is restored when training ends or fails.
+    Python collects whenever enough objects have been created, and a full collection visits every
+    object. With torch and Lightning imported, that takes a fifth of a second, at a different step
+    on every rank, so that in a distributed run all ranks wait for each in turn. Here all ranks
+    collect at the same step, and existing objects are frozen, so that later collections skip them.
+    Everything is restored when training ends or fails.
 
     Objects in reference cycles live until the next collection. If they hold tensors, collect more
     often, or add :class:`~lightning_opt.MemoryCleanup`, which collects when memory runs short.
@@ -30,19 +30,19 @@ class GarbageCollection(RunCallback):
     Logged at every collection on the schedule:
 
     ===================== ======================================================================
-    ``gc/pause_ms``       milliseconds that it took
+    ``gc/pause_ms``       its duration in milliseconds
     ``gc/collected``      objects that it freed
     ===================== ======================================================================
 
     Args:
         every_n_steps: Batches, of training and validation, from one collection to the next, at
             least 1.
-        freeze: Freeze what is there when automatic collection is turned off, and what the first
-            collection on the schedule has left (optimizer state, compiled code). If something is
-            frozen already, it is left to whoever froze it.
+        freeze: Freeze all objects when training starts, and again after the first scheduled
+            collection, to include optimizer state and compiled code. No effect if objects are
+            frozen already.
 
     Raises:
-        ValueError: In ``__init__`` for arguments out of range; in ``setup`` if there are two.
+        ValueError: In ``__init__`` for arguments out of range; in ``setup`` for a second instance.
 
     Example:
         >>> import lightning as L
@@ -65,7 +65,7 @@ class GarbageCollection(RunCallback):
         self._running = self._frozen = self._was_enabled = False
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Collect, freeze what is there, and have Python collect no more by itself."""
+        """Turn off automatic collection, collect, and freeze."""
         self.release(trainer)
         self._batches, self._pauses = 0, []
         self._was_enabled, self._running = gc.isenabled(), True
@@ -87,13 +87,13 @@ class GarbageCollection(RunCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Collect, if it is time."""
+        """Collect, if it is due."""
         self._step(trainer)
 
     def on_validation_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Collect, if it is time."""
+        """Collect, if it is due."""
         if self._running:  # not in the sanity check, nor in `trainer.validate`
             self._step(trainer)
 
@@ -109,8 +109,8 @@ class GarbageCollection(RunCallback):
         )
 
     def report(self) -> Report:
-        """Return what a full collection took before anything was frozen, and on the schedule."""
-        stretches = {"before freezing": self._pauses[:1], "on the schedule": self._pauses[1:]}
+        """Return the duration of collections, before freezing and on the schedule."""
+        phases = {"before freezing": self._pauses[:1], "on the schedule": self._pauses[1:]}
         rows = [
             {
                 "collections": name,
@@ -118,22 +118,24 @@ class GarbageCollection(RunCallback):
                 "mean ms": 1e3 * sum(pauses) / len(pauses),
                 "longest ms": 1e3 * max(pauses),
             }
-            for name, pauses in stretches.items()
+            for name, pauses in phases.items()
             if pauses
         ]
         return Report(
             f"GarbageCollection(every_n_steps={self._schedule.every_n_steps})",
             rows,
-            [f"{self._batches} batches. Without it, Python's own full collections take as long as "
-             "that before freezing, at another step on every rank."],
-        )  # fmt: skip
+            [
+                f"{self._batches} batches. Without it, Python's own full collections take as long "
+                "as the one before freezing, at a different step on every rank."
+            ],
+        )
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put everything back."""
+        """Unfreeze, and restore automatic collection."""
         self.release(trainer)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Put everything back."""
+        """Unfreeze, and restore automatic collection."""
         if not self._running:
             return
         self._running = False

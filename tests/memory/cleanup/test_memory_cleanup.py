@@ -1,4 +1,4 @@
-"""MemoryCleanup: when it cleans, what it frees, when it gives up, and a run that lives by it."""
+"""MemoryCleanup: the rule, the actions, the callback with limits, and several ranks."""
 
 import gc
 import logging
@@ -15,8 +15,7 @@ import lightning_opt as lo
 from lightning_opt.core.measure.malloc import malloc_info, malloc_trim
 from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, address_space
 from lightning_opt.memory.cleanup import memory_cleanup as cleanup_module
-from lightning_opt.memory.cleanup.actions import clean
-from lightning_opt.memory.cleanup.pressure import Pressure
+from lightning_opt.memory.cleanup.cleaning import Pressure, clean
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -24,48 +23,45 @@ from tests.helpers.trainers import MemoryLogger, quiet_trainer
 CPU = torch.device("cpu")
 needs_heap = pytest.mark.skipif(malloc_info() is None, reason="needs glibc's malloc statistics")
 
-# --- the decision -------------------------------------------------------------------------------
+# --- the rule -----------------------------------------------------------------------------------
 
 
-def decide(pressure: Pressure, levels: dict[int, float]) -> list[int]:
-    return [step for step, level in levels.items() if pressure.wants(step, level)]
+def test_level_is_the_threshold_at_first():
+    pressure = Pressure(0.8, 0.7, 0)
+    assert [pressure.is_high(1, level) for level in (0.5, 0.79, 0.8)] == [False, False, True]
 
 
-def test_cleans_from_the_threshold_on():
-    assert decide(Pressure(0.8, 0.7, 0), {1: 0.5, 2: 0.79, 3: 0.8, 4: 0.9}) == [3, 4]
-
-
-def test_waits_for_the_cooldown_unless_it_is_urgent():
+def test_cooldown_raises_the_level_halfway_to_full():
     pressure = Pressure(0.8, 0.7, 50)
-    assert pressure.wants(10, 0.85)
-    assert pressure.cleaned(10, fraction=0.75, freed=0.1)
-    assert not pressure.wants(11, 0.85)
-    assert not pressure.wants(59, 0.89)
-    assert pressure.wants(20, 0.9)
-    assert pressure.wants(60, 0.85)
+    assert pressure.is_high(10, 0.85)
+    assert pressure.record_cleanup(10, fraction=0.75, freed=0.1)
+    assert not pressure.is_high(11, 0.85)
+    assert not pressure.is_high(59, 0.89)
+    assert pressure.is_high(20, 0.9)
+    assert pressure.is_high(60, 0.85)
 
 
-def test_each_useless_cleanup_raises_the_level_and_the_third_is_the_last():
+def test_failed_cleanups_raise_the_level_and_the_third_is_the_last():
     pressure = Pressure(0.8, 0.6, 5)
     cleanups = []
     for step in range(1, 2000):
-        level = min(0.999, 0.8 + step / 5000)  # a working set that grows and grows
-        if pressure.wants(step, level):
+        level = min(0.999, 0.8 + step / 5000)  # a working set that keeps growing
+        if pressure.is_high(step, level):
             cleanups.append(round(level, 2))
-            assert not pressure.cleaned(step, fraction=level, freed=0.04)
+            assert not pressure.record_cleanup(step, fraction=level, freed=0.04)
     assert cleanups == [0.8, 0.9, 0.95]
     assert pressure.level(2000) == float("inf")
-    assert not pressure.wants(2000, 0.65)  # not yet below release
-    assert not pressure.wants(2001, 0.999)
-    assert not pressure.wants(2002, 0.59)
-    assert pressure.wants(2003, 0.81)
+    assert not pressure.is_high(2000, 0.65)  # not yet below release
+    assert not pressure.is_high(2001, 0.999)
+    assert not pressure.is_high(2002, 0.59)
+    assert pressure.is_high(2003, 0.81)
 
 
-@pytest.mark.parametrize(("freed", "fraction", "useful"), [
+@pytest.mark.parametrize(("freed", "fraction", "success"), [
     (0.051, 0.85, True), (0.049, 0.85, False), (0.001, 0.59, True), (0.0, 0.9, False),
 ])  # fmt: skip
-def test_use_is_measured_against_threshold_and_release(freed, fraction, useful):
-    assert Pressure(0.8, 0.6, 0).cleaned(1, fraction, freed) is useful
+def test_success_depends_on_the_gap_between_threshold_and_release(freed, fraction, success):
+    assert Pressure(0.8, 0.6, 0).record_cleanup(1, fraction, freed) is success
 
 
 # --- the actions --------------------------------------------------------------------------------
@@ -78,7 +74,7 @@ class Cycle:
 
 
 @needs_heap
-def test_measures_what_each_action_frees():
+def test_each_action_reports_freed_bytes():
     gc.collect()
     gc.disable()
     try:
@@ -97,16 +93,16 @@ def test_measures_what_each_action_frees():
     assert last.numel()
 
 
-def test_does_what_the_device_has_in_the_order_that_frees_most():
+def test_actions_run_in_a_fixed_order_without_those_for_cuda():
     actions = ["cuda_cache", "malloc_trim", "gc"]
     assert [effect.action for effect in clean(actions, CPU)] == ["gc", "malloc_trim"]
 
 
-# --- the callback, with a limit of our own ------------------------------------------------------
+# --- the callback, with an artificial limit -----------------------------------------------------
 
 
 class Ballast(Callback):
-    """Uses up memory at each batch, in megabytes: garbage in cycles, or a working set."""
+    """Allocates megabytes at each batch: garbage in cycles, or a working set."""
 
     def __init__(self, garbage: float = 0.0, kept: float = 0.0) -> None:
         self.garbage, self.kept = garbage, kept
@@ -121,9 +117,9 @@ class Ballast(Callback):
 
 @pytest.fixture
 def limit(monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """Let 200 MB more of the heap be the only limit there is, and nobody else collect."""
+    """Make 200 MB of heap growth the only limit, and turn off automatic collection."""
     gc.collect()
-    malloc_trim()  # else what other tests have left is filled first, and nothing is seen to grow
+    malloc_trim()  # else free blocks of other tests are filled first, and the heap does not grow
     gc.freeze()  # so that collecting is fast
     base = malloc_info().used
     monkeypatch.setattr(
@@ -143,10 +139,10 @@ def train(*callbacks: Callback, batches: int = 60, **settings: Any) -> MemoryLog
 
 
 @needs_heap
-def test_frees_garbage_and_says_what_it_did(limit):
+def test_garbage_is_freed_and_reported(limit):
     cleanup = lo.MemoryCleanup(cooldown_steps=5, every_n_steps=10)
     logger = train(Ballast(garbage=10), cleanup, limit_val_batches=0)
-    # 10 MB a batch reach 160 MB at the 16th, which is seen although it is not on the schedule.
+    # 10 MB per batch reach 160 MB at the 16th, which is not on the schedule.
     assert [event["step"] for event in cleanup.events] == [16, 32, 48]
     for event in cleanup.events:
         assert event["useful"]
@@ -154,7 +150,7 @@ def test_frees_garbage_and_says_what_it_did(limit):
         assert event["before"] == pytest.approx(0.8, abs=0.02)
         assert event["after"] == pytest.approx(0.0, abs=0.05)
         assert event["freed_mb"]["gc"] == pytest.approx(160, rel=0.02)
-    # At 16, 32, 48, and at each tenth.
+    # Logged at 16, 32, 48, and at each tenth.
     assert logger.series("memory/cleanups") == [0, 1, 1, 1, 2, 2, 3, 3, 3]
     assert logger.series("memory/freed_mb")[-1] == pytest.approx(480, rel=0.02)
     seconds = sum(sum(event["seconds"].values()) for event in cleanup.events)
@@ -165,7 +161,7 @@ def test_frees_garbage_and_says_what_it_did(limit):
 
 
 @needs_heap
-def test_garbage_of_validation_is_seen_too(limit):
+def test_garbage_of_validation_is_freed(limit):
     class Validation(Ballast):
         def on_train_batch_start(self, *_): ...
 
@@ -180,7 +176,7 @@ def test_garbage_of_validation_is_seen_too(limit):
 
 
 @needs_heap
-def test_a_working_set_that_is_large_is_left_alone(limit, caplog):
+def test_large_working_set_is_cleaned_three_times_and_advised_once(limit, caplog):
     cleanup = lo.MemoryCleanup(cooldown_steps=2, every_n_steps=1)
     ballast = Ballast(kept=3.3)  # grows to 198 of 200 MB
     with caplog.at_level(logging.WARNING, logger=cleanup_module.__name__):
@@ -193,7 +189,7 @@ def test_a_working_set_that_is_large_is_left_alone(limit, caplog):
 
 
 @needs_heap
-def test_advice_names_what_is_large(limit, caplog):
+def test_advice_names_large_weights_and_state(limit, caplog):
     model = SmallNet("Adam", widths=(4000, 2000))  # 32 MB, and twice that of state
     cleanup = lo.MemoryCleanup(threshold=0.4, release=0.1)
     with caplog.at_level(logging.WARNING, logger=cleanup_module.__name__):
@@ -202,9 +198,7 @@ def test_advice_names_what_is_large(limit, caplog):
 
 
 @needs_heap
-def test_garbage_after_a_working_set_was_left_alone(limit):
-    """Where it has given up it begins again once memory was plentiful."""
-
+def test_cleanups_restart_after_low_use(limit):
     class Both(Ballast):
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if batch_idx == 0:
@@ -219,7 +213,7 @@ def test_garbage_after_a_working_set_was_left_alone(limit):
     assert [event["useful"] for event in cleanup.events] == [False, True]
 
 
-def test_does_not_touch_the_training():
+def test_training_result_is_unchanged():
     plain, cleaned = SmallNet("Adam"), SmallNet("Adam")
     quiet_trainer().fit(plain)
     cleanup = lo.MemoryCleanup(threshold=0.001, release=0.0, cooldown_steps=0, every_n_steps=1)
@@ -228,13 +222,13 @@ def test_does_not_touch_the_training():
     assert_same_weights(cleaned, plain)
 
 
-def test_looks_only_on_its_schedule(monkeypatch):
+def test_limits_are_read_only_on_schedule(monkeypatch):
     reads: list[int] = []
     monkeypatch.setattr(
         MemoryLimits, "read", lambda self: reads.append(1) or [Usage("system", 1, 10**15)]
     )
     logger = train(lo.MemoryCleanup(every_n_steps=10), batches=60, limit_val_batches=0)
-    # The very first step does not know yet how much room there is.
+    # The first step reads too, because the room is unknown.
     assert len(reads) == 7
     assert len(logger.records) == 6
 
@@ -243,7 +237,7 @@ def test_looks_only_on_its_schedule(monkeypatch):
     {"threshold": 1.0}, {"threshold": 0.5}, {"release": -0.1}, {"threshold": float("nan")},
     {"actions": []}, {"actions": ["reboot"]}, {"actions": "gc"}, {"cooldown_steps": -1},
 ])  # fmt: skip
-def test_refuses_what_makes_no_sense(settings):
+def test_invalid_argument_raises_with_its_name(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         lo.MemoryCleanup(**settings)
 
@@ -278,22 +272,22 @@ def clean_on_two_ranks(delayed: bool) -> tuple[list[int], list[bool], float]:
 @pytest.mark.distributed
 @pytest.mark.parametrize("delayed", [False, True])
 @needs_heap
-def test_all_ranks_clean_when_one_has_to(delayed):
+def test_all_ranks_clean_when_one_needs_it(delayed):
     (steps, useful, used), (other_steps, other_useful, other_used) = launch(
         clean_on_two_ranks, delayed
     )
-    # 15 MB a step on one rank pass 160 MB at step 11, seen at 15; the answer is read at 20.
+    # 15 MB per step on one rank exceed 160 MB at step 11, read at 15; the delayed result at 20.
     assert steps == other_steps == ([20] if delayed else [15, 30])
     assert other_useful == [True] * len(steps)
     assert useful == [False] * len(steps)
     assert used == other_used
 
 
-# --- a run that dies without it -----------------------------------------------------------------
+# --- a limited address space --------------------------------------------------------------------
 
 
 class Episodes(SmallNet):
-    """Each step makes an episode of 8 MB that knows itself, as many a replay or tree does."""
+    """Each step makes a reference cycle of 8 MB."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         Cycle(8)
@@ -301,7 +295,7 @@ class Episodes(SmallNet):
 
 
 def train_under_a_limit(with_cleanup: bool, kept: float) -> tuple[int, str, int]:
-    """Return steps made, how it ended, and how many cleanups there were."""
+    """Return the number of steps, the error or "completed", and the number of cleanups."""
     import resource
 
     torch.set_num_threads(1)
@@ -325,7 +319,7 @@ def train_under_a_limit(with_cleanup: bool, kept: float) -> tuple[int, str, int]
 
 @pytest.mark.distributed
 @needs_heap
-def test_a_run_completes_that_dies_without_it():
+def test_run_with_cyclic_garbage_completes_only_with_cleanup():
     ((steps, end, _),) = launch(train_under_a_limit, False, 0.0, processes=1)
     assert steps < 300
     assert "allocate memory" in end
@@ -336,8 +330,8 @@ def test_a_run_completes_that_dies_without_it():
 
 @pytest.mark.distributed
 @needs_heap
-def test_a_large_working_set_is_cleaned_three_times_at_most():
-    # 1.25 MB a step are 375 of 400 MB in the end.
+def test_large_working_set_in_a_limited_address_space_is_cleaned_at_most_three_times():
+    # 1.2 MB per step are 360 of 400 MB at the end.
     ((steps, end, cleanups),) = launch(train_under_a_limit, True, 1.2, processes=1)
     assert (steps, end) == (300, "completed")
     assert 1 <= cleanups <= 3
