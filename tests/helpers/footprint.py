@@ -1,7 +1,6 @@
-"""What a run leaves behind in the model, the Trainer and the process.
+"""Footprints: the state of a model, a Trainer or the process after a run, to compare two runs.
 
-A footprint holds no identities, so that those of two models built alike can be compared: a run with
-a callback must leave the same one as a run without it.
+A footprint contains no object identities, so footprints of two equal models are equal.
 """
 
 import gc
@@ -20,7 +19,7 @@ from torch.nn.modules import module as module_globals
 
 
 def model_footprint(model: nn.Module) -> dict[str, Any]:
-    """Return names, kinds, hooks, replaced methods, memory layouts and flags of a model."""
+    """Return tensors (kind, layout, flags), attributes and hooks of a model by name."""
     tensors = [*model.named_parameters(), *model.named_buffers()]
     return {
         "state_dict": list(model.state_dict()),
@@ -52,7 +51,7 @@ def model_footprint(model: nn.Module) -> dict[str, Any]:
 
 
 def trainer_footprint(trainer: Trainer) -> dict[str, Any]:
-    """Return what the Trainer and its parts are made of, and what was put onto them."""
+    """Return the classes and attributes of the Trainer, its parts and its optimizers."""
     loop = trainer.fit_loop
     parts = {
         "trainer": trainer,
@@ -69,12 +68,12 @@ def trainer_footprint(trainer: Trainer) -> dict[str, Any]:
         "checkpoints": trainer._checkpoint_connector,
         "signals": trainer._signal_connector,
     }
-    made_of = {
+    objects = {
         name: {"class": type(part).__qualname__, "attributes": _attributes(part)}
         for name, part in parts.items()
     }
     return {
-        **made_of,
+        **objects,
         "optimizers": [
             {
                 "class": type(optimizer).__qualname__,
@@ -93,7 +92,7 @@ def trainer_footprint(trainer: Trainer) -> dict[str, Any]:
 
 
 def process_footprint() -> dict[str, Any]:
-    """Return the global settings that a callback may be tempted to change."""
+    """Return the global settings of torch and Python that a callback could change."""
     cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
     return {
         "dtype": torch.get_default_dtype(),
@@ -128,8 +127,8 @@ def process_footprint() -> dict[str, Any]:
             for name, value in vars(module_globals).items()
             if name.startswith("_global_") and hasattr(value, "__len__")
         },
-        "gc": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks)),
-        # The compiler of torch 2.5 leaves a filter of its own.
+        "gc": (gc.isenabled(), gc.get_threshold(), len(gc.callbacks), gc.get_freeze_count() > 0),
+        # The compiler of torch 2.5 adds a filter.
         "warnings": [
             f for f in warnings.filters if getattr(f[3], "pattern", "") != "torch.distributed"
         ],
@@ -143,10 +142,10 @@ def process_footprint() -> dict[str, Any]:
     }
 
 
-def _attributes(thing: Any) -> dict[str, str]:
-    """Return the instance's own attributes: what kind each is, and for functions which one."""
+def _attributes(instance: Any) -> dict[str, str]:
+    """Return the type of each instance attribute; of a function, its name."""
     return {
         key: getattr(value, "__qualname__", type(value).__qualname__)
-        for key, value in vars(thing).items()
+        for key, value in vars(instance).items()
         if not isinstance(value, Callback)
     }
