@@ -1,7 +1,6 @@
-"""What holds for every test: one thread, a fixed seed, a quiet Lightning, what is skipped where.
+"""Settings for every test: one thread, a fixed seed, a quiet Lightning, skips and order.
 
-torch and Lightning are imported when tests are about to be collected: the process that hands them
-out to pytest-xdist's workers needs neither, and the workers wait for it.
+torch and Lightning are imported when collection begins: xdist's controller process needs neither.
 """
 
 import functools
@@ -10,29 +9,29 @@ import importlib
 import inspect
 import logging
 import multiprocessing.process
+import os
 import subprocess
-import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 IMPORTED = 200_000
-"""Fewer objects than torch and Lightning make when they are imported, more than a test makes."""
+"""Fewer objects than torch and Lightning create when imported, more than a test creates."""
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--quick",
         action="store_true",
-        help="leave out what trains or starts a process, at the latest when it is about to",
+        help="skip each test when it creates a Trainer or starts a process",
     )
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("quick"):
         config.option.markexpr = config.option.markexpr or "not slow and not distributed"
-        config.option.reportchars = "fE"  # that most are left is no news
+        config.option.reportchars = "fE"  # skips are expected
 
 
 def pytest_collectstart() -> None:
@@ -41,14 +40,14 @@ def pytest_collectstart() -> None:
 
 @functools.cache
 def _prepare() -> None:
-    """Import torch and Lightning once, before the first module of tests does."""
-    import lightning.pytorch  # sets the level of its logger, which is then set anew
+    """Import torch and Lightning, and adapt old versions, before the first test module does."""
+    import lightning.pytorch  # sets its logger's level, which is changed below
     import torch.distributed.fsdp
     from lightning.fabric.utilities import registry
 
-    torch.set_num_threads(1)  # workers of pytest-xdist share the cores
+    torch.set_num_threads(1)  # pytest-xdist's workers share the cores
     logging.getLogger(lightning.pytorch.__name__).setLevel(logging.WARNING)
-    # Each of our thousands of Trainers would read the metadata of every package that is installed.
+    # Otherwise each Trainer reads the metadata of every installed package.
     registry.entry_points = functools.cache(registry.entry_points)
     if not hasattr(torch.distributed.fsdp, "fully_shard"):  # torch 2.5
         torch.distributed.fsdp.fully_shard = importlib.import_module(
@@ -60,7 +59,7 @@ def _prepare() -> None:
 
 
 def _without_weights_only(fit: Callable[..., None]) -> Callable[..., None]:
-    """Return ``fit`` as older versions of Lightning have it: they always load whole checkpoints."""
+    """Wrap a ``fit`` of older Lightning, which always loads whole checkpoints."""
 
     @functools.wraps(fit)
     def older(*args: Any, weights_only: bool | None = None, **settings: Any) -> None:
@@ -69,85 +68,85 @@ def _without_weights_only(fit: Callable[..., None]) -> Callable[..., None]:
     return older
 
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     import torch
 
-    if config.getoption("quick"):
-        speaks = {id(item): _speaks_of(getattr(item, "function", None), set()) for item in items}
-        config.hook.pytest_deselected(items=[item for item in items if speaks[id(item)]])
-        items[:] = [item for item in items if not speaks[id(item)]]
-
-    distributed = torch.distributed
-    possible = {
+    available = {
         "gpu": (torch.cuda.is_available(), "needs a CUDA device"),
         "distributed": (
-            distributed.is_available() and distributed.is_gloo_available(),
+            torch.distributed.is_available() and torch.distributed.is_gloo_available(),
             "needs torch.distributed with gloo",
         ),
     }
     for item in items:
-        for mark, (here, reason) in possible.items():
-            if not here and item.get_closest_marker(mark):
+        for mark, (is_available, reason) in available.items():
+            if not is_available and item.get_closest_marker(mark):
                 item.add_marker(pytest.mark.skip(reason=reason))
+    items[:] = _slow_files_first(items, int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")))
+
+
+def _slow_files_first(items: list[pytest.Item], workers: int) -> list[pytest.Item]:
+    """Order tests so that each worker begins with its share of the files that hold slow tests.
+
+    ``--dist worksteal`` gives each worker one contiguous part. Quick tests remain for the end, when
+    workers take tests from each other.
+    """
+    files: dict[Any, list[pytest.Item]] = {}
+    for item in items:
+        files.setdefault(item.path, []).append(item)
+    slow, quick = [], []
+    for tests in files.values():
+        is_slow = any(
+            test.get_closest_marker("slow") or test.get_closest_marker("distributed")
+            for test in tests
+        )
+        (slow if is_slow else quick).append(tests)
+    parts: list[list[pytest.Item]] = [[] for _ in range(workers)]
+    for tests in slow + quick:
+        min(parts, key=len).extend(tests)
+    return [item for part in parts for item in part]
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     from lightning.pytorch import Trainer
 
     if session.config.getoption("quick"):
-        for owner, names in {
-            Trainer: ("fit", "validate", "test", "predict"),
-            subprocess.Popen: ("__init__",),
-            multiprocessing.process.BaseProcess: ("start",),
-        }.items():
-            for name in names:
-                setattr(owner, name, _leaves_the_quick_lane(getattr(owner, name)))
+        for owner, name in (
+            (Trainer, "__init__"),
+            (subprocess.Popen, "__init__"),
+            (multiprocessing.process.BaseProcess, "start"),
+        ):
+            setattr(owner, name, _skips(getattr(owner, name)))
 
 
-def _speaks_of(function: Any, seen: set[Any]) -> bool:
-    """Return whether a function of the tests, or one that it names, names a Trainer or a launch."""
-    if not isinstance(function, types.FunctionType) or function in seen:
-        return False
-    seen.add(function)
-    codes = [function.__code__]
-    for code in codes:
-        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
-    names = {name for code in codes for name in code.co_names}
-    if names & {"Trainer", "quiet_trainer", "launch", "subprocess"}:
-        return True
-    named = [function.__globals__.get(name) for name in names]
-    ours = [other for other in named if getattr(other, "__module__", "").startswith("tests.")]
-    return any(_speaks_of(other, seen) for other in ours)
-
-
-def _leaves_the_quick_lane(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Return what skips the test that calls it, and looks like the method to LightningCLI."""
+def _skips(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a function that skips the calling test, with the method's signature."""
 
     @functools.wraps(method)
-    def leave(*_: Any, **__: Any) -> None:
+    def skip(*_: Any, **__: Any) -> None:
         pytest.skip(f"not quick: {method.__qualname__}")
 
-    return leave
+    return skip
 
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    """Keep what was imported out of the garbage collector, which would walk it all each time."""
-    thawed = len(gc.get_objects(generation=2)) > IMPORTED
-    if thawed and "nothing_frozen" not in item.fixturenames:  # type: ignore[attr-defined]
+    """Freeze imported objects, so that no garbage collection visits them."""
+    is_thawed = len(gc.get_objects(generation=2)) > IMPORTED
+    if is_thawed and "nothing_frozen" not in item.fixturenames:  # type: ignore[attr-defined]
         gc.collect()
         gc.freeze()
 
 
 @pytest.fixture
 def nothing_frozen() -> None:
-    """For tests of who freezes what."""
+    """For tests of freezing."""
     gc.unfreeze()
 
 
 @pytest.fixture(autouse=True)
-def _alone() -> Iterator[None]:
-    """Begin as if no other test had run: ``Trainer(deterministic=True)`` puts nothing back."""
+def _default_torch_settings() -> Iterator[None]:
+    """Seed, and reset afterwards the settings that ``Trainer(deterministic=True)`` leaves set."""
     import torch
 
     torch.manual_seed(0)

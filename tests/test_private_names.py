@@ -1,4 +1,4 @@
-"""Private names of others that the package uses: each is listed, with its reason, in the docs."""
+"""docs/private_names.md lists each private name of other packages that is used, with a reason."""
 
 import ast
 import re
@@ -9,11 +9,11 @@ PACKAGE = ROOT / "lightning_opt"
 PAGE = ROOT / "docs" / "private_names.md"
 
 DOCUMENTED = "torch._foreach_"
-"""torch lists these among its public operations, in spite of the underscore."""
+"""Documented as public by torch in spite of the underscore."""
 
 
 def own_names(trees: list[ast.Module]) -> set[str]:
-    """Return every name that the package itself defines or assigns, also as an attribute."""
+    """Return every name that the package defines or assigns, attributes included."""
     names = set()
     for node in (node for tree in trees for node in ast.walk(tree)):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
@@ -30,7 +30,7 @@ def is_private(name: str) -> bool:
 
 
 def private_names_of(tree: ast.Module, own: set[str]) -> list[str]:
-    """Return what is used of others, once for each place."""
+    """Return each use of a private name that is not in ``own``."""
     found, inner = [], set()
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and not (node.module or "").startswith("lightning_opt"):
@@ -53,7 +53,7 @@ def private_names_of(tree: ast.Module, own: set[str]) -> list[str]:
 
 
 def private_names() -> dict[str, list[str]]:
-    """Return the files that use each private name of others, a file as often as it does."""
+    """Return the files of each use, by private name."""
     trees = {
         str(file.relative_to(PACKAGE)): ast.parse(file.read_text())
         for file in sorted(PACKAGE.rglob("*.py"))
@@ -65,28 +65,7 @@ def private_names() -> dict[str, list[str]]:
     return places
 
 
-def test_private_names_are_found():
-    text = """
-from torch._C import x
-from torch.nn.modules.batchnorm import _BatchNorm
-import torch
-class A:
-    def f(self, trainer):
-        self._own = trainer._loop.val_loop._source
-        trainer._own
-        torch._foreach_add_([], [])
-        return torch._C._nn.gelu, self._theirs
-"""
-    tree = ast.parse(text)
-    assert sorted(private_names_of(tree, own_names([tree]))) == [
-        "_source",
-        "torch._C",
-        "torch._C._nn",
-        "torch.nn.modules.batchnorm._BatchNorm",
-    ]
-
-
-def test_every_private_name_stands_on_its_page_with_where_and_why():
+def test_page_lists_every_private_name_with_its_folders_and_reason():
     rows = re.findall(r"^\| `([\w.]+)` \| ([^|]+) \| ([^|]{10,}) \|$", PAGE.read_text(), re.M)
     listed = {name: set(re.findall(r"`([\w/]+)`", where)) for name, where, _ in rows}
     used = {

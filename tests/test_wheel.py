@@ -1,4 +1,4 @@
-"""What ``python -m build`` makes, installed where there is no checkout, and used."""
+"""The wheel of ``python -m build``, installed and used in an environment without the checkout."""
 
 import os
 import re
@@ -15,7 +15,7 @@ import lightning_opt as lo
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_opt"
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 USE = """
 import pathlib, sys
@@ -38,7 +38,7 @@ print(lo.__version__, clipping.report().rows[0]["steps"])
 
 
 def run(*command: object, cwd: Path, check: bool = True) -> str:
-    """Run a command as if there were no checkout, and return what it prints."""
+    """Run a command without the variables of the checkout, and return its output."""
     variables = {"PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PIP_REQUIRE_VIRTUALENV"}
     environment = {key: value for key, value in os.environ.items() if key not in variables}
     done = subprocess.run(
@@ -55,7 +55,7 @@ def run(*command: object, cwd: Path, check: bool = True) -> str:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory) -> Path:
-    """The wheel, made from the source archive, which has to be whole for that."""
+    """The wheel, built from the source archive."""
     out = tmp_path_factory.mktemp("dist")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", out, ROOT, cwd=out)
     assert (out / f"lightning_opt-{lo.__version__}.tar.gz").exists()
@@ -65,13 +65,12 @@ def wheel(tmp_path_factory) -> Path:
 
 @pytest.fixture(scope="module")
 def python(wheel, tmp_path_factory) -> Path:
-    """A new environment with the wheel in it, which sees the dependencies, not the checkout."""
+    """A new environment with the wheel and the installed dependencies, without the checkout."""
     environment = tmp_path_factory.mktemp("environment")
     run(sys.executable, "-m", "venv", "--without-pip", environment, cwd=environment)
     python = environment / "bin" / "python"
     where = run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=ROOT)
-    # A folder that a .pth file names is searched for packages, not for further .pth files: that
-    # of an editable installation does not count there.
+    # Python ignores .pth files in such a folder, so the editable install stays hidden.
     dependencies = Path(torch.__file__).parents[1]
     (Path(where.strip()) / "dependencies.pth").write_text(f"{dependencies}\n")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "-q", "--no-deps"]
@@ -79,7 +78,7 @@ def python(wheel, tmp_path_factory) -> Path:
     return python
 
 
-def test_the_wheel_holds_the_package_and_nothing_else(wheel):
+def test_wheel_contains_exactly_the_package(wheel):
     assert wheel.name == f"lightning_opt-{lo.__version__}-py3-none-any.whl"
     with zipfile.ZipFile(wheel) as archive:
         names = set(archive.namelist())
@@ -106,16 +105,13 @@ def test_the_wheel_holds_the_package_and_nothing_else(wheel):
     assert "lightning-opt = lightning_opt.cli:main" in commands
 
 
-def test_it_trains_in_an_empty_folder(python, tmp_path):
+def test_installed_package_trains_and_runs_its_command(python, tmp_path):
     assert run(python, "-c", USE, cwd=tmp_path).splitlines()[-1] == f"{lo.__version__} 3"
-
-
-def test_its_command_runs_in_an_empty_folder(python, tmp_path):
     printed = run(python.with_name("lightning-opt"), "presets", cwd=tmp_path)
     assert {"basic", "advanced", "ultra"} <= set(re.findall(r"\w+", printed))
 
 
-def test_the_changelog_has_an_entry_for_the_version():
+def test_changelog_has_an_entry_for_the_version():
     text = (ROOT / "CHANGELOG.md").read_text()
     entry = re.search(rf"^## \[{re.escape(lo.__version__)}\] - (\S+)", text, re.M)
     assert entry, f"CHANGELOG.md has no entry for {lo.__version__}"

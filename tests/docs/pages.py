@@ -1,8 +1,7 @@
-"""Markdown as the tests of the documentation read it."""
+"""Reads pages of Markdown and notebooks for the tests of the documentation."""
 
 import json
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
@@ -21,11 +20,11 @@ PAGES = sorted(
     )
     if not {"_build", "_generated", ".ipynb_checkpoints"} & set(page.relative_to(ROOT).parts)
 )
-"""Everything that a reader reads."""
+"""All pages and notebooks."""
 
 
 def text_of(page: Path) -> str:
-    """Return a page as Markdown; of a notebook, its Markdown cells."""
+    """Return the Markdown of a page or of a notebook's cells."""
     if page.suffix != ".ipynb":
         return page.read_text()
     cells = json.loads(page.read_text())["cells"]
@@ -39,22 +38,6 @@ def blocks_of(text: str, *languages: str) -> list[str]:
         for found in FENCE.finditer(text)
         if found["info"].partition(" ")[0] in languages
     ]
-
-
-def prose_of(text: str) -> str:
-    """Return the text without its code blocks, and without what is in backticks."""
-    return re.sub(r"(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)", "", FENCE.sub("", text))
-
-
-def links_of(text: str) -> Iterator[str]:
-    """Yield the targets of links and pictures, inline and by reference."""
-    prose = prose_of(text)
-    for found in re.finditer(r"\]\(\s*<?([^)\s>]+)>?(?:\s+\"[^\"]*\")?\s*\)", prose):
-        yield found[1]
-    for found in re.finditer(r"^\[[^\]]+\]:\s*(\S+)", prose, re.M):
-        yield found[1]
-    for found in re.finditer(r"<(https?://[^>\s]+)>", prose):
-        yield found[1]
 
 
 def anchors_of(text: str) -> set[str]:

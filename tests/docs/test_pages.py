@@ -1,4 +1,4 @@
-"""What the documentation is made of: generated pages, the list of features, the API page."""
+"""Generated pages are current and complete, and the navigation lists every page."""
 
 import importlib.util
 import json
@@ -13,11 +13,12 @@ import lightning_opt as lo
 from tests.docs.pages import DOCS, ROOT
 from tests.matrix import record
 from tests.matrix.cells import PRECISIONS, STEPS, STRATEGIES
+from tests.matrix.subjects import find_subjects
 
 
 @pytest.fixture(scope="module")
 def pages() -> ModuleType:
-    """The module that makes pages, which lies beside the configuration of Sphinx."""
+    """The module ``docs/pages.py``."""
     spec = importlib.util.spec_from_file_location("pages", DOCS / "pages.py")
     assert spec is not None
     module = importlib.util.module_from_spec(spec)
@@ -25,8 +26,7 @@ def pages() -> ModuleType:
     return module
 
 
-def test_what_is_generated_is_current(pages):
-    """Tables, the list of pages and the pages of classes: ``make pages`` writes them anew."""
+def test_generated_parts_are_current(pages):
     wanted = pages.made()
     old = [
         str(page) for page, text in wanted.items() if not page.exists() or page.read_text() != text
@@ -37,23 +37,13 @@ def test_what_is_generated_is_current(pages):
     )
 
 
-def test_a_table_that_is_out_of_date_is_seen(pages, tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text("one\n<!-- begin: benchmarks/results/cache -->\nold\n<!-- end -->\ntwo\n")
-    text = pages.fill(page)
-    assert "old" not in text
-    assert (ROOT / "benchmarks/results/cache.md").read_text().strip() in text
-    page.write_text(text)
-    assert pages.fill(page) == text
-
-
 @pytest.fixture(scope="module")
 def references(pages) -> ModuleType:
-    """The module that knows where torch and Lightning describe their names."""
+    """The module ``docs/references.py``."""
     return sys.modules["references"]
 
 
-def test_the_first_mention_of_others_names_is_linked_and_no_other(references):
+def test_only_first_mention_of_a_torch_name_is_linked(references):
     compiled = references.address_of("torch.compile")
     kept = "# torch.compile\n\n```python\ntorch.compile(model)\n```\n[of `torch.compile`](a.md)\n"
     assert references.link_names(kept) == kept
@@ -64,7 +54,7 @@ def test_the_first_mention_of_others_names_is_linked_and_no_other(references):
     assert "[FSDP2](https://docs.pytorch.org/" in references.link_names("Under FSDP2 it works.")
 
 
-def test_docstrings_refer_to_others_names(references):
+def test_docstrings_link_names_of_torch_and_lightning(references):
     lines = ["Calls ``torch.compile`` and", "``sdpa_kernel(...)``, not ``compile``."]
     references.cross_reference(lines)
     assert lines == [
@@ -76,7 +66,7 @@ def test_docstrings_refer_to_others_names(references):
     assert references.defined_name("transformers.Trainer") is None
 
 
-def test_others_names_exist_and_have_an_address(references):
+def test_names_of_torch_and_lightning_exist_and_have_an_address(references):
     for name in references.NAMES:
         assert pkgutil.resolve_name(name) is not None
         assert references.address_of(name).startswith("https://")
@@ -105,6 +95,12 @@ def test_every_page_is_in_the_navigation(pages):
         assert name == "index" or listed.count(name) == 1, name
 
 
+def test_changelog_names_every_plugin():
+    text = (ROOT / "CHANGELOG.md").read_text()
+    names = {subject.name for subject in find_subjects()}
+    assert sorted(name for name in names if not re.search(rf"`{name}\b", text)) == []
+
+
 def test_the_decision_table_names_every_feature_page(pages):
     index = (DOCS / "index.md").read_text()
     table = index[: index.index("What holds for every feature")]
@@ -129,20 +125,7 @@ def test_the_matrix_shows_every_cell(pages):
     assert pages.PRECISIONS == PRECISIONS
 
 
-def test_the_matrix_gives_every_refusal_its_message(pages):
-    label = "Planted()"
-    cells = {
-        "single / 32-true / plain": "refused: one | two",
-        "single / bf16-mixed / plain": "identical",
-        "ddp / 32-true / plain": "refused: three",
-    }
-    text = pages.matrix_tables({label: {"cells": cells}})
-    assert "| `Planted()` | ✗1 = · |" in text
-    assert "| ✗1 | one \\| two |" in text
-    assert "| ✗2 | three |" in text
-
-
-def test_the_benchmarks_page_has_every_record_its_machine_and_its_script(pages, tmp_path):
+def test_benchmarks_page_shows_every_record_with_machine_and_script(pages):
     text = pages.benchmark_tables()
     for file in (ROOT / "benchmarks/results").glob("*.json"):
         content = json.loads(file.read_text())
@@ -152,7 +135,6 @@ def test_the_benchmarks_page_has_every_record_its_machine_and_its_script(pages, 
             assert content["machine"]["torch"] in text
     assert "### More" not in text
     assert "## More" not in text, "the script of a record is in no area's folder"
-    assert "make bench" in pages.benchmark_tables(tmp_path)
 
 
 def test_every_export_has_a_page_and_a_docstring(pages):

@@ -1,4 +1,4 @@
-"""The README's snippets, run as a reader would run them."""
+"""The snippets, commands and table of the README, and the configurations of docs/recipes.md."""
 
 import contextlib
 import functools
@@ -25,11 +25,10 @@ COMMANDS = [
     for line in block.splitlines()
     if line.startswith("$ ")
 ]
-KNOWN = ("make", "pip", "lightning-opt", "python", "cd", "torchrun")
 
 
 class Regression(L.LightningModule):
-    """The reader's model."""
+    """The model of the snippets."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,13 +47,13 @@ class Regression(L.LightningModule):
 @pytest.mark.filterwarnings("ignore:The number of training batches")
 @pytest.mark.filterwarnings("ignore:.*will duplicate the data")
 def test_python_snippets_run(code, tmp_path, monkeypatch):
-    """With ``model`` and ``data`` as the reader has them, and a Trainer that is quick and quiet."""
+    """With a model, data and a short quiet Trainer."""
     monkeypatch.chdir(tmp_path)
     quiet = dict.fromkeys(("logger", "enable_checkpointing", "enable_progress_bar"), False)
     trainer = L.Trainer
 
     def quick(**settings):
-        settings.pop("strategy", None)  # several processes start with a script, not with a snippet
+        settings.pop("strategy", None)  # starting processes requires a script
         return trainer(
             **{**settings, **quiet, "max_epochs": 1, "limit_train_batches": 4},
             accelerator="cpu",
@@ -67,18 +66,6 @@ def test_python_snippets_run(code, tmp_path, monkeypatch):
     exec(compile(code, "README.md", "exec"), names)
 
 
-def test_there_are_snippets():
-    assert PYTHON
-    assert any(command.startswith("lightning-opt tune") for command in COMMANDS)
-    assert any(command.startswith("pip install") for command in COMMANDS)
-    assert {"make demo", "make test"} <= set(COMMANDS)
-
-
-@pytest.mark.parametrize("command", COMMANDS)
-def test_commands_are_of_a_kind_that_is_checked(command):
-    assert shlex.split(command)[0] in KNOWN
-
-
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("make")])
 def test_make_targets_exist(command):
     targets = re.findall(r"^([a-z]+):", (ROOT / "Makefile").read_text(), re.M)
@@ -86,7 +73,7 @@ def test_make_targets_exist(command):
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("pip install")])
-def test_extras_that_are_installed_exist(command):
+def test_installed_extras_exist(command):
     extras = set(re.findall(r"\[([\w,]+)\]", command))
     project = (ROOT / "pyproject.toml").read_text()
     section = project[project.index("[project.optional-dependencies]") :]
@@ -96,7 +83,7 @@ def test_extras_that_are_installed_exist(command):
 
 @functools.cache
 def help_of(command: str) -> str:
-    """Return what a command of the package says with ``--help``."""
+    """Return the output of a command with ``--help``."""
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed), contextlib.suppress(SystemExit):
         main([command, "--help"])
@@ -104,9 +91,9 @@ def help_of(command: str) -> str:
 
 
 @pytest.mark.parametrize("command", [c for c in COMMANDS if c.startswith("lightning-opt")])
-def test_commands_of_the_package_are_understood(command, monkeypatch):
-    """All options are known, and what they point to in this tree exists; nothing is run."""
-    # Lightning 2.6 calls jsonargparse 4.53 in a way that is about to go.
+def test_options_of_commands_exist(command, monkeypatch):
+    """So do the files that they name. Nothing is run."""
+    # Lightning 2.6 calls jsonargparse 4.53 in a deprecated way.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
     words = shlex.split(command)[1:]
     text = help_of(words[0])
@@ -119,12 +106,7 @@ def test_commands_of_the_package_are_understood(command, monkeypatch):
             assert re.search(rf"^class {attribute}\b", (ROOT / file).read_text(), re.M), word
 
 
-def test_links_to_pages_are_rows_of_what_exists():
-    for name in re.findall(r"docs/([\w/]+)\.md", TEXT):
-        assert (ROOT / f"docs/{name}.md").exists()
-
-
-def test_the_table_has_eight_rows_each_with_its_record():
+def test_every_row_of_the_table_links_to_its_record():
     table = TEXT[TEXT.index("| symptom |") : TEXT.index("<!-- end -->")]
     rows = [line for line in table.splitlines()[2:] if line.startswith("|")]
     assert len(rows) == 8
@@ -140,7 +122,7 @@ RECIPES = [
 
 
 @pytest.mark.parametrize("recipe", RECIPES, ids=range(len(RECIPES)))
-def test_recipes_name_what_exists_in_an_order_that_works(recipe):
+def test_recipes_name_existing_callbacks_with_the_guard_before_clipping(recipe):
     callbacks = [
         getattr(lo, part["class_path"].rpartition(".")[2])(**part.get("init_args", {}))
         for part in recipe["trainer"].pop("callbacks")
@@ -149,7 +131,3 @@ def test_recipes_name_what_exists_in_an_order_that_works(recipe):
     if lo.AdaptiveClipping in kinds:
         assert kinds.index(lo.NonFiniteGuard) < kinds.index(lo.AdaptiveClipping)
     assert set(recipe["trainer"]) <= set(inspect.signature(L.Trainer).parameters)
-
-
-def test_there_are_two_recipes():
-    assert len(RECIPES) == 2

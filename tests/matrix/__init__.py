@@ -1,5 +1,5 @@
-"""What works with what: every plugin of the package, run under every condition of the matrix.
+"""The compatibility matrix: every plugin of the package under every condition.
 
-``python -m tests.matrix`` writes ``docs/matrix.json``, ``tests/test_matrix.py`` runs all of it
-again and compares, and the documentation shows it. No cell is written by hand.
+``python -m tests.matrix`` runs all cells and writes ``docs/matrix.json``; ``tests/test_matrix.py``
+runs a sample and compares.
 """

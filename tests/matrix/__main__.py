@@ -1,29 +1,39 @@
-"""Writes ``docs/matrix.json`` anew: ``python -m tests.matrix``, or ``make matrix``.
+"""Runs all cells and writes ``docs/matrix.json``: ``python -m tests.matrix``, or ``make matrix``.
 
-With names of strategies (``python -m tests.matrix ddp``) only their cells are run again.
+With names of strategies (``python -m tests.matrix ddp``) only their cells are run.
 """
 
 import sys
+from collections import Counter
 
 from tests.matrix import record
-from tests.matrix.cells import STRATEGIES
+from tests.matrix.cells import STRATEGIES, run_strategy
+from tests.matrix.outcomes import failures
+from tests.matrix.subjects import find_subjects
 
 
 def main(strategies: list[str]) -> int:
-    """Run, write, and say which cells neither work nor are refused."""
     unknown = set(strategies) - set(STRATEGIES)
     if unknown:
         print(f"unknown: {', '.join(unknown)}; there are {', '.join(STRATEGIES)}", file=sys.stderr)
         return 2
-    found = record.measure(tuple(strategies) or STRATEGIES)
-    if strategies:
-        found = record.merge(found, record.read())
-    failures = record.failures(found)
-    for line in failures:
-        print(line, file=sys.stderr)
-    record.write(found)
-    print(f"{record.FILE.name}: {record.count(found)}")
-    return 1 if failures else 0
+    subjects = find_subjects()
+    recorded = record.read() if strategies else {}
+    rows = {subject.label: record.describe(subject) for subject in subjects}
+    for label, row in rows.items():
+        row["cells"].update(recorded.get(label, row)["cells"])
+    for strategy in strategies or STRATEGIES:
+        for label, cells in run_strategy(strategy, subjects).items():
+            rows[label]["cells"].update(cells)
+    record.write(rows)
+    found = {label: row["cells"] for label, row in rows.items()}
+    outcomes = Counter(
+        cell.partition(":")[0] for cells in found.values() for cell in cells.values()
+    )
+    print(f"{record.FILE.name}: {dict(outcomes)}")
+    lines = failures(found)
+    print(*lines, sep="\n", file=sys.stderr)
+    return 1 if lines else 0
 
 
 if __name__ == "__main__":

@@ -1,9 +1,8 @@
-"""Runs cells: one small fit each, or two where a run is resumed.
+"""Runs cells of the matrix: one small fit per cell.
 
-A cell that works says how its final weights compare with those of the same run without the plugin:
-``identical``, ``close`` or ``changed``; one that resumes, with those of the same run in one piece.
-A cell that is refused says what the error says, which must come before the first training step.
-Anything else is a failure. Cells that are not run are not in the results: they are untested.
+The outcome of a cell compares its final weights with the same run without the plugin, or, if it
+resumes, with the uninterrupted run: ``identical``, ``close`` or ``changed``. An error before the
+first training step is ``refused``. Anything else ``fails``.
 """
 
 import os
@@ -24,7 +23,7 @@ import lightning_opt as lo
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.matrix.nets import MatrixNet
-from tests.matrix.outcomes import describe_error, largest_difference
+from tests.matrix.outcomes import Cells, describe_error, largest_difference
 from tests.matrix.subjects import (
     AT_ONCE,
     CHANGES,
@@ -41,10 +40,7 @@ STEPS = ("plain", "resume", "accumulation", "manual")
 TIMEOUT = 400.0
 SAVE_AT = 4
 CLOSE = {"32-true": 1e-4, "bf16-mixed": 0.1, "float16": 0.1}
-"""Largest difference to count as rounding, of the distance that training has moved the weights."""
-
-Cells = dict[str, str]
-"""What was found, by ``strategy / precision / steps``."""
+"""Largest difference that counts as rounding, as a share of the change by training."""
 
 
 @dataclass(frozen=True)
@@ -52,10 +48,10 @@ class Condition:
     """One column.
 
     Attributes:
-        strategy: Of :data:`STRATEGIES`.
-        precision: Of :data:`PRECISIONS`; float16 is :class:`lightning_opt.DynamicLossScale`, since
-            ``16-mixed`` exists on CUDA only.
-        steps: Of :data:`STEPS`.
+        strategy: One of :data:`STRATEGIES`.
+        precision: One of :data:`PRECISIONS`; float16 uses :class:`lightning_opt.DynamicLossScale`,
+            since ``16-mixed`` exists on CUDA only.
+        steps: One of :data:`STEPS`.
     """
 
     strategy: str
@@ -66,26 +62,23 @@ class Condition:
         return f"{self.strategy} / {self.precision} / {self.steps}"
 
     def applies_to(self, subject: Subject) -> bool:
-        """Return whether this can be asked for at all beside what the subject is."""
+        """Return whether the subject can be combined with this condition."""
         if subject.kind == "strategy":
-            return self.strategy == "ddp"  # it stands in for it
+            return self.strategy == "ddp"  # which it replaces
         return subject.kind != "precision" or self.precision == "float16"
 
 
 def conditions_of(strategy: str) -> list[Condition]:
-    """Return the columns of a strategy: all pairs on one process, fewer on two.
+    """Return the columns of a strategy: all combinations on one process, fewer on two.
 
-    A run that is resumed goes on from one without, which stands before it.
+    A resumed run follows the uninterrupted run, whose checkpoint it loads.
     """
     if strategy == "single":
         return [Condition(strategy, p, s) for p in PRECISIONS for s in STEPS]
     pairs = [("32-true", "plain"), ("32-true", "resume")]
-    if strategy in (
-        "ddp_topk",
-        "diloco",
-    ):  # what it does in other steps stands in its row under DDP
+    if strategy in ("ddp_topk", "diloco"):  # their rows under DDP cover the other steps
         return [Condition(strategy, *pair) for pair in pairs]
-    if strategy != "fsdp1":  # Lightning wraps the whole module: there is no backward pass in a step
+    if strategy != "fsdp1":  # it wraps the whole module: no backward pass inside a step
         pairs.append(("32-true", "manual"))
     pairs.append(("bf16-mixed", "accumulation"))
     if strategy == "ddp":
@@ -94,7 +87,7 @@ def conditions_of(strategy: str) -> list[Condition]:
 
 
 class FSDPStrategy(strategies.FSDPStrategy):
-    """Lightning's FSDP1 on CPUs, which asks for an accelerator and then would not need it."""
+    """Lightning's FSDP1 without its requirement of an accelerator."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         return FullyShardedDataParallel(
@@ -107,7 +100,7 @@ class FSDPStrategy(strategies.FSDPStrategy):
 
 
 def make_strategy(name: str) -> dict[str, Any]:
-    """Return the Trainer's settings for a strategy of the matrix."""
+    """Return the Trainer's arguments for a strategy of the matrix."""
     if name == "single":
         return {}
     kinds: dict[str, Callable[[], Any]] = {
@@ -123,7 +116,7 @@ def make_strategy(name: str) -> dict[str, Any]:
 
 
 class Record(Callback):
-    """Keeps the whole final weights, however they are sharded, and saves once if it is told."""
+    """Keeps the final unsharded weights, and saves one checkpoint if a file is given."""
 
     def __init__(self, file: Path | None = None) -> None:
         self.file = file
@@ -168,18 +161,18 @@ def train(
 
 
 class Runner:
-    """Runs the cells of one strategy, with the runs without a plugin that they are compared with.
+    """Runs the cells of one strategy, after the same runs without a plugin.
 
     Args:
-        strategy: Of :data:`STRATEGIES`.
-        folder: For checkpoints, the same on all ranks.
+        strategy: One of :data:`STRATEGIES`.
+        folder: For checkpoints; the same on all ranks.
     """
 
     def __init__(self, strategy: str, folder: Path) -> None:
         self.strategy, self.folder = strategy, folder
         self.start = {name: value.clone() for name, value in MatrixNet().named_parameters()}
         self.plain: dict[Condition, dict[str, Tensor]] = {}
-        # The last run in one piece, from which one that is resumed goes on, and what came of it.
+        # Weights and outcome of the last uninterrupted run, which the resumed run continues.
         self.whole: dict[str, Tensor] = {}
         self.outcome = ""
         for condition in conditions_of(strategy):
@@ -189,7 +182,7 @@ class Runner:
                 raise RuntimeError(f"Without a plugin, {condition} gives {outcome!r}.")
 
     def run(self, subject: Subject | None, condition: Condition) -> str:
-        """Return what the cell says."""
+        """Return the outcome of a cell."""
         if condition.steps == "resume" and self.outcome.startswith(("refused", "fails")):
             return self.outcome
         model = MatrixNet(manual=condition.steps == "manual")
@@ -197,7 +190,7 @@ class Runner:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 outcome = self._compare(subject, condition, model)
-        except Exception as error:  # noqa: BLE001 - what a cell may raise is what is asked here
+        except Exception as error:  # noqa: BLE001 - any error is an outcome
             outcome = describe_error(error, model.begun)
         if dist.is_initialized():
             outcomes: list[Any] = [None] * dist.get_world_size()
@@ -221,28 +214,29 @@ class Runner:
         if condition.steps == "resume":
             expected = self.whole
         else:
-            # A precision is compared with float32, everything else with a run that differs in
-            # nothing else.
-            alike = replace(condition, precision="32-true") if _is_precision(subject) else condition
-            expected = self.plain.setdefault(alike, weights)
+            # A precision is compared with float32, other plugins with the same condition.
+            reference = (
+                replace(condition, precision="32-true") if _is_precision(subject) else condition
+            )
+            expected = self.plain.setdefault(reference, weights)
         if not all(value.isfinite().all() for value in weights.values()):
             return "fails: the weights are not finite"
         moved = largest_difference(expected, self.start)
         if not largest_difference(weights, self.start) > 0.0 or not moved > 0.0:
-            return "fails: nothing was learnt"
+            return "fails: the weights did not change"
         distance = largest_difference(weights, expected)
         if distance == 0.0 and (subject is None or subject.name not in ROUNDS):
             return "identical"
         if distance <= CLOSE[condition.precision] * moved:
             return "close"
-        share = f"their distance is {distance / moved:.2g} of the way"
+        share = f"the difference is {distance / moved:.2g} of the change by training"
         if condition.steps == "resume":
             strategy = subject.strategy if subject is not None else ""
             strategy = strategy or condition.strategy
             of_a_replica = subject is not None and subject.name in OF_A_REPLICA
             if strategy in RESUMES_OTHERWISE or (of_a_replica and strategy == "diloco"):
                 return "changed"
-            return f"fails: resumed, it ends with other weights; {share}"
+            return f"fails: the resumed run ends with other weights; {share}"
         if subject is not None and subject.name in CHANGES:
             return "changed"
         return f"fails: it changes the weights; {share}"
@@ -253,21 +247,21 @@ def _is_precision(subject: Subject | None) -> bool:
 
 
 def run_cells(strategy: str, subjects: Sequence[Subject], folder: Path) -> dict[str, Cells]:
-    """Return the cells of one strategy by the subject's label, in this process (of several)."""
-    os.chdir(folder)  # some write files of their own
+    """Run the cells of one strategy in each process; return them by the subject's label."""
+    os.chdir(folder)  # some plugins write files
     runner = Runner(strategy, folder)
     found: dict[str, Cells] = {}
     for subject in subjects:
         cells = found.setdefault(subject.label, {})
         for condition in conditions_of(strategy):
             if condition.applies_to(subject):
-                print(subject.label, condition, flush=True)  # a hang shows where it hangs
+                print(subject.label, condition, flush=True)  # identifies a cell that hangs
                 cells[str(condition)] = runner.run(subject, condition)
     return found
 
 
 def run_strategy(strategy: str, subjects: Sequence[Subject]) -> dict[str, Cells]:
-    """Return the cells of one strategy, all found in the same fresh processes."""
+    """Run the cells of one strategy in new processes; return them by the subject's label."""
     processes = 1 if strategy == "single" else 2
     with tempfile.TemporaryDirectory() as folder:
         found: list[dict[str, Cells]] = launch(

@@ -1,4 +1,4 @@
-"""What is trained in each cell: a small net in which every plugin finds something to work on."""
+"""The model of the matrix: small, with the layers that the plugins act on."""
 
 from typing import Any
 
@@ -15,7 +15,7 @@ WIDTH = 8
 
 
 class Stem(nn.Module):
-    """Takes the features for an image, and makes tokens of its pixels."""
+    """Reshapes the features to an image and turns its pixels into tokens."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +27,7 @@ class Stem(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention within a residual, as in any transformer."""
+    """A residual attention block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -44,7 +44,7 @@ class Block(nn.Module):
 
 
 class Head(nn.Module):
-    """The mean of the tokens, and one number from it."""
+    """Projects the mean of the tokens to one number."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,10 +56,10 @@ class Head(nn.Module):
 
 
 class MatrixNet(SmallNet):
-    """The net, sharded if the strategy has a mesh; counts the steps that it has begun.
+    """A small vision transformer, sharded if the strategy has a mesh; counts begun steps.
 
     Args:
-        manual: Whether it steps two optimizers by hand: one for the blocks, one for the rest.
+        manual: Use manual optimization with two optimizers: one for the blocks, one for the rest.
     """
 
     def __init__(self, manual: bool = False) -> None:
@@ -104,7 +104,7 @@ class MatrixNet(SmallNet):
         return [sgd(*blocks), sgd(stem, head)]
 
     def train_dataloader(self) -> Any:
-        """Deal the rows of each batch to the ranks: together they see what one process sees."""
+        """Distribute the rows of each batch over the ranks; together they form the same batch."""
         rank, ranks = self.global_rank, self.trainer.world_size
         rows = [tensor[rank::ranks] for tensor in batches_of(BATCHES, BATCH_SIZE).tensors]
         return ResumableLoader(TensorDataset(*rows), batch_size=BATCH_SIZE // ranks)

@@ -1,6 +1,6 @@
 """The rows of the matrix: every callback, precision plugin, strategy and profiler of the package.
 
-They are found in ``lightning_opt.__all__``, so a new one is in the matrix once it is regenerated.
+They are collected from ``lightning_opt.__all__``.
 """
 
 import inspect
@@ -18,11 +18,11 @@ import lightning_opt as lo
 Settings = dict[str, Any]
 
 INSTEAD_OF_DEFAULTS: dict[str, Settings] = {
-    # Inductor takes seconds for each run; what a backend does is torch's.
+    # Inductor takes seconds per run.
     "CompileModel": {"backend": "eager"},
-    # The processes of the tests may have no children.
+    # The processes of the tests may not start workers.
     "DataPipelineTuner": {"max_workers": 0, "verbose": False},
-    # The default overflows, and leaves out updates, in the first steps.
+    # The default overflows in the first steps, which skips updates.
     "DynamicLossScale": {"init_scale": 1024.0},
 }
 
@@ -30,7 +30,7 @@ AT_ONCE: dict[str, Settings] = {
     "CompressedDDPStrategy": {"warmup_steps": 2, "ramp_steps": 0},
     "DiLoCoStrategy": {"sync_every": 6},
 }
-"""What makes strategies exchange within the few steps of a cell, on a network that needs it not."""
+"""Settings that make strategies exchange within the few steps of a cell."""
 
 MORE: dict[str, list[Settings]] = {
     "Accumulation": [{"schedule": 2}],
@@ -39,7 +39,7 @@ MORE: dict[str, list[Settings]] = {
     "ChannelsLast": [{"policy": "always"}],
     "MicroBatching": [{"size": 2}],
 }
-"""Further settings that are a row of their own, because they are refused elsewhere."""
+"""Further settings that get their own row, because other conditions refuse them."""
 
 CHANGES = {
     "Accumulation": "fewer, larger steps",
@@ -49,19 +49,19 @@ CHANGES = {
     "DiLoCoStrategy": "replicas train by themselves for some steps",
     "HookedDDPStrategy": "gradients lose digits on the wire",
 }
-"""Those that are meant to change weights. All others must end with those of a run without them."""
+"""Plugins that change the weights, and why. All others must not."""
 
 _MEAN = "a checkpoint holds the mean of what the ranks have not sent yet"
 RESUMES_OTHERWISE = {
     **dict.fromkeys(("ddp_int4", "ddp_int8", "ddp_powersgd", "ddp_threshold", "ddp_topk"), _MEAN),
 }
-"""Those whose resumed run is not that in one piece."""
+"""Strategies whose resumed run differs from the uninterrupted run, and why."""
 
 OF_A_REPLICA = {"CurvaturePreconditioner"}
-"""Those whose state is each replica's own under DiLoCo, of which a checkpoint holds rank 0's."""
+"""Plugins with a state per replica under DiLoCo; a checkpoint holds only rank 0's."""
 
 ROUNDS = {"ChannelsLast", "CompileModel", "FusedOptimizer", "MicroBatching"}
-"""Those that add up in another order, so that their last digits may depend on the processor."""
+"""Plugins that change the order of summation: their rounding depends on the processor."""
 
 
 @dataclass(frozen=True)
@@ -69,11 +69,11 @@ class Subject:
     """One row.
 
     Attributes:
-        name: Of the class in ``lightning_opt``.
+        name: The class in ``lightning_opt``.
         kind: ``"callback"``, ``"precision"``, ``"strategy"`` or ``"profiler"``.
-        area: The feature package in which it is.
-        settings: What it is made with.
-        strategy: The strategy string, of a strategy.
+        area: The package of its feature.
+        settings: Constructor arguments.
+        strategy: The strategy string, if it is a strategy.
     """
 
     name: str
@@ -84,27 +84,27 @@ class Subject:
 
     @property
     def label(self) -> str:
-        """How the row is called: as one would write it."""
+        """The row's name: the call or argument as a user writes it."""
         if self.strategy:
             return f'strategy="{self.strategy}"'
         arguments = ", ".join(f"{key}={value!r}" for key, value in self.settings.items())
         return f"{self.name}({arguments})".replace("'", '"')
 
     def trainer_settings(self) -> Settings:
-        """Return what the Trainer is given, made anew at each call."""
+        """Return Trainer arguments with a new instance."""
         kind = getattr(lo, self.name)
         if self.strategy:
             known = StrategyRegistry[self.strategy]["init_params"]
             known = {key: value for key, value in known.items() if key != "start_method"}
             return {"strategy": kind(**{**known, **AT_ONCE.get(self.name, {})})}
         takes = inspect.signature(kind).parameters
-        # So that it does something within a few steps, and does not import matplotlib.
+        # To act within a few steps, without importing matplotlib.
         usual = {"every_n_steps": 2, "figure": None}
-        made = kind(**{key: usual[key] for key in usual if key in takes} | self.settings)
+        plugin = kind(**{key: usual[key] for key in usual if key in takes} | self.settings)
         wrap: dict[str, Callable[[], Settings]] = {
-            "callback": lambda: {"callbacks": [made]},
-            "precision": lambda: {"plugins": [made]},
-            "profiler": lambda: {"profiler": made},
+            "callback": lambda: {"callbacks": [plugin]},
+            "precision": lambda: {"plugins": [plugin]},
+            "profiler": lambda: {"profiler": plugin},
         }
         return wrap[self.kind]()
 
@@ -127,13 +127,13 @@ def find_subjects() -> list[Subject]:
         if issubclass(export, Strategy):
             found += [
                 Subject(name, "strategy", area, strategy=string)
-                for string in own_strategies(export)
+                for string in strategy_strings(export)
             ]
     return sorted(found, key=lambda subject: (subject.area, subject.label))
 
 
-def own_strategies(kind: type[Strategy]) -> list[str]:
-    """Return the strategy strings that make this class, without the variants of its launcher."""
+def strategy_strings(kind: type[Strategy]) -> list[str]:
+    """Return the strategy strings of a class, without variants of the launcher."""
     variants = ("_spawn", "_fork", "_notebook")
     return [
         name

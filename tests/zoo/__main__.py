@@ -1,6 +1,6 @@
-"""Writes ``docs/zoo.json`` and ``docs/zoo.md`` anew: ``python -m tests.zoo``.
+"""Runs all cells of the zoo and writes ``docs/zoo.json`` and ``docs/zoo.md``.
 
-With names of models only their rows are run again.
+``python -m tests.zoo``; with names of models only their rows are run.
 """
 
 import logging
@@ -9,25 +9,24 @@ import sys
 import lightning.pytorch
 import torch
 
+from tests.matrix.outcomes import failures
 from tests.zoo import cells, page
+from tests.zoo.models import MODELS
 
 
 def main() -> int:
     torch.set_num_threads(1)
     logging.getLogger(lightning.pytorch.__name__).setLevel(logging.ERROR)
-    wanted = sys.argv[1:] or cells.known_models()
+    wanted = sys.argv[1:] or list(MODELS)
     rows = cells.read() if cells.FILE.exists() else {}
     features = cells.subjects()
     on_ranks = cells.run_rows_on_ranks([name for name in wanted if name in cells.ON_RANKS])
-    failed = 0
     for name in wanted:
         rows[name] = {**cells.run_row(name, features), **on_ranks.get(name, {})}
-        bad = [f"{label}: {cell}" for label, cell in rows[name].items() if cell.startswith("fails")]
-        failed += len(bad)
-        print(f"{name}: {len(bad)} of {len(rows[name])} fail", *bad, sep="\n    ", flush=True)
-        cells.write({name: rows[name] for name in cells.known_models() if name in rows})
+        print(name, *failures({name: rows[name]}), sep="\n    ", flush=True)
+        cells.write(rows)
     page.FILE.write_text(page.render(cells.content()))
-    return 1 if failed else 0
+    return 1 if failures({name: rows[name] for name in wanted}) else 0
 
 
 if __name__ == "__main__":

@@ -1,13 +1,12 @@
-"""Models that others wrote, tiny and random, with batches as their users have them.
+"""Third-party models in tiny random configurations, with batches as their users have them.
 
-Each is what a user's code makes of the library: the model in a LightningModule whose step asks the
-model for its loss. Nothing is downloaded.
+Nothing is downloaded.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -22,12 +21,12 @@ BATCHES, ROWS, LENGTH, VOCABULARY = 4, 4, 12, 64
 
 
 class Learner(L.LightningModule):
-    """Trains a model of somebody else's.
+    """Trains a third-party model.
 
     Args:
         model: The model.
-        batches: What it is trained on, one after the other.
-        step: Takes the model and a batch and returns the loss.
+        batches: Training batches, in order.
+        step: Function of model and batch that returns the loss.
     """
 
     def __init__(
@@ -46,8 +45,8 @@ class Learner(L.LightningModule):
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
         trained = [parameter for parameter in self.parameters() if parameter.requires_grad]
-        # Gradients that are zero but for rounding stay small: Adam's usual epsilon would make whole
-        # steps of them, so that any other order of adding up looked like another training.
+        # With Adam's usual epsilon, gradients that are zero except for rounding would cause full
+        # steps, and a changed order of summation would look like another training.
         return torch.optim.AdamW(trained, lr=1e-2, eps=1e-3)
 
     def train_dataloader(self) -> DataLoader[Any]:
@@ -56,7 +55,7 @@ class Learner(L.LightningModule):
 
 
 def loss_of(model: nn.Module, batch: Any) -> Tensor:
-    """Ask a model of ``transformers`` for its loss."""
+    """Return the loss that a model of ``transformers`` computes."""
     loss: Tensor = model(**batch).loss
     return loss
 
@@ -66,13 +65,13 @@ def tokens(generator: torch.Generator, rows: int = ROWS, length: int = LENGTH) -
 
 
 def encodings(*, labels: str | None, padded: bool = True, classes: int = 0) -> list[Any]:
-    """Return batches as a tokenizer makes them: ``BatchEncoding``, padded to the longest row.
+    """Return batches as a tokenizer does: ``BatchEncoding``, padded to the longest row.
 
     Args:
-        labels: ``"causal"`` for the input itself, ``"masked"`` for some of it, ``"class"`` for a
-            class a row, ``"sequence"`` for another text.
-        padded: Whether rows end at different places.
-        classes: Of ``"class"``.
+        labels: ``"causal"`` for the input itself, ``"masked"`` for parts of it, ``"class"`` for one
+            class per row, ``"sequence"`` for another text.
+        padded: Rows have different lengths.
+        classes: Number of classes for ``"class"``.
     """
     from transformers import BatchEncoding
 
@@ -286,7 +285,7 @@ def lora() -> Learner:
 
 @dataclass
 class Noised:
-    """A batch as a dataclass, as those who write their own loops have it."""
+    """A batch as a dataclass."""
 
     image: Tensor
     noise: Tensor
@@ -444,14 +443,10 @@ MODELS: dict[str, Callable[[], Learner]] = {
     "torch LSTM": lstm,
     "Lightning Transformer": lightning_demo,
 }
-"""By the names that the table of the documentation has."""
+"""By their names in the documentation."""
 
 
 def make(name: str) -> Learner:
-    """Return a model, the same at each call."""
+    """Return a model with the same weights at each call."""
     torch.manual_seed(0)
     return MODELS[name]()
-
-
-def names() -> Iterator[str]:
-    yield from MODELS

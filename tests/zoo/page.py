@@ -1,4 +1,4 @@
-"""The page ``docs/zoo.md``, made from what is recorded."""
+"""The page ``docs/zoo.md``, generated from ``docs/zoo.json``."""
 
 from __future__ import annotations
 
@@ -12,18 +12,18 @@ SIGNS = {"identical": "=", "close": "≈", "changed": "≠", "refused": "✗", "
 
 HEAD = """# Third-party models
 
-Every feature, tried on models that others wrote: tiny random configurations of `transformers`,
-`diffusers`, `peft`, `torch_geometric`, torch and Lightning, with batches as their users have them
-(`BatchEncoding` padded and bucketed, dataclasses, graphs of different sizes). Each cell is a fit of
-four batches on a CPU, beside the same fit without the feature; strategies run on two processes.
-`make matrix` runs all of it and writes this page; the tests run a sample of it again. {count}
+Every feature on third-party models: tiny random configurations of `transformers`, `diffusers`,
+`peft`, `torch_geometric`, torch and Lightning, with batches as their users have them
+(`BatchEncoding` padded and bucketed, dataclasses, graphs of different sizes). Each cell compares a
+fit of four batches on a CPU with the same fit without the feature; strategies run on two processes.
+`make matrix` runs all cells and writes this page; `make test` runs a sample. {count}
 
 | sign | |
 |---|---|
-| = | the weights at the end are the same, bit by bit |
-| ≈ | the same but for rounding, or may be: what adds up in another order is never called the same |
-| ≠ | others, as is the purpose of the feature |
-| ✗ | refused before the first step; the error stands below |
+| = | the final weights are bit-identical |
+| ≈ | equal up to rounding (always, for features that change the order of summation) |
+| ≠ | different, as the feature intends |
+| ✗ | refused before the first step; the errors are listed below |
 | | not run |
 
 Versions: {versions}.
@@ -31,11 +31,7 @@ Versions: {versions}.
 
 
 def render(content: Mapping[str, Any]) -> str:
-    """Return the page.
-
-    Args:
-        content: What ``docs/zoo.json`` holds.
-    """
+    """Return the page for the content of ``docs/zoo.json``."""
     rows: Mapping[str, Mapping[str, str]] = content["rows"]
     features = list(dict.fromkeys(label for cells in rows.values() for label in cells))
     refusals: dict[str, list[str]] = {}
@@ -55,13 +51,13 @@ def render(content: Mapping[str, Any]) -> str:
     versions = ", ".join(f"{name} {version}" for name, version in content["versions"].items())
     parts = [
         HEAD.format(count=count, versions=versions),
-        "## What each feature does to each model\n",
+        "## Outcome of each feature on each model\n",
         f"| | {' | '.join(rows)} |",
         "|---|" + ":---:|" * len(rows),
         *lines,
     ]
     if refusals:
-        parts += ["\n## What the refusals say\n"]
+        parts += ["\n## Errors of refused features\n"]
         parts += [
             f"- {', '.join(where)}: {message.replace('*', chr(92) + '*').replace('<', '&lt;')}"
             for message, where in refusals.items()
