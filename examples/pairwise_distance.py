@@ -169,6 +169,7 @@ def compare(samples: int, batch_size: int, epochs: int, seed: int) -> lo.Report:
                 max_bytes=50_000_000,
                 symmetric=True,
                 storage="disk",
+                key="v1",
                 folder=folder,
             ),
         }

@@ -1,14 +1,12 @@
 """What CachedDataset costs: a hit and a miss by the number of items, and memory with workers.
 
-Supports: a miss of a full cache costs the same however many items there are, and the memory of four
-workers that read one cache, or of two ranks, is that of the cache, once, and of the processes
-themselves.
+Supports: the time of a miss in a full cache does not depend on the number of items. Four workers or
+two ranks that share a cache take its memory only once.
 """
 
 from __future__ import annotations
 
 import multiprocessing
-import os
 import statistics
 import time
 import warnings
@@ -25,11 +23,11 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 
 BYTES = 8192
-"""Of an item."""
+"""Bytes of an item."""
 
 
 class Vectors(Dataset[Tensor]):
-    """Items of one size, ready in memory."""
+    """Items of equal size that are ready in memory."""
 
     def __init__(self, length: int) -> None:
         self.length = length
@@ -42,7 +40,7 @@ class Vectors(Dataset[Tensor]):
 
 
 def time_items(items: int, policy: Any, folder: str) -> dict[str, Any]:
-    """Fill a cache with ``items``, and return µs of a hit and of a miss that finds no room."""
+    """Fill a cache with ``items``, and return the µs of a hit and of a miss without room."""
     dataset = Vectors(2 * items + 200)
     cache = lo.CachedDataset(dataset, items * 2 * BYTES, policy, "disk", str(items), folder)
     for index in range(2 * items):
@@ -62,14 +60,14 @@ def time_items(items: int, policy: Any, folder: str) -> dict[str, Any]:
 
 
 def memory_of_all() -> int:
-    """Return bytes of this process and its children, and of what lies in /dev/shm."""
+    """Return the bytes of this process, its children, and caches in /dev/shm."""
     process = psutil.Process()
     own = sum(each.memory_full_info().pss for each in (process, *process.children()))
     return own + sum(file.stat().st_size for file in Path("/dev/shm").glob("lightning_opt*/*"))
 
 
 def memory(megabytes: int, workers: int) -> float:
-    """Return the MB that a full cache takes with workers that read all of it."""
+    """Return the MB of a full cache and the workers that read all of it."""
     before = memory_of_all()
     length = (megabytes << 20) // BYTES
     cache = lo.CachedDataset(Vectors(length), megabytes << 20)
@@ -82,40 +80,42 @@ def memory(megabytes: int, workers: int) -> float:
     return (most - before) / 2**20
 
 
-def rank(rank: int, megabytes: int, ranks: int, meeting: Any, taken: Any) -> None:
-    """Fill a cache as one of several ranks does, each its part first, and say what it took."""
+def rank(rank: int, megabytes: int, folder: str, ranks: int, barrier: Any, taken: Any) -> None:
+    """Fill a cache in shared memory as one of several ranks, and report the memory it took."""
     before = psutil.Process().memory_full_info().uss
     length = (megabytes << 20) // BYTES
-    cache = lo.CachedDataset(Vectors(length), megabytes << 20)
-    meeting.wait()
+    cache = lo.CachedDataset(
+        Vectors(length), megabytes << 20, storage="disk", key="v1", folder=folder
+    )
+    barrier.wait()
     for part in range(ranks):
         for index in range((rank + part) % ranks, length, ranks):
             cache[index]
-        meeting.wait()
+        barrier.wait()
     shared = sum(file.stat().st_size for file in Path("/dev/shm").glob("lightning_opt*/*"))
     taken.put(psutil.Process().memory_full_info().uss - before + shared / ranks)
-    meeting.wait()
+    barrier.wait()
 
 
 def memory_of_ranks(megabytes: int, ranks: int) -> float:
-    """Return the MB that ranks take together that each read all of a dataset."""
+    """Return the MB of several ranks that each read all of a dataset through one cache."""
     context = multiprocessing.get_context("spawn")
-    os.environ["LIGHTNING_OPT_RUN"] = str(megabytes)  # as the process that starts them has it
-    meeting, taken = context.Barrier(ranks), context.Queue()
-    arguments = (megabytes, ranks, meeting, taken)
-    processes = [context.Process(target=rank, args=(place, *arguments)) for place in range(ranks)]
-    for process in processes:
-        process.start()
-    total = sum(taken.get(timeout=300) for _ in processes)
-    for process in processes:
-        process.join()
+    barrier, taken = context.Barrier(ranks), context.Queue()
+    with TemporaryDirectory(prefix="lightning_opt", dir="/dev/shm") as folder:
+        arguments = (megabytes, folder, ranks, barrier, taken)
+        processes = [context.Process(target=rank, args=(one, *arguments)) for one in range(ranks)]
+        for process in processes:
+            process.start()
+        total = sum(taken.get(timeout=300) for _ in processes)
+        for process in processes:
+            process.join()
     return total / 2**20
 
 
 def main() -> None:
-    """Time items and weigh memory."""
+    """Measure the time of items and the memory of caches."""
     arguments = parse_arguments(__doc__)
-    warnings.filterwarnings("ignore")  # more workers than CPUs are meant
+    warnings.filterwarnings("ignore")  # on more workers than CPUs
     numbers = (50, 500) if arguments.quick else (100, 1000, 5000)
     rows = []
     for policy in ("keep", "lru"):

@@ -1,13 +1,13 @@
 """Throughput of the loader's default settings, of a grid's best, and of DataPipelineTuner's choice.
 
 Supports: the tuner's choice reaches at least 0.95 of the throughput of the best of a grid, found in
-less than a tenth of the grid's time, and a trivial dataset keeps 0 workers. Three datasets: one
-whose items cost computing, one whose items wait as for a disk or a network (a sleep: exact latency,
-no bandwidth), one that is ready in memory. Throughput is that of training: a batch from the loader
-and the forward, backward and optimizer step of a small model, in the same process. The grid gives
-each setting what a person would give it, at least a few seconds from the start of the workers on.
-Afterwards default, grid's best and tuner's choice run interleaved; their medians are compared. The
-item cost of CachedDataset is beside it: the time of a cached item against an uncached one.
+less than a tenth of the grid's time, and a trivial dataset keeps 0 workers. Three datasets: items
+that compute, items that wait as for a disk or a network (a sleep: exact latency, no bandwidth), and
+items that are ready in memory. Throughput is measured in training: a batch from the loader and the
+forward, backward and optimizer step of a small model, in the same process. The grid runs each
+setting for a few seconds after the workers have started. Afterwards default, grid's best and
+tuner's choice run interleaved, and their medians are compared. It also measures the time of an item
+of CachedDataset, cached and uncached.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import statistics
 import time
 import warnings
 from collections.abc import Callable
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import lightning as L
@@ -26,8 +27,8 @@ from torch.utils.data import DataLoader, Dataset
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from lightning_opt.core.measure.cpus import available_cpus
-from lightning_opt.data.pipeline.loaders import LoaderSettings, apply
-from lightning_opt.data.pipeline.pipeline_tuner import WAITING
+from lightning_opt.data.pipeline.loaders import LoaderSettings, attributes_for
+from lightning_opt.data.pipeline.pipeline_tuner import MOST_FOR_WAITING
 
 GPU = True
 
@@ -36,7 +37,7 @@ PREFETCH = (2, 4, 8)
 
 
 class Items(Dataset[tuple[Tensor, Tensor]]):
-    """Rows that are ready, more than any run gets through."""
+    """Rows that are ready in memory; more than any run uses."""
 
     def __len__(self) -> int:
         return 100_000_000
@@ -49,7 +50,7 @@ ROWS, TARGETS = torch.randn(1000, WIDTH), torch.randn(1000, 1)
 
 
 class Computed(Items):
-    """Rows that take about a millisecond of a CPU to make."""
+    """Rows that take about a millisecond of CPU time."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         row = super().__getitem__(index)[0]
@@ -60,7 +61,7 @@ class Computed(Items):
 
 
 class Waited(Items):
-    """Rows that come after two milliseconds."""
+    """Rows that take two milliseconds of waiting."""
 
     def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
         time.sleep(0.002)
@@ -85,7 +86,7 @@ class Net(L.LightningModule):
 
 
 class Throughput(L.Callback):
-    """Ends a run after some seconds, and keeps its samples a second behind the first batches."""
+    """Ends a run after some seconds, and measures samples per second after the first batches."""
 
     def __init__(self, seconds: float, skip: int) -> None:
         self.seconds, self.skip, self.rate = seconds, skip, 0.0
@@ -111,14 +112,14 @@ class Throughput(L.Callback):
 
 
 class Stop(L.Callback):
-    """Ends a run after its first step: the tuner has done its work by then."""
+    """Ends a run after its first step."""
 
     def on_train_batch_end(self, trainer: L.Trainer, *_: Any) -> None:
         trainer.should_stop = True
 
 
 def trainer(device: str, *callbacks: L.Callback) -> L.Trainer:
-    """Return a Trainer that says nothing."""
+    """Return a Trainer without output."""
     return L.Trainer(
         accelerator="gpu" if device.startswith("cuda") else "cpu",
         devices=1,
@@ -132,9 +133,9 @@ def trainer(device: str, *callbacks: L.Callback) -> L.Trainer:
 
 
 def measure(dataset: Items, settings: LoaderSettings, seconds: float, device: str) -> float:
-    """Return samples a second of training with ``settings``."""
+    """Return samples per second of training with ``settings``."""
     loader = DataLoader(dataset, batch_size=BATCH)
-    apply(loader, settings)
+    vars(loader).update(attributes_for(loader, settings))
     throughput = Throughput(seconds, skip=max(3, 2 * settings.workers))
     trainer(device, throughput).fit(Net(), loader)
     return throughput.rate
@@ -143,7 +144,7 @@ def measure(dataset: Items, settings: LoaderSettings, seconds: float, device: st
 def search_grid(
     dataset: Items, workers: range, seconds: float, device: str
 ) -> tuple[LoaderSettings, float, int]:
-    """Return the best setting of the grid, the time that took, and the number of settings."""
+    """Return the best setting of the grid, the seconds it took, and the number of settings."""
     start, rates = time.perf_counter(), {}
     for number in workers:
         for prefetch in PREFETCH if number else (None,):
@@ -154,12 +155,11 @@ def search_grid(
 
 
 def tune(dataset: Items, device: str) -> tuple[LoaderSettings, float, lo.Report]:
-    """Return the tuner's choice, the time that it took, and its table."""
+    """Return the tuner's choice, the seconds it took, and its table."""
     tuner = lo.DataPipelineTuner(verbose=False)
     loader = DataLoader(dataset, batch_size=BATCH)
-    # The time from where Lightning would have taken the loader to where it has the tuned one.
     seconds = 0.0
-    plain = tuner._meet
+    plain = tuner._tune_or_reuse
 
     def timed(*arguments: Any) -> None:
         nonlocal seconds
@@ -167,15 +167,15 @@ def tune(dataset: Items, device: str) -> tuple[LoaderSettings, float, lo.Report]
         plain(*arguments)
         seconds += time.perf_counter() - start
 
-    tuner._meet = timed  # type: ignore[method-assign]
+    tuner._tune_or_reuse = timed  # type: ignore[method-assign]
     trainer(device, tuner, Stop()).fit(Net(), loader)
-    del tuner._meet
+    del tuner._tune_or_reuse
     assert tuner.chosen is not None, tuner.report().notes
     return tuner.chosen, seconds, tuner.report()
 
 
 def time_items(dataset: Items, items: int) -> list[dict[str, Any]]:
-    """Return the time of an item uncached and from each kind of cache."""
+    """Return the time of an item, uncached and from each kind of cache."""
     rows: list[dict[str, Any]] = []
 
     def per_item(get: Callable[[int], object]) -> float:
@@ -185,28 +185,29 @@ def time_items(dataset: Items, items: int) -> list[dict[str, Any]]:
         return 1e6 * (time.perf_counter() - start) / items
 
     rows.append({"item": "uncached", "µs": per_item(dataset.__getitem__)})
-    for storage in ("memory", "disk"):
-        cache = lo.CachedDataset(dataset, 50_000_000, storage=storage)
-        first = per_item(cache.__getitem__)
-        again = statistics.median(per_item(cache.__getitem__) for _ in range(5))
-        rows += [
-            {"item": f"{storage}, first time", "µs": first},
-            {"item": f"{storage}, from the cache", "µs": again},
-        ]
+    with TemporaryDirectory() as folder:
+        for storage, where in (("memory", {}), ("disk", {"key": "v1", "folder": folder})):
+            cache = lo.CachedDataset(dataset, 50_000_000, storage=storage, **where)  # type: ignore[arg-type]
+            first = per_item(cache.__getitem__)
+            again = statistics.median(per_item(cache.__getitem__) for _ in range(5))
+            rows += [
+                {"item": f"{storage}, first time", "µs": first},
+                {"item": f"{storage}, from the cache", "µs": again},
+            ]
     return rows
 
 
 def main() -> None:
-    """Run all three."""
+    """Measure all three datasets."""
     arguments = parse_arguments(__doc__)
-    warnings.filterwarnings("ignore")  # more workers than CPUs are meant
+    warnings.filterwarnings("ignore")  # on more workers than CPUs
     device, quick = arguments.device, arguments.quick
     cores = available_cpus()
     seconds, rounds = (0.3, 1) if quick else (4.0, 3)
     rows, tables = [], {}
     for name, dataset, most in (
         ("computes", Computed(), cores),
-        ("waits", Waited(), max(cores, WAITING)),
+        ("waits", Waited(), max(cores, MOST_FOR_WAITING)),
         ("is ready", Items(), cores),
     ):
         steps = sorted({0, 1, *(2**i for i in range(1, 10) if 2**i <= most), most})
@@ -245,7 +246,7 @@ def main() -> None:
         [
             f"A grid of workers x prefetch_factor {PREFETCH}, {seconds:g} s a setting behind its "
             f"start; the medians of {rounds} interleaved rounds. Batches of {BATCH}; at most "
-            f"{cores} workers, and {max(cores, WAITING)} for the dataset that waits.",
+            f"{cores} workers, and {max(cores, MOST_FOR_WAITING)} for the dataset that waits.",
             "An item of the dataset that computes, in µs: "
             + ", ".join(f"{row['item']} {row['µs']:.0f}" for row in items)
             + ".",

@@ -1,4 +1,4 @@
-"""Items as bytes and back: exactly counted, and never shared with whoever holds the item."""
+"""Encodes dataset items as bytes, decodes them, and hashes values."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from torch import Tensor
 
 
 def encode(item: Any) -> bytes:
-    """Return ``item`` as bytes, of which :func:`decode` makes an equal one.
+    """Return ``item`` as bytes, for :func:`decode`.
 
-    Everything that pickle takes. A plain tensor of a CPU is written with its own elements only,
-    not with the storage that it may be a small view of, and comes back contiguous.
+    It may be everything that pickle takes. Of a plain CPU tensor, only its own elements are stored,
+    not the storage that it views; it comes back contiguous.
 
     Raises:
-        TypeError: For what cannot be pickled.
+        TypeError: If it cannot be pickled.
     """
     file = io.BytesIO()
     try:
@@ -28,18 +28,18 @@ def encode(item: Any) -> bytes:
             f"An item of type {type(item).__qualname__} cannot be cached, because it cannot be "
             f"pickled: {error}"
         ) from error
-    # A copy of its own size. The file's buffer has grown in steps and, cut to size, would leave
-    # holes in the heap: half as much again as what is cached.
+    # A copy of exact size. The buffer has grown in steps, and cutting it to size would leave holes
+    # in the heap: half as much again as the cached bytes.
     return bytes(file.getbuffer())
 
 
 def decode(data: bytes) -> Any:
-    """Return a new item from what :func:`encode` has made; nobody else holds any part of it."""
+    """Return a new item from the bytes of :func:`encode`; it shares memory with nothing."""
     return pickle.loads(data)
 
 
 def digest(*parts: Any) -> bytes:
-    """Return 16 bytes that stand for ``parts``: equal for what encodes equally."""
+    """Return a hash of ``parts``, 16 bytes: equal for values that encode equally."""
     hashed = hashlib.blake2b(digest_size=16)
     for part in parts:
         data = encode(part)
@@ -49,7 +49,7 @@ def digest(*parts: Any) -> bytes:
 
 
 class _Encoder(pickle.Pickler):
-    """torch's own way writes each tensor as an archive, which takes some 50 µs."""
+    """Pickles tensors as raw bytes: torch's own way writes an archive, which takes some 50 µs."""
 
     def reducer_override(self, value: Any) -> Any:
         if not is_plain(value) or value.requires_grad:
@@ -58,13 +58,13 @@ class _Encoder(pickle.Pickler):
 
 
 def raw(tensor: Tensor) -> memoryview:
-    """Return the elements of a tensor of the CPU, in order, as bytes."""
+    """Return the elements of a CPU tensor, in order, as bytes."""
     elements = tensor.detach().resolve_conj().resolve_neg().contiguous().reshape(-1)
     return memoryview(elements.view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor of which :func:`raw` gives the elements."""
+    """Return whether a value is a tensor that :func:`raw` accepts."""
     return (
         type(value) is Tensor
         and value.device.type == "cpu"

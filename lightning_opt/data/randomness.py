@@ -1,4 +1,4 @@
-"""Whether a dataset gives another item each time it is asked for the same one."""
+"""Detects datasets whose items are random."""
 
 from __future__ import annotations
 
@@ -16,24 +16,24 @@ from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.data.encoding import encode, raw
 
 DRAWS = 3
-"""How often each item is asked for."""
+"""How often each item is fetched."""
 
 
 def find_randomness(dataset: Any, indices: Sequence[Any]) -> str | None:
-    """Return how ``dataset`` shows that its items are random, or None if it does not.
+    """Return the evidence that the items of ``dataset`` are random, or None.
 
-    Each item is fetched a few times from different states of the global generators. A random
-    dataset draws from one of those, which is seen even where the draw changed nothing this time,
-    or it returns another item from a generator of its own. What draws only now and then from a
-    generator of its own may pass.
+    Each item is fetched a few times from different states of the global generators. The evidence is
+    a draw from one of these generators, even if the item stays the same, or a different item, if
+    the dataset has its own generator. Rare draws from its own generator can be missed.
 
-    The global generators, and the attributes of ``dataset`` and of what it wraps, are put back.
+    The global generators, and the attributes of ``dataset`` and the datasets inside it, are
+    restored.
 
     Args:
         dataset: A map-style dataset.
-        indices: Which items to fetch.
+        indices: The items to fetch.
     """
-    with isolated_random(torch.device("cpu")), attributes_put_back(dataset):
+    with isolated_random(torch.device("cpu")), attributes_restored(dataset):
         for index in indices:
             first = None
             for draw in range(DRAWS):
@@ -67,25 +67,25 @@ def _same_leaf(a: Any, b: Any) -> bool:
     try:
         equal = a == b
         return bool(equal.all() if hasattr(equal, "all") else equal)
-    except (TypeError, ValueError):  # a table that is compared cell by cell
+    except (TypeError, ValueError):  # tables are compared cell by cell
         return False
 
 
 @contextmanager
-def attributes_put_back(dataset: Any) -> Iterator[None]:
-    """Let items be fetched, and afterwards rebind the attributes that this has rebound.
+def attributes_restored(dataset: Any) -> Iterator[None]:
+    """Restore the attributes of a dataset and of the datasets inside it.
 
-    A file that is opened on first use must not be open when workers are forked: they would share
-    its position.
+    A file that is opened at the first fetch must not be open when workers are forked: they would
+    share its position.
     """
     with ExitStack() as stack:
         for part in wrapped(dataset):
-            stack.callback(_put_back, vars(part), dict(vars(part)))
+            stack.callback(_restore, vars(part), dict(vars(part)))
         yield
 
 
 def wrapped(dataset: Any) -> list[Any]:
-    """Return ``dataset`` and the datasets that it wraps, each once."""
+    """Return ``dataset`` and the datasets inside it, each once."""
     found: list[Any] = []
     queue = [dataset]
     while queue:
@@ -104,19 +104,19 @@ def wrapped(dataset: Any) -> list[Any]:
     return found
 
 
-def _put_back(attributes: dict[str, Any], before: dict[str, Any]) -> None:
+def _restore(attributes: dict[str, Any], before: dict[str, Any]) -> None:
     attributes.clear()
     attributes.update(before)
 
 
 def _seed(draw: int) -> None:
     random.seed(draw)
-    torch.default_generator.manual_seed(draw)  # of the CPU alone: a GPU stays out of it
+    torch.default_generator.manual_seed(draw)  # not `torch.manual_seed`, which seeds GPUs too
     np.random.seed(draw)  # noqa: NPY002 - the generator that datasets draw from
 
 
 def random_states() -> dict[str, Any]:
-    """Return the states of the global generators by their names, to be compared."""
+    """Return comparable states of the global generators, by name."""
     kind, keys, *rest = np.random.get_state()  # noqa: NPY002
     return {
         "`random`": random.getstate(),

@@ -19,7 +19,7 @@ import torch
 import lightning_opt
 from lightning_opt.core.measure.cpus import available_cpus
 from lightning_opt.core.measure.machine import cpu_flags
-from lightning_opt.data.cache.fingerprint import fingerprint
+from lightning_opt.tuner.fingerprint import fingerprint
 from lightning_opt.tuner.journal import Journal
 from lightning_opt.tuner.progress import Progress
 from lightning_opt.tuner.report.explaining import describe_step

@@ -1,4 +1,4 @@
-"""Datasets at the top level of a module, so that spawned workers can have them."""
+"""Datasets at the top level of a module, so that they can be pickled for workers."""
 
 import random
 from typing import Any
@@ -9,7 +9,7 @@ from torch.utils.data import Dataset
 
 
 class Counting(Dataset[Any]):
-    """Nested items that depend on the index alone; counts how often this process made one."""
+    """Nested items that depend only on the index; counts the fetches of this process."""
 
     def __init__(self, length: int = 24, width: int = 8, offset: int = 0) -> None:
         self.length, self.width, self.offset = length, width, offset
@@ -50,7 +50,7 @@ class Numbers(Dataset[torch.Tensor]):
 
 
 class FromTorch(Numbers):
-    """Random through torch, and so rarely that looking at items alone misses it."""
+    """Draws from torch's generator, but the items differ too rarely to be noticed."""
 
     def __getitem__(self, index: int) -> torch.Tensor:
         noise = float(torch.rand(()) < 1e-6)
@@ -77,7 +77,7 @@ class FromItsOwn(Numbers):
 
 
 class Lazy(Numbers):
-    """Opens something on first use that must not be open when workers are forked."""
+    """Opens a handle at the first fetch; it must not be open when workers are forked."""
 
     handle: Any = None
 

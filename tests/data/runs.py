@@ -1,4 +1,4 @@
-"""Runs that record which samples each step was given."""
+"""Runs that record the samples of each step."""
 
 import logging
 import multiprocessing
@@ -29,7 +29,7 @@ class Rows(Numbers):
 
 
 class Recorded(SmallNet):
-    """Draws random numbers in each step, as dropout does, and sees every row of its batch."""
+    """A model that draws random numbers in each step."""
 
     def step(self, batch: Any) -> Tensor:
         inputs, targets = batch
@@ -41,7 +41,7 @@ def nn_dropout(inputs: Tensor) -> Tensor:
 
 
 class Record(Callback):
-    """Keeps the targets of each batch, and the state of the random numbers behind each epoch."""
+    """Records the targets of each batch, and torch's random state after each epoch."""
 
     def __init__(self) -> None:
         self.seen: list[list[float]] = []
@@ -57,7 +57,7 @@ class Record(Callback):
 
 
 def choose(settings: LoaderSettings) -> Callable[..., LoaderSettings]:
-    """Return what makes a search measure ``settings`` once and take them, whatever the machine."""
+    """Return a replacement of ``Search.run`` that measures ``settings`` once and chooses them."""
 
     def run(search: Search, fetch: float, step: float) -> LoaderSettings:
         measured = search.measure(settings)
@@ -74,7 +74,7 @@ WORKERS = LoaderSettings(2, 2, False, True)
 def train(
     tuned: LoaderSettings | None, cached: bool, epochs: int = 3, devices: int = 1, **loader: Any
 ) -> tuple[Record, SmallNet, Any]:
-    """Fit, with the settings that a tuner would have chosen or without a tuner."""
+    """Fit with a tuner that chooses ``tuned``, or without a tuner."""
     record, dataset = Record(), Rows()
     if cached:
         dataset = lo.CachedDataset(dataset, 2**20)  # type: ignore[assignment]
@@ -112,13 +112,13 @@ def train(
 
 
 def allow_workers() -> None:
-    """Let this process fork others: one of a fork server ends with it and would use that again."""
+    """Let this process fork others, although it is a daemon of the fork server."""
     multiprocessing.current_process()._config["daemon"] = False  # type: ignore[attr-defined]
     multiprocessing.set_start_method("fork", force=True)
 
 
 def train_in_ddp(tuned: bool, cached: bool, own_sampler: bool) -> Any:
-    """Fit under DDP and return what this rank saw, and its weights."""
+    """Fit under DDP, and return the samples and the weights of this rank."""
     allow_workers()
     record, model, tuner = train(
         WORKERS if tuned else None,
@@ -132,7 +132,7 @@ def train_in_ddp(tuned: bool, cached: bool, own_sampler: bool) -> Any:
 
 
 def tune_in_ddp() -> Any:
-    """Tune for real under DDP, one rank slower than the other."""
+    """Tune under DDP, where rank 1 is slower."""
     allow_workers()
     rank = int(os.environ["LOCAL_RANK"])
     dataset = Sleepy(24, 0.004 * (rank + 1))
@@ -171,7 +171,7 @@ class Settings(Callback):
 
 
 class Sleepy(Rows):
-    """Items that wait for something."""
+    """Items that wait."""
 
     def __init__(self, length: int = 24, seconds: float = 0.002) -> None:
         super().__init__(length)

@@ -1,4 +1,4 @@
-"""Results of a function that are computed once and kept within a bound."""
+"""A function whose results are computed once and cached within a byte limit."""
 
 from __future__ import annotations
 
@@ -7,32 +7,30 @@ from collections.abc import Callable
 from typing import Any
 
 from lightning_opt.data.cache.caching import Caching, Storage
-from lightning_opt.data.cache.fingerprint import fingerprint
 from lightning_opt.data.cache.store import Policy
 from lightning_opt.data.encoding import decode, digest, encode
 
 
 class cached(Caching):  # noqa: N801 - called as a function is
-    """Wrap a function in a limited cache of its results, such as distances of pairs.
+    """Cache the results of a function within a byte limit, such as distances of pairs.
 
-    Arguments are compared by value, of tensors and arrays too, and by type: ``f(1)`` and ``f(1.0)``
-    are two results. Results are new objects at each call. An error is not cached.
+    Arguments are compared by type and value, tensors and arrays too: ``f(1)`` and ``f(1.0)`` are
+    two results. Each call returns a new object. Errors are not cached.
 
     Args:
-        fn: A function of its arguments and of nothing else. To send it to spawned workers, give the
+        fn: A function that depends only on its arguments. To send it to spawned workers, give the
             cached one another name than the function's.
-        max_bytes: The bound on the results that are cached.
-        symmetric: ``fn(a, b)`` equals ``fn(b, a)``: compute one of them.
-        policy: As of :class:`CachedDataset`.
-        storage: As of :class:`CachedDataset`.
-        key: As of :class:`CachedDataset`; the fingerprint is that of the function's code,
-            with what this refers to.
-        folder: As of :class:`CachedDataset`.
+        max_bytes: The limit on all cached results.
+        symmetric: ``fn(a, b)`` equals ``fn(b, a)``: compute only one of them.
+        policy: See :class:`CachedDataset`.
+        storage: See :class:`CachedDataset`.
+        key: See :class:`CachedDataset`; the function's name takes the place of the class's.
+        folder: See :class:`CachedDataset`.
 
     Raises:
-        TypeError: For what is not callable; in a call, for arguments or results that cannot be
+        TypeError: If ``fn`` is not callable; in a call, for arguments or results that cannot be
             pickled, and for a symmetric function without exactly two positional arguments.
-        ValueError: For arguments out of range.
+        ValueError: For the same reasons as :class:`CachedDataset`.
 
     Example:
         >>> import lightning_opt as lo
@@ -58,12 +56,12 @@ class cached(Caching):  # noqa: N801 - called as a function is
         if not callable(fn):
             raise TypeError(f"fn must be callable, got {fn!r}.")
         self._fn, self._symmetric = fn, symmetric
-        version = functools.partial(fingerprint, fn) if key is None else lambda: key
-        self._open(max_bytes, policy, storage, folder, version)
+        name = getattr(fn, "__qualname__", type(fn).__qualname__)
+        self._open(max_bytes, policy, storage, key, folder, name)
         functools.update_wrapper(self, fn, updated=())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Return the result for these arguments, which are compared by value."""
+        """Return the cached or computed result for these arguments."""
         if self._symmetric and len(args) != 2:
             raise TypeError(
                 f"A symmetric function takes two positional arguments, got {len(args)}."
@@ -72,11 +70,11 @@ class cached(Caching):  # noqa: N801 - called as a function is
         if self._symmetric:
             parts.sort()
         named = sorted((name, digest(value)) for name, value in kwargs.items())
-        key = digest(parts, named).hex()
-        data = self._look_up(key)
+        name = digest(parts, named).hex()
+        data = self._look_up(name)
         if data is None:
             data = encode(self._fn(*args, **kwargs))
-            self._keep(key, data)
+            self._keep(name, data)
         return decode(data)
 
     def __repr__(self) -> str:

@@ -1,42 +1,43 @@
-"""What a cached dataset and a cached function have in common."""
+"""The base of cached datasets and functions: their store, its folder and its counts."""
 
 from __future__ import annotations
 
 import os
-import secrets
 import shutil
 import tempfile
 import weakref
-from collections import Counter
-from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, get_args
 
+import torch
+from torch.utils.data import get_worker_info
+
 from lightning_opt.core.arguments import at_least, one_of
-from lightning_opt.core.modules.patching import do_nothing
 from lightning_opt.core.output.report import Report
-from lightning_opt.data.cache.counters import Counters
 from lightning_opt.data.cache.store import Policy, Store
 from lightning_opt.data.encoding import digest
 
 try:
     import fcntl
-except ImportError:  # pragma: no cover - Windows: what a killed process leaves behind, stays
+except ImportError:  # pragma: no cover - on Windows leftovers of killed processes stay
     fcntl = None  # type: ignore[assignment]
 
 Storage: TypeAlias = Literal["memory", "disk"]
 
 FILE = "cache.sqlite"
-MARK = "lightning_opt_cache_"
-RUN = "LIGHTNING_OPT_RUN"
-"""The environment variable by which the ranks that a process starts know of its caches."""
-LAUNCHERS = ("MASTER_ADDR", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID")
-"""Variables of which the ranks of a run have the same values."""
+
+MEMORY_PREFIX = "lightning_opt_cache_"
+"""How the names of folders in memory begin."""
+
+COUNTERS = ("hits", "misses", "evictions")
+
+COUNTER_ROWS = 129
+"""One for the main process, and one for each worker of a loader; more workers share rows."""
 
 
 class Caching:
-    """A store with its counts, and what is said of them."""
+    """A store with shared counters and a report."""
 
     _store: Store
 
@@ -45,125 +46,140 @@ class Caching:
         max_bytes: int,
         policy: Policy,
         storage: Storage,
+        key: str | None,
         folder: str | None,
-        version: Callable[[], str | None],
-        shared: Callable[[], object] = do_nothing,
+        name: str,
     ) -> None:
         """Check the arguments and open the store.
 
-        ``version`` is asked for files that stay. ``shared`` is asked for memory: it returns what
-        stands for the items, or ``None`` where ranks may not share them.
+        Args:
+            max_bytes: See :class:`~lightning_opt.CachedDataset`, as for the next four.
+            policy: See there.
+            storage: See there.
+            key: See there.
+            folder: See there.
+            name: Name of the dataset's class or of the function. On disk, items are found only
+                under the same key and name.
         """
         at_least("max_bytes", max_bytes, 1)
         one_of("policy", policy, get_args(Policy))
         one_of("storage", storage, get_args(Storage))
-        if folder is not None and storage != "disk":
-            raise ValueError(
-                f'folder={folder!r} goes with storage="disk", got storage={storage!r}.'
-            )
         if storage == "disk":
+            if not key:
+                raise ValueError(
+                    'storage="disk" needs key=, a name for the version of the items such as '
+                    '"scans 224px v1". Later runs find items by it, so change it whenever the '
+                    "items change."
+                )
             default = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-            file = Path(folder or default / "lightning_opt") / FILE
-            self._store = Store(file, max_bytes, policy, digest(version()).hex())
+            place = Path(folder or default / "lightning_opt")
+            check_private(place)
+            self._store = Store(place / FILE, max_bytes, policy, digest(name, key).hex())
         else:
-            self._store = Store(memory_folder(max_bytes, self, shared()) / FILE, max_bytes, policy)
+            for argument, value in (("key", key), ("folder", folder)):
+                if value is not None:
+                    raise ValueError(
+                        f'{argument}={value!r} goes with storage="disk", got storage={storage!r}.'
+                    )
+            self._store = Store(memory_folder(max_bytes, self) / FILE, max_bytes, policy)
         self._storage = storage
-        self._counters = Counters()
+        # One row per process, so no lock is needed. Workers of a DataLoader, forked or spawned,
+        # share this memory; a pickled copy counts separately.
+        self._counts = torch.zeros(COUNTER_ROWS, len(COUNTERS), dtype=torch.int64).share_memory_()
 
-    def _look_up(self, key: str) -> bytes | None:
-        data = self._store.get(key)
-        self._counters.add(hits=int(data is not None), misses=int(data is None))
+    def _count(self, hits: int = 0, misses: int = 0, evictions: int = 0) -> None:
+        worker = get_worker_info()
+        row = self._counts[0 if worker is None else 1 + worker.id % (COUNTER_ROWS - 1)].numpy()
+        row += (hits, misses, evictions)
+
+    def _look_up(self, name: str) -> bytes | None:
+        data = self._store.get(name)
+        self._count(hits=int(data is not None), misses=int(data is None))
         return data
 
-    def _keep(self, key: str, data: bytes) -> None:
-        self._counters.add(evictions=self._store.put(key, data))
+    def _keep(self, name: str, data: bytes) -> None:
+        self._count(evictions=self._store.put(name, data))
 
     def statistics(self) -> dict[str, int]:
         """Return ``hits``, ``misses``, ``evictions``, ``bytes`` and ``items``.
 
-        Counts are those of this process and of the workers of its loaders together.
+        Counts include this process and the workers of its loaders.
         """
-        return {**self._counters.total(), **self._store.statistics()}
+        counts = dict(zip(COUNTERS, self._counts.sum(0).tolist(), strict=True))
+        return {**counts, **self._store.statistics()}
 
     def report(self) -> Report:
         """Return the statistics as a table."""
         counts = self.statistics()
-        asked = counts["hits"] + counts["misses"]
-        row = {**counts, "hit rate": counts["hits"] / asked if asked else None}
+        lookups = counts["hits"] + counts["misses"]
+        row = {**counts, "hit rate": counts["hits"] / lookups if lookups else None}
         return Report(f"{self!r}", [row])
 
     def clear(self) -> None:
-        """Forget what is cached."""
+        """Delete all cached items."""
         self._store.clear()
 
 
-def memory_folder(max_bytes: int, owner: object, shared: object) -> Path:
-    """Return a folder in memory that is gone when ``owner`` is, or else when nobody holds it.
+def check_private(folder: Path) -> None:
+    """Create ``folder`` if needed, and raise if other users could place items in it.
+
+    Items are pickles, so whoever writes them can run code in the process that reads them. Root may
+    use the folders of all users: in containers it is the usual user, and folders are mounted.
+
+    Raises:
+        ValueError: If the folder belongs to another user, or if everybody may write to it.
+    """
+    with suppress(OSError):
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    if not folder.is_dir() or not hasattr(os, "getuid"):
+        return
+    status, user = folder.stat(), os.getuid()
+    if user not in (status.st_uid, 0):
+        raise ValueError(
+            f"The cache folder {folder} belongs to another user (uid {status.st_uid}), who could "
+            "run code in this process through cached items. Use a folder of your own."
+        )
+    if status.st_mode & 0o002:
+        raise ValueError(
+            f"Every user can write to the cache folder {folder}, and so could run code in this "
+            f"process through cached items. Use a folder of your own, or run: chmod o-w {folder}"
+        )
+
+
+def memory_folder(max_bytes: int, owner: object) -> Path:
+    """Create a private folder in memory that is removed together with ``owner``.
 
     Args:
-        max_bytes: What it is to hold.
-        owner: Whose it is.
-        shared: What stands for the content. The ranks of a run on this machine that make the same
-            in the same order get the same folder. ``None`` for a separate folder.
+        max_bytes: The bytes that must fit.
+        owner: The object to which the folder belongs.
 
     Raises:
         ValueError: If there is no room for ``max_bytes``.
     """
     root = Path("/dev/shm")
     if not os.access(root, os.W_OK):
-        root = Path(tempfile.gettempdir())  # which the system keeps in memory while it can
-    _sweep(root)
-    user = getattr(os, "getuid", int)()
-    name = secrets.token_bytes(16) if shared is None else digest(_run(), user, max_bytes, shared)
-    _MADE[name] += 1
-    name = digest(name, _MADE[name])
-    folder = root / f"{MARK}{name.hex()}"
+        root = Path(tempfile.gettempdir())  # the system keeps its files in memory while it can
+    _remove_leftovers(root)
     free = shutil.disk_usage(root).free
-    if max_bytes > free and not folder.exists():
+    if max_bytes > free:
         raise ValueError(
             f"max_bytes={max_bytes} is more than the {free} bytes that are free in {root}. Lower "
             'it, give the container more (docker run --shm-size=...), or use storage="disk".'
         )
-    lock = None
-    while lock is None:  # it may be about to be removed by who was the last, or sweeps
-        folder.mkdir(mode=0o700, exist_ok=True)
-        with suppress(FileNotFoundError):
-            lock = _hold(folder)
+    # A new folder with an unpredictable name, which only this user can open.
+    folder = Path(tempfile.mkdtemp(prefix=MEMORY_PREFIX, dir=root))
+    lock = (folder / "new lock").open("wb")
+    _lock(lock)
+    (folder / "new lock").rename(folder / "lock")  # from now on others see it, locked
     weakref.finalize(owner, _remove, folder, os.getpid(), lock)
     return folder
 
 
-_MADE: Counter[bytes] = Counter()
-"""How many caches of the same content this process has made: each is one of its own."""
-
-
-def _run() -> str:
-    """Return what the ranks of a run have in common.
-
-    Where no launcher says it, this process is the first: it tells those that it will start.
-    """
-    if RUN not in os.environ:
-        said = [os.environ.get(name) for name in LAUNCHERS]
-        os.environ[RUN] = " ".join(filter(None, said)) or secrets.token_hex(8)
-    return os.environ[RUN]
-
-
-def _hold(folder: Path, alone: bool = False) -> Any:
-    """Return a locked file, which forked workers hold too, or None if that cannot be had.
-
-    A lock says who is alive in other containers as well, where numbers of processes say nothing.
-    """
-    lock = (folder / "lock").open("ab")
-    if not _locked(lock, alone) or not (folder / "lock").exists():
-        lock.close()
-        return None
-    return lock
-
-
-def _locked(lock: Any, alone: bool) -> bool:
+def _lock(file: Any) -> bool:
+    """Lock a file, also against processes in other containers; forked workers keep the lock."""
     if fcntl is not None:
         try:
-            fcntl.flock(lock, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             return False
     return True
@@ -171,15 +187,17 @@ def _locked(lock: Any, alone: bool) -> bool:
 
 def _remove(folder: Path, pid: int, lock: Any) -> None:
     if pid == os.getpid():  # not at the end of a forked worker
-        if _locked(lock, alone=True):  # the last rank that holds it
-            shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
         lock.close()
 
 
-def _sweep(root: Path) -> None:
-    """Remove what killed processes of this user have left behind."""
-    for folder in root.glob(f"{MARK}*"):
-        with suppress(OSError):  # somebody else's, or gone meanwhile
-            if fcntl is not None and (lock := _hold(folder, alone=True)):
-                shutil.rmtree(folder, ignore_errors=True)
-                lock.close()
+def _remove_leftovers(root: Path) -> None:
+    """Remove the folders of this user's killed processes, whose locks are free."""
+    if fcntl is None:
+        return
+    for folder in root.glob(f"{MEMORY_PREFIX}*"):
+        with suppress(OSError):  # being made or removed
+            if folder.lstat().st_uid == os.getuid():
+                with (folder / "lock").open("rb") as lock:
+                    if _lock(lock):
+                        shutil.rmtree(folder, ignore_errors=True)

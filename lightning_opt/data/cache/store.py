@@ -1,4 +1,4 @@
-"""A bounded store of bytes in a file, which processes share and any of which may be killed."""
+"""A store of bytes in an SQLite file of limited size, shared by processes that may be killed."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 PAGE = 4096
 LARGEST = 10**9 - PAGE
-"""Bytes that SQLite takes as one value."""
+"""Bytes that SQLite accepts as one value."""
 
 BEGIN = "BEGIN IMMEDIATE"
-"""Locks the file at once; the context of the connection commits, or rolls back after an error."""
+"""Locks the file at once. The connection's context commits, or rolls back after an error."""
 
 TABLES = """
     PRAGMA journal_mode = TRUNCATE;
@@ -33,7 +33,7 @@ TABLES = """
     COMMIT;
 """
 EMPTY = 5
-"""Pages that these take by themselves."""
+"""Pages of an empty file."""
 
 TOUCH = """
     UPDATE items SET used = (SELECT max(used) + 1 FROM items) WHERE version = ? AND name = ?
@@ -50,43 +50,43 @@ OTHERS = """
 
 
 class Store:
-    """Bytes by name in an SQLite file, whose pages are never more than ``max_bytes``.
+    """Stores bytes by name in an SQLite file whose pages take at most ``max_bytes``.
 
-    SQLite brings the locks between processes (of different containers too), whole items or nothing
-    where a process is killed, and the bound. What it costs to store or to give up an item does not
-    depend on how many there are. Each item carries a checksum; one that does not fit it, after a
-    bad sector, is deleted and counts as missing. After a power failure the file may be unreadable,
-    and is then begun anew: it is not flushed to the disk.
+    SQLite locks the file between processes, of different containers too, stores an item completely
+    or not at all, and limits the size. The cost to store or evict an item does not depend on the
+    number of items. Each item has a checksum; an item that fails it, after a bad sector, say, is
+    deleted and counts as a miss. The file is not flushed to the disk, so after a power failure it
+    may be unreadable; it is then started over.
 
-    Whatever goes wrong with the file is a miss, or nothing is stored.
+    Every error of the file is a miss, or nothing is stored.
 
     Args:
-        file: Where; its folder is made if it is not there. Only trusted users may write there.
-        max_bytes: The bound.
-        policy: ``"lru"`` gives up what was used least recently; ``"keep"`` gives nothing up but
-            items of other versions, and takes nothing more once it is full.
-        version: Items of another version are never found.
+        file: The file, in a folder that exists and to which only trusted users can write.
+        max_bytes: The limit.
+        policy: ``"lru"`` evicts the least recently used item; ``"keep"`` evicts only items of other
+            versions, and stores nothing more once it is full.
+        version: Items of other versions are never found.
     """
 
     def __init__(
         self, file: Path, max_bytes: int, policy: Policy = "lru", version: str = ""
     ) -> None:
         self.file, self.max_bytes, self.policy, self.version = file, max_bytes, policy, version
-        self._begin()
+        self._reset()
 
-    def _begin(self) -> None:
+    def _reset(self) -> None:
         self._connection: sqlite3.Connection | None = None
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._touched: dict[str, None] = {}
-        self._refused = LARGEST
+        self._without_room = LARGEST  # the smallest size for which a full cache has no room
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Store, (self.file, self.max_bytes, self.policy, self.version)
 
     def _attempt(self, work: Callable[[sqlite3.Connection], T], otherwise: T) -> T:
-        """Return what ``work`` makes of this process's connection, if SQLite raises nothing."""
+        """Return ``work(connection)``, or ``otherwise`` if SQLite raises."""
         if self._pid != os.getpid():
-            self._begin()  # a connection must not be used on both sides of a fork
+            self._reset()  # a connection must not be used on both sides of a fork
         with self._lock:
             try:
                 if self._connection is None:
@@ -103,8 +103,6 @@ class Store:
         return otherwise
 
     def _connect(self) -> sqlite3.Connection:
-        with suppress(OSError):
-            self.file.parent.mkdir(parents=True, exist_ok=True, mode=0o700)
         connection = sqlite3.connect(
             self.file, timeout=60.0, isolation_level=None, check_same_thread=False
         )
@@ -113,7 +111,7 @@ class Store:
         return connection
 
     def get(self, name: str) -> bytes | None:
-        """Return the whole and unharmed data stored under ``name``, or None."""
+        """Return the data stored under ``name`` if its checksum fits, or None."""
 
         def find(database: sqlite3.Connection) -> bytes | None:
             query = "SELECT id, checksum, data FROM items JOIN contents USING (id)"
@@ -127,7 +125,7 @@ class Store:
                     database.execute(BEGIN)
                     _delete(database, key)
                 return None
-            if self.policy == "lru":  # noted at once, and written down with what is stored next
+            if self.policy == "lru":  # written to the file together with the next stored item
                 self._touched.pop(name, None)
                 self._touched[name] = None
             return data  # type: ignore[no-any-return]
@@ -135,25 +133,25 @@ class Store:
         return self._attempt(find, None)
 
     def put(self, name: str, data: bytes) -> int:
-        """Store ``data`` if it may be; return how many others were given up for it."""
-        if len(data) > min(self.max_bytes, LARGEST) or len(data) >= self._refused:
+        """Store ``data`` if there is room, and return how many items were evicted for it."""
+        if len(data) > min(self.max_bytes, LARGEST) or len(data) >= self._without_room:
             return 0
 
         def add(database: sqlite3.Connection) -> int:
             evicted = 0
             while not self._insert(database, name, data):
-                gone = self._evict(database, len(data))
-                if not gone:
+                more = self._evict(database, len(data))
+                if not more:
                     if self.policy == "keep":
-                        self._refused = len(data)  # it stays as full as it is
+                        self._without_room = len(data)  # no room will become free
                     break
-                evicted += gone
+                evicted += more
             return evicted
 
         return self._attempt(add, 0)
 
     def _insert(self, database: sqlite3.Connection, name: str, data: bytes) -> bool:
-        """Return whether there was room."""
+        """Store the data, and return whether there was room."""
         try:
             with database:
                 database.execute(BEGIN)
@@ -172,11 +170,11 @@ class Store:
         return True
 
     def _write_touches(self, database: sqlite3.Connection) -> None:
-        """Write down what was read since something was stored, in its order."""
+        """Write the order of the reads since the last stored item."""
         database.executemany(TOUCH, [(self.version, used) for used in self._touched])
 
     def _evict(self, database: sqlite3.Connection, size: int) -> int:
-        """Give up items until ``size`` bytes may have room, at least one; return how many."""
+        """Evict one or more items until ``size`` bytes may fit, and return how many."""
         evicted = 0
         with database:
             database.execute(BEGIN)
@@ -191,7 +189,7 @@ class Store:
         return evicted
 
     def statistics(self) -> dict[str, int]:
-        """Return the bytes that are taken, by all versions, and the number of this one's items."""
+        """Return the bytes of all versions, and the number of items of this version."""
 
         def count(database: sqlite3.Connection) -> dict[str, int]:
             pages = _pragma(database, "page_count") - _pragma(database, "freelist_count")
@@ -212,7 +210,7 @@ class Store:
                 database.execute(f"DELETE {mine}", version)
 
         self._attempt(empty, None)
-        self._refused = LARGEST
+        self._without_room = LARGEST
 
     def _checksum(self, name: str, data: bytes) -> bytes:
         hashed = hashlib.blake2b(f"{self.version}/{name}/".encode(), digest_size=16)

@@ -1,4 +1,4 @@
-"""How much of the run waits for data."""
+"""Measures the share of time that training waits for data."""
 
 from __future__ import annotations
 
@@ -22,29 +22,28 @@ log = logging.getLogger(__name__)
 
 ADVICE = (
     "Add DataPipelineTuner(), which measures how many workers the loader should have. "
-    "CachedDataset keeps what is expensive to make."
+    "CachedDataset caches expensive items."
 )
 
 
 class DataMonitor(RunCallback):
-    """Logs the share of time that training waits for data, and says what to do if it is large.
+    """Logs the share of time that training waits for data, and warns if it is large.
 
-    It measures the host's time from asking the loader for a batch to having it, as a share of the
-    time since the last report, without validation. Without workers, that is the time to make the
-    batch. On an accelerator, whose host runs ahead, it is an upper bound of the device's wait: the
-    device may be busy in the meantime.
+    It measures how long the host waits for each batch, as a share of the time since the last
+    report, without validation. Without workers, that is the time to make the batch. On an
+    accelerator, where the host runs ahead, it is an upper bound of the device's wait.
 
-    Logged every ``every_n_steps`` batches, for this process (rank 0 where there are several):
+    Logged every ``every_n_steps`` batches, for this process (rank 0 of several):
 
     ============================= ==================================================================
     ``data/wait_fraction``        share of the time spent waiting for batches
-    ``data/samples_per_second``   samples trained on, of all ranks if they have as many each
+    ``data/samples_per_second``   samples per second, times the number of ranks
     ============================= ==================================================================
 
     Args:
-        every_n_steps: Batches from one report to the next, at least 1.
+        every_n_steps: Batches between reports, at least 1.
         threshold: Wait fraction from which the run counts as data-bound.
-        patience: Reports in a row above the threshold until the warning, which comes once.
+        patience: Consecutive reports above the threshold before the only warning.
 
     Raises:
         ValueError: For arguments out of range.
@@ -61,15 +60,16 @@ class DataMonitor(RunCallback):
         self.threshold = fraction("threshold", threshold)
         self.patience = at_least("patience", patience, 1)
         self._patches = Patches()
-        self._clear()
+        self._reset()
 
-    def _clear(self) -> None:
-        self._batches = self._samples = self._reports = self._high = 0
+    def _reset(self) -> None:
+        self._batches = self._samples = self._reports = self._high_reports = 0
         self._warned = False
         self._total_wait = self._total_time = 0.0
-        self._wait = self._apart = 0.0
+        # Since the last report: seconds of waiting and of validation.
+        self._wait = self._validation = 0.0
         self._begin: float | None = None
-        self._asked = self._validation = 0.0
+        self._fetch_start = self._validation_start = 0.0
 
     @property
     def wait_fraction(self) -> float | None:
@@ -77,21 +77,21 @@ class DataMonitor(RunCallback):
         return self._total_wait / self._total_time if self._total_time else None
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to look at the clock before and after each batch is fetched."""
+        """Take the time before and after each fetch."""
         self.release(trainer)
-        self._clear()
+        self._reset()
         loop = trainer.fit_loop.epoch_loop
         before, after = loop._on_before_fetch, loop._on_after_fetch
 
         # The loop calls these anyway, for its profiler.
         def on_before_fetch() -> None:
             before()
-            self._asked = time.perf_counter()
+            self._fetch_start = time.perf_counter()
             if self._begin is None:
-                self._begin = self._asked
+                self._begin = self._fetch_start
 
         def on_after_fetch() -> None:
-            self._wait += time.perf_counter() - self._asked
+            self._wait += time.perf_counter() - self._fetch_start
             after()
 
         self._patches.enter_context(
@@ -106,7 +106,7 @@ class DataMonitor(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Count, and report if it is time."""
+        """Count the batch, and report if a report is due."""
         self._batches += 1
         self._samples += samples_in(batch)
         if self._schedule.is_due(self._batches):
@@ -114,27 +114,29 @@ class DataMonitor(RunCallback):
 
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Stop the clock."""
-        self._validation = time.perf_counter()
+        self._validation_start = time.perf_counter()
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Go on."""
-        self._apart += time.perf_counter() - self._validation
+        """Restart the clock."""
+        self._validation += time.perf_counter() - self._validation_start
 
     def _report(self, trainer: pl.Trainer) -> None:
         now = time.perf_counter()
         if self._begin is None:
             return
-        passed = max(now - self._begin - self._apart, 1e-9)
+        passed = max(now - self._begin - self._validation, 1e-9)
         share = min(1.0, self._wait / passed)
         rate = self._samples * trainer.world_size / passed
         self._total_wait += self._wait
         self._total_time += passed
-        self._begin, self._wait, self._apart, self._samples = now, 0.0, 0.0, 0
+        self._begin, self._samples = now, 0
+        self._wait = self._validation = 0.0
         self._reports += 1
-        # The first report holds the start of workers and of much else.
-        self._high = self._high + 1 if share > self.threshold and self._reports > 1 else 0
+        # The first report includes the start of workers.
+        is_high = share > self.threshold and self._reports > 1
+        self._high_reports = self._high_reports + 1 if is_high else 0
         log_scalars(trainer, {"data/wait_fraction": share, "data/samples_per_second": rate})
-        if self._high >= self.patience and not self._warned:
+        if self._high_reports >= self.patience and not self._warned:
             self._warned = True
             log.warning(
                 "Training waits for data %.0f%% of the time (step %d). %s",
@@ -142,18 +144,18 @@ class DataMonitor(RunCallback):
             )  # fmt: skip
 
     def diagnose(self) -> list[Verdict]:
-        """Return whether training has waited for data."""
+        """Return whether training waits for data."""
         share = self.wait_fraction
         if share is None:
-            finding = f"DataMonitor has seen {self._batches} batches, too few for a report."
+            finding = f"There were {self._batches} batches, too few for a report."
             return [Verdict("data", "unknown", finding, "Train longer, or report more often.")]
-        finding = f"It waits for data {share:.0%} of the time."
+        finding = f"Training waits for data {share:.0%} of the time."
         if share <= self.threshold:
             return [Verdict("data", "ok", finding)]
         return [Verdict("data", "look", finding, ADVICE)]
 
     def report(self) -> Report:
-        """Return the shares of the last run."""
+        """Return the shares of the last run as a table."""
         share = self.wait_fraction
         rows = [
             {"time": "waiting for data", "share": share},
@@ -162,9 +164,9 @@ class DataMonitor(RunCallback):
         return Report(f"DataMonitor: {self._total_time:.1f} s of training", rows)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look no more: what is fetched from here on is not for training."""
+        """Stop measuring: later fetches are not for training."""
         self.release(trainer)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Give the loop back what it called."""
+        """Restore the loop's methods."""
         self._patches.close()

@@ -1,4 +1,4 @@
-"""Copies the next batch to the device while the device still computes the last one."""
+"""Copies the next batch to the device while the device computes the previous step."""
 
 from __future__ import annotations
 
@@ -25,18 +25,16 @@ class DevicePrefetcher(RunCallback):
     """Copies batches to a CUDA device on a separate stream, during computation.
 
     Lightning queues the copy of a batch behind the previous step. Here it is queued on a side
-    stream, so it runs while that step still computes; the next step waits only for the copy. No
-    batch is taken from the loader earlier than before, so order, checkpoints and resume stay the
-    same.
+    stream, so it runs while that step computes, and the next step waits only for the copy. Batches
+    are not fetched earlier than before, so order, checkpoints and resume stay the same.
 
     It needs pinned memory (``DataLoader(pin_memory=True)``, which
-    :class:`~lightning_opt.DataPipelineTuner` tries) and a host that runs ahead of its device: a
-    step that reads a value of the device at its end (``loss.item()``) leaves nothing to overlap.
+    :class:`~lightning_opt.DataPipelineTuner` tries) and a host that runs ahead of its device: if a
+    step ends with reading a value from the device (``loss.item()``), nothing overlaps.
 
-    On other devices it does nothing, and logs that. A model or data module with its own
-    ``transfer_batch_to_device`` is left alone too, because its code must not run on a side stream
-    unawares. A batch that holds anything other than tensors and plain values is copied as usual,
-    because tensors inside it could be reused too early.
+    On other devices, and for a model or data module with its own ``transfer_batch_to_device``, it
+    does nothing, and logs that. A batch with anything other than tensors and plain values is copied
+    as usual, because memory of hidden tensors could be reused too early.
 
     Raises:
         ValueError: In ``setup`` if there are two.
@@ -60,7 +58,7 @@ class DevicePrefetcher(RunCallback):
         self.copies = 0
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take over the copy, if there is one to take over."""
+        """Replace the model's transfer, if batches are copied to a GPU."""
         self.release(trainer)
         self.copies = 0
         device = trainer.strategy.root_device
@@ -81,7 +79,7 @@ class DevicePrefetcher(RunCallback):
             copy = partial(plain, batch, device, dataloader_idx)
             if not is_transparent(batch):
                 return copy()
-            self._look_at(batch)
+            self._warn_if_not_pinned(batch)
             self.copies += 1
             return copy_beside(copy, side, torch.cuda.current_stream(device), torch.cuda.stream)
 
@@ -89,22 +87,21 @@ class DevicePrefetcher(RunCallback):
             replaced(pl_module, transfer_batch_to_device=transfer_batch_to_device)
         )
 
-    def _look_at(self, batch: Any) -> None:
-        """Say once that memory is not pinned, and the host therefore waits for each copy."""
+    def _warn_if_not_pinned(self, batch: Any) -> None:
         on_cpu = (tensor for tensor in tensors_of(batch) if tensor.device.type == "cpu")
         if not self.copies and not all(tensor.is_pinned() for tensor in on_cpu):
             log.warning(
-                "DevicePrefetcher: batches are not in pinned memory, so copies overlap with "
-                "nothing. Use DataLoader(pin_memory=True)."
+                "DevicePrefetcher: batches are not in pinned memory, so the host waits for each "
+                "copy. Use DataLoader(pin_memory=True)."
             )
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Give the model its own transfer back."""
+        """Restore the model's transfer."""
         self._patches.close()
 
 
 def copy_beside(copy: Callable[[], Any], side: Any, current: Any, use: Callable[[Any], Any]) -> Any:
-    """Run ``copy`` on the stream ``side`` and let the stream ``current`` wait for it, not the host.
+    """Run ``copy`` on the stream ``side``; the stream ``current`` waits for it, the host does not.
 
     Args:
         copy: Queues the copy and returns the batch on the device.
@@ -116,13 +113,13 @@ def copy_beside(copy: Callable[[], Any], side: Any, current: Any, use: Callable[
         batch = copy()
     current.wait_stream(side)
     for tensor in tensors_of(batch):
-        # Made on one stream and used on another: without this the allocator of the first
-        # could give its memory to the next copy while the second still reads it.
+        # Else the allocator could reuse the memory for the next copy on `side` while `current`
+        # still reads it.
         tensor.record_stream(current)
     return batch
 
 
 def is_transparent(batch: Any) -> bool:
-    """Return whether every tensor of ``batch`` can be found in it."""
+    """Return whether every tensor inside ``batch`` can be found."""
     plain = (Tensor, str, bytes, bool, int, float, complex, type(None))
     return all(isinstance(leaf, plain) for leaf in leaves_of(batch))

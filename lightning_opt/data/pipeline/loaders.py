@@ -1,4 +1,4 @@
-"""The settings of a DataLoader, changed in place, and the cases in which they cannot be."""
+"""DataLoader settings: how they are changed in place, and when they must not be changed."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from lightning_opt.core.modules.patching import do_nothing
 from lightning_opt.core.modules.preserve import GENERATORS, isolated_random
 from lightning_opt.data.randomness import random_states
 
-LOOK = 4
+SAMPLER_BATCHES = 4
 """Batches of indices that are drawn to see when a sampler draws random numbers."""
 
-PLAIN = (bool, int, float, str, type(None))
-"""What a sampler may count in."""
+COUNTER_TYPES = (bool, int, float, str, type(None))
+"""Types of attributes in which a sampler may count its epochs."""
 
 
 @dataclass(frozen=True)
 class LoaderSettings:
-    """What is tuned.
+    """The settings that are tuned.
 
     Attributes:
         workers: ``num_workers``.
@@ -38,77 +38,64 @@ class LoaderSettings:
     persistent: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return plain types."""
+        """Return the settings as plain types."""
         return asdict(self)
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the present settings."""
+    """Return the present settings of a loader."""
     return LoaderSettings(
         loader.num_workers, loader.prefetch_factor, loader.pin_memory, loader.persistent_workers
     )
 
 
-def apply(loader: DataLoader[Any], settings: LoaderSettings) -> dict[str, Any]:
-    """Change ``loader`` itself, and return what :func:`put_back` needs.
+def attributes_for(loader: DataLoader[Any], settings: LoaderSettings) -> dict[str, Any]:
+    """Return the values of the loader's attributes under ``settings``.
 
-    A loader reads these attributes when it is iterated. Nothing is built anew, so dataset,
-    sampler, generator, collate function and subclass stay what they are. torch's advice to take no
-    more workers than there are CPUs is not given: this number was measured.
+    A loader reads these attributes when it is iterated, so it need not be built again: dataset,
+    sampler, generator, collate function and subclass stay the same.
     """
-    after = {
+    return {
         "num_workers": settings.workers,
         "prefetch_factor": settings.prefetch if settings.workers else None,
         "pin_memory": settings.pin,
         "persistent_workers": settings.persistent and settings.workers > 0,
-        "timeout": loader.timeout if settings.workers else 0,  # waiting for workers only
+        "timeout": loader.timeout if settings.workers else 0,  # torch allows it with workers only
+        # torch would advise against more workers than CPUs, but this number was measured.
         "check_worker_number_rationality": do_nothing,
     }
-    own = vars(loader)
-    before = {name: own[name] for name in after if name in own}
-    own.update(after)
-    return before
 
 
-def put_back(loader: DataLoader[Any], before: dict[str, Any]) -> None:
-    """Undo :func:`apply`, and let workers go that were kept for the next epoch."""
-    changed = any(vars(loader)[name] != value for name, value in before.items())
-    vars(loader).pop("check_worker_number_rationality", None)
-    vars(loader).update(before)
-    if changed:
-        vars(loader)["_iterator"] = None
-
-
-def refusal(loader: Any) -> str | None:
-    """Return why ``loader`` must stay as it is, or None."""
+def reason_to_skip(loader: Any) -> str | None:
+    """Return why the settings of ``loader`` must not be changed, or None."""
     if not isinstance(loader, DataLoader):
-        return f"{type(loader).__qualname__} is no torch DataLoader"
+        return f"{type(loader).__qualname__} is not a torch DataLoader"
     if isinstance(loader.dataset, IterableDataset):
         return (
-            "its dataset is iterable: what each worker reads, and in which order, changes with "
-            "their number, and without sharding each worker reads everything"
+            "its dataset is iterable: the samples of each worker and their order depend on the "
+            "number of workers, and without sharding each worker reads everything"
         )
     if loader._iterator is not None:
-        return "its workers are running already"
-    return _refused_sampler(loader)
+        return "its workers are already running"
+    return _reason_to_skip_sampler(loader)
 
 
-def _refused_sampler(loader: DataLoader[Any]) -> str | None:
-    """Return why the order could change: workers make a sampler run ahead, and start it twice."""
+def _reason_to_skip_sampler(loader: DataLoader[Any]) -> str | None:
+    """Return why the order could change: workers run a sampler ahead, and start it twice."""
     sampler = loader._index_sampler
     try:
         twin = copied_sampler(loader)
     except (TypeError, AttributeError, RuntimeError, NotImplementedError) as error:
-        return f"its sampler, {type(sampler).__qualname__}, cannot be copied to be tried: {error}"
+        return f"its sampler, {type(sampler).__qualname__}, cannot be copied: {error}"
     with isolated_random(torch.device("cpu")):
-        before = random_states(), _attributes(twin, PLAIN)
+        before = random_states(), _attributes(twin, COUNTER_TYPES)
         iterator = iter(twin)
-        if (random_states(), _attributes(twin, PLAIN)) != before:
+        if (random_states(), _attributes(twin, COUNTER_TYPES)) != before:
             return (
                 f"{type(sampler).__qualname__}.__iter__ draws or counts when it is called, and a "
                 "loader with workers calls it twice at the start; make it a generator (`yield`)"
             )
-        states = [random_states() for _ in zip(range(LOOK), iterator, strict=False)]
+        states = [random_states() for _ in zip(range(SAMPLER_BATCHES), iterator, strict=False)]
     if any(state != states[0] for state in states):
         return (
             f"{type(sampler).__qualname__} draws random numbers batch by batch from the global "
@@ -117,34 +104,34 @@ def _refused_sampler(loader: DataLoader[Any]) -> str | None:
         )
     if not loader.num_workers and any(_attributes(sampler, GENERATORS)):
         return (
-            "its sampler draws from a generator of its own, and workers run it to its end, where "
-            "it draws once more (torch's RandomSampler does): later epochs would have another "
-            "order. Set num_workers=1 to have the others tuned, or seed globally instead"
+            "its sampler has its own generator. Workers run it to its end, where torch's "
+            "RandomSampler draws once more, so later epochs would have another order. Set "
+            "num_workers=1 to have the other settings tuned, or seed globally instead"
         )
     return None
 
 
-def _attributes(sampler: Any, kinds: tuple[type, ...]) -> list[dict[str, Any]]:
-    """Return the attributes of these kinds of a sampler and of the one within it."""
+def _attributes(sampler: Any, types: tuple[type, ...]) -> list[dict[str, Any]]:
+    """Return the attributes of these types, of a sampler and of the sampler inside it."""
     return [
-        {name: value for name, value in vars(part).items() if isinstance(value, kinds)}
+        {name: value for name, value in vars(part).items() if isinstance(value, types)}
         for part in (sampler, getattr(sampler, "sampler", None))
         if hasattr(part, "__dict__")
     ]
 
 
 def copied_sampler(loader: DataLoader[Any]) -> Any:
-    """Return a copy of what yields the indices, which refers to the same dataset."""
+    """Return a copy of the sampler or batch sampler that refers to the same dataset."""
     parts = (loader.sampler, loader.batch_sampler)
     kept = [loader.dataset, *(getattr(part, "data_source", None) for part in parts)]
     return copy.deepcopy(loader._index_sampler, {id(source): source for source in kept})
 
 
 def endless_indices(loader: DataLoader[Any]) -> Iterator[Any]:
-    """Yield what the sampler of ``loader`` would, epoch after epoch, without touching it.
+    """Yield indices from a copy of the loader's sampler, epoch after epoch.
 
     Raises:
-        ValueError: If it yields nothing.
+        ValueError: If the sampler yields nothing.
     """
     twin = copied_sampler(loader)
     while True:
@@ -158,10 +145,10 @@ def endless_indices(loader: DataLoader[Any]) -> Iterator[Any]:
 def measuring_copy(
     loader: DataLoader[Any], settings: LoaderSettings, indices: Iterator[Any]
 ) -> DataLoader[Any]:
-    """Return a loader like ``loader`` with ``settings``, which takes what ``indices`` yields."""
+    """Return a copy of ``loader`` with ``settings`` that fetches the batches of ``indices``."""
     twin = copy.copy(loader)
     kind = "batch_sampler" if loader._auto_collation else "sampler"
     generator = torch.Generator().manual_seed(0)
-    vars(twin).update({kind: indices, "_iterator": None, "generator": generator})
-    apply(twin, replace(settings, persistent=False))
+    attributes = attributes_for(loader, replace(settings, persistent=False))
+    vars(twin).update({kind: indices, "_iterator": None, "generator": generator, **attributes})
     return twin

@@ -1,4 +1,4 @@
-"""Settings of the training loader, chosen by measurement before the first step."""
+"""Chooses the training loader's settings by measurement before the first step."""
 
 from __future__ import annotations
 
@@ -27,13 +27,17 @@ from lightning_opt.core.modules.trial import (
 from lightning_opt.core.output.report import Report
 from lightning_opt.data.pipeline.loaders import (
     LoaderSettings,
-    apply,
+    attributes_for,
     endless_indices,
-    put_back,
-    refusal,
+    reason_to_skip,
     settings_of,
 )
-from lightning_opt.data.pipeline.probing import ProbeError, probe, signals_put_back, time_loader
+from lightning_opt.data.pipeline.probing import (
+    ProbeError,
+    probe,
+    signal_handler_restored,
+    time_loader,
+)
 from lightning_opt.data.pipeline.search import Measured, Search
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -45,8 +49,8 @@ log = logging.getLogger(__name__)
 MEASURE = 0.4
 """Seconds of one measurement."""
 
-WAITING = 16
-"""The most workers that are tried by themselves beyond the CPUs, for items that wait."""
+MOST_FOR_WAITING = 16
+"""The most workers beyond the share of the CPUs, for items that wait for a disk or a network."""
 
 
 class DataPipelineTuner(RunCallback):
@@ -59,28 +63,28 @@ class DataPipelineTuner(RunCallback):
     stay the same.
 
     The order of samples is the same as without it. Measuring touches neither the dataset nor the
-    sampler of this process, and random state is restored. Loaders that cannot be measured, or whose
-    order would change, are left alone, with a warning that gives the reason: iterable datasets,
-    several training loaders, datasets that cannot be pickled for spawned workers, samplers that
-    draw as they go. Random augmentation in workers draws different numbers, as with every change of
+    sampler of this process, and random state is restored. Some loaders stay unchanged, with a
+    warning that gives the reason: iterable datasets, several training loaders, datasets that cannot
+    be pickled for spawned workers, samplers that draw batch by batch, and loaders of which a trial
+    fails. Random augmentation in workers draws different numbers, as with every change of
     ``num_workers``.
 
     With several processes, all use the settings that are best for the slowest. A resumed run uses
     the settings of its checkpoint.
 
     Args:
-        max_workers: The most workers of a process; None for its share of the CPUs that affinity
-            and control groups allow, and for up to 16 where items wait for a disk or a network.
+        max_workers: The largest number of workers per process; None for its share of the CPUs that
+            affinity and control groups allow, or up to 16 where items wait for a disk or a network.
         prefetch: Values of ``prefetch_factor`` to try, the usual one first.
         pin: ``"auto"`` tries pinned memory on CUDA; or whether to pin.
         persistent: Keep workers from one epoch to the next, unless the dataset has ``set_epoch``,
-            which reaches no worker that is running.
-        budget_seconds: When to stop measuring; what runs then is finished.
-        random_items: ``"allow"``, or ``"refuse"`` to leave a loader alone whose items are random.
+            which does not reach running workers.
+        budget_seconds: Seconds after which no further trial starts, and the limit of each trial.
+        random_items: ``"allow"``, or ``"refuse"`` to skip loaders whose items are random.
         verbose: Print the table.
 
     Attributes:
-        chosen: The settings that were chosen, or None where the loader was left alone.
+        chosen: The chosen settings, or None if the loader stays unchanged.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range; in ``setup`` if there are two.
@@ -117,74 +121,86 @@ class DataPipelineTuner(RunCallback):
         self._reset()
 
     only_one = True
-    process_only = ("_changed",)
+    process_only = ("_loader",)
 
     def _reset(self) -> None:
         self.chosen: LoaderSettings | None = None
         self._tried: list[Measured] = []
         self._notes: list[str] = []
         self._patches = Patches()
-        self._changed: tuple[DataLoader[Any], dict[str, Any]] | None = None
+        self._loader: DataLoader[Any] | None = None  # the loader that is changed now
+        self._loader_patches = Patches()
         self._several = False
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Begin anew with each fit."""
+        """Reset the state of an earlier fit."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             self.release(trainer)
             self._reset()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Ask to be shown each training loader when Lightning has given it its sampler."""
+        """Intercept each training loader after Lightning has added its sampler."""
         source, strategy = trainer.fit_loop._data_source, trainer.strategy
-        request, process = source.dataloader, strategy.process_dataloader
+        original_request, original_process = source.dataloader, strategy.process_dataloader
 
-        def requested() -> Any:
-            found = request()
+        def dataloader() -> Any:
+            found = original_request()
             self._several = not isinstance(found, DataLoader)
             return found
 
-        def processed(dataloader: object) -> object:
-            dataloader = process(dataloader)
+        def process_dataloader(dataloader: object) -> object:
+            dataloader = original_process(dataloader)
             if trainer.training:
-                self._meet(trainer, pl_module, dataloader)
+                self._tune_or_reuse(trainer, pl_module, dataloader)
             return dataloader
 
-        self._patches.enter_context(replaced(source, dataloader=requested))
-        self._patches.enter_context(replaced(strategy, process_dataloader=processed))
+        self._patches.enter_context(replaced(source, dataloader=dataloader))
+        self._patches.enter_context(replaced(strategy, process_dataloader=process_dataloader))
 
-    def _meet(self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any) -> None:
-        """Tune ``loader``, or set what was chosen for an earlier one."""
-        if self._changed is not None:  # reloaded for a new epoch
-            put_back(*self._changed)
-            self._changed = None
+    def _tune_or_reuse(
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, loader: Any
+    ) -> None:
+        """Tune ``loader``, or apply the settings that were chosen for an earlier one."""
+        self._restore_loader()  # the earlier one, if loaders are reloaded each epoch
         device = trainer.strategy.root_device
         try:
-            reason = self._refusal(trainer, loader)
+            reason = self._reason_to_skip(trainer, loader)
         except Exception as error:  # noqa: BLE001 - the user's sampler may raise anything
             reason = f"its sampler failed: {error!r}"
         if largest_over_ranks([float(reason is not None)], device)[0]:
-            self._leave(reason or "another rank cannot change it")
+            self._skip(reason or "another rank cannot change it")
             return
         if self.chosen is None and not self._notes:
             try:
                 with isolated_random(device):
                     self.chosen = self._tune(trainer, pl_module, loader)
             except ProbeError as error:
-                self._leave(str(error))
+                self._skip(str(error))
         if self.chosen is not None:
-            self._changed = (loader, apply(loader, self.chosen))
+            self._loader = loader
+            self._keeps_workers = loader.persistent_workers
+            attributes = attributes_for(loader, self.chosen)
+            self._loader_patches.enter_context(replaced(loader, **attributes))
 
-    def _refusal(self, trainer: pl.Trainer, loader: Any) -> str | None:
+    def _restore_loader(self) -> None:
+        loader, self._loader = self._loader, None
+        if loader is not None:
+            before = settings_of(loader)
+            self._loader_patches.close()
+            if settings_of(loader) != before:
+                vars(loader)["_iterator"] = None  # ends the workers kept for the next epoch
+
+    def _reason_to_skip(self, trainer: pl.Trainer, loader: Any) -> str | None:
         if self._several:
             return "there are several training loaders, or none of torch"
         if trainer.fast_dev_run:  # type: ignore[attr-defined]
-            return "fast_dev_run is too short for it"
-        return refusal(loader)
+            return "fast_dev_run is too short to measure"
+        return reason_to_skip(loader)
 
-    def _leave(self, reason: str) -> None:
+    def _skip(self, reason: str) -> None:
         if not self._notes:
-            self._notes = [f"The loader was left as it was: {reason}."]
+            self._notes = [f"The loader stays unchanged: {reason}."]
             log.warning("DataPipelineTuner leaves the training loader unchanged: %s.", reason)
 
     def _tune(
@@ -198,7 +214,7 @@ class DataPipelineTuner(RunCallback):
         except Exception as error:  # noqa: BLE001 - the user's sampler may raise anything
             failure, probed = str(error), (math.inf, 1.0, None, None)
         seconds, busy, batch, found = probed
-        # One reduction for all; the fewest CPUs are the largest of their negatives.
+        # One reduction for all values. The minimum of CPUs is the maximum of their negatives.
         fetch, busy, is_random, cpus = largest_over_ranks(
             [seconds, busy, float(found is not None), -float(available_cpus())], device
         )
@@ -207,7 +223,7 @@ class DataPipelineTuner(RunCallback):
         if is_random and self.random_items == "refuse":
             raise ProbeError(f"its items are random: {found or 'on another rank'}")
         written = WrittenParameters(pl_module)
-        step, takes = self._step(trainer, pl_module, batch, written)
+        step, step_seconds = self._trial_step(trainer, pl_module, batch, written)
 
         def measure(settings: LoaderSettings) -> Measured | None:
             nonlocal failure
@@ -227,38 +243,38 @@ class DataPipelineTuner(RunCallback):
         search = Search(
             measure,
             max_workers=most if self.max_workers is None else self.max_workers,
-            # Kept workers draw a seed less in each epoch, and any run a sampler to its end.
+            # Without workers, the sampler's later random draws would differ.
             min_workers=int(present.workers > 0),
             prefetch=self.prefetch,
             pins=self._pins(trainer, present),
             persistent=present.persistent or (self.persistent and can_persist(trainer, loader)),
         )
-        with without_a_trace(trainer, pl_module, written), signals_put_back():
-            chosen = search.run(fetch, takes)
+        with without_a_trace(trainer, pl_module, written), signal_handler_restored():
+            chosen = search.run(fetch, step_seconds)
         self._tried = search.tried
+        step_time = f"{1e3 * step_seconds:.3g} ms" if step_seconds else "an unknown time"
         self._notes = [
             f"Ended because {search.reason}, after {time.perf_counter() - start:.1f} s. A batch "
-            f"takes {1e3 * fetch:.3g} ms to fetch without workers, "
-            + (f"a step {1e3 * takes:.3g} ms." if takes else "a step an unknown time.")
+            f"takes {1e3 * fetch:.3g} ms to fetch without workers, a step {step_time}."
         ]
         if found is not None:
             self._notes.append(
-                f"Items are random ({found}): the order of samples stays, what is drawn in other "
-                "workers differs."
+                f"Items are random ({found}): the order of samples stays, but workers draw other "
+                "numbers."
             )
         if self.verbose and trainer.is_global_zero:
             self.chosen = chosen
             self.report().print()
         return chosen
 
-    def _step(
+    def _trial_step(
         self,
         trainer: pl.Trainer,
         pl_module: pl.LightningModule,
         batch: Any,
         written: WrittenParameters,
     ) -> tuple[Callable[[Any], object], float]:
-        """Return a training step without consequences, and its seconds; 0 if there is none."""
+        """Return a training step without lasting effects, and its seconds; 0 if it fails."""
 
         def step(batch: Any) -> None:
             run_step(trainer, pl_module, as_delivered(trainer, pl_module, batch), 0)
@@ -266,24 +282,24 @@ class DataPipelineTuner(RunCallback):
                 parameter.grad = None
 
         model = trainer.strategy.model
-        times, takes = list[float](), math.inf
-        if model is pl_module or isinstance(model, DistributedDataParallel):  # else it is sharded
+        times, seconds = list[float](), math.inf
+        if model is pl_module or isinstance(model, DistributedDataParallel):  # not sharded
             try:
-                for repeats in (1, 3):  # the first time it is seen which parameters it writes
+                for repeats in (1, 3):  # the first run shows which parameters the step writes
                     with without_a_trace(trainer, pl_module, written):
                         for _ in range(repeats):
                             start = time.perf_counter()
                             step(batch)
                             times.append(time.perf_counter() - start)
-                takes = statistics.median(times[1:])
-            except Exception as error:  # noqa: BLE001 - the user's step, tried where it is not expected
+                seconds = statistics.median(times[1:])
+            except Exception as error:  # noqa: BLE001 - the user's step may raise anything
                 log.info("DataPipelineTuner could not try a training step: %s", error)
-        (takes,) = largest_over_ranks([takes], trainer.strategy.root_device)
-        if math.isinf(takes):
+        (seconds,) = largest_over_ranks([seconds], trainer.strategy.root_device)
+        if math.isinf(seconds):
             return lambda batch: None, 0.0
-        if trainer.world_size > 1:  # ranks measure apart, and a step may talk to the others
-            return lambda batch: time.sleep(takes), takes
-        return step, takes
+        if trainer.world_size > 1:  # ranks take different numbers of steps, so none may reduce
+            return lambda batch: time.sleep(seconds), seconds
+        return step, seconds
 
     def _pins(self, trainer: pl.Trainer, present: LoaderSettings) -> tuple[bool, ...]:
         if isinstance(self.pin, bool):
@@ -292,25 +308,23 @@ class DataPipelineTuner(RunCallback):
         return (present.pin, not present.pin) if on_cuda else (present.pin,)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """See to it that kept workers start an epoch with the same random draws as new ones."""
-        if self._changed is None:
+        """Make persistent workers draw the same seeds each epoch as new workers would."""
+        if self._loader is None or self._keeps_workers:
             return
-        loader, before = self._changed
-        iterator = loader._iterator
-        if iterator is None or before["persistent_workers"] or "_reset" in vars(iterator):
+        iterator = self._loader._iterator
+        if iterator is None or "_reset" in vars(iterator):
             return
-        reset = iterator._reset
+        original_reset = iterator._reset
 
-        def reset_as_new(loader: DataLoader[Any], *arguments: Any) -> None:
-            # A new iterator draws a base seed for its workers; one that is kept does not, and the
-            # sampler's next seed would be another one.
+        def reset(loader: DataLoader[Any], *arguments: Any) -> None:
+            # Only a new iterator draws a base seed, and the sampler's next seed depends on it.
             torch.empty((), dtype=torch.int64).random_(generator=loader.generator)
-            reset(loader, *arguments)
+            original_reset(loader, *arguments)
 
-        vars(iterator)["_reset"] = reset_as_new
+        vars(iterator)["_reset"] = reset
 
     def report(self) -> Report:
-        """Return what was measured, with the setting that was taken."""
+        """Return a table of all measurements."""
         rows = [
             {
                 "workers": one.settings.workers,
@@ -328,28 +342,27 @@ class DataPipelineTuner(RunCallback):
         return Report("DataPipelineTuner: a batch with its training step", rows, notes)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings, so that a resumed run has the same."""
+        """Return the chosen settings."""
         return {} if self.chosen is None else {"settings": self.chosen.to_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Take the settings of a checkpoint."""
+        """Use the settings of a checkpoint."""
         self.chosen = LoaderSettings(**state_dict["settings"])
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Give loader, Trainer and strategy back as they were."""
+        """Restore the loader, the Trainer and the strategy."""
         self._patches.close()
-        if self._changed is not None:
-            put_back(*self._changed)
-            self._changed = None
+        self._restore_loader()
 
 
 def most_workers(cpus: int, processes: int, busy: float) -> int:
-    """Return the share of the CPUs that each of the processes has, and more for items that wait."""
+    """Return each process's share of the CPUs, or more if its CPU is busy only part of the time."""
     share = max(1, cpus // max(1, processes))
-    return max(share, min(WAITING, int(share / max(busy, 1 / WAITING))))
+    most = MOST_FOR_WAITING
+    return max(share, min(most, int(share / max(busy, 1 / most))))
 
 
 def can_persist(trainer: pl.Trainer, loader: DataLoader[Any]) -> bool:
-    """Return whether workers that are kept see the same dataset in each epoch."""
+    """Return whether persistent workers would see the same dataset as new ones in each epoch."""
     reloads = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
     return not hasattr(loader.dataset, "set_epoch") and not reloads

@@ -1,4 +1,4 @@
-"""How long batches take: without workers, measured in a process apart, and with them."""
+"""Measures how long batches take: without workers in a separate process, and with workers."""
 
 from __future__ import annotations
 
@@ -21,91 +21,90 @@ from lightning_opt.data.encoding import decode, encode
 from lightning_opt.data.pipeline.loaders import LoaderSettings, measuring_copy
 from lightning_opt.data.randomness import find_randomness
 
-BATCHES = 64
-"""The most batches that are fetched without workers."""
+MOST_FETCHED = 64
+"""The largest number of batches that are fetched without workers."""
 
-FETCHING = 0.2
-"""Seconds after which it is enough of them."""
+FETCH_SECONDS = 0.2
+"""Seconds after which no more of them are fetched."""
 
-FEW, MOST = 4, 2000
-"""The fewest and the most batches of one measurement."""
+FEWEST_TIMED, MOST_TIMED = 4, 2000
+"""The fewest and the most batches of one measurement with workers."""
 
 
 class ProbeError(Exception):
-    """A loader that cannot be measured, with the reason."""
+    """Raised with the reason if a loader cannot be measured."""
 
 
 def probe(
     loader: DataLoader[Any], indices: Iterator[Any], timeout: float
 ) -> tuple[float, float, Any, str | None]:
-    """Find out, in a process of its own, what a batch takes without workers.
+    """Measure, in a separate process, the time of a batch without workers.
 
-    The main process never touches the dataset, so that what it opens, counts or draws there stays
-    as it was, and nothing is open when workers are forked.
+    The main process never fetches an item, so its dataset keeps its state, and no file of it is
+    open when workers are forked.
 
     Args:
         loader: The loader.
-        indices: What its sampler would yield.
-        timeout: Seconds to wait for it.
+        indices: The indices to fetch.
+        timeout: Seconds to wait for the process.
 
     Returns:
-        Seconds of fetching and collating a batch; the share of them in which a CPU worked, where
-        the rest waits, as for a disk; the first batch; and how the items show that they are random,
-        or None.
+        Seconds to fetch and collate a batch; the share of them in which a CPU worked, as opposed to
+        waiting for a disk, say; the first batch; and the evidence that items are random, or None.
 
     Raises:
-        ProbeError: If it fails; with the error.
+        ProbeError: If it fails, with the error.
     """
     context: Any = loader.multiprocessing_context or multiprocessing.get_context(
         torch.multiprocessing.get_start_method()
     )
-    ours, theirs = context.Pipe(duplex=False)
+    receiver, sender = context.Pipe(duplex=False)
     fetcher = _MapDatasetFetcher(
         loader.dataset, loader._auto_collation, loader.collate_fn, loader.drop_last
     )
-    arguments = (theirs, fetcher, list(islice(indices, BATCHES)))
+    arguments = (sender, fetcher, list(islice(indices, MOST_FETCHED)))
     process = context.Process(target=_fetch, args=arguments, daemon=True)
     try:
         process.start()
     except Exception as error:
         raise ProbeError(
-            "its dataset or collate function cannot go to a process that is started by "
+            "its dataset or collate function cannot be sent to a process that is started by "
             f"{context.get_start_method()!r}: {error}"
         ) from error
-    theirs.close()
+    sender.close()
     try:
-        if not ours.poll(timeout):
-            raise ProbeError(f"a batch was not there after {timeout:g} s")
-        answer: Any = decode(ours.recv_bytes())
+        if not receiver.poll(timeout):
+            raise ProbeError(f"a batch took longer than {timeout:g} s")
+        answer: Any = decode(receiver.recv_bytes())
     except EOFError as error:
         raise ProbeError("a process that fetched a batch died") from error
     finally:
         process.kill()
         process.join()
-        ours.close()
+        receiver.close()
     if isinstance(answer, str):
-        raise ProbeError(f"a process apart could not fetch a batch: {answer}")
+        raise ProbeError(f"a separate process could not fetch a batch: {answer}")
     return answer  # type: ignore[no-any-return]
 
 
 def _fetch(pipe: Any, fetcher: Any, indices: list[Any]) -> None:
-    """Answer with what :func:`probe` returns, or with an error as text."""
-    torch.set_num_threads(1)  # as a worker: threads of OpenMP do not survive a fork
+    """Send the result of :func:`probe`, or an error as text."""
+    torch.set_num_threads(1)  # as in a worker: threads of OpenMP do not survive a fork
     try:
         used, begin = time.process_time(), time.perf_counter()
-        first, count = fetcher.fetch(indices[0]), 0  # it opens files, so it is not counted
+        first, count = fetcher.fetch(indices[0]), 0  # not counted, since it opens files
         opened = now = time.perf_counter()
         for index in indices[1:]:
             fetcher.fetch(index)
             now, count = time.perf_counter(), count + 1
-            if now > begin + FETCHING:
+            if now > begin + FETCH_SECONDS:
                 break
         busy = (time.process_time() - used) / (now - begin)
         index = indices[0][0] if fetcher.auto_collation else indices[0]
-        sign = find_randomness(fetcher.dataset, [index])
-        # Of all of them together: items that are seldom slow count too.
-        answer = encode(((now - opened) / count, busy, first, sign))
-    except Exception as error:  # noqa: BLE001 - whatever the user's dataset raises
+        evidence = find_randomness(fetcher.dataset, [index])
+        # The mean, so that items which are rarely slow count too.
+        answer = encode(((now - opened) / count, busy, first, evidence))
+    except Exception as error:  # noqa: BLE001 - the user's dataset may raise anything
         answer = encode(f"{type(error).__name__}: {error}")
     pipe.send_bytes(answer)
 
@@ -129,16 +128,16 @@ def time_loader(
         limit: Seconds after which the trial fails, and the longest wait for one batch.
 
     Raises:
-        RuntimeError: If the trial exceeds ``limit``, or whatever a worker raises. A worker that is
-            forked from a process with threads can hang, so waiting needs a limit.
+        RuntimeError: If the trial exceeds ``limit``, or if a worker raises. A worker that is forked
+            from a process with threads can hang, so waiting needs a limit.
     """
     copy = measuring_copy(loader, settings, indices)
     copy.timeout = min(loader.timeout or limit, limit)
-    waited, batches, fewest = 0.0, 0, max(FEW, 2 * settings.workers)
-    start_of_trial = time.perf_counter()
+    waited, batches, fewest = 0.0, 0, max(FEWEST_TIMED, 2 * settings.workers)
+    trial_start = time.perf_counter()
 
     def check_limit() -> None:
-        if time.perf_counter() - start_of_trial > limit:
+        if time.perf_counter() - trial_start > limit:
             raise RuntimeError(f"the trial took longer than {limit:g} s")
 
     iterator = DataLoader.__iter__(copy)
@@ -147,7 +146,7 @@ def time_loader(
             step(next(iterator))
             check_limit()
         begin = end = time.perf_counter()
-        while batches < fewest or (end - begin < seconds and batches < MOST):
+        while batches < fewest or (end - begin < seconds and batches < MOST_TIMED):
             start = end
             batch = next(iterator)
             waited += time.perf_counter() - start
@@ -161,13 +160,13 @@ def time_loader(
 
 
 @contextmanager
-def signals_put_back() -> Iterator[None]:
-    """Put back the handler with which torch watches workers: there are none any more."""
-    sets_it = threading.current_thread() is threading.main_thread() and sys.platform != "win32"
-    before = signal.getsignal(signal.SIGCHLD) if sets_it else None
+def signal_handler_restored() -> Iterator[None]:
+    """Restore the handler of SIGCHLD, which torch replaces to watch workers."""
+    replaces_it = threading.current_thread() is threading.main_thread() and sys.platform != "win32"
+    before = signal.getsignal(signal.SIGCHLD) if replaces_it else None
     try:
         yield
     finally:
-        if sets_it and signal.getsignal(signal.SIGCHLD) is not before:
+        if replaces_it and signal.getsignal(signal.SIGCHLD) is not before:
             signal.signal(signal.SIGCHLD, before)
             signal_handling._SIGCHLD_handler_set = False

@@ -1,4 +1,4 @@
-"""Which settings to try, in which order, and when to stop: decisions alone, from measured times."""
+"""Which settings to try, in which order, and when to stop, given measured times."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from dataclasses import dataclass, field, replace
 
 from lightning_opt.data.pipeline.loaders import LoaderSettings
 
-FLOOR = 2e-4
-"""Seconds a batch below which workers cannot pay: about what it takes to receive one."""
+TRIVIAL_SECONDS = 2e-4
+"""Seconds per batch below which workers cannot pay: about the time to receive a batch."""
 
 ENOUGH = 0.03
-"""Share of the time spent waiting at which the loader is no bottleneck."""
+"""Share of time spent waiting at which the loader is not the bottleneck."""
 
 BETTER = 0.03
-"""Gain for which another setting is taken; less is noise."""
+"""Gain from which another setting is better; less is noise."""
 
 WORTH = 0.05
-"""Gain over no workers for which processes are started at all."""
+"""Gain over no workers from which workers are started at all."""
 
 
 @dataclass(frozen=True)
 class Measured:
-    """What one setting takes.
+    """The times of one setting.
 
     Attributes:
         settings: The setting.
-        seconds: Of a batch and its training step.
+        seconds: Seconds per batch with its training step.
         wait: Share of them that is spent waiting for data.
     """
 
@@ -42,15 +42,15 @@ class Search:
 
     Args:
         measure: Measures one setting, or returns None when the time is up.
-        max_workers: The most workers.
-        min_workers: The fewest.
+        max_workers: The largest number of workers.
+        min_workers: The smallest number of workers.
         prefetch: Values of ``prefetch_factor``; the first is used while workers are chosen.
-        pins: Values of ``pin_memory``; the first is used until the end.
-        persistent: Of every setting with workers.
+        pins: Values of ``pin_memory``; the second is tried last.
+        persistent: ``persistent_workers`` of every setting with workers.
 
     Attributes:
-        tried: All that was measured, in order.
-        reason: Why it ended.
+        tried: All measurements, in order.
+        reason: Why the search ended.
     """
 
     measure: Callable[[LoaderSettings], Measured | None]
@@ -75,34 +75,36 @@ class Search:
         alone = Measured(LoaderSettings(pin=self.pins[0]), total, fetch / total if total else 0.0)
         if not self.min_workers:
             self.tried.append(alone)
-            if fetch < FLOOR:
-                self.reason = "a batch takes less than a worker takes to hand it over"
+            if fetch < TRIVIAL_SECONDS:
+                self.reason = "receiving a batch from a worker takes longer than fetching it"
                 return alone.settings
             if alone.wait <= ENOUGH:
-                self.reason = "the loader is no bottleneck"
+                self.reason = "the loader is not the bottleneck"
                 return alone.settings
         if self.max_workers >= 1:
-            self._workers(math.ceil(1.1 * fetch / step) if step else self.max_workers)
-            self._prefetch()
-            self._pins()
-        enough = math.inf if self.min_workers else (1 - WORTH) * alone.seconds
-        if self._best is not None and self._best.seconds > enough:
+            self._try_numbers_of_workers(
+                math.ceil(1.1 * fetch / step) if step else self.max_workers
+            )
+            self._try_prefetch()
+            self._try_pins()
+        limit = math.inf if self.min_workers else (1 - WORTH) * alone.seconds
+        if self._best is not None and self._best.seconds > limit:
             self._try(self._best.settings)  # the machine may have been slow for that half second
-        if self._best is not None and self._best.seconds <= enough:
+        if self._best is not None and self._best.seconds <= limit:
             return self._best.settings
         if self.min_workers:
-            return LoaderSettings(self.min_workers, self.prefetch[0], self.pins[0], self.persistent)
+            return self._with_workers(self.min_workers)
         if self._best is not None:
             self.reason = "workers gained too little"
         return alone.settings
 
-    def _workers(self, guess: int) -> None:
-        """From the number that should do upwards while it helps, then down while it is no loss."""
+    def _try_numbers_of_workers(self, guess: int) -> None:
+        """Start with ``guess`` workers, double while it helps, then halve while it is free."""
         start = workers = max(1, self.min_workers, min(self.max_workers, guess))
-        best = self._try_workers(workers)
+        best = self._try(self._with_workers(workers))
         while best and workers < self.max_workers and not self._is_enough():
             workers = min(self.max_workers, 2 * workers)
-            more = self._try_workers(workers)
+            more = self._try(self._with_workers(workers))
             if more is None or more.seconds > (1 - BETTER) * best.seconds:
                 break
             best = more
@@ -111,21 +113,21 @@ class Search:
         workers, fastest = best.settings.workers, best.seconds
         while workers > max(1, self.min_workers):
             workers = max(workers // 2, self.min_workers, 1)
-            fewer = self._try_workers(workers)
+            fewer = self._try(self._with_workers(workers))
             if fewer is None or fewer.seconds > (1 + BETTER) * fastest:
                 break
-            self._best = fewer  # as good, with fewer processes
+            self._best = fewer  # as fast, with fewer processes
 
-    def _try_workers(self, workers: int) -> Measured | None:
-        return self._try(LoaderSettings(workers, self.prefetch[0], self.pins[0], self.persistent))
+    def _with_workers(self, workers: int) -> LoaderSettings:
+        return LoaderSettings(workers, self.prefetch[0], self.pins[0], self.persistent)
 
-    def _prefetch(self) -> None:
+    def _try_prefetch(self) -> None:
         for prefetch in self.prefetch[1:]:
             if self._best is None or self._is_enough():
                 return
             self._try(replace(self._best.settings, prefetch=prefetch))
 
-    def _pins(self) -> None:
+    def _try_pins(self) -> None:
         for pin in self.pins[1:]:
             if self._best is not None:
                 self._try(replace(self._best.settings, pin=pin))
@@ -143,5 +145,5 @@ class Search:
     def _is_enough(self) -> bool:
         if self._best is None or self._best.wait > ENOUGH:
             return False
-        self.reason = "the loader is no bottleneck"
+        self.reason = "the loader is not the bottleneck"
         return True

@@ -1,16 +1,12 @@
-"""CachedDataset and cached(): what they serve, what they hold, and where they refuse."""
+"""CachedDataset and cached(): items, memory, versions, private folders, errors."""
 
 import gc
 import multiprocessing
 import os
 import pickle
-import subprocess
-import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
@@ -34,7 +30,7 @@ STORAGES = ["memory", "disk"]
 
 def cached_dataset(dataset, storage="memory", tmp_path=None, max_bytes=MB, **settings):
     if storage == "disk":
-        settings["folder"] = str(tmp_path)
+        settings = {"folder": str(tmp_path), "key": "v1", **settings}
     return lo.CachedDataset(dataset, max_bytes, storage=storage, **settings)
 
 
@@ -62,7 +58,7 @@ ITEMS = [
 
 
 @pytest.mark.parametrize("item", ITEMS, ids=lambda item: type(item).__name__)
-def test_items_come_back_as_they_were(item):
+def test_items_are_decoded_unchanged(item):
     back = decode(encode(item))
     if isinstance(item, torch.Tensor) and item.is_sparse:
         item, back = item.to_dense(), back.to_dense()
@@ -70,19 +66,19 @@ def test_items_come_back_as_they_were(item):
     assert not isinstance(item, torch.Tensor) or item.requires_grad == back.requires_grad
 
 
-def test_a_view_is_counted_by_itself():
+def test_view_is_stored_without_its_storage():
     whole = torch.randn(1000, 1000)
     assert len(encode(whole[0])) < 5000
 
 
-# --- what is served -----------------------------------------------------------------------------
+# --- items --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("storage", STORAGES)
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
 def test_random_access_equals_a_dictionary(storage, tmp_path_factory, data):
-    """Whatever the order, the bound and the policy: items are right and the bound holds."""
+    """Items are right and the limit holds for every order, limit and policy."""
     policy = data.draw(st.sampled_from(["lru", "keep"]))
     max_bytes = max(1, data.draw(st.integers(0, 6)) * 3 * 4096)
     dataset = Counting(10, width=2000)
@@ -108,7 +104,7 @@ def test_random_access_equals_a_dictionary(storage, tmp_path_factory, data):
 
 
 @pytest.mark.parametrize("storage", STORAGES)
-def test_whoever_changes_an_item_changes_nothing_in_the_cache(storage, tmp_path):
+def test_changed_item_does_not_change_the_cache(storage, tmp_path):
     cache = cached_dataset([{"x": torch.zeros(3), "y": [1]}], storage, tmp_path)
     for _ in range(3):
         item = cache[0]
@@ -119,7 +115,7 @@ def test_whoever_changes_an_item_changes_nothing_in_the_cache(storage, tmp_path)
     assert cache.statistics()["hits"] == 2
 
 
-def test_batches_ask_for_what_is_missing_at_once():
+def test_missing_items_of_a_batch_are_fetched_together():
     cache = cached_dataset(Batched())
     cache[3]
     items = cache.__getitems__([1, 3, 5])
@@ -127,14 +123,14 @@ def test_batches_ask_for_what_is_missing_at_once():
     assert cache.dataset.batches[-1] == [1, 5]
 
 
-def test_one_key_for_equal_indices():
+def test_equal_indices_share_one_item():
     cache = cached_dataset(Numbers())
     for index in (3, np.int64(3), torch.tensor(3)):
         cache[index]
     assert cache.statistics()["misses"] == 1
 
 
-def test_report_names_hits_and_bytes():
+def test_report_contains_hits_and_bytes():
     cache = cached_dataset(Counting(width=9000))
     cache[0], cache[0]
     row = cache.report().rows[0]
@@ -161,7 +157,7 @@ def read(dataset, epochs=2, **settings):
         ("disk", "fork", False),
     ],
 )
-def test_loaders_with_workers_see_the_same(storage, method, persistent, tmp_path):
+def test_loaders_with_workers_share_one_cache(storage, method, persistent, tmp_path):
     # "forkserver" pickles the dataset as "spawn" does, and need not import torch each time.
     multiprocessing.get_context("forkserver").set_forkserver_preload(PRELOAD)
     workers = {"num_workers": 2, "persistent_workers": persistent}
@@ -171,37 +167,31 @@ def test_loaders_with_workers_see_the_same(storage, method, persistent, tmp_path
     assert same([batch["y"] for batch in actual], [batch["y"] for batch in expected])
     assert all(torch.equal(a["x"], b["x"]) for a, b in zip(actual, expected, strict=True))
     counts = cache.statistics()
-    assert counts["hits"] == counts["misses"] == 24  # one cache for all, which outlives workers
+    assert counts["hits"] == counts["misses"] == 24  # also across epochs with new workers
     assert counts["items"] == 24
 
 
-def test_items_that_are_not_collated_leave_a_worker():
+def test_uncollated_items_arrive_from_a_worker():
     loader = DataLoader(cached_dataset(Numbers()), batch_size=None, num_workers=1)
     assert [item.item() for item in loader] == list(range(24))
 
 
-def test_pickles_without_its_items():
+def test_pickled_copy_is_small_and_shares_the_items():
     cache = cached_dataset(Counting(width=10_000))
-    cache[0]
-    twin = pickle.loads(pickle.dumps(cache))
-    assert len(pickle.dumps(cache)) < 30_000
-    assert same(twin[0], cache[0])
-
-
-def test_a_copy_has_the_same_items():
-    cache = cached_dataset(Counting())
-    cache[0]
-    twin = pickle.loads(pickle.dumps(cache))
-    twin[0]
+    item = cache[0]
+    data = pickle.dumps(cache)
+    assert len(data) < 30_000
+    twin = pickle.loads(data)
+    assert same(twin[0], item)
     assert twin.statistics()["items"] == 1
     assert twin.dataset.fetches == cache.dataset.fetches
 
 
 def folders():
-    return set(Path("/dev/shm").glob(f"{caching.MARK}*"))
+    return set(Path("/dev/shm").glob(f"{caching.MEMORY_PREFIX}*"))
 
 
-def test_memory_is_given_back():
+def test_memory_is_freed_with_the_object():
     before = folders()
     cache = cached_dataset(Numbers())
     cache[0]
@@ -213,16 +203,45 @@ def test_memory_is_given_back():
     assert mine not in folders()
 
 
-def test_where_shared_memory_cannot_be_written_the_temporary_folder_serves(monkeypatch, tmp_path):
+def test_two_caches_in_memory_share_nothing():
+    first, second = cached_dataset(Numbers()), cached_dataset(Numbers())
+    first[3]
+    assert second.statistics()["items"] == 0
+
+
+def test_temporary_folder_is_used_where_shared_memory_is_not_writable(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev/shm"))
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     cache = cached_dataset(Numbers())
     assert cache[3].item() == cache[3].item() == 3
     assert cache.statistics()["hits"] == 1
-    assert len(list(tmp_path.glob(f"{caching.MARK}*"))) == 1
+    assert len(list(tmp_path.glob(f"{caching.MEMORY_PREFIX}*"))) == 1
 
 
-def hold_for_ever(pipe):
+def test_memory_folder_is_private_and_unpredictable(monkeypatch):
+    before = folders()
+    caches = [cached_dataset(Numbers()) for _ in range(2)]
+    mine = folders() - before
+    assert len(mine) == len(caches)
+    assert {folder.stat().st_mode & 0o777 for folder in mine} == {0o700}
+    assert {folder.stat().st_uid for folder in mine} == {os.getuid()}
+
+
+def test_leftovers_of_other_users_are_not_touched(monkeypatch, tmp_path):
+    monkeypatch.setattr(os, "access", lambda path, mode: Path(path) != Path("/dev/shm"))
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    leftover = tmp_path / f"{caching.MEMORY_PREFIX}x"
+    leftover.mkdir()
+    (leftover / "lock").touch()
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "getuid", lambda: leftover.stat().st_uid + 1)
+        cached_dataset(Numbers())
+        assert leftover.exists()
+    cached_dataset(Numbers())
+    assert not leftover.exists()
+
+
+def hold_forever(pipe):
     before = folders()
     cache = lo.CachedDataset(Numbers(), MB)
     pipe.send([str(folder) for folder in folders() - before])
@@ -230,19 +249,19 @@ def hold_for_ever(pipe):
     cache[0]
 
 
-def test_memory_of_the_dead_is_swept_and_that_of_the_living_is_not(monkeypatch):
-    """Whatever its process is called: in another container its number says nothing."""
+def test_leftovers_of_killed_processes_are_removed_and_live_caches_stay(monkeypatch):
+    """Process ids say nothing, since the other process may be in another container."""
 
-    def nobody(pid, signal):
-        raise ProcessLookupError  # as it is seen from there
+    def no_such_process(pid, signal):
+        raise ProcessLookupError
 
     context = multiprocessing.get_context("fork")
-    ours, theirs = context.Pipe(duplex=False)
-    other = context.Process(target=hold_for_ever, args=(theirs,), daemon=True)
+    receiver, sender = context.Pipe(duplex=False)
+    other = context.Process(target=hold_forever, args=(sender,), daemon=True)
     other.start()
-    (folder,) = map(Path, ours.recv())
+    (folder,) = map(Path, receiver.recv())
     with monkeypatch.context() as patch:
-        patch.setattr(os, "kill", nobody)
+        patch.setattr(os, "kill", no_such_process)
         cached_dataset(Numbers())
         assert folder.exists()
     other.kill()
@@ -252,7 +271,7 @@ def test_memory_of_the_dead_is_swept_and_that_of_the_living_is_not(monkeypatch):
 
 
 def take(max_bytes: int, workers: int) -> tuple[int, int, dict[str, int]]:
-    """Fill the cache in this process, read it in workers; return what they and the cache took."""
+    """Fill a cache, read it in workers; return the memory of the processes and of the cache."""
     before = memory_of_processes()
     cache = lo.CachedDataset(Counting(400, width=64 * 1024), max_bytes)  # 256 KB an item
     for index in range(400):
@@ -266,7 +285,7 @@ def take(max_bytes: int, workers: int) -> tuple[int, int, dict[str, int]]:
 
 
 def memory_of_processes() -> int:
-    """Bytes of this process and its children, what they share counted once."""
+    """Bytes of this process and its children; shared memory counts once."""
     process = psutil.Process()
     return sum(each.memory_full_info().pss for each in (process, *process.children()))
 
@@ -276,45 +295,58 @@ def size_of(cache) -> int:
     return sum(file.stat().st_size for file in cache._store.file.parent.glob("*"))
 
 
-def test_memory_stays_within_the_bound_however_many_workers_read():
+def test_memory_stays_within_the_limit_with_workers():
     (small, _, _), (large, held, statistics) = (take(bound * MB, 2) for bound in (1, 60))
     assert statistics["evictions"] > 100
     assert statistics["bytes"] <= 60 * MB
     assert 50 * MB < held <= 60 * MB + 64 * 1024
-    # Copies on write would give each worker another 60 MB.
+    # Copy-on-write would give each worker another 60 MB.
     assert large - small < 50 * MB
 
 
-# --- versions -----------------------------------------------------------------------------------
+# --- on disk ------------------------------------------------------------------------------------
 
 
-def test_a_later_run_finds_the_items_of_the_same_dataset_only(tmp_path):
-    first = cached_dataset(Counting(), "disk", tmp_path)
-    for index in range(24):
-        first[index]
-
-    again = cached_dataset(Counting(), "disk", tmp_path)
-    assert same(again[5], Counting()[5])
-    assert again.statistics()["hits"] == 1
-
-    other = cached_dataset(Counting(offset=1), "disk", tmp_path)
-    assert same(other[5], Counting(offset=1)[5])
-    assert other.statistics()["misses"] == 1
-
-
-def test_a_key_takes_the_place_of_the_fingerprint(tmp_path):
-    cached_dataset(Counting(), "disk", tmp_path, key="one")[0]
-    for key, hits in (("one", 1), ("two", 0)):
-        cache = cached_dataset(Counting(), "disk", tmp_path, key=key)
-        cache[0]
+def test_later_run_finds_items_of_the_same_key_and_class_only(tmp_path):
+    cached_dataset(Counting(), "disk", tmp_path)[5]
+    for dataset, key, hits in (
+        (Counting(), "v1", 1),
+        (Counting(), "v2", 0),
+        (Batched(), "v1", 0),
+    ):
+        cache = cached_dataset(dataset, "disk", tmp_path, key=key)
+        assert same(cache[5], Counting()[5])
         assert cache.statistics()["hits"] == hits
 
 
-# --- refusals -----------------------------------------------------------------------------------
+@pytest.mark.parametrize("make", [lo.CachedDataset, lo.cached])
+def test_disk_cache_needs_a_key(make, tmp_path):
+    with pytest.raises(ValueError, match="needs key="):
+        make([1].__getitem__ if make is lo.cached else [1], MB, storage="disk", folder=tmp_path)
+
+
+def test_disk_folder_is_created_private(tmp_path):
+    cached_dataset(Numbers(), "disk", tmp_path / "a" / "b")[0]
+    assert (tmp_path / "a" / "b").stat().st_mode & 0o777 == 0o700
+
+
+def test_disk_folder_of_another_user_raises(tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "getuid", lambda: tmp_path.stat().st_uid + 1)
+    with pytest.raises(ValueError, match="another user"):
+        cached_dataset(Numbers(), "disk", tmp_path)
+
+
+def test_disk_folder_that_everybody_can_write_raises(tmp_path):
+    tmp_path.chmod(0o777)
+    with pytest.raises(ValueError, match="Every user"):
+        cached_dataset(Numbers(), "disk", tmp_path)
+
+
+# --- errors -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("kind", ["FromTorch", "FromNumpy", "FromPython", "FromItsOwn"])
-def test_random_items_are_refused_unless_told(kind):
+def test_random_items_raise_unless_allowed(kind):
     dataset = getattr(datasets, kind)()
     states = torch.get_rng_state(), np.random.get_state()[1].copy()  # noqa: NPY002
     with pytest.raises(ValueError, match=r"is random: .* allow_random"):
@@ -325,7 +357,7 @@ def test_random_items_are_refused_unless_told(kind):
     assert torch.equal(cache[3], cache[3])
 
 
-def test_looking_at_items_leaves_no_file_open():
+def test_check_for_randomness_leaves_no_file_open():
     dataset = Lazy()
     lo.CachedDataset(Subset(dataset, range(5)), MB)
     assert dataset.handle is None
@@ -337,7 +369,7 @@ class Stream(IterableDataset):
 
 
 @pytest.mark.parametrize("dataset", [Stream(), 3])
-def test_what_has_no_index_is_refused(dataset):
+def test_dataset_without_index_raises(dataset):
     with pytest.raises(TypeError, match="map-style"):
         lo.CachedDataset(dataset, MB)
 
@@ -349,16 +381,17 @@ def test_what_has_no_index_is_refused(dataset):
         ({"policy": "lfu"}, "policy"),
         ({"storage": "cloud"}, "storage"),
         ({"folder": "x"}, "folder"),
+        ({"key": "x"}, "key"),
         ({"max_bytes": 2**60}, "free in /dev/shm"),
     ],
 )
-def test_arguments_out_of_range(settings, message):
+def test_invalid_arguments_raise(settings, message):
     for make in (lo.CachedDataset, lambda _, **rest: lo.cached(abs, **rest)):
         with pytest.raises(ValueError, match=message):
             make(Numbers(), **{"max_bytes": MB, **settings})
 
 
-def test_items_that_cannot_be_pickled_are_refused():
+def test_unpicklable_items_raise():
     with pytest.raises(TypeError, match="cannot be cached"):
         lo.CachedDataset([lambda: 1], MB, allow_random=True)[0]
 
@@ -374,16 +407,16 @@ def distance(a, b, power=1):
     return (a - b).abs().pow(power).sum()
 
 
-def test_a_function_is_computed_once_for_equal_arguments():
+def test_function_is_computed_once_for_equal_arguments():
     calls.clear()
-    kept = lo.cached(distance, MB)
+    function = lo.cached(distance, MB)
     a, b = torch.randn(5), torch.randn(5)
-    assert kept.__name__ == "distance"
+    assert function.__name__ == "distance"
     for _ in range(2):
-        assert kept(a.clone(), b) == distance(a, b)
-        assert kept(a, b, power=2) == distance(a, b, 2)
+        assert function(a.clone(), b) == distance(a, b)
+        assert function(a, b, power=2) == distance(a, b, 2)
     assert len(calls) == 2 + 4
-    assert kept.statistics()["hits"] == 2
+    assert function.statistics()["hits"] == 2
 
 
 @settings(max_examples=50, deadline=None)
@@ -395,23 +428,23 @@ def test_symmetric_pairs_are_computed_once(pairs):
         seen.append(frozenset((a, b)))
         return abs(a - b)
 
-    kept = lo.cached(length, MB, symmetric=True)
-    assert [kept(a, b) for a, b in pairs] == [abs(a - b) for a, b in pairs]
+    function = lo.cached(length, MB, symmetric=True)
+    assert [function(a, b) for a, b in pairs] == [abs(a - b) for a, b in pairs]
     assert len(seen) == len(set(seen))
 
 
-def test_unequal_types_and_orders_are_unequal_arguments():
-    kept = lo.cached(lambda a, b=0: (type(a).__name__, a, b), MB)
+def test_types_and_order_of_arguments_matter():
+    function = lo.cached(lambda a, b=0: (type(a).__name__, a, b), MB)
     for arguments in [(1,), (1.0,), (True,), ("1",), (1, 2), (2, 1), (torch.tensor(1),)]:
-        assert kept(*arguments)[0] == type(arguments[0]).__name__
-    assert kept.statistics()["hits"] == 0
+        assert function(*arguments)[0] == type(arguments[0]).__name__
+    assert function.statistics()["hits"] == 0
     with pytest.raises(TypeError, match="two positional"):
         lo.cached(distance, MB, symmetric=True)(1)
     with pytest.raises(TypeError, match="callable"):
         lo.cached(3, MB)
 
 
-def test_an_error_is_not_kept():
+def test_error_is_not_cached():
     fails = iter([ValueError("no"), None])
 
     def fragile():
@@ -419,87 +452,32 @@ def test_an_error_is_not_kept():
             raise error
         return 1
 
-    kept = lo.cached(fragile, MB)
+    function = lo.cached(fragile, MB)
     with pytest.raises(ValueError, match="no"):
-        kept()
-    assert kept() == 1
+        function()
+    assert function() == 1
 
 
 def city_block(a, b):
     return (a - b).abs().sum()
 
 
-def test_results_of_a_function_outlive_the_process_on_the_disk(tmp_path):
+def test_results_on_disk_are_found_by_a_later_object(tmp_path):
     for hits in (0, 1):
-        kept = lo.cached(city_block, MB, storage="disk", folder=str(tmp_path))
-        assert kept(torch.ones(2), torch.zeros(2)) == 2
-        assert kept.statistics()["hits"] == hits
+        function = lo.cached(city_block, MB, storage="disk", key="v1", folder=str(tmp_path))
+        assert function(torch.ones(2), torch.zeros(2)) == 2
+        assert function.statistics()["hits"] == hits
     assert list(Path(tmp_path).glob("*.sqlite"))
 
 
 # --- ranks --------------------------------------------------------------------------------------
 
 
-class AlikeAtTheEnds(Counting):
-    """Has the same first, middle and last item whatever the offset."""
-
-    def __getitem__(self, index: int) -> Any:
-        at_the_ends = index in (0, self.length // 2, self.length - 1)
-        return Counting(self.length, self.width, 0 if at_the_ends else self.offset)[index]
-
-
-def read_a_part(bound: int, kind: str) -> tuple[int, int, Path]:
-    """Read as a rank does; return what this process took, what the cache took, and its folder."""
-    rank = int(os.environ["RANK"])
-    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    before = psutil.Process().memory_full_info().uss
-    offset = rank if kind in ("parts", "alike at the ends") else 0
-    kind_of = AlikeAtTheEnds if kind == "alike at the ends" else Counting
-    dataset = kind_of(400, offset=offset, width=64 * 1024)  # 256 KB an item
-    if kind == "not to be pickled":
-        dataset.lock = threading.Lock()
-    cache = lo.CachedDataset(dataset, bound, allow_random=kind == "random", key="v1")
-    for half in (rank, 1 - rank):  # each its own, and then the other's
-        assert all(same(cache[index], dataset[index]) for index in range(half, 400, 2))
-        torch.distributed.barrier()
-    used = psutil.Process().memory_full_info().uss - before
-    folder = cache._store.file.parent
-    held = size_of(cache)
-    assert cache.statistics()["bytes"] <= bound
-    torch.distributed.barrier()
-    del cache
-    gc.collect()
-    torch.distributed.barrier()
-    assert not folder.exists(), "the last rank removes it"
-    torch.distributed.destroy_process_group()
-    return used, held, folder
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("kind", "caches"),
-    [
-        ("same", 1),
-        ("parts", 2),
-        ("alike at the ends", 2),
-        ("not to be pickled", 2),
-        ("random", 2),
-    ],
-)
-def test_ranks_with_the_same_items_share_one_bound(kind, caches):
-    """`max_bytes` is the machine's, and nobody gets the items of another's part."""
-    ranks = launch(read_a_part, 60 * MB, kind)
-    assert len({folder for _, _, folder in ranks}) == caches
-    for used, held, _ in ranks:
-        assert 50 * MB < held <= 60 * MB + 64 * 1024
-        assert used < 30 * MB
-
-
-def read_half(bound: int) -> dict[str, int]:
+def read_half_each(folder: str) -> dict[str, int]:
     rank, dataset = int(os.environ["RANK"]), Counting()
     torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
-    cache = lo.CachedDataset(dataset, bound)
-    for half in (rank, 1 - rank):
+    cache = cached_dataset(dataset, "disk", folder)
+    for half in (rank, 1 - rank):  # each rank fetches its own half, then reads the other's
         for index in range(half, 24, 2):
             cache[index]
         torch.distributed.barrier()
@@ -508,38 +486,7 @@ def read_half(bound: int) -> dict[str, int]:
 
 
 @pytest.mark.distributed
-def test_a_rank_finds_what_the_other_has_fetched():
-    for statistics in launch(read_half, MB):
+def test_ranks_share_a_folder(tmp_path):
+    for statistics in launch(read_half_each, str(tmp_path)):
         assert (statistics["hits"], statistics["misses"]) == (12, 12)
         assert statistics["items"] == 24
-
-
-SCRIPT = """
-import os, subprocess, sys
-import torch
-import lightning_opt as lo
-cache = lo.CachedDataset([torch.tensor(i) for i in range(8)], 2**20)
-if "LOCAL_RANK" not in os.environ:  # as Lightning starts the other ranks: the same script, later
-    cache[5]
-    subprocess.run([sys.executable, __file__], env={**os.environ, "LOCAL_RANK": "1"}, check=True)
-else:
-    print(cache[5].item(), cache.statistics()["hits"])
-"""
-
-
-def test_ranks_that_the_first_one_starts_share_its_cache(tmp_path):
-    script = tmp_path / "train.py"
-    script.write_text(SCRIPT)
-    environment = {k: v for k, v in os.environ.items() if k not in (caching.RUN, "LOCAL_RANK")}
-    command = [sys.executable, str(script)]
-    environment["PYTHONPATH"] = str(Path(lo.__file__).parents[1])
-    run = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
-    assert run.stdout.split() == ["5", "1"]
-
-
-def test_two_caches_of_one_process_share_nothing():
-    first, second = cached_dataset(Numbers()), cached_dataset(Numbers())
-    first[3]
-    assert second.statistics()["items"] == 0
-    second[3]
-    assert second.statistics()["hits"] == 0

@@ -1,4 +1,4 @@
-"""Store: killed writers, damaged files, containers, forks, and a bound for all."""
+"""Store: killed writers, damaged files, forks, eviction, and one limit for all processes."""
 
 import multiprocessing
 import os
@@ -18,11 +18,11 @@ fork = multiprocessing.get_context("fork")
 
 
 def content(name: str) -> bytes:
-    """Return what belongs under a name: 200 KB, so that writing takes a while."""
+    """Return the data stored under a name: 200 KB, so that writing takes a while."""
     return random.Random(name).randbytes(200_000)
 
 
-def write_for_ever(file: Path, max_bytes: int, seed: int) -> None:
+def write_forever(file: Path, max_bytes: int, seed: int) -> None:
     store, order = Store(file, max_bytes), random.Random(seed)
     while True:
         name = str(order.randrange(40))
@@ -33,12 +33,12 @@ def write_for_ever(file: Path, max_bytes: int, seed: int) -> None:
 
 
 @pytest.mark.parametrize("rounds", [12])
-def test_writers_that_are_killed_leave_no_corrupt_item(tmp_path, rounds):
+def test_killed_writers_leave_no_corrupt_item(tmp_path, rounds):
     file, max_bytes = tmp_path / "a.sqlite", 20 * 204_800
     order, in_the_middle = random.Random(0), 0
     for seed in range(rounds):
         writers = [
-            fork.Process(target=write_for_ever, args=(file, max_bytes, 2 * seed + i))
+            fork.Process(target=write_forever, args=(file, max_bytes, 2 * seed + i))
             for i in range(2)
         ]
         for writer in writers:
@@ -47,7 +47,7 @@ def test_writers_that_are_killed_leave_no_corrupt_item(tmp_path, rounds):
         for writer in writers:
             os.kill(writer.pid, signal.SIGKILL)
             writer.join()
-            assert writer.exitcode == -signal.SIGKILL  # and not 3: it was never served rubbish
+            assert writer.exitcode == -signal.SIGKILL  # not 3: it never read corrupt data
         journal = file.with_name(f"{file.name}-journal")
         in_the_middle += journal.exists() and journal.stat().st_size > 0
         store = Store(file, max_bytes)
@@ -56,7 +56,7 @@ def test_writers_that_are_killed_leave_no_corrupt_item(tmp_path, rounds):
         assert file.stat().st_size <= max_bytes + EMPTY * PAGE
         with sqlite3.connect(file) as database:
             assert database.execute("PRAGMA integrity_check").fetchone() == ("ok",)
-    assert in_the_middle > 0, "nobody was killed in the middle of writing"
+    assert in_the_middle > 0, "no writer was killed in the middle of writing"
     assert sum(data is not None for data in found.values()) > 5
 
 
@@ -81,7 +81,7 @@ def tear_the_index(file: Path) -> None:
 
 
 @pytest.mark.parametrize("damage", [damage_an_item, cut, overwrite, tear_the_index])
-def test_what_is_damaged_is_a_miss_and_can_be_stored_again(damage, tmp_path):
+def test_damaged_item_is_a_miss_and_can_be_stored_again(damage, tmp_path):
     file = tmp_path / "a.sqlite"
     Store(file, 10**6).put("a", content("a"))
     damage(file)
@@ -89,7 +89,7 @@ def test_what_is_damaged_is_a_miss_and_can_be_stored_again(damage, tmp_path):
         store = Store(file, 10**6)
         assert store.get("a") is None
         assert store.get("b") is None
-    for _ in range(2):  # the first may find that the file has to be begun anew
+    for _ in range(2):  # the first may only find the file unreadable
         store.put("a", content("a"))
     assert store.get("a") == content("a")
 
@@ -100,7 +100,7 @@ def fill(file: Path, max_bytes: int, start: int) -> None:
         store.put(str(number), bytes(9000))
 
 
-def test_several_writers_stay_within_one_bound(tmp_path):
+def test_several_writers_stay_within_one_limit(tmp_path):
     file, max_bytes = tmp_path / "a.sqlite", 20 * 12_288
     writers = [fork.Process(target=fill, args=(file, max_bytes, 40 * i)) for i in range(3)]
     for writer in writers:
@@ -114,7 +114,7 @@ def test_several_writers_stay_within_one_bound(tmp_path):
     assert 10 < store.statistics()["items"] <= max_bytes // 9000
 
 
-def test_least_recently_used_goes_first_and_keep_keeps(tmp_path):
+def test_lru_evicts_the_least_recently_used_and_keep_evicts_nothing(tmp_path):
     for policy, expected in (("lru", "013"), ("keep", "012")):
         store = Store(tmp_path / policy, 17 * PAGE, policy)
         for name in "012":
@@ -125,7 +125,7 @@ def test_least_recently_used_goes_first_and_keep_keeps(tmp_path):
         assert "".join(name for name in "0123" if store.get(name)) == expected
 
 
-def test_keep_gives_up_other_versions_only(tmp_path):
+def test_keep_evicts_only_other_versions(tmp_path):
     file, room = tmp_path / "a.sqlite", 8 * 6 * PAGE
     old = Store(file, room, version="old")
     for number in range(7):
@@ -137,7 +137,7 @@ def test_keep_gives_up_other_versions_only(tmp_path):
     kept = [number for number in range(20) if new.get(str(number))]
     assert kept == list(range(len(kept)))
     assert len(kept) >= 7
-    assert old.get("3") is None  # the name of another version
+    assert old.get("3") is None  # another version has an item of this name
 
 
 def counting(connect: Any, counted: list[int]) -> Any:
@@ -153,8 +153,8 @@ def counting(connect: Any, counted: list[int]) -> Any:
     return connected
 
 
-def test_a_miss_costs_the_same_however_many_items_there_are(tmp_path, monkeypatch):
-    """Counted in steps of SQLite's machine, not in seconds."""
+def test_cost_of_a_miss_does_not_depend_on_the_number_of_items(tmp_path, monkeypatch):
+    """Counted in steps of SQLite's virtual machine."""
 
     def steps(items: int) -> int:
         store = Store(tmp_path / str(items), items * 300, "keep")
@@ -165,7 +165,7 @@ def test_a_miss_costs_the_same_however_many_items_there_are(tmp_path, monkeypatc
         with monkeypatch.context() as patch:
             patch.setattr(sqlite3, "connect", counting(sqlite3.connect, counted))
             again = Store(store.file, store.max_bytes, "keep")
-            for _ in range(2):  # the second time it knows that it is full
+            for _ in range(2):  # the first put finds the cache full
                 assert again.get("other") is None
                 assert again.put("other", bytes(200)) == 0
         return counted[0]
@@ -173,7 +173,20 @@ def test_a_miss_costs_the_same_however_many_items_there_are(tmp_path, monkeypatc
     assert steps(2000) < 1.3 * steps(100)
 
 
-def test_a_store_serves_both_sides_of_a_fork(tmp_path):
+def test_full_keep_cache_tries_to_insert_a_size_only_once(tmp_path, monkeypatch):
+    store = Store(tmp_path / "a.sqlite", 8 * PAGE, "keep")
+    for name in "012":
+        store.put(name, bytes(5 * PAGE))
+    inserts = []
+    monkeypatch.setattr(Store, "_insert", lambda *arguments: inserts.append(arguments))
+    assert store.put("3", bytes(5 * PAGE)) == 0
+    assert not inserts
+    store.clear()
+    store.put("3", bytes(5 * PAGE))
+    assert inserts
+
+
+def test_store_works_on_both_sides_of_a_fork(tmp_path):
     store = Store(tmp_path / "a.sqlite", 10**6)
     store.put("a", content("a"))
 
@@ -188,15 +201,16 @@ def test_a_store_serves_both_sides_of_a_fork(tmp_path):
     assert store.get("b") == content("b")
 
 
-def test_too_large_an_item_is_not_stored(tmp_path):
+def test_item_above_the_limit_is_not_stored(tmp_path):
     store = Store(tmp_path / "a.sqlite", PAGE)
     assert store.put("a", bytes(PAGE + 1)) == 0
     assert store.get("a") is None
     assert store.statistics() == {"bytes": 0, "items": 0}
 
 
-def test_a_folder_that_is_gone_stops_nobody(tmp_path):
+def test_removed_folder_causes_only_misses(tmp_path):
     folder = tmp_path / "cache"
+    folder.mkdir()
     store = Store(folder / "a.sqlite", 10**6)
     store.put("a", content("a"))
     shutil.rmtree(folder)
@@ -205,7 +219,7 @@ def test_a_folder_that_is_gone_stops_nobody(tmp_path):
     assert store.statistics()["items"] <= 1
 
 
-def test_a_place_that_cannot_be_written_stores_nothing(tmp_path):
+def test_unwritable_place_stores_nothing(tmp_path):
     (tmp_path / "file").write_text("")
     store = Store(tmp_path / "file" / "a.sqlite", 10**6)
     assert store.put("a", b"a") == 0

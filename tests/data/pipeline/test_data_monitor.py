@@ -18,7 +18,7 @@ from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
 class Clock:
-    """A clock that stands still unless it is told."""
+    """A clock that is advanced by hand."""
 
     now = 100.0
 
@@ -27,7 +27,7 @@ class Clock:
 
 
 class Timed(Rows):
-    """Fetching a row takes a second of a made-up clock."""
+    """Fetching a row takes a second of the fake clock."""
 
     def __init__(self, clock, length=24):
         super().__init__(length)
@@ -57,8 +57,8 @@ def monitored(monkeypatch, step=4.0, validation=100.0, **settings):
     return callback, logger
 
 
-def test_the_share_of_waiting_and_the_rate_are_counted(monkeypatch):
-    """Four rows of a second each and a step of four: half, at one row in two seconds."""
+def test_wait_fraction_and_rate_are_logged(monkeypatch):
+    """A batch of four rows takes four seconds to fetch, and its step takes four seconds."""
     callback, logger = monitored(monkeypatch)
     assert logger.series("data/wait_fraction") == [pytest.approx(0.5)] * 3
     assert logger.series("data/samples_per_second") == [pytest.approx(0.5)] * 3
@@ -66,7 +66,7 @@ def test_the_share_of_waiting_and_the_rate_are_counted(monkeypatch):
     assert callback.report().rows[0]["share"] == pytest.approx(0.5)
 
 
-def test_a_run_that_waits_for_long_is_advised_once(monkeypatch, caplog):
+def test_long_waiting_warns_once(monkeypatch, caplog):
     with caplog.at_level(logging.WARNING):
         monitored(monkeypatch, threshold=0.4, patience=1)
         monitored(monkeypatch, threshold=0.6, patience=1)
@@ -76,7 +76,7 @@ def test_a_run_that_waits_for_long_is_advised_once(monkeypatch, caplog):
     assert "DataPipelineTuner" in record.getMessage()
 
 
-def test_the_profiler_still_hears_of_each_fetch():
+def test_profiler_still_records_each_fetch():
     trainer = quiet_trainer(callbacks=[lo.DataMonitor()], profiler="simple")
     trainer.fit(Recorded(), DataLoader(Rows(), batch_size=4))
     counted = trainer.profiler.recorded_durations
@@ -84,7 +84,7 @@ def test_the_profiler_still_hears_of_each_fetch():
     assert len(counted[key]) == 6
 
 
-def test_monitor_arguments_out_of_range():
+def test_invalid_monitor_arguments_raise():
     for settings in ({"every_n_steps": 0}, {"threshold": 1.5}, {"patience": 0}):
         with pytest.raises(ValueError, match=next(iter(settings))):
             lo.DataMonitor(**settings)
@@ -101,7 +101,7 @@ class Stream:
         self.events.append(f"{self.name} waits for {other.name}")
 
 
-def test_the_copy_runs_beside_and_only_the_next_step_waits(monkeypatch):
+def test_copy_runs_on_the_side_stream_and_only_the_next_step_waits(monkeypatch):
     events = []
     side, current = Stream("side", events), Stream("current", events)
 
@@ -133,13 +133,13 @@ class Opaque:
         self.x = torch.ones(1)
 
 
-def test_batches_whose_tensors_can_be_found():
+def test_transparent_batches():
     assert is_transparent({"a": [torch.ones(1), 2.5], "b": ("text", None)})
     assert is_transparent(UserDict(a=Pair(torch.ones(1))))  # as BatchEncoding is one
     assert not is_transparent([Opaque()])
 
 
-def test_on_the_cpu_it_does_nothing_and_says_so(caplog):
+def test_prefetcher_does_nothing_on_cpu_and_logs_that(caplog):
     def fit(*callbacks):
         torch.manual_seed(0)
         model = Recorded()
@@ -155,8 +155,8 @@ def test_on_the_cpu_it_does_nothing_and_says_so(caplog):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("pinned", [True, False])
-def test_on_a_gpu_every_batch_arrives_whole(pinned, caplog):
-    """A queue of work between the copies, so that memory that is reused too early shows."""
+def test_every_batch_arrives_complete_on_gpu(pinned, caplog):
+    """Queued work between the copies makes memory that is reused too early visible."""
 
     class Net(Recorded):
         def training_step(self, batch, batch_idx):
@@ -180,7 +180,7 @@ def test_on_a_gpu_every_batch_arrives_whole(pinned, caplog):
 
 
 @pytest.mark.gpu
-def test_a_transfer_of_ones_own_is_left_alone():
+def test_overridden_transfer_is_not_replaced():
     class Net(Recorded):
         def transfer_batch_to_device(self, batch, device, dataloader_idx):
             return [part.to(device) for part in batch]

@@ -1,4 +1,4 @@
-"""Settings of a loader: changed in place, put back, and refused where the order would change."""
+"""Loader settings: which loaders may be changed, and how."""
 
 import random
 
@@ -13,12 +13,12 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.data.pipeline.loaders import (
     LoaderSettings,
-    apply,
+    attributes_for,
     endless_indices,
-    put_back,
-    refusal,
+    reason_to_skip,
     settings_of,
 )
 from tests.data.datasets import Numbers
@@ -79,22 +79,22 @@ class Locked(Eager):
         {"shuffle": True, "batch_size": 3},
         {"sampler": RandomSampler(range(24), replacement=True)},
         {"sampler": WeightedRandomSampler([1.0] * 24, 24)},
-        {"sampler": Eager(), "batch_size": 3},  # the batch sampler asks it at the first batch
+        {"sampler": Eager(), "batch_size": 3},  # the batch sampler iterates it at the first batch
         {"batch_sampler": BatchSampler(RandomSampler(range(24)), 3, False)},
         {"shuffle": True, "generator": torch.Generator(), "num_workers": 1},
         {"batch_size": None},
     ],
 )
-def test_loaders_that_may_be_tuned(settings):
+def test_tunable_loaders_have_no_reason_to_skip(settings):
     state = torch.get_rng_state()
-    assert refusal(DataLoader(Numbers(), **settings)) is None
+    assert reason_to_skip(DataLoader(Numbers(), **settings)) is None
     assert torch.equal(torch.get_rng_state(), state)
 
 
 @pytest.mark.parametrize(
     ("loader", "reason"),
     [
-        ([1, 2], "no torch DataLoader"),
+        ([1, 2], "not a torch DataLoader"),
         (DataLoader(Stream()), "iterable"),
         (DataLoader(Numbers(), sampler=Eager(), batch_size=None), "calls it twice"),
         (DataLoader(Numbers(), sampler=Counted(), batch_size=None), "calls it twice"),
@@ -102,38 +102,37 @@ def test_loaders_that_may_be_tuned(settings):
         (DataLoader(Numbers(), sampler=NumpyAsItGoes(), batch_size=3), "batch by batch"),
         (DataLoader(Numbers(), sampler=PythonAsItGoes(), batch_size=3), "batch by batch"),
         (DataLoader(Numbers(), sampler=Locked()), "cannot be copied"),
-        (DataLoader(Numbers(), shuffle=True, generator=torch.Generator()), "of its own"),
+        (DataLoader(Numbers(), shuffle=True, generator=torch.Generator()), "its own generator"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_loaders_that_may_not(loader, reason):
+def test_other_loaders_have_a_reason_to_skip(loader, reason):
     counted = getattr(loader, "sampler", None)
-    assert reason in refusal(loader)
+    assert reason in reason_to_skip(loader)
     assert getattr(counted, "epoch", 0) == 0
 
 
-def test_running_workers_are_not_disturbed():
+def test_loader_with_running_workers_is_skipped():
     loader = DataLoader(Numbers(), num_workers=1, persistent_workers=True)
     iterator = iter(loader)
-    assert "running already" in refusal(loader)
+    assert "already running" in reason_to_skip(loader)
     del iterator
     vars(loader)["_iterator"] = None
 
 
-def test_settings_are_changed_in_place_and_put_back():
+def test_settings_are_changed_in_place_and_restored():
     loader = DataLoader(Numbers(), batch_size=3, num_workers=1, timeout=9, prefetch_factor=5)
     before = dict(vars(loader))
-    kept = apply(loader, LoaderSettings(2, 4, False, True))
-    assert settings_of(loader) == LoaderSettings(2, 4, False, True)
-    assert [int(number) for batch in loader for number in batch] == list(range(24))
-    put_back(loader, kept)
-    assert vars(loader) == before
-    apply(loader, LoaderSettings())
-    assert loader.timeout == 0  # which a loader without workers insists on
+    with replaced(loader, **attributes_for(loader, LoaderSettings(2, 4, False, True))):
+        assert settings_of(loader) == LoaderSettings(2, 4, False, True)
+        assert [int(number) for batch in loader for number in batch] == list(range(24))
+    assert {**vars(loader), "_iterator": None} == before
+    vars(loader).update(attributes_for(loader, LoaderSettings()), _iterator=None)
+    assert loader.timeout == 0  # as torch requires without workers
     assert [int(number) for batch in loader for number in batch] == list(range(24))
 
 
-def test_indices_come_from_a_copy_of_the_sampler():
+def test_indices_are_drawn_from_a_copy_of_the_sampler():
     sampler = Counted(5)
     loader = DataLoader(Numbers(5), sampler=sampler, batch_size=2)
     indices = endless_indices(loader)

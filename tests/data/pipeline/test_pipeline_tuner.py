@@ -1,4 +1,4 @@
-"""DataPipelineTuner: the same samples as without it, refusals, agreement of ranks, resume."""
+"""DataPipelineTuner: the same samples as without it, skipped loaders, several ranks, resume."""
 
 import logging
 import os
@@ -43,9 +43,9 @@ def _short_measurements(monkeypatch):
 
 @pytest.mark.parametrize("cached", [False, True])
 @pytest.mark.parametrize("generator", [False, True])
-def test_order_and_content_of_three_epochs(cached, generator):
+def test_samples_of_three_epochs_are_the_same(cached, generator):
     def settings():
-        """With a generator: the user has a worker already."""
+        """With a generator, the user's loader has a worker already."""
         own = {"generator": torch.Generator().manual_seed(9), "num_workers": 1}
         return {"shuffle": True, **(own if generator else {})}
 
@@ -55,7 +55,7 @@ def test_order_and_content_of_three_epochs(cached, generator):
     assert tuner.chosen == WORKERS
     assert len(actual.seen) == 18
     assert actual.seen == expected.seen
-    assert actual.states == expected.states  # dropout too draws what it would have drawn
+    assert actual.states == expected.states  # dropout draws the same numbers too
     for epoch in range(3):
         rows = [row for batch in actual.seen[6 * epoch : 6 * epoch + 6] for row in batch]
         assert sorted(rows) == list(range(24))
@@ -65,14 +65,14 @@ def test_order_and_content_of_three_epochs(cached, generator):
 @pytest.mark.parametrize(
     "chosen", [LoaderSettings(), LoaderSettings(1, 4, False, False)], ids=["none", "not kept"]
 )
-def test_order_with_other_settings(chosen):
+def test_samples_are_the_same_with_other_settings(chosen):
     expected, _, _ = train(None, False, shuffle=True)
     actual, _, _ = train(chosen, False, shuffle=True)
     assert actual.workers == {chosen.workers}
     assert (actual.seen, actual.states) == (expected.seen, expected.states)
 
 
-def test_order_of_a_loader_whose_workers_the_user_keeps():
+def test_samples_are_the_same_if_the_user_keeps_workers():
     kept = {"num_workers": 1, "persistent_workers": True, "shuffle": True}
     expected, _, _ = train(None, False, **kept)
     actual, _, _ = train(WORKERS, False, **kept)
@@ -81,7 +81,7 @@ def test_order_of_a_loader_whose_workers_the_user_keeps():
 
 @pytest.mark.distributed
 @pytest.mark.parametrize(("cached", "own_sampler"), [(True, False), (False, True)])
-def test_order_and_content_under_ddp(cached, own_sampler):
+def test_samples_are_the_same_under_ddp(cached, own_sampler):
     expected = launch(train_in_ddp, False, False, own_sampler)
     actual = launch(train_in_ddp, True, cached, own_sampler)
     for mine, reference in zip(actual, expected, strict=True):
@@ -94,10 +94,10 @@ def test_order_and_content_under_ddp(cached, own_sampler):
 
 
 @pytest.mark.distributed
-def test_ranks_agree():
+def test_ranks_choose_the_same_settings():
     (first, rows), (second, other_rows) = launch(tune_in_ddp)
     assert first == second
-    assert rows[1:] == other_rows[1:]  # what was measured with workers: the slower rank's
+    assert rows[1:] == other_rows[1:]  # the slower rank's times
     assert first["workers"] >= 1
 
 
@@ -124,8 +124,8 @@ def test_trial_that_takes_too_long_fails():
     assert loader.timeout == 0
 
 
-def test_a_resumed_run_goes_on_with_the_same_settings_and_samples(tmp_path, monkeypatch):
-    """Where the loader can resume in mid-epoch, as Lightning asks it to."""
+def test_resumed_run_has_the_same_settings_and_samples(tmp_path, monkeypatch):
+    """With a loader that can resume in the middle of an epoch."""
 
     class Save(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -152,7 +152,7 @@ def test_a_resumed_run_goes_on_with_the_same_settings_and_samples(tmp_path, monk
     assert "checkpoint" in tuner.report().notes[0]
 
 
-# --- what it does -------------------------------------------------------------------------------
+# --- tuning ------------------------------------------------------------------------------------
 
 
 def fit(tuner, data, model=None, **settings):
@@ -161,12 +161,12 @@ def fit(tuner, data, model=None, **settings):
     return trainer
 
 
-def test_items_that_wait_get_workers_and_the_table_is_printed(capsys):
+def test_waiting_items_get_workers_and_the_table_is_printed(capsys):
     data = DataLoader(Sleepy(48, 0.01), batch_size=4)
     tuner = lo.DataPipelineTuner(max_workers=2, prefetch=(2,))
     fit(tuner, data)
     assert tuner.chosen.workers == 2
-    assert data.num_workers == 0  # after the run it is the user's again
+    assert data.num_workers == 0  # restored after the run
     assert not data.persistent_workers
     printed = capsys.readouterr().out
     assert "workers" in printed
@@ -177,22 +177,22 @@ def test_items_that_wait_get_workers_and_the_table_is_printed(capsys):
     pickle.dumps(tuner)
 
 
-def test_torch_does_not_advise_against_what_was_measured(monkeypatch):
+def test_torch_does_not_warn_about_the_measured_number_of_workers(monkeypatch):
     workers = (os.cpu_count() or 1) + 1
     monkeypatch.setattr(Search, "run", choose(LoaderSettings(workers, 2)))
     data = DataLoader(Rows(), batch_size=4)
     record = Record()
     quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False), record]).fit(Recorded(), data)
     assert record.workers == {workers}
-    data.num_workers = workers  # after the run the user is advised as ever
+    data.num_workers = workers  # after the run the warning is back
     with pytest.warns(UserWarning, match=f"will create {workers} worker"):
         data.check_worker_number_rationality()
-    vars(data).update(num_workers=0, check_worker_number_rationality=list)  # a user's own
+    vars(data).update(num_workers=0, check_worker_number_rationality=list)  # the user's own
     quiet_trainer(callbacks=[lo.DataPipelineTuner(verbose=False)]).fit(Recorded(), data)
     assert data.check_worker_number_rationality is list
 
 
-def test_the_main_process_touches_neither_dataset_nor_sampler():
+def test_main_process_touches_neither_dataset_nor_sampler():
     class Sampler:
         epochs = 0
 
@@ -221,7 +221,7 @@ def test_the_main_process_touches_neither_dataset_nor_sampler():
     assert look.found == (0, 0)
 
 
-def test_loaders_of_a_data_module_are_tuned_at_each_reload(monkeypatch):
+def test_chosen_settings_are_applied_at_each_reload(monkeypatch):
     class Module(LightningDataModule):
         made = 0
 
@@ -245,8 +245,8 @@ def test_loaders_of_a_data_module_are_tuned_at_each_reload(monkeypatch):
 
 
 @pytest.mark.parametrize("order", [1, -1])
-def test_what_others_have_replaced_is_theirs(order, monkeypatch):
-    """Beside another callback that replaces the same method, and a method of the user's own."""
+def test_methods_replaced_by_others_are_restored(order, monkeypatch):
+    """Beside another callback that replaces the same method, and the user's own replacement."""
     monkeypatch.setattr(Search, "run", lambda *_: LoaderSettings(1, 2))
     callbacks = [lo.DataPipelineTuner(verbose=False), lo.DynamicBatchSize()][::order]
     trainer = quiet_trainer(callbacks=callbacks, reload_dataloaders_every_n_epochs=1)
@@ -278,11 +278,11 @@ class TwoLoaders(Recorded):
         (lambda: [DataLoader(Rows()), DataLoader(Rows())], {}, "several"),
         (lambda: DataLoader(Broken(), batch_size=4), {}, "KeyError: 'broken'"),
         (lambda: DataLoader(Augmented(), batch_size=4), {"random_items": "refuse"}, "are random"),
-        (lambda: unpicklable(), {}, "cannot go to a process .* 'spawn'"),
+        (lambda: unpicklable(), {}, "cannot be sent to a process .* 'spawn'"),
     ],
     ids=["iterable", "sampler", "several", "broken", "random", "unpicklable"],
 )
-def test_what_cannot_be_tuned_is_left_alone(data, settings, reason, caplog):
+def test_untunable_loader_stays_unchanged_with_a_warning(data, settings, reason, caplog):
     loaders = data()
     before = [dict(vars(loader)) for loader in _each(loaders)]
     tuner = lo.DataPipelineTuner(**settings)
@@ -309,7 +309,7 @@ class Ignoring(SmallNet):
 
 
 class Broken(Rows):
-    """Fails in a process apart only, so that the fit itself goes on."""
+    """Fails in other processes only, so that the fit itself works."""
 
     pid = __import__("os").getpid()
 
@@ -333,13 +333,13 @@ def unpicklable():
     return loader
 
 
-def test_random_items_are_named():
+def test_source_of_randomness_is_reported():
     tuner = lo.DataPipelineTuner(verbose=False)
     fit(tuner, DataLoader(Augmented(), batch_size=4))
     assert "torch" in tuner.report().notes[1]
 
 
-def test_a_step_that_cannot_be_tried_is_done_without(monkeypatch):
+def test_failing_trial_step_leaves_its_time_unknown(monkeypatch):
     class Net(Recorded):
         def step(self, batch):
             if self.trainer.train_dataloader is None:
@@ -352,23 +352,23 @@ def test_a_step_that_cannot_be_tried_is_done_without(monkeypatch):
     assert "unknown" in tuner.report().notes[0]
 
 
-def test_kept_workers_need_a_dataset_that_is_not_told_the_epoch():
-    class Told(Rows):
+def test_workers_persist_only_if_the_dataset_has_no_set_epoch():
+    class WithEpoch(Rows):
         def set_epoch(self, epoch):
-            """Reach the copy of the main process alone."""
+            """Change the copy of the main process only."""
 
     trainer = quiet_trainer()
     assert tuning.can_persist(trainer, DataLoader(Rows()))
-    assert not tuning.can_persist(trainer, DataLoader(Told()))
+    assert not tuning.can_persist(trainer, DataLoader(WithEpoch()))
     trainer = quiet_trainer(reload_dataloaders_every_n_epochs=1)
     assert not tuning.can_persist(trainer, DataLoader(Rows()))
 
 
-def test_the_share_of_each_process():
-    # Items that compute, that wait for two thirds of their time, and for all of it.
+def test_most_workers_by_cpus_and_busy_share():
+    # Items that compute, that wait for two thirds of their time, and that only wait.
     assert [tuning.most_workers(6, 1, busy) for busy in (1.0, 1 / 3, 0.0)] == [6, 16, 16]
     assert [tuning.most_workers(6, 4, busy) for busy in (1.0, 1 / 3, 0.0)] == [1, 3, 16]
-    assert tuning.most_workers(128, 4, 0.0) == 32  # more than 16 by itself
+    assert tuning.most_workers(128, 4, 0.0) == 32  # the share of the CPUs is more than 16
 
 
 @pytest.mark.parametrize(
@@ -383,6 +383,6 @@ def test_the_share_of_each_process():
         ({"random_items": "maybe"}, "random_items"),
     ],
 )
-def test_arguments_out_of_range(settings, message):
+def test_invalid_arguments_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         lo.DataPipelineTuner(**settings)

@@ -1,11 +1,11 @@
-"""The search for the best setting, on made-up machines whose best setting is known."""
+"""The search for the best setting, on simulated machines whose best setting is known."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from lightning_opt.data.pipeline.loaders import LoaderSettings
-from lightning_opt.data.pipeline.search import ENOUGH, FLOOR, Measured, Search
+from lightning_opt.data.pipeline.search import ENOUGH, TRIVIAL_SECONDS, Measured, Search
 
 
 class Machine:
@@ -14,7 +14,7 @@ class Machine:
     def __init__(self, fetch, step, cores=2, busy=1.0, overhead=1e-4, stops=None):
         self.fetch, self.step, self.cores, self.busy = fetch, step, cores, busy
         self.overhead, self.left = overhead, stops
-        self.asked = []
+        self.measured = []
 
     def seconds(self, settings):
         if not settings.workers:
@@ -25,9 +25,9 @@ class Machine:
         return max(loader * quick, cores, self.step) + self.overhead
 
     def __call__(self, settings):
-        if self.left is not None and len(self.asked) >= self.left:
+        if self.left is not None and len(self.measured) >= self.left:
             return None
-        self.asked.append(settings)
+        self.measured.append(settings)
         seconds = self.seconds(settings)
         return Measured(settings, seconds, max(0.0, 1 - self.step / seconds))
 
@@ -37,45 +37,45 @@ def run(machine, **settings):
     return search, search.run(machine.fetch, machine.step)
 
 
-def test_a_trivial_loader_keeps_no_workers_and_starts_none():
-    machine = Machine(FLOOR / 2, 1e-5)
+def test_trivial_loader_gets_no_workers():
+    machine = Machine(TRIVIAL_SECONDS / 2, 1e-5)
     search, chosen = run(machine)
     assert chosen.workers == 0
-    assert machine.asked == []
+    assert machine.measured == []
     assert [one.settings.workers for one in search.tried] == [0]
 
 
-def test_a_loader_that_is_no_bottleneck_is_left():
+def test_loader_that_is_not_the_bottleneck_gets_no_workers():
     machine = Machine(0.001, 0.1)
     assert run(machine)[1].workers == 0
-    assert machine.asked == []
+    assert machine.measured == []
 
 
-def test_as_few_workers_as_keep_up_with_the_step():
+def test_fewest_workers_that_keep_up_with_the_step_are_chosen():
     machine = Machine(0.03, 0.02, cores=64)
     search, chosen = run(machine, max_workers=32)
     assert chosen.workers == 2
-    assert len(machine.asked) <= 3
-    assert search.reason == "the loader is no bottleneck"
+    assert len(machine.measured) <= 3
+    assert search.reason == "the loader is not the bottleneck"
 
 
-def test_workers_that_wait_may_be_more_than_cores():
+def test_waiting_items_get_more_workers_than_cores():
     assert run(Machine(0.04, 0.001, busy=0.0), max_workers=8)[1].workers == 8
 
 
-def test_prefetch_is_tried_where_the_loader_is_the_bottleneck():
+def test_prefetch_is_tried_if_the_loader_is_the_bottleneck():
     assert run(Machine(0.04, 0.001, busy=0.0), max_workers=8)[1].prefetch == 4
     assert run(Machine(0.03, 0.02, cores=64), max_workers=8)[1].prefetch == 2
 
 
-def test_workers_that_gain_too_little_are_not_started():
+def test_too_small_a_gain_gives_no_workers():
     assert run(Machine(0.002, 0.01, overhead=0.0019))[1].workers == 0
 
 
-def test_a_slow_moment_of_the_machine_is_no_reason_to_start_none():
+def test_slow_moment_of_the_machine_is_measured_again():
     class SlowAtFirst(Machine):
         def seconds(self, settings):
-            return super().seconds(settings) * (2.0 if len(self.asked) <= 3 else 1.0)
+            return super().seconds(settings) * (2.0 if len(self.measured) <= 3 else 1.0)
 
     machine = SlowAtFirst(0.02, 0.001)
     search, chosen = run(machine)
@@ -83,13 +83,13 @@ def test_a_slow_moment_of_the_machine_is_no_reason_to_start_none():
     assert chosen.workers == 2
 
 
-def test_a_loader_with_kept_workers_has_at_least_one():
+def test_min_workers_is_kept():
     machine = Machine(1e-5, 1e-4)
     assert run(machine, min_workers=1)[1].workers == 1
 
 
 @pytest.mark.parametrize("stops", range(3))
-def test_when_the_time_is_up_the_best_so_far_is_taken(stops):
+def test_best_so_far_is_chosen_when_the_time_is_up(stops):
     machine = Machine(0.04, 0.001, busy=0.0, stops=stops)
     search, chosen = run(machine, max_workers=8)
     assert chosen == min(search.tried, key=lambda one: one.seconds).settings
@@ -103,9 +103,8 @@ def test_pinned_memory_is_tried_last():
 
     machine = Pinning(0.02, 0.001)
     assert run(machine, pins=(False, True))[1].pin
-    assert [settings.pin for settings in machine.asked] == [False] * (len(machine.asked) - 1) + [
-        True
-    ]
+    pins = [settings.pin for settings in machine.measured]
+    assert pins == [False] * (len(pins) - 1) + [True]
 
 
 @given(
@@ -115,13 +114,15 @@ def test_pinned_memory_is_tried_last():
     busy=st.floats(0, 1),
     most=st.integers(0, 16),
 )
-def test_close_to_the_best_of_the_grid_with_few_measurements(fetch, step, cores, busy, most):
+def test_choice_is_close_to_the_best_of_a_grid(fetch, step, cores, busy, most):
     machine = Machine(fetch, step, cores, busy)
     _, chosen = run(machine, max_workers=most)
     grid = [LoaderSettings()] + [
         LoaderSettings(workers, prefetch) for workers in range(1, most + 1) for prefetch in (2, 4)
     ]
     best = min(machine.seconds(settings) for settings in grid)
-    # Halving and doubling may stop short of the best number by what is left of a bottleneck.
-    assert machine.seconds(chosen) <= max(1.12 * best, best + FLOOR, best / (1 - 2 * ENOUGH))
-    assert len(machine.asked) <= 8
+    # Halving and doubling may miss the best number by the rest of a bottleneck.
+    assert machine.seconds(chosen) <= max(
+        1.12 * best, best + TRIVIAL_SECONDS, best / (1 - 2 * ENOUGH)
+    )
+    assert len(machine.measured) <= 8

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset
 
-from lightning_opt.data.cache.fingerprint import fingerprint
+from lightning_opt.tuner.fingerprint import fingerprint
 from tests.data.datasets import Counting, Unpicklable
 
 
@@ -66,7 +66,7 @@ def test_it_is_the_same_in_another_process():
     process.join()
 
 
-def test_changed_code_and_changed_items_change_it():
+def test_changed_code_changes_it():
     def kind(value):
         def get(self, index):
             return index + value
@@ -76,7 +76,6 @@ def test_changed_code_and_changed_items_change_it():
 
     assert fingerprint(kind(1)()) == fingerprint(kind(1)())
     assert fingerprint(kind(1)()) != fingerprint(kind(2)())
-    assert fingerprint(one(), [b"1"]) != fingerprint(one(), [b"2"])
 
 
 def test_a_file_that_changes_changes_it(tmp_path):
@@ -91,8 +90,8 @@ def test_a_file_that_changes_changes_it(tmp_path):
     assert fingerprint(Files([str(file)])) != before
 
 
-def test_what_cannot_be_pickled_wants_a_key():
-    with pytest.raises(ValueError, match="key="):
+def test_unpicklable_attribute_raises():
+    with pytest.raises(ValueError, match="cannot be pickled"):
         fingerprint(Unpicklable())
 
 
@@ -178,7 +177,7 @@ def test_another_version_of_an_installed_package_changes_it(folder, monkeypatch)
 
 def test_it_does_not_depend_on_the_seed_of_hashes(folder):
     prints(folder)
-    code = "import ours; from lightning_opt.data.cache.fingerprint import fingerprint as f; "
+    code = "import ours; from lightning_opt.tuner.fingerprint import fingerprint as f; "
     code += "print(f(ours.second), f(ours.fourth))"
     found = {
         subprocess.run(

@@ -1,4 +1,4 @@
-"""A short name of what a dataset is made of, which changes when that changes."""
+"""A short hash of an object and the code that it uses."""
 
 from __future__ import annotations
 
@@ -18,36 +18,31 @@ from lightning_opt.data.encoding import is_plain, raw
 _LRU_CACHE = type(functools.lru_cache(abs))
 
 PATHS = 100_000
-"""Strings that are tried as names of files."""
+"""The largest number of strings that are tried as names of files."""
 
 
-def fingerprint(dataset: Any, items: Any = None, files: bool = True) -> str:
-    """Return 16 hexadecimal digits that stand for ``dataset``.
+def fingerprint(value: Any) -> str:
+    """Return a hash of ``value``, 16 hexadecimal digits.
 
-    They cover its type, its length, all values of its attributes, the code of its methods and of
-    functions and classes among the attributes (transforms), with all that this code refers to:
-    other functions and classes, global variables, modules. Of Python and of installed packages they
-    cover the versions. And name, size and time of modification of every file that an attribute
-    names. They do not cover files whose names the code makes up, nor what it imports as it runs.
-
-    Args:
-        dataset: A map-style dataset.
-        items: A few of its items, which go in too.
-        files: Whether to look at the files that attributes name.
+    It covers the type, the length, all attributes, and the code of methods and of functions and
+    classes among the attributes (transforms), with everything this code refers to: other functions
+    and classes, global variables, modules. Of Python and installed packages it covers the version,
+    and of every file that an attribute names the size and modification time. It covers neither
+    files with computed names nor imports within functions.
 
     Raises:
         ValueError: If an attribute cannot be pickled.
     """
     hashed = hashlib.blake2b(digest_size=8)
-    length = len(dataset) if hasattr(dataset, "__len__") else None
+    length = len(value) if hasattr(value, "__len__") else None
     try:
-        _Hasher(hashed).dump((dataset, length, items, sys.version_info[:2]))
+        _Hasher(hashed).dump((value, length, sys.version_info[:2]))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
-            f"There is no fingerprint of this {type(dataset).__qualname__}, because an attribute "
-            f"cannot be pickled: {error}. Give key=, a name that you change whenever the items do."
+            f"There is no fingerprint of this {type(value).__qualname__}, because an attribute "
+            f"cannot be pickled: {error}."
         ) from error
-    for path in sorted(_paths(dataset)) if files else ():
+    for path in sorted(_paths(value)):
         try:
             status = Path(path).stat()
         except (OSError, ValueError):
@@ -57,7 +52,7 @@ def fingerprint(dataset: Any, items: Any = None, files: bool = True) -> str:
 
 
 class _Hasher(pickle.Pickler):
-    """Pickles into a hash instead of a file, and what is code by what it does."""
+    """Pickles into a hash instead of a file; code is described by its content."""
 
     def __init__(self, hashed: Any, seen: set[int] | None = None) -> None:
         sink: Any = types.SimpleNamespace(write=hashed.update)
@@ -79,7 +74,7 @@ class _Hasher(pickle.Pickler):
         return NotImplemented
 
     def _describe(self, made: type | types.FunctionType) -> tuple[Any, ...]:
-        """Return what stands for a class or a function: a version, or what it is made of."""
+        """Describe a class or function: its version if installed, else its code."""
         name = (made.__module__, made.__qualname__)
         if _is_installed(made.__module__):
             return (*name, _version(made.__module__))
@@ -100,7 +95,7 @@ class _Hasher(pickle.Pickler):
         return (*name, _code(made.__code__), defaults, cells, found)
 
     def _show(self, value: Any) -> Any:
-        """Return what stands for a value that code refers to, whether it can be pickled or not."""
+        """Describe a value that code refers to, also if it cannot be pickled."""
         if isinstance(value, types.ModuleType):
             return value.__name__, _version(value.__name__)
         if isinstance(value, (set, frozenset)):
@@ -115,11 +110,11 @@ class _Hasher(pickle.Pickler):
 
 
 def _stand_in(*parts: Any) -> None:
-    """Stand in the hash for what is described by ``parts``."""
+    """Take the place of a described object in the pickle."""
 
 
 def _behind(member: Any) -> Any:
-    """Return the function of a method of any kind or of a property; anything else as it is."""
+    """Return the function of a method or property; other values unchanged."""
     if isinstance(member, (staticmethod, classmethod)):
         member = member.__func__
     return member.fget if isinstance(member, property) else member
@@ -138,7 +133,7 @@ def _code(code: types.CodeType) -> tuple[Any, ...]:
 
 
 def _used(code: types.CodeType, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the global variables that code names, and what it may take from modules of the user."""
+    """Yield the global variables that code names, and those of the user's modules."""
     for name in code.co_names:
         if name not in known:
             continue
@@ -160,7 +155,7 @@ def _content(cell: Any) -> Any:
 
 
 def _is_installed(module: str | None) -> bool:
-    """Return whether a module is Python's or of an installed package, whose code stays."""
+    """Return whether a module is Python's or an installed package's: a version describes it."""
     top = (module or "").partition(".")[0]
     if top in sys.stdlib_module_names and top != "__main__":
         return True
@@ -173,9 +168,9 @@ def _version(module: str | None) -> str:
     return str(getattr(top, "__version__", ""))
 
 
-def _paths(dataset: Any) -> Iterator[str]:
+def _paths(value: Any) -> Iterator[str]:
     left = PATHS
-    queue = [vars(dataset) if hasattr(dataset, "__dict__") else dataset]
+    queue = [vars(value) if hasattr(value, "__dict__") else value]
     while queue and left:
         value = queue.pop()
         if isinstance(value, (str, Path)):
