@@ -6,9 +6,9 @@ from .batching.batch_size.dynamic_batch_size import DynamicBatchSize as DynamicB
 from .batching.batch_size.search import FoundSizes as FoundSizes
 from .batching.batch_size.trials import find_batch_size as find_batch_size
 from .batching.micro_batching.micro_batching import MicroBatching as MicroBatching
-from .core.modules.splitting import UnsplittableBatchError as UnsplittableBatchError
-from .core.modules.splitting import micro_batches as micro_batches
-from .core.modules.splitting import split_batch as split_batch
+from .core.modules.batches import UnsplittableBatchError as UnsplittableBatchError
+from .core.modules.batches import micro_batches as micro_batches
+from .core.modules.batches import split_batch as split_batch
 from .core.output.report import Report as Report
 from .data.cache.cached_dataset import CachedDataset as CachedDataset
 from .data.cache.cached_function import cached as cached

@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from lightning_opt.core.measure.cpus import available_cpus
+from lightning_opt.core.measure.machine import available_cpus
 from lightning_opt.data.pipeline.loaders import LoaderSettings, attributes_for
 from lightning_opt.data.pipeline.pipeline_tuner import MOST_FOR_WAITING
 

@@ -1,10 +1,11 @@
-"""Checks of arguments, whose errors say what was given and what is allowed."""
+"""Checks of constructor arguments. Each error names the given value and the allowed ones."""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 Choice = TypeVar("Choice")
@@ -14,7 +15,7 @@ def positive(name: str, value: float) -> float:
     """Return ``value`` if it is a finite number above 0.
 
     Raises:
-        ValueError: For everything else.
+        ValueError: Otherwise.
     """
     if not (is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
@@ -25,7 +26,7 @@ def fraction(name: str, value: float) -> float:
     """Return ``value`` if it is a number of at least 0 and below 1.
 
     Raises:
-        ValueError: For everything else.
+        ValueError: Otherwise.
     """
     if not (is_number(value) and 0 <= value < 1):
         raise ValueError(f"{name} must be a number of at least 0 and below 1, got {value!r}.")
@@ -36,7 +37,7 @@ def share(name: str, value: float) -> float:
     """Return ``value`` if it is a number above 0 and at most 1.
 
     Raises:
-        ValueError: For everything else.
+        ValueError: Otherwise.
     """
     if not (is_number(value) and 0 < value <= 1):
         raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
@@ -47,7 +48,7 @@ def between(name: str, value: float, low: float, high: float) -> float:
     """Return ``value`` if it is a number from ``low`` to ``high``.
 
     Raises:
-        ValueError: For everything else.
+        ValueError: Otherwise.
     """
     if not (is_number(value) and low <= value <= high):
         raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}.")
@@ -58,7 +59,7 @@ def at_least(name: str, value: int, lowest: int) -> int:
     """Return ``value`` if it is a whole number of at least ``lowest``.
 
     Raises:
-        ValueError: For everything else.
+        ValueError: Otherwise.
     """
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}.")
@@ -69,7 +70,7 @@ def one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
     """Return ``value`` if it is one of ``allowed``.
 
     Raises:
-        ValueError: For everything else.
+        ValueError: Otherwise.
     """
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
@@ -77,11 +78,36 @@ def one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
 
 
 def is_number(value: Any) -> bool:
-    """Return whether ``value`` is a number, and not True or False."""
+    """Return whether ``value`` is an int or a float, and not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
 
 
 def did_you_mean(name: object, known: Iterable[str]) -> str:
-    """Return the end of a sentence about an unknown name: the nearest one, or a full stop."""
+    """Return ``"; did you mean '...'?"`` with the closest known name, or a full stop."""
     near = difflib.get_close_matches(str(name), list(known), n=1)
     return f"; did you mean {near[0]!r}?" if near else "."
+
+
+def function_named(name: str, given: Callable[..., Any] | str | None) -> Any:
+    """Return a function that may be given as an import path; None stays None.
+
+    Args:
+        name: Name of the argument, for the error.
+        given: A function, or a path such as ``"package.module.function"``.
+
+    Raises:
+        ValueError: If there is no such function.
+    """
+    if given is None or (callable(given) and not isinstance(given, str)):
+        return given
+    module, _, attribute = str(given).rpartition(".")
+    try:
+        found = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(
+            f"{name} must be a function or its import path such as 'package.module.function', "
+            f"got {given!r}: {error}."
+        ) from error
+    if not callable(found):
+        raise ValueError(f"{name} must be a function, and {given!r} is {type(found).__name__}.")
+    return found

@@ -20,8 +20,7 @@ from lightning_opt.core.numerics.norms import (
     parameters_of,
 )
 from lightning_opt.core.numerics.scalars import Scalar
-from lightning_opt.trainer.refusals import refuse_lbfgs
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

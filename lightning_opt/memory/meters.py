@@ -13,9 +13,9 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_opt.core.measure.memory import PeakMeter
-from lightning_opt.core.modules.operators import returns_views
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.sharding import local_part
-from lightning_opt.core.modules.splitting import tensors_of
+from lightning_opt.core.modules.trial import returns_views
 
 
 class StorageMeter(TorchDispatchMode):

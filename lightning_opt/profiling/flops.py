@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.preserve import isolated_random, preserved
-from lightning_opt.core.modules.splitting import tensors_of
 
 
 class Flops(NamedTuple):

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, ClassVar
 from weakref import ref
 
 from lightning.pytorch import Callback
+from torch.optim import LBFGS, Optimizer
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -77,3 +79,21 @@ class RunCallback(Callback):
     def __getstate__(self) -> dict[str, Any]:
         """Leave out the model and what holds in this process only."""
         return {**self.__dict__, "_model": None, **dict.fromkeys(self.process_only)}
+
+
+def refuse_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:
+    """Raise if an optimizer evaluates the loss and its gradient several times a step.
+
+    Args:
+        name: The feature that does not support it, for the error.
+        optimizers: All optimizers of the run.
+
+    Raises:
+        ValueError: If one is ``torch.optim.LBFGS``.
+    """
+    if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
+        raise ValueError(
+            f"{name} does not work with torch.optim.LBFGS, which evaluates the loss and its "
+            "gradient several times within one step. Use a first-order optimizer such as AdamW "
+            "or SGD."
+        )

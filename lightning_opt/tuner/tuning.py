@@ -17,8 +17,7 @@ import lightning
 import torch
 
 import lightning_opt
-from lightning_opt.core.measure.cpus import available_cpus
-from lightning_opt.core.measure.machine import cpu_flags
+from lightning_opt.core.measure.machine import available_cpus, cpu_flags
 from lightning_opt.tuner.fingerprint import fingerprint
 from lightning_opt.tuner.journal import Journal
 from lightning_opt.tuner.progress import Progress

@@ -20,9 +20,9 @@ from lightning.pytorch.loggers.logger import DummyLogger
 from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
-from lightning_opt.core.measure.cpus import allowed_cpus
+from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.measure.timing import wait_for
-from lightning_opt.core.modules.counting import samples_in
+from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.worker.recipes import Factory, Settings, make, make_settings
 
 QUIET: dict[str, Any] = {

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import DataDependentOutputException
 from torch.utils._pytree import tree_map_only
 
 from lightning_opt import AdaptiveClipping, GradientClipper, GradientHealth, NonFiniteGuard
-from lightning_opt.core.measure.delayed import DelayedReads
+from lightning_opt.core.measure.reading import DelayedReads
 from lightning_opt.core.numerics.norms import collect_gradients, measure_norms
 from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES

@@ -28,15 +28,13 @@ from lightning_opt.batching.loader_sizes import (
     data_ranks,
     has_several_loaders,
 )
-from lightning_opt.core.arguments import at_least
-from lightning_opt.core.importing import function_named
+from lightning_opt.core.arguments import at_least, function_named
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import flat_parameter_groups, ranks_of_a_step
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.trainer.refusals import refuse_lbfgs
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

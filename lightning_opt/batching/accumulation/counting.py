@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from lightning_opt.core.arguments import at_least
+from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
 from lightning_opt.core.modules.sharding import Groups, sum_over, wants_host
-from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length
 from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
 

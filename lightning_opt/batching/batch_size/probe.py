@@ -22,8 +22,8 @@ from lightning_opt.batching.loader_sizes import (
 from lightning_opt.batching.peaks import LimitMeter, Peak
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory
 from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -29,8 +29,7 @@ from lightning_opt.batching.batch_size.probe import (
     largest_of_ranks,
 )
 from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
-from lightning_opt.core.arguments import one_of
-from lightning_opt.core.importing import function_named
+from lightning_opt.core.arguments import function_named, one_of
 from lightning_opt.core.measure.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
 from lightning_opt.core.modules.patching import do_nothing, replaced
 

@@ -20,14 +20,14 @@ from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.batching.micro_batching.hooks import HookGuard
 from lightning_opt.batching.micro_batching.logs_and_outputs import LogRecorder, merge_outputs
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, let_go
-from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.preserve import Before, CannotUndoError
-from lightning_opt.core.modules.splitting import (
+from lightning_opt.core.modules.batches import (
     UnsplittableBatchError,
     split_into,
     tensors_of,
     with_own_containers,
 )
+from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.preserve import Before, CannotUndoError
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -41,15 +41,13 @@ from lightning_opt.batching.micro_batching.planning import Planning
 from lightning_opt.batching.micro_batching.retrying import Retrying
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes
 from lightning_opt.batching.micro_batching.split_check import SplitCheck
-from lightning_opt.core.arguments import at_least
-from lightning_opt.core.importing import function_named
+from lightning_opt.core.arguments import at_least, function_named
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import COMPLETE, Groups, ranks_of_a_step, sum_over
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.trainer.refusals import refuse_lbfgs
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl

@@ -13,7 +13,7 @@ from lightning_opt.batching.micro_batching.agreement import Sharded
 from lightning_opt.batching.micro_batching.closure import MicroBatchClosure, Workshop
 from lightning_opt.batching.micro_batching.sizes import kind_of, put_last
 from lightning_opt.batching.peaks import LimitMeter
-from lightning_opt.core.modules.splitting import shape_of
+from lightning_opt.core.modules.batches import shape_of
 
 TARGET = 0.95
 """Share of the nearest limit that a planned size may take."""

@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 
 from lightning_opt.batching.micro_batching.closure import MicroBatchClosure, Workshop, split_with
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, Proven, kind_of
-from lightning_opt.core.modules.splitting import UnsplittableBatchError, shape_of
+from lightning_opt.core.modules.batches import UnsplittableBatchError, shape_of
 
 log = logging.getLogger(__name__)
 

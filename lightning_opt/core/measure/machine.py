@@ -1,4 +1,4 @@
-"""What this machine can do fast: one answer for presets, tuner and doctor."""
+"""CPUs and GPUs of this machine, and which features they support in hardware."""
 
 from __future__ import annotations
 
@@ -11,16 +11,35 @@ from pathlib import Path
 
 import torch
 
-from lightning_opt.core.measure.cpus import available_cpus
+from lightning_opt.core.measure.cgroups import find_cpu_quota
+from lightning_opt.core.measure.nvml import lowest_capability
 
 FAST_BF16 = ("avx512_bf16", "amx_bf16")
-"""Flags of x86 CPUs that multiply in bfloat16; others convert each number, which took 13 times as
-long as float32 where it was measured."""
+"""Flags of x86 CPUs that multiply in bfloat16. Others convert each number; on one of them this took
+13 times as long as float32."""
+
+
+def allowed_cpus() -> list[int]:
+    """Return the CPUs that this thread may run on, or all CPUs where the system has no affinity."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS and Windows
+        return sorted(os.sched_getaffinity(0))
+    return list(range(os.cpu_count() or 1))
+
+
+def available_cpus(root: Path = Path("/")) -> int:
+    """Return how many CPUs affinity and control groups allow, at least 1.
+
+    Args:
+        root: The folder that contains ``proc`` and ``sys``.
+    """
+    cpus = len(allowed_cpus())
+    quota = find_cpu_quota(root)
+    return max(1, cpus if quota is None else min(cpus, int(quota)))
 
 
 @lru_cache
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the instruction sets of this CPU; none where the system does not list them."""
+    """Return the instruction sets of this CPU; empty if the system does not list them."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -33,33 +52,21 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 
 
 def cuda_capability(forks: bool = False) -> tuple[int, int] | None:
-    """Return the lowest compute capability of the GPUs, None without any.
+    """Return the lowest compute capability of the GPUs, or None without a GPU.
 
     Args:
-        forks: Whether processes are to be forked later, which cannot use CUDA if it is used here.
-            The driver is asked then, about all the GPUs there are.
+        forks: Whether processes may be forked later. They could not use CUDA if this process
+            initialized it, so the driver is queried instead, for all GPUs of the machine.
     """
     if forks and not torch.cuda.is_initialized():
-        return _capability_by_driver()
+        return lowest_capability()
     if not torch.cuda.is_available():
         return None
     return min(torch.cuda.get_device_capability(i) for i in range(torch.cuda.device_count()))
 
 
-def _capability_by_driver() -> tuple[int, int] | None:
-    try:
-        import pynvml
-
-        pynvml.nvmlInit()
-        handles = [pynvml.nvmlDeviceGetHandleByIndex(i) for i in range(pynvml.nvmlDeviceGetCount())]
-        found = [tuple(pynvml.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles]
-    except Exception:  # noqa: BLE001 - NVMLError, ImportError, OSError: no NVML
-        return None
-    return min(found, default=None)
-
-
 def why_no_bf16(device: str, forks: bool = False) -> str | None:
-    """Return why bfloat16 would not be fast on a type of device; None if it is."""
+    """Return why bfloat16 is not fast on this type of device; None if it is."""
     if device == "cuda":
         capability = cuda_capability(forks)
         if capability is None or capability < (8, 0):
@@ -77,7 +84,7 @@ def why_no_bf16(device: str, forks: bool = False) -> str | None:
 
 
 def why_no_compiler(device: str, forks: bool = False) -> str | None:
-    """Return why torch.compile could not compile for a type of device; None if it could."""
+    """Return why torch.compile cannot compile for this type of device; None if it can."""
     if device != "cuda":
         return f"torch.compile for {device!r} has not been tried" if device != "cpu" else None
     usual = [os.environ["CC"]] if os.environ.get("CC") else ["gcc", "clang", "cc", "cl"]
@@ -92,7 +99,7 @@ def why_no_compiler(device: str, forks: bool = False) -> str | None:
 
 
 def describe_machine(device: str) -> str:
-    """Return the machine in a few words."""
+    """Return one line with the GPUs, the number of CPUs and the version of torch."""
     cpus = available_cpus()
     words = [f"{cpus} CPU{'s' * (cpus > 1)} ({platform.machine()})", f"torch {torch.__version__}"]
     if device == "cuda" and torch.cuda.is_initialized():

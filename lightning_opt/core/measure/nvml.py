@@ -1,7 +1,7 @@
-"""The driver's own account of a GPU, through NVML, found by UUID.
+"""GPU facts from the NVIDIA driver (NVML). Devices are found by UUID.
 
-Indices of NVML and of CUDA differ under ``CUDA_VISIBLE_DEVICES``, in containers and with MIG. A
-UUID means the same device everywhere.
+NVML and CUDA number devices differently under ``CUDA_VISIBLE_DEVICES``, in containers and with MIG;
+a UUID identifies the same device in both.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 @functools.cache
 def open_nvml() -> ModuleType | None:
-    """Return the library, ready to be asked, or None without it; a notice is logged once."""
+    """Return the initialized NVML library, or None if there is none, which is logged once."""
     try:
         import pynvml
 
@@ -32,26 +32,38 @@ def open_nvml() -> ModuleType | None:
     return library
 
 
-def used_memory(library: ModuleType, handle: Any) -> int | None:
-    """Return the bytes that all processes have taken; None if the driver does not say.
+def lowest_capability() -> tuple[int, int] | None:
+    """Return the lowest compute capability of all GPUs, without using CUDA; None without NVML."""
+    library = open_nvml()
+    if library is None:
+        return None
+    try:
+        handles = map(library.nvmlDeviceGetHandleByIndex, range(library.nvmlDeviceGetCount()))
+        found = [tuple(library.nvmlDeviceGetCudaComputeCapability(handle)) for handle in handles]
+    except library.NVMLError:
+        return None
+    return min(found, default=None)
 
-    What the driver keeps to itself is not in it, but for drivers before 510, which have no second
-    version of the question.
+
+def used_memory(library: ModuleType, handle: Any) -> int | None:
+    """Return the bytes used by all processes; None if the driver does not report them.
+
+    The driver's own reserve is excluded, except by drivers older than 510.
     """
     for version in ({"version": library.nvmlMemory_v2}, {}):
         try:
             return int(library.nvmlDeviceGetMemoryInfo(handle, **version).used)
         except library.NVMLError as error:
-            log.debug("NVML does not say how much memory is taken: %s", error)
+            log.debug("NVML does not report the used memory: %s", error)
     return None
 
 
 def find_handle(library: ModuleType, uuid: str) -> Any:
-    """Return NVML's handle of the device or MIG slice with this UUID; None if it knows none."""
+    """Return NVML's handle of the device or MIG slice with this UUID, or None."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names:
         try:
             return library.nvmlDeviceGetHandleByUUID(name)
         except library.NVMLError as error:
-            log.debug("NVML does not know %s: %s", name, error)
+            log.debug("NVML has no device %s: %s", name, error)
     return None

@@ -16,8 +16,8 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
-from lightning_opt.core.modules.operators import written_by
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.preserve import isolated_random, preserved
 from lightning_opt.core.modules.sharding import is_dtensor
@@ -207,3 +207,22 @@ class _WriteWatch(TorchDispatchMode):
                 if parameter is not None and parameter not in self.copies:
                     self.copies[parameter] = parameter.detach().clone()
         return func(*args, **(kwargs or {}))
+
+
+def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors among the arguments that ``func`` writes to.
+
+    Args:
+        func: An operator, as ``__torch_dispatch__`` gets it.
+        args: Its positional arguments.
+        kwargs: Its other arguments.
+    """
+    for position, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            value = args[position] if position < len(args) else kwargs.get(argument.name)
+            yield from tensors_of(value)
+
+
+def returns_views(func: Any) -> bool:
+    """Return whether what ``func`` returns is memory of its arguments."""
+    return any(result.alias_info is not None for result in func._schema.returns)

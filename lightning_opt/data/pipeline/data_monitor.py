@@ -7,8 +7,8 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.arguments import at_least, fraction
-from lightning_opt.core.measure.schedule import Schedule
-from lightning_opt.core.modules.counting import samples_in
+from lightning_opt.core.measure.reading import Schedule
+from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

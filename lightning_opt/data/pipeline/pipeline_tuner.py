@@ -14,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_opt.core.arguments import at_least, one_of, positive
-from lightning_opt.core.measure.cpus import available_cpus
+from lightning_opt.core.measure.machine import available_cpus
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.sharding import largest_over_ranks

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 from lightning.pytorch.strategies import FSDPStrategy
 from torch.optim import Optimizer
 
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict

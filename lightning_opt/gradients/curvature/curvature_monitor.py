@@ -8,7 +8,7 @@ import torch
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least, positive, share
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, share
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.sharding import ranks_of_a_step
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

@@ -13,10 +13,10 @@ from lightning.pytorch.utilities import rank_zero_warn
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length, split_into
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, sum_over
-from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length, split_into
 from lightning_opt.core.modules.trial import loss_of, without_a_trace
 
 if TYPE_CHECKING:

@@ -10,8 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.measure.delayed import DelayedReads
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.sharding import ranks_of_a_step
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
-from lightning_opt.core.modules.splitting import tensors_of
 from lightning_opt.core.numerics.scalars import wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.measures import largest_magnitude, read_together

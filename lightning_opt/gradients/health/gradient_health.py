@@ -8,10 +8,9 @@ from typing import TYPE_CHECKING, Any
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import positive
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
-from lightning_opt.core.output.figures import save_at_end
-from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.output.loggers import log_scalars, save_at_end
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.forward_order import ForwardOrder

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from textwrap import shorten, wrap
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from lightning_opt.core.output.figures import new_figure
+from lightning_opt.core.output.loggers import new_figure
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 from lightning_opt.gradients.health.layer_stats import LayerStats
 

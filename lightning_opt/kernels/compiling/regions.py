@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.core.modules.patching import ReplacedForward, replaced
 from lightning_opt.core.modules.preserve import Before
-from lightning_opt.core.modules.splitting import tensors_of
 from lightning_opt.kernels.compiling.errors import fails_in_every_mode, is_compilers, reason
 
 EAGER = "eager"

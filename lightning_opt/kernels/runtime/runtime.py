@@ -9,8 +9,8 @@ import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
 from lightning_opt.core.arguments import at_least, one_of
-from lightning_opt.core.measure.cpus import allowed_cpus
-from lightning_opt.core.modules.splitting import tensors_of
+from lightning_opt.core.measure.machine import allowed_cpus
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.output.report import Report
 from lightning_opt.kernels.runtime.process_settings import (
     Outcome,

@@ -11,9 +11,8 @@ import torch
 import torch.distributed as dist
 
 from lightning_opt.core.arguments import at_least, between
-from lightning_opt.core.measure.delayed import DelayedReads
 from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, growth_figures
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step, sum_over, wants_host
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

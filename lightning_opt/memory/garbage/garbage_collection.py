@@ -6,7 +6,7 @@ import gc
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback

@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lightning_opt.core.arguments import at_least, one_of, positive
 from lightning_opt.core.measure.memory import MemoryLimits
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.sharding import ranks_of_a_step, sum_over
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

@@ -17,9 +17,8 @@ from torch.optim import Optimizer
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.measure.memory import MB, live_bytes, live_source, resident_memory
-from lightning_opt.core.measure.schedule import Schedule
-from lightning_opt.core.output.figures import save_at_end
-from lightning_opt.core.output.loggers import log_scalars
+from lightning_opt.core.measure.reading import Schedule
+from lightning_opt.core.output.loggers import log_scalars, save_at_end
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.memory.profiler.gc_pauses import timing_collections

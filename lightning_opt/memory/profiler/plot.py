@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from lightning_opt.core.measure.memory import MB
-from lightning_opt.core.output.figures import new_figure
+from lightning_opt.core.output.loggers import new_figure
 from lightning_opt.memory.profiler.record import MemoryProfile, Record
 
 if TYPE_CHECKING:

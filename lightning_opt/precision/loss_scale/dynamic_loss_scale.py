@@ -16,13 +16,12 @@ from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.measure.delayed import DelayedReads
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
-from lightning_opt.trainer.refusals import refuse_lbfgs
+from lightning_opt.trainer.run_callback import refuse_lbfgs
 
 
 class DynamicLossScale(MixedPrecision):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from lightning_opt.core.arguments import between
-from lightning_opt.core.measure.delayed import DelayedReads
-from lightning_opt.core.measure.schedule import Schedule
-from lightning_opt.core.modules.counting import check_tokens, samples_in, tokens_in
+from lightning_opt.core.measure.reading import DelayedReads, Schedule
+from lightning_opt.core.modules.batches import check_tokens, samples_in, tokens_in
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from lightning_opt.core.modules.batches import samples_in, tokens_in
 from lightning_opt.core.modules.compiling import hooks_are_compiled
-from lightning_opt.core.modules.counting import samples_in, tokens_in
 from lightning_opt.profiling.steps.step_clock import StepClock
 from lightning_opt.profiling.steps.step_phases import (
     BACKWARD,

@@ -12,7 +12,7 @@ from typing import Any
 from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.core.arguments import at_least, positive
-from lightning_opt.core.modules.counting import check_tokens
+from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops

@@ -13,7 +13,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
 from lightning_opt.core.arguments import at_least
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -23,8 +23,7 @@ from lightning_opt.strategies.compression.exchange.local_clipping import clip_lo
 from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
-from lightning_opt.trainer.refusals import refuse_lbfgs
-from lightning_opt.trainer.run_callback import RunCallback
+from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
 
 TOO_SPARSE_FOR_ADAM = 0.002
 

@@ -21,7 +21,7 @@ from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, make_grou
 from lightning_opt.strategies.diloco.fragments import default_outer
 from lightning_opt.strategies.diloco.replica import Plan, Replica
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
-from lightning_opt.trainer.refusals import refuse_lbfgs
+from lightning_opt.trainer.run_callback import refuse_lbfgs
 
 
 class DiLoCoStrategy(OwnExchangeStrategy):

@@ -17,13 +17,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.measure.cpus import available_cpus
-from lightning_opt.core.measure.machine import why_no_bf16
+from lightning_opt.core.measure.machine import available_cpus, why_no_bf16
 from lightning_opt.core.measure.memory import MemoryLimits
+from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
-from lightning_opt.core.modules.splitting import UnsplittableBatchError, batch_length
 from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
 from lightning_opt.kernels.channels_last.convolutions import Convolutions
 from lightning_opt.profiling.steps.step_profiler import StepProfiler

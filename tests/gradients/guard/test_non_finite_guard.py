@@ -113,7 +113,7 @@ def test_no_update_waits_for_the_device(device_path: bool, monkeypatch: pytest.M
                 for place in self.counter.where
                 if "/lightning_opt/gradients/" in place or "/lightning_opt/core/" in place
             ]
-            waits.append(len([place for place in ours if "core/measure/delayed.py" not in place]))
+            waits.append(len([place for place in ours if "core/measure/reading.py" not in place]))
 
     fit(model, Watch(), guard)
     assert waits == [0 if device_path else 1] * 12

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.core.measure.cpus import allowed_cpus
+from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.kernels.runtime import process_settings as settings
 from tests.helpers.models import SmallNet, weights_of
 from tests.helpers.processes import launch

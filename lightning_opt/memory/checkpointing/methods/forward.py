@@ -17,10 +17,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import is_checkpointed
 from lightning_opt.core.modules.patching import ReplacedForward
 from lightning_opt.core.modules.preserve import GENERATORS
-from lightning_opt.core.modules.splitting import tensors_of
 from lightning_opt.memory.checkpointing.methods.arguments import contents_of, objects_in
 from lightning_opt.memory.checkpointing.methods.restored_state import Surroundings, WrittenBuffers
 from lightning_opt.memory.checkpointing.methods.segments import Chain

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_opt.core.measure.memory import MB
-from lightning_opt.core.modules.splitting import tensors_of
+from lightning_opt.core.modules.batches import tensors_of
 
 AHEAD = 2
 """So many tensors are on their way back from the host before they are asked for."""

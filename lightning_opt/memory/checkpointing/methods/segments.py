@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
-from lightning_opt.core.modules.splitting import tensors_of
+from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.memory.checkpointing.methods.offloading import fetched, put_away
 
 Function = Callable[..., Any]

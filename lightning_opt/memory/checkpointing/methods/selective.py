@@ -19,8 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 from torch.utils.flop_counter import flop_registry, sdpa_flop_count
 
-from lightning_opt.core.modules.operators import returns_views, written_by
-from lightning_opt.core.modules.splitting import tensors_of
+from lightning_opt.core.modules.batches import tensors_of
+from lightning_opt.core.modules.trial import returns_views, written_by
 
 ContextPair: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 

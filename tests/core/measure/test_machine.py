@@ -4,9 +4,9 @@ import os
 
 import pytest
 
-from lightning_opt.core.measure import cpus
+from lightning_opt.core.measure import machine
 from lightning_opt.core.measure.cgroups import find_cpu_quota
-from lightning_opt.core.measure.cpus import available_cpus
+from lightning_opt.core.measure.machine import available_cpus
 
 
 def group(root, version, path, quotas):
@@ -48,8 +48,8 @@ def test_quotas(version, quotas, expected, tmp_path):
 
 @pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity here")
 def test_the_smaller_of_affinity_and_quota(tmp_path, monkeypatch):
-    monkeypatch.setattr(cpus.os, "sched_getaffinity", lambda pid: set(range(6)))
-    monkeypatch.setattr(cpus.os, "cpu_count", lambda: 64)
+    monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(6)))
+    monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     assert available_cpus(tmp_path) == 6
     group(tmp_path, 2, "/", {".": "250000 100000"})
     assert available_cpus(tmp_path) == 2

@@ -1,4 +1,4 @@
-"""Cutting a batch into parts of samples, whatever it is made of."""
+"""Batches of any structure: their tensors, samples and tokens, and how to split them."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
+
+from lightning_opt.core.arguments import at_least
 
 ADVICE = (
     "Give MicroBatching(split=...), a function `split(batch, parts)` that returns a list of "
@@ -155,6 +157,48 @@ def leaves_of(value: Any) -> Iterator[Any]:
 def tensors_of(value: Any) -> Iterator[Tensor]:
     """Yield the tensors within anything: see :func:`leaves_of`."""
     return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
+
+
+def samples_in(batch: Any) -> int:
+    """Return the length of the first tensor of a batch that has one; 1 without any."""
+    first = batch
+    while isinstance(first, (tuple, list)) and first:  # fast path for the usual batches
+        first = first[0]
+    if isinstance(first, Tensor) and first.ndim:
+        return len(first)
+    return next((len(tensor) for tensor in tensors_of(batch) if tensor.ndim), 1)
+
+
+def check_tokens(tokens: int | str | None) -> int | str | None:
+    """Check the argument ``tokens`` of :func:`tokens_in`, which may be None.
+
+    Raises:
+        ValueError: For a number below 1.
+    """
+    return tokens if tokens is None or isinstance(tokens, str) else at_least("tokens", tokens, 1)
+
+
+def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:
+    """Return the number of tokens in a batch.
+
+    Args:
+        batch: As the DataLoader gave it.
+        tokens: Tokens of each sample, or the key of the tensor whose elements are counted.
+        owner: The class that has the argument, for the error.
+
+    Raises:
+        ValueError: If the batch has no such tensor.
+    """
+    if isinstance(tokens, int):
+        return tokens * samples_in(batch)
+    part = batch.get(tokens) if isinstance(batch, Mapping) else None
+    if not isinstance(part, Tensor):
+        has = f"has {list(batch)}" if isinstance(batch, Mapping) else f"is a {type(batch)}"
+        raise ValueError(
+            f"{owner}(tokens={tokens!r}) needs batches that are a dict with a tensor of that name, "
+            f"but the batch {has}. Give the number of tokens in each sample instead."
+        )
+    return part.numel()
 
 
 def _is_named_tuple(value: Any) -> bool:

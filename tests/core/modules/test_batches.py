@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pack_sequence
 from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
-from lightning_opt.core.modules.splitting import (
+from lightning_opt.core.modules.batches import (
     batch_length,
     shape_of,
     split_into,

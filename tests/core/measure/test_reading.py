@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from lightning_opt.core.measure.schedule import Schedule
+from lightning_opt.core.measure.reading import Schedule
 
 
 @pytest.mark.parametrize("every", [1, 2, 50])

@@ -1,0 +1,80 @@
+"""Reading device values on the host: on a schedule, and some steps late so that nothing waits."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from lightning_opt.core.arguments import at_least
+
+Note = TypeVar("Note")
+
+
+class Schedule:
+    """Due at every ``every_n_steps``-th step, counted from 1.
+
+    Args:
+        every_n_steps: The period, at least 1.
+    """
+
+    def __init__(self, every_n_steps: int) -> None:
+        self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
+
+    def is_due(self, step: int) -> bool:
+        """Return whether step number ``step`` (the first is 1) is on the schedule."""
+        return step % self.every_n_steps == 0
+
+
+class DelayedReads(Generic[Note]):
+    """A queue of small tensors that are read on the host ``delay`` steps after they were pushed.
+
+    The host runs a few steps ahead of a GPU. Reading a value of the current step would make it wait
+    for the GPU, and the GPU would then idle until new work is queued. A copy that is started now
+    and read ``delay`` steps later causes neither.
+
+    Which values are due depends only on the number of calls of :meth:`push`, so all ranks read the
+    same step at the same time.
+
+    Args:
+        delay: Steps from push to read, at least 1.
+    """
+
+    def __init__(self, delay: int = 2) -> None:
+        self.delay = delay
+        self._queue: deque[tuple[Tensor, Any, Note]] = deque()
+
+    def push(self, values: Tensor, note: Note) -> None:
+        """Start copying ``values`` (1-dimensional) to the host; ``note`` is returned with them."""
+        copied = None
+        if values.is_cuda:
+            # The copy lands in pinned memory, and the event marks its end. It runs on a stream of
+            # the values' device, which is not necessarily the current device.
+            stream = torch.cuda.current_stream(values.device)
+            values = values.to("cpu", non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record(stream)
+        self._queue.append((values, copied, note))
+
+    def due(self) -> Iterator[tuple[list[float], Note]]:
+        """Remove and yield the values pushed more than ``delay`` pushes ago, oldest first."""
+        while len(self._queue) > self.delay:
+            yield self._take()
+
+    def flush(self) -> Iterator[tuple[list[float], Note]]:
+        """Remove and yield all values, oldest first. This waits for the device."""
+        while self._queue:
+            yield self._take()
+
+    def clear(self) -> None:
+        """Discard all unread values."""
+        self._queue.clear()
+
+    def _take(self) -> tuple[list[float], Note]:
+        values, copied, note = self._queue.popleft()
+        if copied is not None:
+            copied.synchronize()
+        return values.tolist(), note
