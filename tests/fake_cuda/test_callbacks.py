@@ -16,7 +16,7 @@ from tests.test_contracts import build, each_case
 
 # Delayed reads do not wait: their copy started some steps earlier. The split check ends after 64
 # batches.
-EXEMPT = (delayed.__file__, "/split_check.py")
+EXEMPT = (reading.__file__, "/split_check.py")
 
 
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.script")  # torch's compiler imports it
