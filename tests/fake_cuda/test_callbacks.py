@@ -10,6 +10,7 @@ from lightning.pytorch import Callback
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from lightning_opt.core.measure import reading
 from tests.helpers.fake_cuda import fit_on_fake_cuda
 from tests.helpers.syncs import SyncCounter
 from tests.test_contracts import build, each_case
