@@ -1,4 +1,4 @@
-"""Every test here runs on fake CUDA tensors: to read one, or to mix devices, is an error."""
+"""Every test here runs on fake CUDA tensors: reading one or mixing devices is an error."""
 
 from collections.abc import Iterator
 

@@ -1,4 +1,4 @@
-"""Whatever acts on gradients, losses and weights, a few steps long, and across a resume."""
+"""Clipping, guard, health, loss scaler and preconditioner read nothing and mix no devices."""
 
 import io
 from collections.abc import Callable
@@ -44,7 +44,7 @@ class Odd(nn.Module):
 
 
 class Complex(Odd):
-    """Complex weights as well, which no fused optimizer takes."""
+    """With complex weights, which fused optimizers do not support."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -55,11 +55,11 @@ def cuda_scalar(value: float = 1.0) -> Tensor:
     return torch.full((), value, device="cuda")
 
 
-# `float()` and `int()` ask for a device first.
+# `float()` and `int()` need a device first.
 READ = (DataDependentOutputException, RuntimeError)
 
 
-def test_a_read_and_a_mix_of_devices_are_errors() -> None:
+def test_reads_and_mixed_devices_raise() -> None:
     x = torch.empty(3, device="cuda")
     reads: list[Callable[[], object]] = [
         lambda: x[0].item(),
@@ -76,7 +76,7 @@ def test_a_read_and_a_mix_of_devices_are_errors() -> None:
 
 @every_rule
 @pytest.mark.parametrize("net", [Net, Complex, Transformer])
-def test_every_rule_runs_through(make: Any, net: type[nn.Module]) -> None:
+def test_every_rule_clips_without_reading(make: Any, net: type[nn.Module]) -> None:
     module = on_fake_cuda(net())
     clipper = GradientClipper(module, make())
     names = [name for name, _ in module.named_parameters()]
@@ -90,8 +90,8 @@ def test_every_rule_runs_through(make: Any, net: type[nn.Module]) -> None:
 
 
 @every_rule
-def test_a_run_of_the_host_goes_on_upon_a_device(make: Any) -> None:
-    # What the host has learnt are numbers, so they are learnt before there are fakes.
+def test_state_of_a_host_run_resumes_on_device(make: Any) -> None:
+    # Host states hold numbers, so they are computed outside of fake mode.
     state = HOST_STATES[next(name for name, own in ALL_RULES.items() if own is make)]
     module = on_fake_cuda(Net())
     clipper = GradientClipper(module, make())
@@ -133,13 +133,13 @@ def test_guard_health_and_clipping_together(rule: str, fused: bool) -> None:
         for _ in range(3):
             stage.step([cuda_scalar(), cuda_scalar()])
     else:
-        # The host asks once a step where the device cannot leave a step out by itself.
+        # Without a fused optimizer, the host reads the flag once per step to skip an update.
         stage = Stage(callbacks)
         with pytest.raises(READ):
             stage.step()
 
 
-def test_a_skipped_step_on_the_device_is_kept_from_clipping_and_from_buffers() -> None:
+def test_skip_flag_stays_on_device_and_is_removed_after_the_update() -> None:
     guard = NonFiniteGuard(every_n_steps=10**9)
     stage = Stage([guard, AdaptiveClipping(every_n_steps=10**9)], Odd(), fused=True)
     fake_gradients(stage.module)
@@ -150,10 +150,10 @@ def test_a_skipped_step_on_the_device_is_kept_from_clipping_and_from_buffers() -
     assert isinstance(barrier, Tensor)
     assert barrier.device.type == "cuda"
     stage.optimizer.step()
-    assert not hasattr(stage.optimizer, "found_inf"), "taken away after the update"
+    assert not hasattr(stage.optimizer, "found_inf")
 
 
-def test_the_guard_under_a_loss_scaler() -> None:
+def test_guard_reads_nothing_under_a_loss_scaler() -> None:
     scaler = torch.amp.GradScaler("cuda")
     scaler.scale(cuda_scalar())
     callbacks = [NonFiniteGuard(spike=6.0), AdaptiveClipping()]
@@ -161,14 +161,14 @@ def test_the_guard_under_a_loss_scaler() -> None:
     stage.step([scaler.scale(cuda_scalar())], update=False)
 
 
-def test_buffers_are_put_back_on_their_device() -> None:
+def test_buffers_are_restored_on_their_device() -> None:
     model = on_fake_cuda(Model(Odd()))
     keeper = BufferKeeper(model)
     for flag in (torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")):
         keeper.settle(flag)
 
 
-def test_a_report_of_health_measures_without_reading() -> None:
+def test_health_measures_without_reading() -> None:
     stage = Stage([health := GradientHealth(every_n_steps=10**9)])
     fake_gradients(stage.module)
     _, step = health.measure(stage.trainer, stage.optimizer)
@@ -177,7 +177,7 @@ def test_a_report_of_health_measures_without_reading() -> None:
     assert probe.compare().device.type == "cuda"
 
 
-def test_activations_are_looked_at_without_reading() -> None:
+def test_activations_are_measured_without_reading() -> None:
     model, watch = on_fake_cuda(nn.Sequential(nn.Flatten(), nn.Identity())), ActivationWatch()
     assert watch.watch(model)
     for batch in range(3):
@@ -186,7 +186,7 @@ def test_activations_are_looked_at_without_reading() -> None:
         watch.end_batch()
 
 
-def test_the_loss_scaler_counts_without_reading() -> None:
+def test_loss_scaler_counts_without_reading() -> None:
     scaler = CountingScaler("cuda", min_scale=1.0)
     model = on_fake_cuda(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -201,7 +201,7 @@ def test_the_loss_scaler_counts_without_reading() -> None:
     assert scaler.skipped.device.type == "cuda"
 
 
-def test_the_preconditioner_reads_nothing() -> None:
+def test_preconditioner_reads_nothing() -> None:
     rule = DiagonalPreconditioner(0.9, 0.5, 1e-3, 1.0)
     for _ in range(2):
         rule.update({"a": torch.empty(3, device="cuda"), "b": torch.empty(2, 2, device="cuda")})
@@ -212,7 +212,7 @@ def test_the_preconditioner_reads_nothing() -> None:
 
 
 class Split(nn.Module):
-    """Weights on two devices: an embedding that stays on the host."""
+    """Weights on two devices: the embedding is on the host."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -229,27 +229,27 @@ def split() -> nn.Module:
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_what_the_host_multiplies_with_has_arrived(rule: str) -> None:
+def test_host_waits_for_the_scale_before_using_it(rule: str) -> None:
     with Copies() as copies:
         GradientClipper(split(), rule).clip()
     assert copies.to_host
-    assert all(copy.waited for copy in copies.to_host), "a copy that nobody waited for is garbage"
+    assert all(copy.waited for copy in copies.to_host)
 
 
-def test_a_loss_on_the_host_is_taken_to_the_norm() -> None:
+def test_loss_on_host_is_copied_to_the_device_of_the_norm() -> None:
     with Copies() as copies:
         both = stack_scalars([torch.empty(()), cuda_scalar(), 0.5])
     assert both.device.type == "cuda"
     assert not copies.to_host
 
 
-def test_norms_of_two_devices() -> None:
+def test_norm_of_gradients_on_two_devices_is_on_the_device() -> None:
     norms = measure_norms(collect_gradients(split().parameters()))
     assert isinstance(norms.total, Tensor)
     assert norms.total.device.type == "cuda"
 
 
-def test_a_delayed_read_waits_for_the_stream_of_its_values() -> None:
+def test_delayed_read_waits_for_the_stream_of_its_values() -> None:
     reads: DelayedReads[str] = DelayedReads()
     reads.push(torch.empty(2, device="cuda:1"), "note")
     (_, event, _) = reads._queue[0]

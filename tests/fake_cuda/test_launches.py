@@ -1,4 +1,4 @@
-"""How many operators a device step may dispatch, with 98 parameters. The counts are exact."""
+"""Bounds on the operators that a step launches on a device, with 98 parameters."""
 
 from typing import Any
 
@@ -25,7 +25,7 @@ BOUNDS = {
     "per_parameter": 50,
     "unit_wise": 60,
 }
-BESIDE = {
+BEFORE_CLIPPING = {
     "guard": (lambda: NonFiniteGuard(every_n_steps=10**9), 10),
     "guard with spikes": (lambda: NonFiniteGuard(spike=6.0, every_n_steps=10**9), 20),
     "health": (lambda: GradientHealth(every_n_steps=10**9), 14),
@@ -33,7 +33,7 @@ BESIDE = {
 NEVER = 10**9
 
 
-def test_the_counter_counts_what_runs_and_no_views() -> None:
+def test_counter_counts_operators_except_views() -> None:
     x = torch.empty(4, 4, device="cuda")
     assert count_launches(lambda: x.t()[1:].unbind()) == 0
     assert count_launches(lambda: x * 2 + 1) == 2
@@ -47,7 +47,7 @@ def test_the_counter_counts_what_runs_and_no_views() -> None:
 
 
 @pytest.mark.parametrize("rule", BOUNDS)
-def test_a_rule_stays_within_its_bound(rule: str) -> None:
+def test_launches_of_a_rule_are_within_its_bound(rule: str) -> None:
     model = on_fake_cuda(Transformer())
     clipper = GradientClipper(model, rule)
     for _ in range(4):
@@ -57,9 +57,9 @@ def test_a_rule_stays_within_its_bound(rule: str) -> None:
     assert launches.total <= BOUNDS[rule], launches.names
 
 
-@pytest.mark.parametrize("what", BESIDE)
-def test_what_stands_before_clipping_adds_at_most(what: str) -> None:
-    make, bound = BESIDE[what]
+@pytest.mark.parametrize("name", BEFORE_CLIPPING)
+def test_additional_launches_of_a_callback_are_within_its_bound(name: str) -> None:
+    make, bound = BEFORE_CLIPPING[name]
 
     def launches_of(*before: Any) -> Launches:
         stage = Stage([*before, AdaptiveClipping(every_n_steps=NEVER)], fused=True)

@@ -1,4 +1,4 @@
-"""Meters of memory, the offload, the prefetcher and the counts of micro-batches."""
+"""Memory meters, offloading, the prefetcher and micro-batches."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -41,7 +41,7 @@ def block(nbytes: int) -> Tensor:
 # --- memory -------------------------------------------------------------------------------------
 
 
-def test_meters_agree_on_what_tensors_hold():
+def test_memory_meters_agree():
     with FakeAllocator(1000) as _:
         before = block(100)
         run = PeakMeter(FIRST)
@@ -65,11 +65,11 @@ def test_meters_agree_on_what_tensors_hold():
 
 
 @pytest.mark.parametrize("spare", [0, 150])
-def test_what_is_offloaded_comes_back_and_few_copies_are_under_way(spare, monkeypatch):
-    """Both ways on a stream of its own, of which the host waits for the oldest copy alone."""
+def test_offloaded_tensors_return_and_copies_in_flight_are_bounded(spare, monkeypatch):
+    """Copies use a separate stream; the host waits only for the oldest copy."""
     waited: list[FakeEvent] = []
     monkeypatch.setattr(FakeEvent, "synchronize", lambda own: waited.append(own))
-    monkeypatch.setattr(offloading, "Tensor", FakeTensor)  # it leaves other subclasses alone
+    monkeypatch.setattr(offloading, "Tensor", FakeTensor)  # it skips other subclasses
     monkeypatch.setattr(offloading, "IN_FLIGHT", 200 + spare)
     offload = offloading.Offload(FIRST)
     current = FakeStream.current(FIRST)
@@ -92,8 +92,9 @@ def test_what_is_offloaded_comes_back_and_few_copies_are_under_way(spare, monkey
 @needs_cuda_build
 @pytest.mark.parametrize("policy", ["block", "custom", "selective", "none"])
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed"])
-def test_blocks_are_computed_again_on_the_device(policy, precision, monkeypatch):
-    """Activations come from the host or from a second forward pass, under the same autocast."""
+def test_checkpointed_blocks_are_recomputed_on_the_device_under_the_same_autocast(
+    policy, precision, monkeypatch
+):
     monkeypatch.setattr(offloading, "Tensor", FakeTensor)
     seen: list[bool] = []
 
@@ -120,7 +121,7 @@ def test_blocks_are_computed_again_on_the_device(policy, precision, monkeypatch)
 # --- data ---------------------------------------------------------------------------------------
 
 
-def test_a_batch_is_copied_beside_the_computation():
+def test_prefetcher_copies_a_batch_on_a_separate_stream():
     prefetcher, module = lo.DevicePrefetcher(), Model(nn.Linear(3, 2))
     trainer: Any = SimpleNamespace(strategy=SimpleNamespace(root_device=FIRST), datamodule=None)
     prefetcher.on_fit_start(trainer, module)
@@ -150,7 +151,7 @@ def tokens(batch: Any) -> Tensor:
 @pytest.mark.parametrize("window", [1, 2])
 @pytest.mark.parametrize("size", ["auto", 2])
 def test_micro_batches_read_nothing(size, window, count):
-    """Losses, counts of tokens, what is logged and returned: all of it stays on the device."""
+    """Losses, token counts, logged values and outputs stay on the device."""
     settings = {} if count is None else {"loss": "mean_over_tokens", "count": count}
     callback = lo.MicroBatching(size, **settings)
     net = FakeNet()
@@ -171,7 +172,7 @@ def test_micro_batches_read_nothing(size, window, count):
     assert not [place for place in ours if "split_check" not in place]
 
 
-def test_a_batch_that_ran_out_of_memory_is_taken_back():
+def test_state_before_an_out_of_memory_batch_is_restored_on_the_device():
     model = on_fake_cuda(Model(nn.BatchNorm1d(4)))
     model.net.mask = torch.empty(3, device="cuda")
     fake_gradients(model)
@@ -188,7 +189,7 @@ def test_a_batch_that_ran_out_of_memory_is_taken_back():
     assert {own.device for own in (*model.parameters(), *model.buffers())} == {FIRST}
 
 
-def test_values_of_parts_and_counts_stay_on_the_device():
+def test_merged_values_and_counts_stay_on_the_device():
     values = [torch.empty((), device="cuda", dtype=torch.bfloat16) for _ in range(3)]
     counts = [torch.ones((), device="cuda", dtype=torch.long) for _ in range(3)]
     for reduction in ("mean", "sum", "min", "max"):

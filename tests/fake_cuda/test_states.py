@@ -1,4 +1,4 @@
-"""What goes from the device to the host and back: a rollback, and the loss scaler's state."""
+"""Rollback and the loss scaler's state: copies to the host and back."""
 
 from typing import Any
 
@@ -24,16 +24,16 @@ pytestmark = pytest.mark.filterwarnings("ignore:User provided device_type of 'cu
 
 
 class Damage(Callback):
-    """Has the weights look damaged when the guard looks at them after a batch."""
+    """Makes the weights look damaged when the guard checks them after a batch."""
 
-    def __init__(self, answers: Answers, batch: int, forgets: bool) -> None:
-        self.answers, self.batch, self.forgets = answers, batch, forgets
+    def __init__(self, answers: Answers, batch: int, clears_state: bool) -> None:
+        self.answers, self.batch, self.clears_state = answers, batch, clears_state
 
     def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
         self.answers.truth = batch_idx != self.batch
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if self.forgets and batch_idx == self.batch:
+        if self.clears_state and batch_idx == self.batch:
             trainer.optimizers[0].state.clear()
 
 
@@ -45,12 +45,11 @@ def places(optimizer: Any) -> list[tuple[str, str]]:
     ]
 
 
-@pytest.mark.parametrize("forgets", [False, True])
+@pytest.mark.parametrize("clears_state", [False, True])
 @pytest.mark.parametrize("scaled", [False, True])
-def test_a_rollback_is_carried_out(scaled, forgets):
-    """And the training goes on from it, where optimizers have their states as before."""
+def test_rollback_restores_weights_and_optimizer_state_on_the_device(scaled, clears_state):
     answers = Answers(number=0.0)
-    damage = Damage(answers, batch=5, forgets=forgets)
+    damage = Damage(answers, batch=5, clears_state=clears_state)
     guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=2)
     plugins = [lo.DynamicLossScale()] if scaled else []
     settings: dict[str, Any] = {"steps": 8, "answers": answers, "plugins": plugins}
@@ -63,7 +62,7 @@ def test_a_rollback_is_carried_out(scaled, forgets):
     assert {own.device.type for own in trainer.lightning_module.parameters()} == {"cuda"}
 
 
-class Kept(Callback):
+class StateReloader(Callback):
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         plugin = trainer.precision_plugin
         self.state = plugin.state_dict()
@@ -71,21 +70,22 @@ class Kept(Callback):
             plugin.load_state_dict(self.state)
 
 
-@pytest.mark.parametrize("clips_itself", [False, True])
+@pytest.mark.parametrize("lightning_clips", [False, True])
 @pytest.mark.parametrize("window", [1, 2])
-def test_the_loss_scaler_whole(clips_itself, window):
-    """Losses, flags, scale, schedule of reports, clipping, its state on the host and back."""
-    plugin, kept = lo.DynamicLossScale(every_n_steps=2), Kept()
-    clipping = [] if clips_itself else [lo.AdaptiveClipping()]
-    settings: dict[str, Any] = {"gradient_clip_val": 1.0} if clips_itself else {}
-    fit_on_fake_cuda(kept, *clipping, plugins=[plugin], accumulate_grad_batches=window, **settings)
+def test_loss_scaler_trains_and_reloads_its_state_from_the_host(lightning_clips, window):
+    plugin, reloader = lo.DynamicLossScale(every_n_steps=2), StateReloader()
+    clipping = [] if lightning_clips else [lo.AdaptiveClipping()]
+    settings: dict[str, Any] = {"gradient_clip_val": 1.0} if lightning_clips else {}
+    fit_on_fake_cuda(
+        reloader, *clipping, plugins=[plugin], accumulate_grad_batches=window, **settings
+    )
     assert isinstance(plugin.scaler.skipped, Tensor)
     assert plugin.scaler.skipped.device.type == "cuda"
-    assert not any(isinstance(value, Tensor) for value in tree_leaves(kept.state))
+    assert not any(isinstance(value, Tensor) for value in tree_leaves(reloader.state))
 
 
-def test_flags_of_a_device_have_arrived_before_the_host_adds_them_up():
-    """The scale is where the first loss is, and the weights may be elsewhere."""
+def test_host_waits_for_the_flags_of_a_device_before_adding_them():
+    """The scale is on the device of the first loss, the weights may be on another."""
     scaler = CountingScaler("cuda", min_scale=1.0)
     model = on_fake_cuda(nn.Linear(3, 2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -98,7 +98,7 @@ def test_flags_of_a_device_have_arrived_before_the_host_adds_them_up():
 
 
 @pytest.mark.parametrize("window", [1, 2])
-def test_the_loss_scaler_adds_no_host_sync_between_reports(window):
+def test_loss_scaler_adds_no_host_sync_between_reports(window):
     ours, torchs = (
         count_syncs(plugins=[plugin], accumulate_grad_batches=window)
         for plugin in (

@@ -1,4 +1,4 @@
-"""Compressors and the quantised reduction: no read, no copy, one device."""
+"""Compressed reductions read and copy nothing."""
 
 import pytest
 import torch
@@ -20,7 +20,7 @@ from tests.strategies.pretended import PretendedEvent, pretend_ranks
 
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_a_reduction_reads_and_copies_nothing(monkeypatch, scheme, world):
+def test_reduction_reads_and_copies_nothing(monkeypatch, scheme, world):
     monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
     monkeypatch.setattr(hook_module, "Event", PretendedEvent)
     launched = pretend_ranks(monkeypatch, world)
@@ -32,11 +32,11 @@ def test_a_reduction_reads_and_copies_nothing(monkeypatch, scheme, world):
     assert all(mean.is_cuda for mean in means)
     assert not copies.to_host
     assert not copies.to_device
-    assert "new_group" not in launched, "in the middle of a backward pass"
+    assert "new_group" not in launched  # not inside a backward pass
     hook.close()
 
 
-def test_the_scale_of_the_loss_is_not_read():
+def test_loss_scale_is_not_read():
     strategy = CompressedDDPStrategy(
         "int8", accelerator=FakeAccelerator(), parallel_devices=[FIRST]
     )

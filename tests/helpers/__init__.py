@@ -1,1 +1,1 @@
-"""What the tests share: quiet Trainers, small models, footprints, syncs and real processes."""
+"""Shared by the tests: quiet Trainers, small models, footprints, sync counters, process groups."""

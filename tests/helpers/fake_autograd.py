@@ -1,7 +1,6 @@
-"""A backward pass on fake CUDA tensors: torch's own nodes, called one by one from Python.
+"""A backward pass on fake CUDA tensors: autograd's nodes, called from Python.
 
-Autograd's engine asks the driver for the streams of each device before it begins, and there is no
-driver. The nodes themselves ask for nothing.
+Autograd's engine needs a CUDA driver for the streams of each device; its nodes do not.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -16,8 +15,8 @@ Edge = tuple[Any, int]
 
 
 @contextmanager
-def nodes_called_one_by_one() -> Iterator[None]:
-    """Let ``torch.autograd.backward`` and ``grad`` do without the engine."""
+def without_engine() -> Iterator[None]:
+    """Replace ``torch.autograd.backward`` and ``grad`` by functions that do not use the engine."""
     with mock.patch.multiple(torch.autograd, backward=_backward, grad=_grad):
         yield
 
@@ -57,7 +56,7 @@ def _grad(
 
 
 def _run(roots: Sequence[Tensor], given: list[Any], wanted: set[Edge]) -> dict[Edge, Tensor]:
-    """Return the gradients of what is wanted; without that, add them to those of the leaves."""
+    """Return the gradients of the wanted edges; if there are none, accumulate in the leaves."""
     arrived: dict[Any, dict[int, Tensor]] = {}
     found: dict[Edge, Tensor] = {}
 
@@ -91,7 +90,7 @@ def _run(roots: Sequence[Tensor], given: list[Any], wanted: set[Edge]) -> dict[E
 
 
 def _in_order(roots: Iterable[Any]) -> list[Any]:
-    """Return the nodes of a graph, each before those that it leads to."""
+    """Return the nodes of a graph in topological order."""
     order: list[Any] = []
     seen: set[Any] = set()
     stack = [(node, False) for node in roots]

@@ -1,8 +1,8 @@
-"""CUDA tensors without a GPU: waiting for a value and mixing devices raise; launches are counted.
+"""CUDA tensors without a GPU: reading a value and mixing devices raise; launches are counted.
 
-A fake tensor has shape, dtype and device, and no values. On torch's CPU build some functions ask
-for a CUDA device before they get to the dispatcher, so they go another way for the time, and
-nothing records a graph there. The CUDA build does (``make cuda-dry``).
+A fake tensor has shape, dtype and device, and no values. On torch's CPU build some functions need a
+CUDA device before they reach the dispatcher and are replaced, and no graph is recorded; torch's
+CUDA build records one (``make cuda-dry``).
 """
 
 from collections import Counter
@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_opt import NonFiniteGuard
-from tests.helpers.fake_autograd import nodes_called_one_by_one
+from tests.helpers.fake_autograd import without_engine
 from tests.helpers.syncs import SyncCounter
 from tests.helpers.trainers import quiet_trainer
 
@@ -36,7 +36,7 @@ aten = torch.ops.aten
 FIRST = torch.device("cuda", 0)
 
 NONE = {aten.promote_types, aten.lift_fresh, aten.detach}
-"""What the dispatcher sees although it has nothing to compute."""
+"""Operators that launch no kernel."""
 
 needs_cuda_build = pytest.mark.skipif(
     not torch.backends.cuda.is_built(),
@@ -46,7 +46,7 @@ needs_cuda_build = pytest.mark.skipif(
 
 @contextmanager
 def fake_cuda() -> Iterator[FakeTensorMode]:
-    """Let ``device="cuda"`` give fake tensors; to read one, or to mix devices, is an error."""
+    """Make ``device="cuda"`` create fake tensors; reading one or mixing devices is an error."""
     shims: dict[str, Any] = {
         "record_stream": lambda own, stream: stream.tensors.append(own),
         "__deepcopy__": _deepcopy,
@@ -81,27 +81,27 @@ def fake_cuda() -> Iterator[FakeTensorMode]:
     }
     with (
         FakeTensorMode() as mode,
-        nodes_called_one_by_one() if torch.backends.cuda.is_built() else nullcontext(),
+        without_engine() if torch.backends.cuda.is_built() else nullcontext(),
         mock.patch.multiple(torch.cuda, **cuda),
         mock.patch.multiple(Tensor, **shims),
         mock.patch.dict(FakeStream._own, clear=True),
         mock.patch.object(torch, "Generator", FakeGenerator),
-        # Fake memory has no address, but an identity.
+        # Fake memory has no address.
         mock.patch.object(torch.UntypedStorage, "data_ptr", lambda own: own._cdata),
         mock.patch("torch.cuda.amp.common.amp_definitely_not_available", return_value=False),
-        # Lightning counts the batches of all ranks on the device, and reads the sum.
+        # Lightning sums the number of batches over ranks on the device, and reads the sum.
         mock.patch("lightning.pytorch.loops.fit_loop.has_len_all_ranks", return_value=True),
     ):
         yield mode
 
 
 class FakeStream:
-    """The stream of a device that is not there.
+    """A stream that records its dependencies.
 
     Attributes:
-        device: Whose.
-        waits: What it waits for: streams and events.
-        tensors: Which were made on another stream and are used on this one.
+        device: Its device.
+        waits: Streams and events that it waits for.
+        tensors: Tensors of other streams that it uses (``record_stream``).
     """
 
     _used: ClassVar[list["FakeStream"]] = []
@@ -114,14 +114,14 @@ class FakeStream:
 
     @classmethod
     def current(cls, device: Any = None) -> "FakeStream":
-        """Return the stream in use, or the device's own."""
+        """Return the current stream, or the device's default stream."""
         stream = cls(device)
         return cls._used[-1] if cls._used else cls._own.setdefault(stream.device, stream)
 
     @classmethod
     @contextmanager
     def use(cls, stream: "FakeStream | None") -> Iterator[None]:
-        """Queue what comes within on ``stream``."""
+        """Make ``stream`` the current stream."""
         cls._used += [stream] if stream is not None else []
         try:
             yield
@@ -140,7 +140,7 @@ class FakeStream:
 
 
 class FakeEvent:
-    """An event, with the streams on which it was recorded."""
+    """An event with the streams that recorded it."""
 
     def __init__(self, **_: Any) -> None:
         self.recorded: list[FakeStream | None] = []
@@ -159,14 +159,14 @@ class FakeEvent:
 
 
 class FakeGenerator(torch.Generator):
-    """The generator of a device; fake tensors take any."""
+    """A generator for any device; fake tensors draw no numbers."""
 
     def __new__(cls, device: Any = None) -> "FakeGenerator":
         return super().__new__(cls)
 
 
 def _getitem(tensor: Tensor, key: Any) -> Tensor:
-    """Index as Python does, without the guard of a CUDA device that the CPU build has not got."""
+    """Index without the guard of a CUDA device, which the CPU build does not have."""
     keys = list(key) if isinstance(key, tuple) else [key]
     if ... in (parts := [part if part is Ellipsis else None for part in keys]):
         place = parts.index(...)
@@ -175,7 +175,7 @@ def _getitem(tensor: Tensor, key: Any) -> Tensor:
     dim, indices = 0, dict[int, Tensor]()
     for part in keys:
         if isinstance(part, Tensor) and part.ndim == 0:
-            part = part.item()  # as Python does for such an index, which waits for the device
+            part = part.item()  # such an index waits for the device
         if part is None:
             tensor = tensor.unsqueeze(dim)
         elif isinstance(part, int):
@@ -196,12 +196,12 @@ _plain_to = Tensor.to
 
 
 def _deepcopy(tensor: Tensor, memo: dict[int, Any]) -> Tensor:
-    """Copy a fake tensor, but not the mode that it belongs to."""
+    """Copy a fake tensor without its mode."""
     return memo.setdefault(id(tensor), tensor.detach().clone())
 
 
 def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Move or convert; "cuda" is "cuda:0", so that nobody asks which one is current."""
+    """Move or convert; "cuda" means "cuda:0", since there is no current device."""
     args = tuple(FIRST if own in ("cuda", torch.device("cuda")) else own for own in args)
     if kwargs.get("device") in ("cuda", torch.device("cuda")):
         kwargs["device"] = FIRST
@@ -209,14 +209,14 @@ def _to(tensor: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 class Copy(NamedTuple):
-    """A copy between host and device: whether the host waited for it, and where it was queued."""
+    """A copy between host and device: whether the host waited for it, and its stream."""
 
     waited: bool
     stream: FakeStream
 
 
 class Copies(TorchDispatchMode):
-    """Notes the copies between host and device within its ``with`` block."""
+    """Records the copies between host and device within its ``with`` block."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ class Copies(TorchDispatchMode):
 
 
 class Answers(TorchDispatchMode):
-    """Lets the host read: every number is ``number``, and every truth ``truth``."""
+    """Makes reads return ``number`` for numbers and ``truth`` for booleans."""
 
     def __init__(self, number: float = 1.0, truth: bool = True) -> None:
         super().__init__()
@@ -253,7 +253,7 @@ class Answers(TorchDispatchMode):
 
 
 class FakeAllocator(TorchDispatchMode):
-    """Counts what fake tensors hold of one device, and answers for torch's allocator within.
+    """Counts the bytes of fake tensors on one device, and replaces torch's memory statistics.
 
     Args:
         total: Bytes of the device.
@@ -290,7 +290,7 @@ class FakeAllocator(TorchDispatchMode):
     def _reset(self) -> None:
         self.peak = self.held
 
-    def _forget(self, key: int, nbytes: int) -> None:
+    def _release(self, key: int, nbytes: int) -> None:
         self._known.discard(key)
         self.held -= nbytes
 
@@ -302,17 +302,17 @@ class FakeAllocator(TorchDispatchMode):
             storage = tensor.untyped_storage()
             if storage._cdata not in self._known:
                 self._known.add(storage._cdata)
-                finalize(storage, self._forget, storage._cdata, storage.nbytes())
+                finalize(storage, self._release, storage._cdata, storage.nbytes())
                 self.held += storage.nbytes()
                 self.peak = max(self.peak, self.held)
         return result
 
 
 class Launches(TorchDispatchMode):
-    """Counts the operators within its ``with`` block, but for views, which launch nothing.
+    """Counts the operators within its ``with`` block, except views, which launch nothing.
 
     Attributes:
-        names: How often each one came.
+        names: Counts by name.
     """
 
     def __init__(self) -> None:
@@ -330,14 +330,14 @@ class Launches(TorchDispatchMode):
 
 
 def count_launches(call: Callable[[], object]) -> int:
-    """Return how many operators a call dispatches."""
+    """Return the number of operators that a call launches."""
     with Launches() as launches:
         call()
     return launches.total
 
 
 class Transformer(nn.Module):
-    """98 parameters: eight blocks of a transformer with a head."""
+    """A transformer of eight blocks and a head, with 98 parameters."""
 
     def __init__(self, width: int = 64, blocks: int = 8) -> None:
         super().__init__()
@@ -354,7 +354,7 @@ class Transformer(nn.Module):
 
 
 def on_fake_cuda(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return ``module`` with its parameters and buffers on the fake device; call it within."""
+    """Move parameters and buffers to the fake device, within ``fake_cuda``."""
     for child in module.modules():
         for name, own in [*child.named_parameters(recurse=False)]:
             fake = torch.empty(own.shape, dtype=own.dtype, device="cuda")
@@ -366,7 +366,7 @@ def on_fake_cuda(module: nn.Module, dtype: torch.dtype = torch.float32) -> nn.Mo
 
 
 def fake_gradients(module: nn.Module, but: Sequence[str] = ()) -> None:
-    """Give every parameter a gradient, but for those named."""
+    """Set a gradient on every parameter except those named in ``but``."""
     for name, parameter in module.named_parameters():
         parameter.grad = None if name in but else torch.empty_like(parameter)
 
@@ -380,13 +380,14 @@ class Model(L.LightningModule):
 
 
 class Stage:
-    """Calls the hooks of callbacks as the Trainer does, within ``fake_cuda``.
+    """Calls the hooks of callbacks in the Trainer's order, within ``fake_cuda``.
 
     Args:
-        callbacks: In their order.
-        net: What is trained.
-        scaler: A loss scaler, as a precision plugin has it.
-        optimizer: The class of the optimizer, and its settings.
+        callbacks: Callbacks, in order.
+        net: The model.
+        scaler: The precision plugin's loss scaler.
+        optimizer: The class of the optimizer.
+        settings: Its arguments.
     """
 
     def __init__(
@@ -417,7 +418,7 @@ class Stage:
             callback.on_fit_start(self.trainer, self.module)
         for callback in self.callbacks:
             if isinstance(callback, NonFiniteGuard):
-                # As `on_train_start`, but that looks at the weights, which is a read.
+                # `on_train_start` without its check of the weights, which reads.
                 from lightning_opt.gradients.guard.buffers import BufferKeeper
 
                 callback._start_run(BufferKeeper(self.module), self.trainer.optimizers)
@@ -430,7 +431,7 @@ class Stage:
             getattr(callback, hook)(self.trainer, self.module, *arguments)
 
     def step(self, losses: Sequence[Tensor] | None = None, update: bool = True) -> Launches:
-        """Make one step, and return what the callbacks launched up to the update."""
+        """Make one step, and return the launches of the callbacks before the update."""
         if losses is None:
             losses = [torch.empty((), device="cuda")]
         fake_gradients(self.module)
@@ -445,14 +446,14 @@ class Stage:
             self.optimizer.step()
         for callback in self.callbacks:
             if isinstance(callback, NonFiniteGuard):
-                callback._delayed.clear()  # in two steps the host will look, at a copy of its own
+                callback._delayed.clear()  # the host would read them two steps later
         self.call("on_train_batch_end", None, None, step)
         self.trainer.global_step += 1
         return launches
 
 
 class FakeDevice(SingleDeviceStrategy):
-    """One CUDA device that is not there; the model is on it already."""
+    """A strategy for the fake device, on which the model already is."""
 
     def __init__(self) -> None:
         super().__init__(FIRST, accelerator=FakeAccelerator())
@@ -465,7 +466,7 @@ class FakeDevice(SingleDeviceStrategy):
 
 
 class FakeAccelerator(CUDAAccelerator):
-    """What Lightning asks of CUDA when a run begins and ends."""
+    """A CUDA accelerator that needs no device."""
 
     def setup(self, trainer: L.Trainer) -> None:
         pass
@@ -483,7 +484,7 @@ class FakeAccelerator(CUDAAccelerator):
 
 
 class FakeNet(L.LightningModule):
-    """A network to train on fake CUDA; where no backward pass runs, gradients are set by hand."""
+    """A network to train on fake CUDA; without a graph, ``backward`` sets the gradients."""
 
     def __init__(self, fused: bool = True) -> None:
         super().__init__()
@@ -520,15 +521,15 @@ def fit_on_fake_cuda(
     syncs: SyncCounter | None = None,
     **settings: Any,
 ) -> L.Trainer:
-    """Train with Lightning's own loops on the fake device, and return the Trainer.
+    """Train with Lightning's loops on the fake device, and return the Trainer.
 
-    Whoever reads a value gets an answer, and ``syncs`` tells who did.
+    Reads return the values of ``answers``, and ``syncs`` records them.
     """
     trainer = quiet_trainer(
         callbacks=list(callbacks), accelerator="auto", strategy=FakeDevice(), **settings
     )
     rows = TensorDataset(torch.empty(4 * steps, 6), torch.empty(4 * steps, 1))
-    # The mode that comes last hears first.
+    # The innermost mode is called first.
     with answers or Answers(), FakeAllocator(2**40), syncs or nullcontext():
         trainer.fit(on_fake_cuda(net or FakeNet()), DataLoader(rows, batch_size=4))
     return trainer

@@ -1,4 +1,4 @@
-"""Small modules and data whose gradients are worth clipping."""
+"""Small models, data whose gradient norms vary, and comparisons of weights and states."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -17,8 +17,7 @@ FEATURES = 6
 def batches_of(steps: int, batch_size: int = 4, seed: int = 0) -> TensorDataset:
     """Return inputs of shape ``(steps * batch_size, 6)`` and targets of shape ``(..., 1)``.
 
-    Each batch has a scale of its own, lognormal with a sigma of 1, so that norms spread and some
-    are spikes.
+    Each batch has its own lognormal scale with a sigma of 1, so some gradient norms are spikes.
     """
     generator = torch.Generator().manual_seed(seed)
     scale = torch.randn(steps, 1, 1, generator=generator).exp()
@@ -33,10 +32,9 @@ def loader_of(steps: int, batch_size: int = 4, seed: int = 0) -> "ResumableLoade
 
 
 class ResumableLoader(DataLoader[Any]):
-    """A loader that a checkpoint stops in mid-epoch and goes on from there.
+    """A loader whose state is its position in the epoch.
 
-    Lightning starts a plain DataLoader anew, with a warning, and then a resumed run sees other data
-    than one that was not interrupted.
+    Lightning restarts a plain DataLoader on resume, so the resumed run would see other data.
     """
 
     served = 0
@@ -57,15 +55,14 @@ class ResumableLoader(DataLoader[Any]):
 
 
 class SmallNet(BoringModel):
-    """A BoringModel with layers between, for :func:`batches_of`, and an optimizer of one's choice.
+    """A BoringModel with hidden layers for :func:`batches_of`, and an optimizer by name.
 
-    Under several processes each takes its share of the rows of a batch, so that all of them
-    together see what a single process sees.
+    Several processes split the rows of each batch; together they train on the same batch as one.
 
     Args:
         optimizer: The name of a class in :mod:`torch.optim`.
         lr: Its learning rate.
-        fused: Whether it is the fused implementation.
+        fused: Use its fused implementation.
         widths: Units of the hidden layers.
         fail_at: Raise an error in this training step.
     """
@@ -118,13 +115,12 @@ class SmallNet(BoringModel):
 
 
 class AdversarialNet(LightningModule):
-    """Two networks with an optimizer each, stepped by hand in turn, as a GAN is.
+    """A GAN with manual optimization of two optimizers.
 
-    The discriminator's loss also leaves gradients in the generator, as in many a GAN.
+    The discriminator's loss also leaves gradients in the generator.
 
     Args:
-        generator_every: The generator is stepped at every so many batches, the discriminator at
-            each.
+        generator_every: Batches per step of the generator; the discriminator steps at each.
     """
 
     def __init__(self, generator_every: int = 1) -> None:
@@ -177,7 +173,7 @@ def assert_same_weights(
     rtol: float = 0.0,
     atol: float = 0.0,
 ) -> None:
-    """Compare two states, bit by bit unless tolerances are given; NaN equals nothing."""
+    """Compare two states, bit-exactly unless tolerances are given; NaN equals nothing."""
     torch.testing.assert_close(
         actual.state_dict() if isinstance(actual, nn.Module) else actual,
         expected.state_dict() if isinstance(expected, nn.Module) else expected,
@@ -187,14 +183,14 @@ def assert_same_weights(
 
 
 def assert_same_state(actual: Any, expected: Any) -> None:
-    """Compare what callbacks put into a checkpoint: structure, types and values, bit by bit."""
+    """Compare structure, types and values of two callback states, bit-exactly."""
     leaves, spec = tree_flatten_with_path(actual)
     expected_leaves, expected_spec = tree_flatten(expected)
     assert spec == expected_spec
     for (path, leaf), other in zip(leaves, expected_leaves, strict=True):
         assert type(leaf) is type(other)
         if isinstance(leaf, Tensor):
-            filled = path[-1:] == (MappingKey("values"),)  # a window on a device, up with NaN
+            filled = path[-1:] == (MappingKey("values"),)  # a window on a device, padded with NaN
             torch.testing.assert_close(leaf, other, rtol=0.0, atol=0.0, equal_nan=filled)
         else:
             assert leaf == other

@@ -1,11 +1,8 @@
-"""Runs a function in several processes that talk over gloo, within a time limit.
+"""Runs a function in several processes of one gloo process group, within a time limit.
 
-Each process is what a cluster or ``torchrun`` would start: Lightning finds ``LOCAL_RANK`` in the
-environment, starts nothing itself, and any strategy works, FSDP2 included (its own launcher runs
-the main script again, which under pytest is pytest). They are forked from a fork server that has
-imported torch and Lightning once, so that a process costs tenths of a second, and inherits neither
-threads nor CUDA from pytest. They meet at a store that the test holds, so no port can be taken by
-another in between.
+Processes have the environment of ``torchrun``, so Lightning starts none itself and any strategy
+works. A fork server imports torch and Lightning once; after that a launch takes tenths of a second.
+The store is created here, so no other process can take its port.
 """
 
 import contextlib
@@ -27,28 +24,28 @@ import torch
 import torch.distributed as dist
 
 GRACE = 5.0
-"""Seconds for the other processes to report their own error after the first one."""
+"""Seconds for the other processes to report their error after the first failure."""
 
 
 PRELOAD = ["lightning.pytorch", "torch.distributed.fsdp", "pytest"]
-"""What the fork server imports once for all that it forks."""
+"""Modules that the fork server imports."""
 
 
 def launch(
-    function: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 120.0
+    function: Callable[..., Any], *args: Any, processes: int = 2, timeout: float = 240.0
 ) -> list[Any]:
-    """Return what ``function(*args)`` returned in each process, by rank.
+    """Return the result of ``function(*args)`` in each process, by rank.
 
     Args:
-        function: A function at the top level of a test module. It makes its own Trainer with
+        function: A function at the top level of a test module. It creates a Trainer with
             ``devices=processes``, or calls :func:`torch.distributed.init_process_group`.
-        args: What pickle can carry.
-        processes: How many processes.
-        timeout: Seconds until all of them are killed.
+        args: Its arguments, pickled.
+        processes: Number of processes.
+        timeout: Seconds until all are killed.
 
     Raises:
-        AssertionError: If one raises, dies, or has not ended in time; with its traceback and the
-            end of its output. No process outlives the call.
+        AssertionError: If a process raises, dies or runs out of time; with the stack and the last
+            output of each rank. No process outlives the call.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
@@ -84,7 +81,7 @@ def launch(
 
 
 def _wait(children: Sequence[Any], timeout: float) -> None:
-    """Wait until all have ended, or one has failed and the others had time to say so too."""
+    """Wait until all have ended, or until ``GRACE`` after the first failure."""
     deadline = time.monotonic() + timeout
     running = {child.sentinel: child for child in children}
     while running and (left := deadline - time.monotonic()) > 0:
@@ -94,11 +91,11 @@ def _wait(children: Sequence[Any], timeout: float) -> None:
 
 
 def _end(child: Any) -> None:
-    """Kill the process with all that it has started."""
+    """Kill the process and its children."""
     if child.pid is None:
         return
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        os.killpg(child.pid, signal.SIGKILL)  # it leads a group of its own once it runs
+        os.killpg(child.pid, signal.SIGKILL)  # it is the leader of its process group
     child.kill()
     child.join()
     child.close()
@@ -137,18 +134,18 @@ def _run(
     os.dup2(log, 1)
     os.dup2(log, 2)
     faulthandler.enable(file=log)
-    faulthandler.dump_traceback_later(0.9 * timeout, exit=False, file=log)  # where a hang hangs
+    faulthandler.dump_traceback_later(0.9 * timeout, exit=False, file=log)  # the stack of a hang
     os.environ.update(environment, LOCAL_RANK=str(rank), RANK=str(rank))
     torch.set_num_threads(1)
-    warnings.filters[:] = filters  # type: ignore[index]  # those of pytest
-    warnings.filterwarnings("default", append=True)  # makes Python notice
+    warnings.filters[:] = filters  # type: ignore[index]  # of pytest
+    warnings.filterwarnings("default", append=True)  # invalidates Python's cache of filters
     try:
         result = function(*args)
         torch.save(result, _result(folder, rank))
         if dist.is_initialized():
-            dist.barrier()  # gloo reports a peer that has left as an error
+            dist.barrier()  # gloo reports a lost peer as an error
             dist.destroy_process_group()
-    except BaseException:  # noqa: BLE001 - whatever it is, the test has to hear of it
+    except BaseException:  # noqa: BLE001 - reported by the caller
         traceback.print_exc()
         sys.stderr.flush()
         os._exit(1)  # threads of gloo may wait for the other ranks

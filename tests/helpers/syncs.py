@@ -1,7 +1,6 @@
-"""Counts how often the host waits for a tensor, and where.
+"""Counts the operations that make the host wait for a device, and where they are called.
 
-An operation that hands a tensor's value to Python stops the host until the device has caught up. On
-a CPU nothing waits, but the same operations run, so they can be counted without a GPU.
+On a CPU nothing waits, but the same operations run, so they can be counted without a GPU.
 """
 
 import sys
@@ -28,11 +27,11 @@ READS = {
 """Operations that return a Python value."""
 
 DATA_DEPENDENT = {aten.nonzero, aten.masked_select, aten._unique2, aten.unique_dim}
-"""Operations whose output has a shape that only the device knows."""
+"""Operations whose output shape depends on values."""
 
 COPIES = {aten._to_copy, aten.copy_}
-HANDED_OVER = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu}
-"""What reads a tensor of a CPU without any operation that a dispatcher sees."""
+HOST_READS = {Tensor.tolist, Tensor.numpy, Tensor.__array__, Tensor.cpu}
+"""Reads of a CPU tensor that bypass the dispatcher."""
 
 TORCH = str(Path(torch.__file__).parent)
 HELPERS = str(Path(__file__).parent)
@@ -42,8 +41,8 @@ class SyncCounter:
     """Counts the operations within its ``with`` block that would stop the host.
 
     Attributes:
-        where: How often each one happened: ``"operation file:line"`` of the innermost frame outside
-            torch and these helpers.
+        where: Counts by ``"operation file:line"`` of the innermost frame outside torch and these
+            helpers.
 
     Example:
         >>> with SyncCounter() as syncs:
@@ -61,7 +60,6 @@ class SyncCounter:
         return self.where.total()
 
     def clear(self) -> None:
-        """Forget what was counted so far."""
         self.where.clear()
 
     def note(self, operation: str) -> None:
@@ -110,8 +108,8 @@ class _Functions(TorchFunctionMode):
         self._counter = counter
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        # A copy to the host from a device is an operation as well, and counted there.
-        if func in HANDED_OVER and args[0].device.type == "cpu":
+        # A copy from a device is counted as an operation.
+        if func in HOST_READS and args[0].device.type == "cpu":
             self._counter.note(func.__name__)
         return func(*args, **(kwargs or {}))
 
@@ -126,12 +124,12 @@ def _has_mask(indices: Any) -> bool:
 
 
 def take_device_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make ``lightning_opt`` treat tensors of a CPU as if they were on an accelerator."""
-    _answer(monkeypatch, lambda device: False)
+    """Make ``lightning_opt`` use the device path for CPU tensors."""
+    _set_choice(monkeypatch, lambda device: False)
 
 
 def each_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Yield ``"host"``, and ``"device"`` if meanwhile anyone asked which of the two to take."""
+    """Yield ``"host"``, then ``"device"`` if the code had to choose between the two paths."""
     asked: list[torch.device] = []
 
     def note(device: torch.device) -> bool:
@@ -139,7 +137,7 @@ def each_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
         return True
 
     with monkeypatch.context() as patch:
-        _answer(patch, note)
+        _set_choice(patch, note)
         yield "host"
     if asked:
         with monkeypatch.context() as patch:
@@ -147,7 +145,7 @@ def each_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
             yield "device"
 
 
-def _answer(monkeypatch: pytest.MonkeyPatch, answer: Callable[[torch.device], bool]) -> None:
+def _set_choice(monkeypatch: pytest.MonkeyPatch, answer: Callable[[torch.device], bool]) -> None:
     for name, module in list(sys.modules.items()):
         if name.startswith("lightning_opt.") and hasattr(module, "wants_host"):
             monkeypatch.setattr(module, "wants_host", answer)

@@ -1,4 +1,4 @@
-"""Trainers that say nothing, and a logger that remembers."""
+"""A quiet Trainer, a logger in memory, and a callback that records gradient norms."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ def quiet_trainer(**settings: Any) -> Trainer:
     """Return a Trainer on one CPU process for one epoch, without output, logger or checkpoints.
 
     Args:
-        settings: Of the Trainer; they replace those.
+        settings: Trainer arguments; they replace the defaults above.
     """
     return Trainer(
         **{
@@ -32,7 +32,7 @@ def quiet_trainer(**settings: Any) -> Trainer:
 
 
 class MemoryLogger(Logger):
-    """Keeps what is logged.
+    """Keeps logged metrics in memory.
 
     Attributes:
         records: Step and metrics of each call.
@@ -62,12 +62,12 @@ class MemoryLogger(Logger):
 
 
 class GradientSpy(Callback):
-    """Records, in float64, the total norm of each optimizer's ``Parameter.grad`` as they are.
+    """Records the total gradient norm of each optimizer's parameters in float64.
 
-    In front of another callback it sees what that one is given, behind it what that one leaves.
+    Its position among the callbacks decides whether it sees gradients before or after another.
 
     Attributes:
-        norms: By the optimizer's index, one norm a step.
+        norms: One norm per step, by the optimizer's index.
     """
 
     def __init__(self) -> None:
