@@ -2,22 +2,22 @@
 
 PYTHON ?= python3
 VENV ?= .venv
-# `make gpu` uses this interpreter as it is, with the torch and Lightning that it has.
+# The interpreter of `make gpu`, with its own torch and Lightning.
 GPU_PYTHON ?= python3
-# Where measurements are written, and the seconds that `make gpu` may take: under ten minutes.
+# The folder of measurements, and the time limit of `make gpu` in seconds.
 OUT ?= benchmarks/results
 GPU_BUDGET ?= 570
 
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
-# Every call reads the constraints: without them torch would be the newest, with gigabytes of CUDA.
-# The first installs pip itself, since `--group` needs a newer one than Python brings.
+# Without the constraints torch would be the newest, with gigabytes of CUDA. The first call updates pip,
+# since `--group` needs a newer one than Python brings.
 PIP := $(BIN)/python -m pip install -qq -c constraints.txt
-# One thread a process: tests and benchmarks run side by side, and timings must not depend on luck.
+# One thread per process: tests run side by side, and timings must be comparable.
 ONE_THREAD := OMP_NUM_THREADS=1 MKL_NUM_THREADS=1
-# Workers of pytest, one more than cores: some test always waits for its processes. What pytest makes
-# of the sources is kept, or each worker would make it anew each time.
-WORKERS ?= $(shell expr $$(getconf _NPROCESSORS_ONLN) + 1)
+# Twice as many workers of pytest as cores, up to 9: many tests wait for their processes. pytest's
+# bytecode is kept, so that workers do not compile the tests again.
+WORKERS ?= $(shell expr 2 \* $$(getconf _NPROCESSORS_ONLN))
 PYTEST := $(ONE_THREAD) PYTHONDONTWRITEBYTECODE= $(BIN)/python -m pytest --dist worksteal
 BENCHMARKS = $(subst /,.,$(basename $(filter-out benchmarks/gpu.py,$(shell grep -rl --include='*.py' '__main__' benchmarks))))
 
@@ -35,16 +35,16 @@ $(INSTALLED): pyproject.toml constraints.txt
 	@$(PIP) --no-build-isolation -e '.[all]' --group dev
 	@touch $@
 
-demo: $(INSTALLED) ## four failures and limits, each plain beside ours, in three minutes; ACT=2 plays one
+demo: $(INSTALLED) ## four failures and limits, with and without lightning_opt, in three minutes; ACT=2 runs one
 	$(BIN)/python examples/demo.py $(addprefix --act ,$(ACT))
 
-quick: $(INSTALLED) ## within a minute: what neither trains nor starts a process
+quick: $(INSTALLED) ## tests that neither train nor start a process, in one minute
 	$(PYTEST) -n logical --maxprocesses 4 --quick
 
-test: $(INSTALLED) ## every test, slow ones too, and the doctests of the package
+test: $(INSTALLED) ## all tests and the doctests of the package
 	$(PYTEST) -n $(WORKERS) --maxprocesses 9
 
-lint: $(INSTALLED) ## ruff (rules and format), notebooks without metadata of editors
+lint: $(INSTALLED) ## ruff (rules and format), and no editor metadata in notebooks
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	find examples -name '*.ipynb' -not -path '*/.*' -exec $(BIN)/nbstripout --keep-output --keep-id --verify {} +
@@ -52,42 +52,42 @@ lint: $(INSTALLED) ## ruff (rules and format), notebooks without metadata of edi
 types: $(INSTALLED) ## mypy, strict, on the package
 	$(BIN)/mypy
 
-imports: $(INSTALLED) ## import-linter: which package may import which
+imports: $(INSTALLED) ## import-linter: the allowed imports between packages
 	$(BIN)/lint-imports
 
-docs: $(INSTALLED) ## the documentation into docs/_build/html, and its examples run
+docs: $(INSTALLED) ## build the documentation into docs/_build/html, and run its examples
 	$(BIN)/sphinx-build -q -n -W --keep-going -b html docs docs/_build/html
 	$(BIN)/sphinx-build -q -n -W --keep-going -b doctest docs docs/_build/doctest
 
-pages: $(INSTALLED) ## write the parts of the documentation that are made from code and records
+pages: $(INSTALLED) ## write the parts of the documentation that are generated from code and records
 	$(BIN)/python docs/pages.py
 
-matrix: $(INSTALLED) ## run every cell of the compatibility matrix and of the zoo, and write both into docs
+matrix: $(INSTALLED) ## run all cells of the compatibility matrix and of the zoo, and write both into docs
 	$(ONE_THREAD) $(BIN)/python -m tests.matrix
 	$(ONE_THREAD) $(BIN)/python -m tests.zoo
 	$(BIN)/python docs/pages.py
 
-compat: $(INSTALLED) ## with the oldest and newest torch and Lightning: quick tests, and those that train most features
+compat: $(INSTALLED) ## a part of the tests with the oldest and newest torch and Lightning
 	$(BIN)/python tests/compat.py $(PAIRS)
 
-cuda-dry: $(INSTALLED) ## fake CUDA with torch's CUDA build, no GPU needed: 5 GB, removed afterwards
+cuda-dry: $(INSTALLED) ## tests on fake CUDA tensors with torch's CUDA build, without a GPU; 5 GB, removed afterwards
 	$(BIN)/python tests/compat.py --cuda $(PAIRS)
 
-notebooks: $(INSTALLED) ## run the notebooks and keep their outputs, in five minutes
+notebooks: $(INSTALLED) ## run the notebooks and save their outputs, in five minutes
 	$(ONE_THREAD) $(BIN)/python examples/run_notebooks.py
 
-bench: $(INSTALLED) ## every benchmark on this machine, tables and JSON into OUT
+bench: $(INSTALLED) ## run every benchmark, and write tables and JSON into OUT
 	for module in $(BENCHMARKS); do $(ONE_THREAD) $(BIN)/python -m $$module --out '$(OUT)' || exit 1; done
 
-gpu: ## on a machine with a GPU, no network needed: GPU tests and benchmarks into OUT
+gpu: ## run GPU tests and benchmarks into OUT, without network
 	$(GPU_PYTHON) benchmarks/gpu.py --budget $(GPU_BUDGET) --out '$(OUT)'
 
-format: $(INSTALLED) ## let ruff mend and format the sources, and tidy the notebooks
+format: $(INSTALLED) ## fix and format sources and notebooks
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 	find examples -name '*.ipynb' -not -path '*/.*' -exec $(BIN)/nbstripout --keep-output --keep-id {} +
 
-lock: ## take the newest versions that fit pyproject.toml into constraints.txt (torch stays)
+lock: ## write the newest versions that pyproject.toml allows into constraints.txt (torch stays)
 	rm -rf build/lock && $(PYTHON) -m venv build/lock
 	grep -E '^(#|torch==|pip==)' constraints.txt > build/pins.txt
 	build/lock/bin/python -m pip install -qq -c build/pins.txt pip hatchling
@@ -95,6 +95,6 @@ lock: ## take the newest versions that fit pyproject.toml into constraints.txt (
 	{ grep '^#' constraints.txt; build/lock/bin/python -m pip freeze --all --exclude-editable | sed 's/+[a-z0-9.]*$$//'; } > build/constraints.txt
 	mv build/constraints.txt constraints.txt
 
-clean: ## remove the environment, caches and everything built
+clean: ## remove the environment, caches and build outputs
 	rm -rf $(VENV) build dist docs/_build docs/_generated .mypy_cache .pytest_cache .ruff_cache .import_linter_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

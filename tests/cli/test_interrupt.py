@@ -97,12 +97,12 @@ def interrupt(tmp_path, project, said, temporary, after, seconds, to_all):
             env=environment, stdout=subprocess.DEVNULL, stderr=errors, start_new_session=True,
         )  # fmt: skip
     try:
-        wait(120, lambda: after in said.read_text() or process.poll() is not None)
+        wait(240, lambda: after in said.read_text() or process.poll() is not None)
         time.sleep(seconds)
         assert process.poll() is None, said.read_text()
         (os.killpg if to_all else os.kill)(process.pid, signal.SIGINT)
-        assert process.wait(20) == 130, said.read_text()
-        wait(10, lambda: not alive(str(tmp_path)))
+        assert process.wait(200) == 130, said.read_text()
+        wait(100, lambda: not alive(str(tmp_path)))
         assert alive(str(tmp_path)) == []
     finally:
         process.kill()  # with which all the others end

@@ -38,7 +38,7 @@ def test_ctrl_c_waits_until_what_is_opened_has_an_owner(monkeypatch: pytest.Monk
 
     def pipe(duplex: bool) -> tuple[connection.Connection, connection.Connection]:
         begun.set()
-        assert sent.wait(60)
+        assert sent.wait(300)
         ends = usual_pipe(duplex)
         went_on.extend(ends)
         return ends

@@ -55,7 +55,7 @@ def fit() -> Iterator[Fit]:
         yield fit
 
 
-def gone(pid: int, seconds: float = 10.0) -> bool:
+def gone(pid: int, seconds: float = 100.0) -> bool:
     """Return whether the process ends, or has ended and only waits to be noticed."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
@@ -210,7 +210,7 @@ LEFT_OPEN: list[Fit] = []
 
 
 def test_a_process_ends_that_has_left_one_open_and_its_rank_does_not_matter():
-    ((pid, devices, rank),) = launch(leave_one_open, processes=1, timeout=60)
+    ((pid, devices, rank),) = launch(leave_one_open, processes=1)
     assert (devices, rank) == (1, "0")
     assert gone(pid)
 
@@ -385,12 +385,12 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
         assert len(pids) >= 5  # the server, two trainings, two workers
         time.sleep(0.5)
         parent.kill()
-        parent.wait(30)
+        parent.wait(300)
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
-    assert [pid for pid in pids if not gone(pid, 20)] == []
+    assert [pid for pid in pids if not gone(pid)] == []
 
 
 # --- factories ----------------------------------------------------------------------------------

@@ -332,7 +332,7 @@ def ask_driver(folder: Path, *flags: str) -> list[str]:
         env={**os.environ, "LD_LIBRARY_PATH": str(folder)},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=300,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -95,20 +95,20 @@ def shard_once(self: Architecture) -> None:
 
 
 def test_ddp() -> None:
-    for runs in launch(under_ddp, True, timeout=240):
+    for runs in launch(under_ddp, True):
         assert runs == 2 * len(UNDER_DDP)
 
 
 def test_ddp_without_search_for_unused_parameters() -> None:
-    launch(under_ddp, False, timeout=120)
+    launch(under_ddp, False)
 
 
 def test_ddp_with_static_graph() -> None:
-    launch(under_static_graph, timeout=120)
+    launch(under_static_graph)
 
 
 def test_fsdp2() -> None:
-    for runs in launch(under_fsdp2, timeout=240):
+    for runs in launch(under_fsdp2):
         assert runs == 2 * len(UNDER_FSDP2)
 
 
@@ -146,7 +146,7 @@ def under_fsdp1() -> int:
 
 
 def test_fsdp1() -> None:
-    assert launch(under_fsdp1, timeout=200) == [3 * len(UNDER_FSDP1)] * 2
+    assert launch(under_fsdp1) == [3 * len(UNDER_FSDP1)] * 2
 
 
 class Growing(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
@@ -196,7 +196,7 @@ def with_a_batch_that_grows_on_one_rank(sharded: bool) -> tuple[list[int], str]:
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_a_batch_that_grows_on_one_rank_holds_nobody_up(sharded: bool) -> None:
-    (first, _), (second, said) = launch(with_a_batch_that_grows_on_one_rank, sharded, timeout=120)
+    (first, _), (second, said) = launch(with_a_batch_that_grows_on_one_rank, sharded)
     assert first == [0, 0, 0]
     if sharded:
         assert second == [0, 0, 0]
