@@ -47,7 +47,7 @@ from .kernels.runtime.runtime import Runtime as Runtime
 from .memory.checkpointing.activation_checkpointing import (
     ActivationCheckpointing as ActivationCheckpointing,
 )
-from .memory.checkpointing.planning.batch_planning import BudgetError as BudgetError
+from .memory.checkpointing.batch_plan import BudgetError as BudgetError
 from .memory.cleanup.memory_cleanup import MemoryCleanup as MemoryCleanup
 from .memory.garbage.garbage_collection import GarbageCollection as GarbageCollection
 from .memory.leaks.leak_detector import LeakDetector as LeakDetector

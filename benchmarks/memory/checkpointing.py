@@ -43,14 +43,15 @@ from benchmarks.memory.checkpointing_models import MODELS
 from lightning_opt.core.measure.timing import time_in_turns, wait_for
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.numerics.ratios import median_ratio
-from lightning_opt.memory.checkpointing.methods.policies import (
+from lightning_opt.memory.checkpointing.batch_plan import plan_step
+from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
     Plan,
     Stretch,
     make_plan,
 )
-from lightning_opt.memory.checkpointing.methods.selective import KeepDear, Selection
-from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner
+from lightning_opt.memory.checkpointing.selective import SaveExpensive, Selection
+from lightning_opt.memory.checkpointing.step_profile import StepRunner, profile_step
 from lightning_opt.memory.meters import measuring
 
 GPU = True
@@ -64,9 +65,9 @@ POLICIES: dict[str, dict[str, Any]] = {
     "selective, 0.2": {"min_flops": 0.2},
 }
 SLOW = {"transformer", "GPT-2", "ViT"}
-"""Timed in fewer rounds."""
+"""Models that are timed in fewer rounds."""
 OTHERS = {"GPT-2", "ViT"}
-"""Models of others: fewer policies, and torchtitan's way."""
+"""Models of `transformers`: fewer policies, and torchtitan's policy."""
 TORCHTITAN = "torchtitan"
 M_MMAP_THRESHOLD = -3
 """Of ``mallopt`` in glibc."""
@@ -83,7 +84,7 @@ BUDGETS = (0.2, 0.3, 0.4, 0.5, 0.7)
 
 
 class Step:
-    """A forward and backward pass on gradients that are there."""
+    """A forward and backward pass with allocated gradients."""
 
     def __init__(self, name: str, device: str, quick: bool) -> None:
         torch.manual_seed(0)
@@ -100,7 +101,7 @@ class Step:
         return self.model(self.batch).square().mean()
 
     def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
-        """Run as the planner wants it."""
+        """Run once, with the interface of `TrialStep`."""
         with ExitStack() as stack:
             if inside is not None:
                 inside(stack)
@@ -108,7 +109,7 @@ class Step:
             return time_in_turns({"": self}, rounds=1, warmup=0, device=self.device)[""][0]
 
     def candidate(self, plan: str) -> Callable[[Callable[[], Any]], Any]:
-        """Return what calls a function under a plan that was described, or in torchtitan's way."""
+        """Return a function that calls another one under a described plan, or as torchtitan."""
         return torchtitan(self) if plan == TORCHTITAN else self.under(read(plan, self))
 
     def plan(self, policy: str) -> Plan:
@@ -117,7 +118,7 @@ class Step:
         return make_plan(name, blocks, settings.get("interval"), settings.get("min_flops"))
 
     def under(self, plan: Plan) -> Callable[[Callable[[], Any]], Any]:
-        """Return what calls a function under ``plan``, and leaves the model as it was."""
+        """Return a function that calls another one under ``plan`` and restores the model."""
         applied = AppliedPlan(plan)
         forwards = list(applied.forwards)
         applied.undo()
@@ -135,7 +136,7 @@ class Step:
 
 
 def torchtitan(step: Step) -> Callable[[Callable[[], Any]], Any]:
-    """Return what calls a function with every block wrapped as torchtitan does it."""
+    """Return a function that calls another one with every block wrapped as in torchtitan."""
     aten = torch.ops.aten
     products = {aten.mm.default, aten.addmm.default}
     attention = {
@@ -177,7 +178,7 @@ def torchtitan(step: Step) -> Callable[[Callable[[], Any]], Any]:
 def count_flops(step: Step) -> int:
     """Return the operations of a step on one sample, as torch counts them.
 
-    Attention on CPUs is included. The counter holds tensors, so bytes are not counted with it.
+    Attention on CPUs is included. The counter holds tensors, so bytes are counted separately.
     """
     aten = torch.ops.aten
 
@@ -201,7 +202,7 @@ def count_flops(step: Step) -> int:
 
 
 def count_bytes(step: Step) -> tuple[int, int]:
-    """Return what lives between forward and backward pass because of the step, and its peak."""
+    """Return the bytes held between forward and backward pass, and the peak of the step."""
     with measuring(torch.device(step.device)) as meter:
         loss = step.loss()
         held = meter.live()
@@ -210,16 +211,16 @@ def count_bytes(step: Step) -> tuple[int, int]:
 
 
 def process_peak(step: Step) -> int:
-    """Return how far one step raises the process's memory; on CUDA, the allocator's."""
+    """Return by how many bytes one step raises the process's memory; on CUDA the allocator's."""
     if step.device == "cuda":
         start = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - start
     gc.collect()
-    ctypes.CDLL(None).malloc_trim(0)  # what is free goes back to the system: the peak starts low
+    ctypes.CDLL(None).malloc_trim(0)  # return free memory to the system
     with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 - a switch of the kernel
-        file.write("5")  # the peak starts anew from the present size
+        file.write("5")  # reset the peak to the present size
     start = _status("VmRSS")
     step()
     return _status("VmHWM") - start
@@ -231,17 +232,18 @@ def _status(key: str) -> int:
 
 
 def described(plan: Plan) -> str:
-    """Return a plan as text: names of blocks, and what is kept of them."""
-    return json.dumps(
-        [
+    """Return a plan as text: names of blocks and the operators that are kept."""
+    entries = []
+    for stretch in plan:
+        selection = stretch.selection() if stretch.selection is not None else None
+        entries.append(
             {
                 "blocks": [block.name for block in stretch.blocks],
-                "kept": None if stretch.choice is None else sorted(stretch.choice().kept or ()),
-                "rule": getattr(stretch.choice and stretch.choice().rule, "min_flops", None),
+                "kept": None if selection is None else sorted(selection.kept or ()),
+                "rule": getattr(selection and selection.rule, "min_flops", None),
             }
-            for stretch in plan
-        ]
-    )
+        )
+    return json.dumps(entries)
 
 
 def read(plan: str, step: Step) -> Plan:
@@ -249,33 +251,33 @@ def read(plan: str, step: Step) -> Plan:
     blocks = {block.name: block for block in find_blocks(step.model)}
     stretches = []
     for entry in json.loads(plan):
-        choice = None
+        selection = None
         if entry["kept"]:
-            choice = partial(Selection, None, frozenset(tuple(place) for place in entry["kept"]))
+            selection = partial(Selection, None, frozenset(tuple(place) for place in entry["kept"]))
         elif entry["kept"] is not None:
-            choice = partial(Selection, KeepDear(entry["rule"]))
-        stretches.append(Stretch(tuple(blocks[name] for name in entry["blocks"]), choice))
+            selection = partial(Selection, SaveExpensive(entry["rule"]))
+        stretches.append(Stretch(tuple(blocks[name] for name in entry["blocks"]), selection))
     return stretches
 
 
 def put_peak(results: Any, name: str, plan: str, device: str, quick: bool) -> None:
-    """Measure one peak: what the fresh process does."""
+    """Measure one peak, in a fresh process."""
     torch.set_num_threads(1)
-    # Each tensor in pages of its own: what is freed is gone, whatever lies above it on the heap.
+    # Allocate each tensor in pages of its own, which are returned to the system when freed.
     ctypes.CDLL(None).mallopt(M_MMAP_THRESHOLD, 2**16)
     step = Step(name, device, quick)
     call = step.candidate(plan)
-    call(step)  # what is made once is there afterwards, and a selective policy has learnt
+    call(step)  # allocate what is made once, and let a selective policy record operators
     results.put(call(partial(process_peak, step)))
 
 
 class FreshProcesses:
-    """Processes in which nothing has run yet but the imports, which one server has done."""
+    """Processes in which only the imports have run, forked from one server."""
 
     def __init__(self) -> None:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(
-            ["lightning_opt", "lightning_opt.memory.checkpointing.planning.step_planner"]
+            ["lightning_opt", "lightning_opt.memory.checkpointing.step_profile"]
         )
 
     def peak(self, name: str, plan: str, device: str, quick: bool) -> int:
@@ -298,14 +300,15 @@ def measure(
     plans = {policy: described(step.plan(policy)) for policy in policies}
     if name in OTHERS:
         plans[TORCHTITAN] = TORCHTITAN
-    planner = StepPlanner(step, find_blocks(step.model), torch.device(device))
-    unchecked = planner.unchecked_peak + planner.unseen
+    runner = StepRunner(step, torch.device(device))
+    profile = profile_step(runner, find_blocks(step.model))
+    unchecked = profile.unchecked_peak + profile.reserve
     budgets = (0.3, 0.5) if name in OTHERS else BUDGETS
-    outcomes = {f"auto, {budget}": planner.plan(budget * unchecked) for budget in budgets}
+    outcomes = {f"auto, {budget}": plan_step(profile, budget * unchecked) for budget in budgets}
     plans |= {label: described(outcome.plan) for label, outcome in outcomes.items()}
     peaks = {label: fresh.peak(name, plan, device, quick) for label, plan in plans.items()}
     calls = {label: step.candidate(plan) for label, plan in plans.items()}
-    for policy in policies:  # a selective one learns in its first step
+    for policy in policies:  # a selective one records operators in its first step
         if policy.startswith("selective"):
             calls[policy](step)
     flops = {label: call(partial(count_flops, step)) for label, call in calls.items()}
@@ -335,7 +338,7 @@ def measure(
     for row in rows:
         if row["policy"] in outcomes:
             budget, outcome = float(row["policy"].split(", ")[1]), outcomes[row["policy"]]
-            row["predicted"] = round((outcome.solution.peak + planner.unseen) / unchecked, 3)
+            row["predicted"] = round((outcome.solution.peak + profile.reserve) / unchecked, 3)
             row["off by"] = round(100 * abs(row["predicted"] - row["peak"]), 1)
             row["feasible"] = outcome.fits
             row["within"] = row["peak"] <= budget
@@ -346,7 +349,7 @@ def measure(
 
 
 def main() -> None:
-    """Measure every model and publish the table, anew after each."""
+    """Measure every model, and publish the table after each."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--models", nargs="+", choices=list(MODELS), default=list(MODELS))
     own, rest = parser.parse_known_args()

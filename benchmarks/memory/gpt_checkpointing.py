@@ -1,10 +1,10 @@
-"""Checkpointing a GPT beside what torchtitan does and beside torch's activation_memory_budget.
+"""Checkpointing a GPT, compared with torchtitan and torch's activation_memory_budget.
 
-Supports the choice of a policy on a GPU: peak and time of a step (forward and backward pass in bf16
-autocast) of GPT-2 with 124M and 350M parameters, plain, with this package's policies, with every
-block under ``checkpoint_wrapper`` and with torchtitan's selective operators (every second matrix
-product is recomputed), and compiled with ``activation_memory_budget``. Each row runs in a process
-of its own. A CPU rehearses it with a tiny model, where the peak is that of the process.
+Supports the choice of a policy on a GPU. Reports peak and time of a step (forward and backward pass
+in bf16 autocast) of GPT-2 with 124M and 350M parameters: plain, with this package's policies, with
+every block under ``checkpoint_wrapper``, with torchtitan's selective operators (every second matrix
+product is recomputed), and compiled with ``activation_memory_budget``. Each row runs in its own
+process. On a CPU it runs a tiny model, and the peak is the process's.
 """
 
 from __future__ import annotations
@@ -26,8 +26,9 @@ from benchmarks.harness import parse_arguments, publish
 from benchmarks.memory.checkpointing import Step, process_peak
 from lightning_opt.core.measure.timing import wait_for
 from lightning_opt.core.modules.blocks import find_blocks
-from lightning_opt.memory.checkpointing.methods.policies import Plan
-from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner
+from lightning_opt.memory.checkpointing.batch_plan import plan_step
+from lightning_opt.memory.checkpointing.policies import Plan
+from lightning_opt.memory.checkpointing.step_profile import StepRunner, profile_step
 
 GPU = True
 LIMIT = 200.0
@@ -35,7 +36,7 @@ LIMIT = 200.0
 
 
 def every_block(model: GPT) -> None:
-    """Recompute each block, as torchtitan's full activation checkpointing does."""
+    """Recompute each block, as in torchtitan's full activation checkpointing."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 
     for place, block in enumerate(model.blocks):
@@ -43,7 +44,7 @@ def every_block(model: GPT) -> None:
 
 
 def selected_operators(model: GPT) -> None:
-    """Save attention and every second matrix product, as torchtitan's selective mode does."""
+    """Save attention and every second matrix product, as in torchtitan's selective mode."""
     from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
     from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
@@ -56,12 +57,12 @@ def selected_operators(model: GPT) -> None:
     }
 
     def contexts() -> Any:
-        met = {True: 0, False: 0}
+        counts = {True: 0, False: 0}
 
         def policy(context: Any, func: Any, *_: Any, **__: Any) -> CheckpointPolicy:
             if func in products:
-                met[context.is_recompute] += 1
-            if func in saved and not (func in products and met[context.is_recompute] % 2 == 0):
+                counts[context.is_recompute] += 1
+            if func in saved and not (func in products and counts[context.is_recompute] % 2 == 0):
                 return CheckpointPolicy.MUST_SAVE
             return CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -74,7 +75,7 @@ def selected_operators(model: GPT) -> None:
 
 
 def budget(share: float) -> Callable[[GPT], nn.Module]:
-    """Let the compiler decide what to recompute."""
+    """Set the compiler's memory budget."""
 
     def compiled(model: GPT) -> nn.Module:
         import torch._functorch.config as config
@@ -86,7 +87,7 @@ def budget(share: float) -> Callable[[GPT], nn.Module]:
 
 
 def ours(policy: str) -> Callable[[GPT], Any]:
-    """Return what applies a policy of this package."""
+    """Return a function that names a policy of this package."""
     return lambda model: policy
 
 
@@ -103,7 +104,7 @@ WAYS: dict[str, Callable[[GPT], Any]] = {
 
 
 class GPTStep(Step):
-    """The step of the benchmark of policies, on a GPT."""
+    """The step of `checkpointing.py`, on a GPT."""
 
     def __init__(self, size: str, device: str, samples: int) -> None:
         torch.manual_seed(0)
@@ -114,10 +115,11 @@ class GPTStep(Step):
             parameter.grad = torch.zeros_like(parameter)
 
     def half(self) -> Plan:
-        """Return what the planner takes to halve the peak."""
+        """Return the plan for half of the peak."""
         self()
-        planner = StepPlanner(self, find_blocks(self.model), torch.device(self.device))
-        return planner.plan(0.5 * (planner.unchecked_peak + planner.unseen)).plan
+        runner = StepRunner(self, torch.device(self.device))
+        profile = profile_step(runner, find_blocks(self.model))
+        return plan_step(profile, 0.5 * (profile.unchecked_peak + profile.reserve)).plan
 
     def loss(self) -> Tensor:
         with torch.autocast(self.device.split(":")[0], torch.bfloat16):
@@ -125,14 +127,14 @@ class GPTStep(Step):
 
 
 def measure(pipe: Any, way: str, size: str, device: str, samples: int, rounds: int) -> None:
-    """Send the peak and the seconds of a step, or what went wrong."""
+    """Send the peak and the seconds of a step, or the traceback."""
     try:
         step = GPTStep(size, device, samples)
         changed = WAYS[way](step.model)
         if isinstance(changed, str):
             plan = step.half() if changed == "auto" else step.plan(changed)
             call = step.under(plan)
-            call(step)  # a selective policy learns
+            call(step)  # a selective policy records operators
         else:
             step.model = changed or step.model
             call = lambda function: function()  # noqa: E731
@@ -150,12 +152,12 @@ def measure(pipe: Any, way: str, size: str, device: str, samples: int, rounds: i
             return process_peak(step), seconds
 
         pipe.send(call(run))
-    except BaseException:  # noqa: BLE001 - the parent has to hear of it
+    except BaseException:  # noqa: BLE001 - sent to the parent
         pipe.send(traceback.format_exc())
 
 
 def main() -> None:
-    """Measure each way in a process, and publish after each."""
+    """Measure each configuration in a process, and publish after each."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--sizes", nargs="+", default=["124M", "350M"])
     parser.add_argument("--samples", type=int, default=8)
@@ -168,21 +170,21 @@ def main() -> None:
         plain: dict[str, float] = {}
         for way in WAYS:
             if arguments.quick and "compile" in way:
-                continue  # a compiler's minutes are no part of a rehearsal
+                continue  # compilation takes minutes
             mine, others = context.Pipe()
             rounds = 3 if arguments.quick else 10
             values = (others, way, size, arguments.device, own.samples, rounds)
             process = context.Process(target=measure, args=values)
             process.start()
-            told = mine.recv() if mine.poll(LIMIT) else f"no answer within {LIMIT:.0f} s"
+            result = mine.recv() if mine.poll(LIMIT) else f"no answer within {LIMIT:.0f} s"
             process.kill()
             process.join()
             row: dict[str, Any] = {"model": size, "way": way}
-            if isinstance(told, str):
-                row["failed"] = told.strip().splitlines()[-1]
-                print(told)
+            if isinstance(result, str):
+                row["failed"] = result.strip().splitlines()[-1]
+                print(result)
             else:
-                peak, seconds = told
+                peak, seconds = result
                 row |= {"peak MiB": round(peak / 2**20, 1)}
                 row |= {"ms": round(1e3 * statistics.median(seconds), 2)}
                 plain = plain or row

@@ -253,7 +253,7 @@ def test_checkpointing_comes_with_a_budget_and_compilation_goes():
     model = Blocks()
     trainer = fit(asked, model)
     (callback,) = [c for c in trainer.callbacks if isinstance(c, lo.ActivationCheckpointing)]
-    assert callback.planning is not None
+    assert callback.batch_plan is not None
 
 
 def test_checkpointing_by_blocks_goes_with_compilation():

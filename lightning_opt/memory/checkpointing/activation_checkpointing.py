@@ -23,20 +23,20 @@ from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.trial import TrialStep, as_delivered
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.memory.checkpointing.methods.arguments import switch_caches_off
-from lightning_opt.memory.checkpointing.methods.offloading import Offload
-from lightning_opt.memory.checkpointing.methods.policies import (
+from lightning_opt.memory.checkpointing.batch_plan import (
+    BatchPlan,
+    Budget,
+    batch_shapes,
+    plan_batch,
+)
+from lightning_opt.memory.checkpointing.forward import disable_caches
+from lightning_opt.memory.checkpointing.offloading import Offload
+from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
     Plan,
     count_recomputed,
     make_plan,
     select_modules,
-)
-from lightning_opt.memory.checkpointing.planning.batch_planning import (
-    Budget,
-    Planning,
-    batch_shapes,
-    plan_for_batch,
 )
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -58,7 +58,7 @@ class ActivationCheckpointing(RunCallback):
 
     ================= ==========================================================================
     ``"auto"``        the fastest mixture of all below within the budget: measured on the first
-                      batch, planned, applied, and verified by measuring again
+                      batch, planned, applied and measured again
     ``"none"``        nothing is recomputed
     ``"every_layer"`` each block separately
     ``"sqrt"``        segments of about the square root of the number of blocks
@@ -95,26 +95,26 @@ class ActivationCheckpointing(RunCallback):
     Args:
         policy: One of the names above.
         interval: For ``"block"`` and ``"every_nth"``: how many blocks, at least 1.
-        modules: What to use as blocks instead of those found: qualified names, shell patterns
-            (``"encoder.layers.*"``), classes or their names.
+        modules: Modules to use as blocks instead of the repeated ones: qualified names, shell
+            patterns (``"encoder.layers.*"``), classes or their names.
         min_flops: For ``"selective"``: the number of operations that makes an operator expensive
-            or, below 1, its share of the block's; ``None`` for every matrix product, convolution
-            and attention.
+            or, below 1, its share of the block's; ``None`` selects every matrix product,
+            convolution and attention.
         budget_mb: For ``"auto"``: megabytes for parameters, buffers, gradients, optimizer states
             and activations together.
         budget: For ``"auto"``: share of the activations' peak without recomputation, above 0. With
             neither, the budget is nine tenths of the device's free memory.
         strict: Whether a budget that cannot be met is an error; otherwise it warns and uses the
             plan with the smallest peak.
-        offload: Keep everything saved for the backward pass, of recomputed blocks and of the rest,
-            in pinned host memory. On CUDA only; elsewhere it has no effect, and a log line says
-            so. Not for ``"auto"``, which measures the device, and not under FSDP.
+        offload: Keep tensors that are saved for the backward pass in pinned host memory. On CUDA
+            only; elsewhere it warns and has no effect. Not for ``"auto"``, which measures the
+            device, and not under FSDP.
         worst_batch: For ``"auto"``: a batch from the loader with the largest shapes that will
-            occur. It is planned for instead of the first one, so a budget that it cannot meet is an
-            error before the first step, and not a warning later.
+            occur. The plan is made for it before the first step, so a budget that cannot be met is
+            an error then, and not a warning later.
 
     Raises:
-        ValueError: In ``__init__`` for an unknown policy or a setting that it has no use for; in
+        ValueError: In ``__init__`` for an unknown policy or a setting that it does not use; in
             ``setup`` under DeepSpeed and beside Lightning's own checkpointing for FSDP; in
             ``on_fit_start`` if there is no such module, if no blocks are found, if parts of the
             model are checkpointed already, or compiled under ``"auto"`` and ``"selective"`` and
@@ -145,9 +145,9 @@ class ActivationCheckpointing(RunCallback):
     ) -> None:
         if policy not in POLICIES:
             raise ValueError(f"policy must be one of {', '.join(POLICIES)}; got {policy!r}.")
-        _refuse_unused(policy, ("block", "every_nth"), interval=interval)
-        _refuse_unused(policy, ("selective",), min_flops=min_flops)
-        _refuse_unused(
+        _check_unused(policy, ("block", "every_nth"), interval=interval)
+        _check_unused(policy, ("selective",), min_flops=min_flops)
+        _check_unused(
             policy, ("auto",), budget_mb=budget_mb, budget=budget, worst_batch=worst_batch
         )
         if policy in ("block", "every_nth"):
@@ -158,24 +158,31 @@ class ActivationCheckpointing(RunCallback):
             raise ValueError("policy='custom' needs modules=[...]: names, patterns or classes.")
         if policy == "auto" and offload:
             raise ValueError(
-                "offload=True changes what the plan of policy='auto' would be made from. Use it "
-                "with another policy, such as 'every_layer' or 'none'."
+                "offload=True would change the measurements behind policy='auto'. Use it with "
+                "another policy, such as 'every_layer' or 'none'."
             )
-        self.offload, self.worst_batch = offload, worst_batch
         self.policy, self.interval, self.min_flops = policy, interval, min_flops
+        self.offload, self.worst_batch = offload, worst_batch
         self.modules = None if modules is None else list(modules)
         self.budget = Budget(budget_mb, budget, strict)
         self.blocks: list[Block] = []
         self.plan: Plan = []
-        self.planning: Planning | None = None
+        self.batch_plan: BatchPlan | None = None
+        self._batch_plans: list[BatchPlan] = []
         self._applied = AppliedPlan([])
         self._offload: Offload | None = None
         self._patches = ExitStack()
-        self._planned: list[Planning] = []
         self._is_logged = False
 
+    @property
+    def needs_operators(self) -> str:
+        """The setting that needs to see individual operators; empty if none does."""
+        if self.offload:
+            return "offload=True"
+        return repr(self.policy) if self.policy in ("auto", "selective") else ""
+
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse strategies that have a checkpointing of their own."""
+        """Check the strategy: some have checkpointing of their own."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -190,34 +197,27 @@ class ActivationCheckpointing(RunCallback):
         ):
             raise ValueError(
                 "ActivationCheckpointing and FSDPStrategy(activation_checkpointing_policy=...) "
-                "would recompute twice. Leave one of them out."
+                "would recompute twice. Remove one of them."
             )
         if self.offload and isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy)):
             raise ValueError(
                 "ActivationCheckpointing(offload=True) does not work with sharded parameters "
-                "(FSDPStrategy, ModelParallelStrategy), whose memory comes and goes under what "
-                "autograd saves. Use a policy that recomputes, such as 'every_layer', or DDP."
+                "(FSDPStrategy, ModelParallelStrategy), whose memory is freed and reused while "
+                "autograd saves tensors. Use DDP, or a policy such as 'every_layer'."
             )
 
-    @property
-    def needs_operators(self) -> str:
-        """The setting that needs to see individual operators; empty if none does."""
-        if self.offload:
-            return "offload=True"
-        return repr(self.policy) if self.policy in ("auto", "selective") else ""
-
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the blocks and apply the policy: strategies have wrapped the model by now."""
+        """Find the blocks and apply the policy; strategies have wrapped the model by now."""
         self.release(trainer)
-        refuse_checkpointed(pl_module)
+        check_not_checkpointed(pl_module)
         if self.needs_operators:
-            refuse_compiled(pl_module, f"ActivationCheckpointing({self.needs_operators})")
-        self.blocks = self._choose_blocks(pl_module)
+            check_not_compiled(pl_module, f"ActivationCheckpointing({self.needs_operators})")
+        self.blocks = self._find_blocks(pl_module)
         self._is_logged = False
         if self.policy != "none":
-            self._patches.enter_context(switch_caches_off(pl_module))
+            self._patches.enter_context(disable_caches(pl_module))
         if self.policy == "auto":
-            self.plan, self.planning, self._planned = [], None, []
+            self.plan, self.batch_plan, self._batch_plans = [], None, []
         else:
             self._apply(make_plan(self.policy, self.blocks, self.interval, self.min_flops))
             rank_zero_info(
@@ -230,28 +230,28 @@ class ActivationCheckpointing(RunCallback):
     def _start_offloading(self, pl_module: pl.LightningModule) -> None:
         if pl_module.device.type != "cuda":
             rank_zero_warn(
-                "ActivationCheckpointing(offload=True) needs a CUDA device; on "
-                f"{pl_module.device.type} saved tensors are where they would be moved to, so "
-                "nothing is moved."
+                "ActivationCheckpointing(offload=True) needs a CUDA device. On "
+                f"{pl_module.device.type} saved tensors are in host memory already, so nothing is "
+                "moved."
             )
             return
-        self._offload = Offload(pl_module.device)
+        self._offload = Offload()
         step = self._offload.around(pl_module, pl_module.training_step)
         self._patches.enter_context(replaced(pl_module, training_step=step))
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Under ``"auto"``, plan for the first batch, and for a larger one that may not fit."""
+        """Under ``"auto"``, plan for the first batch and for larger ones that may not fit."""
         if self.policy != "auto" or not self.blocks:
-            unknown = any(one.buffers.read_only is None for one in self._applied.forwards)
+            unknown = any(forward.buffers.read_only is None for forward in self._applied.forwards)
             if unknown and not self._is_logged and has_compiled_parts(pl_module):
-                # What writes buffers stays out of the graph, so that is found out before there is
-                # one: Dynamo never looks again at code that it had to break in a loop.
+                # Modules that write buffers stay out of the graph. Find them before the first
+                # compilation: Dynamo does not retry code that it had to break in a loop.
                 with run_eagerly():
                     TrialStep(trainer, pl_module, batch, batch_idx).run()
             return
-        if self.worst_batch is not None and not self._planned:
+        if self.worst_batch is not None and not self._batch_plans:
             worst_batch = as_delivered(trainer, pl_module, self.worst_batch)
             self._plan_for(trainer, pl_module, worst_batch, batch_idx)
         self._plan_for(trainer, pl_module, batch, batch_idx)
@@ -260,19 +260,19 @@ class ActivationCheckpointing(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         shapes = batch_shapes(batch)
-        planning = next((one for one in self._planned if one.serves(shapes)), None)
-        if planning is None:
+        found = next((known for known in self._batch_plans if known.covers(shapes)), None)
+        if found is None:
             self._applied.undo()
-            first = self._planned[0] if self._planned else None
-            planning = plan_for_batch(
+            first = self._batch_plans[0] if self._batch_plans else None
+            found = plan_batch(
                 trainer, pl_module, batch, batch_idx, self.blocks, self.budget, first
             )
-            self._planned.append(planning)
-            rank_zero_info(planning.summary())
-            log_scalars(trainer, planning.scalars())
-        if planning is not self.planning:
-            self._apply(planning.plan)
-        self.planning = planning
+            self._batch_plans.append(found)
+            rank_zero_info(found.summary())
+            log_scalars(trainer, found.scalars())
+        if found is not self.batch_plan:
+            self._apply(found.plan)
+        self.batch_plan = found
 
     def on_train_batch_end(
         self,
@@ -282,31 +282,31 @@ class ActivationCheckpointing(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log once what was done."""
+        """Log the number of blocks once."""
         if self._is_logged:
             return
         self._is_logged = True
-        counts = {
+        scalars = {
             "checkpointing/blocks": float(len(self.blocks)),
             "checkpointing/recomputed": float(count_recomputed(self.plan)),
         }
         if self._offload is not None:
-            counts["checkpointing/offloaded_mb"] = self._offload.nbytes / MB
-        log_scalars(trainer, counts)
+            scalars["checkpointing/offloaded_mb"] = self._offload.nbytes / MB
+        log_scalars(trainer, scalars)
         forwards = self._applied.forwards
-        left_out = sum(not forward.buffers.read_only for forward in forwards)
-        if left_out and has_compiled_parts(pl_module):
+        writing = sum(not forward.buffers.read_only for forward in forwards)
+        if writing and has_compiled_parts(pl_module):
             rank_zero_info(
-                f"ActivationCheckpointing({self.policy!r}): {left_out} of {len(forwards)} "
-                "recomputed modules write buffers (such as running statistics), and run outside of "
-                "the compiled graph: in it a recomputation would see what the first run wrote."
+                f"ActivationCheckpointing({self.policy!r}): {writing} of {len(forwards)} "
+                "recomputed modules write buffers (such as running statistics). They run outside "
+                "of the compiled graph, where a recomputation does not see what was written."
             )
 
     def describe(self) -> Report:
-        """Return one row a block: its class, its parameters, and what is done with it.
+        """Return a table of the blocks: class, parameters and treatment.
 
-        Under ``"auto"``, once planned, also its place in the order of execution, what keeping it
-        holds and what recomputing it costs.
+        Under ``"auto"``, once planned, also the order of execution, what keeping the block holds
+        and what recomputing it costs.
         """
         treatment = {block: stretch.treatment for stretch in self.plan for block in stretch.blocks}
         rows: list[dict[str, Any]] = [
@@ -315,20 +315,20 @@ class ActivationCheckpointing(RunCallback):
                 "class": ", ".join(type(module).__name__ for module in block.modules),
                 "parameters": sum(p.numel() for m in block.modules for p in m.parameters()),
                 "policy": treatment.get(block, "kept"),
-                **(self.planning.details(block) if self.planning is not None else {}),
+                **(self.batch_plan.details(block) if self.batch_plan is not None else {}),
             }
             for block in self.blocks
         ]
-        notes = [] if self.planning is None else [self.planning.summary()]
+        notes = [] if self.batch_plan is None else [self.batch_plan.summary()]
         return Report(f"ActivationCheckpointing({self.policy!r})", rows, notes)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Put the modules' ``forward`` and ``training_step`` back."""
+        """Restore the modules' ``forward`` and ``training_step``."""
         self._patches.close()
         self._offload = None
         self._applied.undo()
 
-    def _choose_blocks(self, model: nn.Module) -> list[Block]:
+    def _find_blocks(self, model: nn.Module) -> list[Block]:
         if self.modules is not None:
             return select_modules(model, self.modules)
         if self.policy == "none":
@@ -337,7 +337,7 @@ class ActivationCheckpointing(RunCallback):
         if not blocks and self.policy != "auto":
             raise ValueError(
                 f"ActivationCheckpointing({self.policy!r}) finds no repeated blocks in "
-                f"{type(model).__name__}. Name what to recompute: "
+                f"{type(model).__name__}. Name the modules to recompute: "
                 "ActivationCheckpointing('custom', modules=['encoder', 'decoder'])."
             )
         return blocks
@@ -348,15 +348,15 @@ class ActivationCheckpointing(RunCallback):
         self.plan = plan
 
 
-def _refuse_unused(policy: str, users: Sequence[str], **settings: Any) -> None:
+def _check_unused(policy: str, users: Sequence[str], **settings: Any) -> None:
     for name, value in settings.items():
         if value is not None and policy not in users:
             allowed = " and ".join(repr(user) for user in users)
             raise ValueError(f"{name}={value!r} is for policy {allowed}, not for {policy!r}.")
 
 
-def refuse_compiled(model: nn.Module, who: str) -> None:
-    """Raise where a part of ``model`` is compiled: inside of a graph no operator is seen.
+def check_not_compiled(model: nn.Module, setting: str) -> None:
+    """Raise if a part of ``model`` is compiled: operators inside a graph cannot be observed.
 
     Raises:
         ValueError: For modules under ``torch.compile``.
@@ -364,14 +364,14 @@ def refuse_compiled(model: nn.Module, who: str) -> None:
     for name, module in model.named_modules():
         if is_compiled(module):
             raise ValueError(
-                f"{who} looks at single operators, and {name or type(model).__name__} is "
-                "compiled. Use policy 'every_layer' or 'custom' with torch.compile, no offload, or "
-                "the compiler's own budget: torch._functorch.config.activation_memory_budget."
+                f"{setting} needs to see individual operators, and {name or type(model).__name__} "
+                "is compiled. Use policy 'every_layer' or 'custom' with torch.compile, no offload, "
+                "or the compiler's own budget: torch._functorch.config.activation_memory_budget."
             )
 
 
-def refuse_checkpointed(model: nn.Module) -> None:
-    """Raise where a part of ``model`` is checkpointed by someone else.
+def check_not_checkpointed(model: nn.Module) -> None:
+    """Raise if a part of ``model`` is checkpointed already.
 
     Raises:
         ValueError: For torch's ``CheckpointWrapper``, Transformers' ``gradient_checkpointing`` and
@@ -381,6 +381,6 @@ def refuse_checkpointed(model: nn.Module) -> None:
         if is_checkpointed(module):
             raise ValueError(
                 f"{name or type(model).__name__} is checkpointed already, and would be recomputed "
-                "twice. Take that away (gradient_checkpointing_disable() in Transformers, "
-                "torch's checkpoint_wrapper, a second ActivationCheckpointing) or this callback."
+                "twice. Remove that (gradient_checkpointing_disable() in Transformers, torch's "
+                "checkpoint_wrapper, a second ActivationCheckpointing) or this callback."
             )

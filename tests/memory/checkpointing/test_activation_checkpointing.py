@@ -1,4 +1,4 @@
-"""The callback: arguments, what it puts onto the model and takes off again, what it reports."""
+"""The callback: arguments, patches and their removal, planned operations, reports."""
 
 import copy
 import pickle
@@ -15,9 +15,11 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.compiling import is_checkpointed
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.methods.forward import InputChangedError
-from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, every_layer, segments
-from lightning_opt.memory.checkpointing.planning.knapsack import Decision, Solution
+from lightning_opt.memory.checkpointing.batch_plan import to_plan
+from lightning_opt.memory.checkpointing.forward import InputChangedError
+from lightning_opt.memory.checkpointing.knapsack import Decision, Solution
+from lightning_opt.memory.checkpointing.policies import AppliedPlan, every_layer, segments
+from lightning_opt.memory.checkpointing.step_profile import StepProfile
 from tests.helpers.footprint import model_footprint, process_footprint
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import (
@@ -31,7 +33,7 @@ from tests.memory.runs import assert_identical, train, warnings_of
 
 
 class Watch(Callback):
-    """Looks at the model while it trains."""
+    """Records the checkpointed modules and the footprint of the model."""
 
     def __init__(self) -> None:
         self.checkpointed: list[str] = []
@@ -69,7 +71,9 @@ def trained_names(policy: str, kind: type = Transformer, **settings: Any) -> lis
         ("sqrt", {"modules": ["layers.0", "layers.1"]}, ["layers.0", "layers.1"]),
     ],
 )
-def test_what_is_recomputed(policy: str, settings: dict[str, Any], expected: list[str]) -> None:
+def test_policy_checkpoints_the_expected_modules(
+    policy: str, settings: dict[str, Any], expected: list[str]
+) -> None:
     assert trained_names(policy, **settings) == expected
 
 
@@ -86,12 +90,12 @@ def test_what_is_recomputed(policy: str, settings: dict[str, Any], expected: lis
         ({"policy": "every_layer", "min_flops": 3}, "min_flops=3 is for policy 'selective'"),
     ],
 )
-def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise_in_init(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         ActivationCheckpointing(**arguments)
 
 
-def test_refusals() -> None:
+def test_incompatible_models_and_strategies_raise() -> None:
     def fit(callback: Callback, model: Any = None, **settings: Any) -> None:
         quiet_trainer(callbacks=[callback], max_steps=1, **settings).fit(model or Transformer())
 
@@ -122,7 +126,7 @@ def test_refusals() -> None:
 
 
 def without_forward(footprint: dict[str, Any]) -> dict[str, Any]:
-    """Leave out the one attribute that checkpointing sets."""
+    """Remove the one attribute that checkpointing sets."""
     modules = copy.deepcopy(footprint["modules"])
     for module in modules.values():
         if "forward" in module["attributes"]:
@@ -134,7 +138,7 @@ def without_forward(footprint: dict[str, Any]) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("policy", ["every_layer", "block", "selective", "auto"])
-def test_the_model_looks_the_same_meanwhile_and_afterwards(policy: str) -> None:
+def test_model_has_no_other_changes_during_and_after_the_fit(policy: str) -> None:
     plain, watched = Watch(), Watch()
     quiet_trainer(callbacks=[plain], max_steps=1).fit(Keywords())
     model = Keywords()
@@ -149,7 +153,7 @@ def test_the_model_looks_the_same_meanwhile_and_afterwards(policy: str) -> None:
     assert {**after, "environment": 0} == {**before, "environment": 0}
 
 
-def test_undone_after_an_exception() -> None:
+def test_forward_is_restored_after_an_exception() -> None:
     class Failing(Transformer):
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             assert is_checkpointed(self.layers[0])
@@ -161,7 +165,7 @@ def test_undone_after_an_exception() -> None:
     assert not any("forward" in vars(module) for module in model.modules())
 
 
-def test_a_forward_of_someone_else_is_used_and_put_back() -> None:
+def test_forward_replaced_by_the_user_is_called_and_restored() -> None:
     model = Transformer()
     calls = []
     original = model.layers[0].forward
@@ -176,7 +180,7 @@ def test_a_forward_of_someone_else_is_used_and_put_back() -> None:
     assert vars(model.layers[0])["forward"] is forward
 
 
-def test_hooks_fire_once() -> None:
+def test_forward_hooks_of_a_block_fire_once() -> None:
     for policy in ("every_layer", "block"):
         model = Transformer()
         calls = []
@@ -192,14 +196,14 @@ def test_validation_recomputes_nothing() -> None:
     applied = AppliedPlan(every_layer(find_blocks(model)))
     entered = []
     for forward in applied.forwards:
-        forward.buffers.before = lambda: entered.append(1)  # type: ignore[method-assign]
+        forward.buffers.copies = lambda: entered.append(1)  # type: ignore[method-assign]
     with torch.no_grad():
         model(torch.randn(1, 2, 8))
     assert not entered
 
 
 @pytest.mark.parametrize("plan", [every_layer, lambda blocks: segments(blocks, 2)])
-def test_a_checkpointed_model_can_be_copied_and_pickled(plan: Any) -> None:
+def test_checkpointed_model_can_be_copied_and_pickled(plan: Any) -> None:
     model = ARCHITECTURES["UNet"]()
     AppliedPlan(plan(find_blocks(model)))
     batch = torch.randn(2, 4, 8)
@@ -215,7 +219,7 @@ def test_a_checkpointed_model_can_be_copied_and_pickled(plan: Any) -> None:
         torch.testing.assert_close(gradients(other), expected, rtol=0, atol=0)
 
 
-def test_a_checkpoint_resumes_with_and_without(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_and_without_the_callback(tmp_path: Path) -> None:
     expected = train("Residual", None)
     for number, (first, second) in enumerate(
         [("every_layer", "none"), ("none", "block"), ("sqrt", "every_layer")]
@@ -238,7 +242,7 @@ def test_a_checkpoint_resumes_with_and_without(tmp_path: Path) -> None:
         torch.testing.assert_close(*states, rtol=0, atol=0)
 
 
-def test_a_block_that_writes_to_its_input_is_named() -> None:
+def test_error_names_a_block_that_writes_to_its_input() -> None:
     class InPlace(PlainLayers):
         def build(self) -> None:
             self.layers = nn.Sequential(
@@ -252,7 +256,6 @@ def test_a_block_that_writes_to_its_input_is_named() -> None:
         quiet_trainer(callbacks=[ActivationCheckpointing("every_layer")]).fit(InPlace())
     callback = ActivationCheckpointing("auto", budget=0.9, strict=False)
     trainer = quiet_trainer(callbacks=[callback], max_steps=1)
-    # They are left alone, and nothing else is there to be recomputed.
     assert "cannot meet budget=0.9" in warnings_of(lambda: trainer.fit(InPlace()))
     assert callback.plan == []
 
@@ -272,18 +275,23 @@ def backward_flops(model: Any, batch: Tensor) -> int:
 
 def flops_of(profiles: Any, kept: frozenset[Any]) -> int:
     """Return the operations that a recomputation takes if ``kept`` is kept."""
-    return sum(op.flops for profile in profiles for op in profile.again() if op.place not in kept)
+    return sum(
+        op.flops
+        for profile in profiles
+        for op in profile.repeated_operators()
+        if op.place not in kept
+    )
 
 
-def planned_flops(planner: Any, solution: Solution) -> int:
-    """Return by how many operations the backward pass is longer under these decisions."""
-    unit_of = {unit.block: unit for unit in planner.profile.units}
+def planned_flops(profile: StepProfile, solution: Solution) -> int:
+    """Return the operations that these decisions add to the backward pass."""
+    unit_of = {unit.block: unit for unit in profile.units}
     total = 0
-    for stretch in planner.make_plan(solution):
+    for stretch in to_plan(profile, solution):
         *joined, last = (unit_of[block] for block in stretch.blocks)
         profiles = [profile for unit in joined for profile in unit.profiles]
         total += sum(op.flops for profile in profiles for op in profile.operators)
-        kept = stretch.choice().kept if stretch.choice else frozenset()
+        kept = stretch.selection().kept if stretch.selection else frozenset()
         total += last.calls * flops_of(last.profiles, kept)
     return total
 
@@ -291,12 +299,11 @@ def planned_flops(planner: Any, solution: Solution) -> int:
 @pytest.mark.parametrize(
     "name", ["Transformer", "Residual", "UNet", "EncoderDecoder", "PlainLayers"]
 )
-def test_the_backward_pass_takes_exactly_the_planned_operations(name: str) -> None:
-    """Counted by torch, as torchtitan does it."""
+def test_backward_pass_runs_exactly_the_planned_operations(name: str) -> None:
     callback = ActivationCheckpointing("auto", budget=10.0)
     quiet_trainer(callbacks=[callback], max_steps=1).fit(ARCHITECTURES[name]())
-    assert callback.planning is not None
-    units = {unit.block.name: unit for unit in callback.planning.planner.profile.units}
+    assert callback.batch_plan is not None
+    units = {unit.block.name: unit for unit in callback.batch_plan.profile.units}
     model = ARCHITECTURES[name]()
     batch = torch.randn(2, 4, 8)
     bare = backward_flops(model, batch)
@@ -318,7 +325,7 @@ def test_the_backward_pass_takes_exactly_the_planned_operations(name: str) -> No
 
 
 class EndsWithProduct(Architecture):
-    """Blocks whose last operator need not be run again, unless another block needs its output."""
+    """Blocks whose last operator is repeated only if another block of the segment needs it."""
 
     def block(self) -> nn.Module:
         return nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8))
@@ -327,47 +334,47 @@ class EndsWithProduct(Architecture):
 @pytest.mark.parametrize(
     "kind", [EndsWithProduct, *map(ARCHITECTURES.get, ("Residual", "EncoderDecoder", "UNet"))]
 )
-def test_mixed_plans_take_exactly_the_planned_operations(kind: type[Architecture]) -> None:
-    """Parts of blocks, segments, and both beside what is kept."""
-    for _ in range(3):  # a pause of the machine in one operator may leave no part worth keeping
+def test_mixed_plan_runs_exactly_the_planned_operations(kind: type[Architecture]) -> None:
+    """Selections, segments, and both beside blocks that are kept."""
+    for _ in range(3):  # noise may leave no operator worth keeping
         callback = ActivationCheckpointing("auto", budget=10.0)
         model = kind()
         quiet_trainer(callbacks=[callback], max_steps=1).fit(model)
-        assert callback.planning is not None
-        planner = callback.planning.planner
-        if planner.items[0].options[2:]:
+        assert callback.batch_plan is not None
+        profile = callback.batch_plan.profile
+        if profile.units[0].options[2:]:
             break
     batch = torch.randn(2, 4, 8)
-    bare, count = backward_flops(model, batch), len(planner.items)
+    bare, count = backward_flops(model, batch), len(profile.units)
 
     def check(*decisions: Decision) -> int:
         solution = Solution(decisions, 0, 0.0)
-        applied = AppliedPlan(planner.make_plan(solution))
+        applied = AppliedPlan(to_plan(profile, solution))
         try:
             extra = backward_flops(model, batch) - bare
         finally:
             applied.undo()
-        assert extra == planned_flops(planner, solution)
+        assert extra == planned_flops(profile, solution)
         return extra
 
-    keep = [Decision(i, i + 1, item.options[1]) for i, item in enumerate(planner.items)]
-    alone = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(planner.items)]
+    keep = [Decision(i, i + 1, item.options[1]) for i, item in enumerate(profile.units)]
+    alone = [Decision(i, i + 1, item.options[0]) for i, item in enumerate(profile.units)]
     assert check(*keep) == 0
     whole = check(*alone)
-    joined = check(Decision(0, 3, planner.items[2].options[0]), *alone[3:])
+    joined = check(Decision(0, 3, profile.units[2].options[0]), *alone[3:])
     assert (joined > whole) == (kind is EndsWithProduct)
-    check(*keep[:1], Decision(1, 3, planner.items[2].options[0]), *keep[3:])
+    check(*keep[:1], Decision(1, 3, profile.units[2].options[0]), *keep[3:])
     in_part = []
-    for option in planner.items[0].options[2:]:
+    for option in profile.units[0].options[2:]:
         part = Decision(0, 1, option)
         in_part.append(check(part, *keep[1:]))
         check(part, *alone[1 : count - 1], *keep[count - 1 :])
     assert in_part == sorted(in_part, reverse=True)
-    # Which parts are worth a place is measured: there may be one that keeps nothing counted.
+    # Selections depend on measured times: one may keep no operator that torch counts.
     assert in_part[-1] <= check(*alone[:1], *keep[1:])
 
 
-def test_selective_operations() -> None:
+def test_selective_policy_repeats_the_operators_it_does_not_keep() -> None:
     callback = ActivationCheckpointing("selective")
     model = Transformer()
     model.layers = nn.ModuleList(
@@ -379,17 +386,17 @@ def test_selective_operations() -> None:
     for min_flops in (None, 0.2, 0.3, 10**9):
         callback = ActivationCheckpointing("selective", min_flops=min_flops)
         callback.on_fit_start(None, model)  # type: ignore[arg-type]
-        backward_flops(model, batch)  # the first step learns
+        backward_flops(model, batch)  # the first step records operators
         extra.append(backward_flops(model, batch) - bare)
-        choice = callback.blocks[0].modules[0].forward.choice
-        assert extra[-1] == 2 * flops_of([choice.profile], choice.kept)
+        selection = callback.blocks[0].modules[0].forward.selection
+        assert extra[-1] == 2 * flops_of([selection.profile], selection.kept)
         callback.release(None)
     assert extra[0] == 0
     assert extra == sorted(set(extra))
 
 
 @pytest.mark.parametrize(("policy", "settings"), [("every_nth", {}), ("auto", {"budget": 0.7})])
-def test_it_describes_what_it_logs(policy: str, settings: dict[str, Any]) -> None:
+def test_description_agrees_with_the_log(policy: str, settings: dict[str, Any]) -> None:
     callback = ActivationCheckpointing(policy, strict=False, **settings)
     logger = MemoryLogger()
     warnings_of(
@@ -404,7 +411,7 @@ def test_it_describes_what_it_logs(policy: str, settings: dict[str, Any]) -> Non
         assert all(row["keeping MB"] > 0 and row["recomputing ms"] > 0 for row in rows)
 
 
-def test_it_describes_itself() -> None:
+def test_description_names_segments_and_classes() -> None:
     callback = ActivationCheckpointing("block", interval=2)
     quiet_trainer(callbacks=[callback], max_steps=1).fit(Transformer())
     rows = callback.describe().rows
@@ -413,7 +420,7 @@ def test_it_describes_itself() -> None:
     assert rows[0]["class"] == "TransformerEncoderLayer"
 
 
-def test_identical_with_model_checkpoint_and_accumulation(tmp_path: Path) -> None:
+def test_training_with_accumulation_and_bf16_is_bit_identical(tmp_path: Path) -> None:
     settings: dict[str, Any] = {"accumulate_grad_batches": 2, "precision": "bf16-mixed"}
     expected = train("Residual", None, **settings)
     for policy in ("every_layer", "sqrt", "selective"):

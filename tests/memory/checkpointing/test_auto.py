@@ -1,4 +1,4 @@
-"""The budget is met, measured; and the measurement leaves no trace."""
+"""Plans of `"auto"`: they meet their budget, and measuring them leaves no trace."""
 
 import random
 from collections import UserDict
@@ -14,13 +14,13 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan
-from lightning_opt.memory.checkpointing.planning.batch_planning import (
+from lightning_opt.memory.checkpointing.batch_plan import (
     BudgetError,
     batch_shapes,
     growth,
 )
-from lightning_opt.memory.checkpointing.planning.standing_memory import (
+from lightning_opt.memory.checkpointing.policies import AppliedPlan
+from lightning_opt.memory.checkpointing.standing_memory import (
     bucket_bytes,
     optimizer_state_bytes,
     standing_bytes,
@@ -62,7 +62,7 @@ def fit(callback: ActivationCheckpointing, model: Wide | None = None, **settings
     return model
 
 
-def peak_of_a_real_step(callback: ActivationCheckpointing, model: Wide) -> int:
+def measured_peak(callback: ActivationCheckpointing, model: Wide) -> int:
     """Return the peak above parameters and gradients of a step under the callback's plan."""
     applied = AppliedPlan(callback.plan)
     try:
@@ -77,33 +77,33 @@ def peak_of_a_real_step(callback: ActivationCheckpointing, model: Wide) -> int:
 
 
 @pytest.mark.parametrize("budget", [0.35, 0.5, 0.7, 1.0])
-def test_a_share_is_met_and_predicted(budget: float) -> None:
+def test_budget_as_share_is_met_and_predicted(budget: float) -> None:
     callback = ActivationCheckpointing("auto", budget=budget)
     model = fit(callback)
-    planning = callback.planning
-    assert planning is not None
-    unchecked = planning.planner.unchecked_peak
-    measured = peak_of_a_real_step(callback, model)
+    found = callback.batch_plan
+    assert found is not None
+    unchecked = found.profile.unchecked_peak
+    measured = measured_peak(callback, model)
     assert measured <= budget * unchecked
-    assert abs(planning.outcome.solution.peak - measured) <= 0.03 * unchecked
+    assert abs(found.step_plan.solution.peak - measured) <= 0.03 * unchecked
     assert bool(callback.plan) == (budget < 1)
     callback.plan = []
-    assert peak_of_a_real_step(callback, model) == unchecked
+    assert measured_peak(callback, model) == unchecked
 
 
-def test_megabytes_of_everything() -> None:
+def test_budget_mb_covers_parameters_gradients_and_optimizer_state() -> None:
     probe = ActivationCheckpointing("auto", budget=1.0)
     model = fit(probe)
-    assert probe.planning is not None
+    assert probe.batch_plan is not None
     optimizers = [model.configure_optimizers()]
     standing = standing_bytes(model, optimizers)
-    wanted = standing + 0.5 * probe.planning.planner.unchecked_peak
+    wanted = standing + 0.5 * probe.batch_plan.profile.unchecked_peak
     callback = ActivationCheckpointing("auto", budget_mb=wanted / MB)
     model = fit(callback)
-    assert 0 < peak_of_a_real_step(callback, model) <= wanted - standing
+    assert 0 < measured_peak(callback, model) <= wanted - standing
 
 
-def test_a_budget_that_cannot_be_met() -> None:
+def test_impossible_budget_raises_before_the_first_step_and_names_the_smallest() -> None:
     model = Wide()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     with pytest.raises(BudgetError, match=r"cannot meet budget=0\.01") as caught:
@@ -120,21 +120,21 @@ def test_a_budget_that_cannot_be_met() -> None:
     assert callback.plan
 
 
-def test_without_a_budget_nothing_is_recomputed_where_all_fits() -> None:
+def test_nothing_is_recomputed_without_a_budget_if_everything_fits() -> None:
     callback = ActivationCheckpointing()
     fit(callback)
     assert callback.plan == []
-    assert callback.planning is not None
+    assert callback.batch_plan is not None
 
 
-def test_a_larger_batch_is_planned_anew() -> None:
+def test_larger_batch_gets_its_own_plan() -> None:
     model = Wide()
     model.sizes = [32, 128, 128, 32]
     probe = ActivationCheckpointing("auto", budget_mb=10**4)
     fit(probe, model, max_steps=1)
-    assert probe.planning is not None
+    assert probe.batch_plan is not None
     standing = standing_bytes(model, [model.configure_optimizers()])
-    allowed = standing + 2 * probe.planning.planner.unchecked_peak
+    allowed = standing + 2 * probe.batch_plan.profile.unchecked_peak
     plans = []
 
     class Recording(ActivationCheckpointing):
@@ -145,28 +145,28 @@ def test_a_larger_batch_is_planned_anew() -> None:
     fit(callback, model, max_steps=4)
     assert plans[0] == plans[3] == 0
     assert plans[1] == plans[2] > 0
-    callback.plan = callback._planned[1].plan
-    assert peak_of_a_real_step(callback, model) <= allowed - standing
+    callback.plan = callback._batch_plans[1].plan
+    assert measured_peak(callback, model) <= allowed - standing
 
 
-def test_the_worst_batch_is_planned_for_before_the_first_step() -> None:
+def test_worst_batch_is_planned_before_the_first_step() -> None:
     model = Wide()
     model.sizes = [32, 128, 64, 128]
     fit(probe := ActivationCheckpointing("auto", budget=1.0), Wide(), max_steps=1)
-    assert probe.planning is not None
-    limit = 0.6 * probe.planning.planner.unchecked_peak  # of a batch of 128
+    assert probe.batch_plan is not None
+    limit = 0.6 * probe.batch_plan.profile.unchecked_peak  # of a batch of 128
     budgets = []
 
     class Recording(ActivationCheckpointing):
         def on_train_batch_end(self, *args: Any) -> None:
-            assert self.planning is not None
-            budgets.append((id(self.planning), self.planning.budget))
+            assert self.batch_plan is not None
+            budgets.append((id(self.batch_plan), self.batch_plan.limit))
 
     callback = Recording("auto", budget=0.6, worst_batch=torch.randn(128, 64))
     fit(callback, model, max_steps=4)
     assert len(set(budgets)) == 1
     assert budgets[0][1] == pytest.approx(limit, rel=0.05)
-    assert peak_of_a_real_step(callback, model) <= limit
+    assert measured_peak(callback, model) <= limit
     model = Wide()
     model.sizes = [8, 128]
     with pytest.raises(BudgetError):  # and not a warning at the second step
@@ -175,7 +175,7 @@ def test_the_worst_batch_is_planned_for_before_the_first_step() -> None:
         ActivationCheckpointing("every_layer", worst_batch=torch.randn(2))
 
 
-def test_the_worst_batch_comes_as_the_loader_gives_it() -> None:
+def test_worst_batch_passes_through_batch_transfer_hooks() -> None:
     seen = []
 
     class Preparing(Wide):
@@ -189,8 +189,8 @@ def test_the_worst_batch_comes_as_the_loader_gives_it() -> None:
     callback = ActivationCheckpointing("auto", budget=0.6, worst_batch={"x": torch.randn(64, 64)})
     fit(callback, Preparing())
     assert sorted(seen) == [8, 8, 64]
-    assert callback.planning is not None
-    assert callback.planning.shapes == ((64, 64),)
+    assert callback.batch_plan is not None
+    assert callback.batch_plan.shapes == ((64, 64),)
 
 
 @dataclass
@@ -204,11 +204,11 @@ class Pair:
     [
         lambda x: x,
         lambda x: {"x": [x]},
-        lambda x: UserDict(input_ids=x),  # as `transformers` has its batches
+        lambda x: UserDict(input_ids=x),  # batches of `transformers`
         lambda x: Pair(x),
     ],
 )
-def test_a_batch_is_seen_whatever_it_is_made_of(wrap: Any) -> None:
+def test_shapes_of_any_batch_structure_are_found(wrap: Any) -> None:
     assert batch_shapes(wrap(torch.zeros(2, 3))) == ((2, 3),)
 
     class Wrapped(Wide):
@@ -231,7 +231,7 @@ def test_a_batch_is_seen_whatever_it_is_made_of(wrap: Any) -> None:
         fit(ActivationCheckpointing("auto", budget_mb=0.0001), Wrapped())
 
 
-def test_growth_is_that_of_shapes() -> None:
+def test_growth_bounds_elements_and_attention() -> None:
     assert growth(((4, 8), (2,)), ((4, 7), (1,))) < 1
     assert growth(((4, 8),), ((1, 8), (1,))) == 1
     assert growth(((4, 8),), ((4, 8),)) == 1
@@ -241,7 +241,7 @@ def test_growth_is_that_of_shapes() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget")
-def test_a_longer_batch_of_as_many_elements_is_planned_anew_within_the_first_limit() -> None:
+def test_longer_batch_of_equal_size_gets_a_plan_within_the_first_limit() -> None:
     class Attention(Wide):
         blocks = 4
 
@@ -256,9 +256,9 @@ def test_a_longer_batch_of_as_many_elements_is_planned_anew_within_the_first_lim
 
     class Recording(ActivationCheckpointing):
         def on_train_batch_end(self, *args: Any) -> None:
-            assert self.planning is not None
-            limits.append(self.planning.budget)
-            plans.append(id(self.planning))
+            assert self.batch_plan is not None
+            limits.append(self.batch_plan.limit)
+            plans.append(id(self.batch_plan))
 
     fit(Recording("auto", budget=0.7), Attention(), max_steps=4)
     assert len(set(limits)) == 1
@@ -266,7 +266,7 @@ def test_a_longer_batch_of_as_many_elements_is_planned_anew_within_the_first_lim
 
 
 class Attention(nn.Module):
-    """As it is written out, which holds a matrix of scores."""
+    """Attention that stores its scores."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -277,7 +277,7 @@ class Attention(nn.Module):
 
 
 @pytest.mark.parametrize("worst", [False, True])
-def test_32_by_16_then_1_by_512_stays_within_the_plan(worst: bool) -> None:
+def test_32_by_16_then_1_by_512_stays_within_the_budget(worst: bool) -> None:
     class Sequences(Wide):
         blocks = 6
 
@@ -297,28 +297,28 @@ def test_32_by_16_then_1_by_512_stays_within_the_plan(worst: bool) -> None:
                 parameter.grad = torch.zeros_like(parameter)
             with StorageMeter() as meter:
                 module.training_step(batch, index).backward()
-            assert self.planning is not None
-            peaks.append((meter.mark(), self.planning.budget, id(self.plan)))
+            assert self.batch_plan is not None
+            peaks.append((meter.mark(), self.batch_plan.limit, id(self.plan)))
 
     settings = {"worst_batch": torch.randn(1, 512, 16)} if worst else {}
     fit(callback := Measuring("auto", budget_mb=4, **settings), Sequences(), max_steps=4)
-    assert callback.planning is not None
-    assert callback.planning.planner.unchecked_peak > callback.planning.budget
+    assert callback.batch_plan is not None
+    assert callback.batch_plan.profile.unchecked_peak > callback.batch_plan.limit
     assert all(peak <= limit for peak, limit, _ in peaks), peaks
     assert len({limit for _, limit, _ in peaks}) == 1
-    assert peaks[0][2] == peaks[2][2], "each batch has the plan that was made for its kind"
+    assert peaks[0][2] == peaks[2][2], "each shape keeps its plan"
 
 
 @pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget")
-def test_growing_lengths_keep_the_first_limit_and_end_no_run() -> None:
+def test_growing_lengths_keep_the_first_limit_and_only_warn() -> None:
     model = Wide()
     model.sizes = [32, 64, 128, 256]
     fit(callback := ActivationCheckpointing("auto", budget=0.5), model, max_steps=4)
-    assert len({planning.budget for planning in callback._planned}) == 1
-    assert len(callback._planned) > 2
+    assert len({planning.limit for planning in callback._batch_plans}) == 1
+    assert len(callback._batch_plans) > 2
 
 
-def test_the_measurement_leaves_no_trace() -> None:
+def test_measurement_leaves_no_trace() -> None:
     class Keeping(Wide):
         def build(self) -> None:
             super().build()
@@ -330,9 +330,9 @@ def test_the_measurement_leaves_no_trace() -> None:
         def training_step(self, batch: Tensor, batch_idx: int) -> Any:
             self.count += 1
             self.noise = random.random() + float(torch.rand(()))
-            batch += 1  # a batch belongs to the step
+            batch += 1  # the step may write to its batch
             loss = self.norm(self(self.teacher(batch))).square().mean()
-            with torch.no_grad():  # a moving average of weights, as of a teacher
+            with torch.no_grad():  # a teacher that averages weights
                 self.teacher.weight.mul_(0.9).add_(self.layers[0][4].weight[:, :64], alpha=0.1)
             self.accuracy.update(loss.detach())
             self.outputs.append(loss.item())
@@ -387,23 +387,23 @@ def test_the_measurement_leaves_no_trace() -> None:
         (lambda p: transformers.Adafactor(p, lr=0.1, relative_step=False), 50 / 600),
     ],
 )
-def test_an_optimizer_state_is_foreseen(make: Any, copies: int) -> None:
+def test_optimizer_state_is_predicted(make: Any, copies: int) -> None:
     weight = nn.Parameter(torch.randn(20, 30))
     optimizer = make([weight])
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)  # replaces the optimizer's `step`
-    foreseen = optimizer_state_bytes(optimizer)
-    assert foreseen == pytest.approx(copies * 20 * 30 * 4)
+    predicted = optimizer_state_bytes(optimizer)
+    assert predicted == pytest.approx(copies * 20 * 30 * 4)
     assert not optimizer.state
     weight.grad = torch.ones_like(weight)
     optimizer.step()
     scheduler.step()
-    assert abs(optimizer_state_bytes(optimizer) - foreseen) <= 8
+    assert abs(optimizer_state_bytes(optimizer) - predicted) <= 8
 
 
-def test_the_history_of_lbfgs_is_foreseen() -> None:
+def test_lbfgs_history_is_predicted() -> None:
     weight = nn.Parameter(torch.ones(50))
     optimizer = torch.optim.LBFGS([weight], history_size=5, max_iter=2)
-    foreseen = optimizer_state_bytes(optimizer)
+    predicted = optimizer_state_bytes(optimizer)
 
     def closure() -> Tensor:
         optimizer.zero_grad()
@@ -416,10 +416,10 @@ def test_the_history_of_lbfgs_is_foreseen() -> None:
     (state,) = optimizer.state.values()
     vectors = [state["d"], state["prev_flat_grad"], *state["old_dirs"], *state["old_stps"]]
     assert len(vectors) == 12
-    assert 0 <= foreseen - sum(vector.nbytes for vector in vectors) <= 2 * 50 * 4
+    assert 0 <= predicted - sum(vector.nbytes for vector in vectors) <= 2 * 50 * 4
 
 
-def test_the_buckets_of_ddp_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ddp_buckets_are_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(DistributedDataParallel, "__init__", lambda self: nn.Module.__init__(self))
     model = DistributedDataParallel()
     model.module, model.gradient_as_bucket_view = nn.Linear(10, 10), False
@@ -429,7 +429,7 @@ def test_the_buckets_of_ddp_are_foreseen(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bucket_bytes(model) == bucket_bytes(model.module) == 0
 
 
-def test_the_meter_counts_memory_once() -> None:
+def test_meter_counts_each_storage_once() -> None:
     x = torch.randn(1000)
     with StorageMeter() as meter:
         y = x * 2

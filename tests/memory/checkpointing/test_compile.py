@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader
 
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.methods.policies import (
+from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
     every_layer,
     square_root,
@@ -55,7 +55,7 @@ def results(model: Model, run: Any, batch: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("norm", [nn.LayerNorm, nn.BatchNorm1d])
 @pytest.mark.parametrize("plan", [every_layer, square_root])
 @pytest.mark.parametrize("where", ["model", "blocks", "blocks wrapped", "blocks afterwards"])
-def test_gradients_are_the_same(where: str, plan: Any, norm: Any) -> None:
+def test_gradients_equal_those_without_checkpointing(where: str, plan: Any, norm: Any) -> None:
     torch._dynamo.reset()
     torch.manual_seed(0)
     expected, model, batch = Model(norm), Model(norm), torch.randn(4, 8)
@@ -84,7 +84,7 @@ def test_gradients_are_the_same(where: str, plan: Any, norm: Any) -> None:
 
 
 class Masked(nn.Module):
-    """What most norms are to a compiler, with a buffer that is only read."""
+    """A norm with a buffer that is only read."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -95,7 +95,7 @@ class Masked(nn.Module):
 
 
 class Unmasked(nn.Module):
-    """The same without a buffer."""
+    """A norm without a buffer."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -117,8 +117,7 @@ def test_blocks_without_buffers_stay_in_one_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_blocks_that_only_read_buffers_are_in_graphs_from_the_second_step_on() -> None:
-    """The first step shows that none is written."""
+def test_blocks_that_only_read_buffers_are_compiled_from_the_second_step_on() -> None:
     from torch._dynamo.testing import CompileCounter
 
     torch._dynamo.reset()
@@ -161,8 +160,7 @@ def fit(norm: Any, where: str, backend: Any) -> Compiled:
 
 
 @pytest.mark.parametrize("where", ["model", "blocks"])
-def test_blocks_that_read_a_mask_are_in_the_graph_of_those_without(where: str) -> None:
-    """As many graphs with as many operators, from the first step on."""
+def test_reading_a_mask_changes_no_graph(where: str) -> None:
     from torch._dynamo.testing import CompileCounter
 
     counters = {norm: CompileCounter() for norm in (Unmasked, Masked)}
@@ -173,14 +171,14 @@ def test_blocks_that_read_a_mask_are_in_the_graph_of_those_without(where: str) -
     assert plain[0] == (1 if where == "model" else plain[0]) > 0
 
 
-@pytest.mark.parametrize(("norm", "left_out"), [(nn.BatchNorm1d, True), (Masked, False)])
-def test_blocks_left_out_of_the_graph_are_told_once(
-    norm: Any, left_out: bool, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(("norm", "outside"), [(nn.BatchNorm1d, True), (Masked, False)])
+def test_blocks_outside_of_the_graph_are_logged_once(
+    norm: Any, outside: bool, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO", "lightning.pytorch"):
         model = fit(norm, "model", "eager")
-    said = [text for text in caplog.messages if "outside of the compiled" in text]
-    assert len(said) == left_out
-    assert not left_out or "3 of 3 recomputed modules write buffers" in said[0]
+    logged = [text for text in caplog.messages if "outside of the compiled" in text]
+    assert len(logged) == outside
+    assert not outside or "3 of 3 recomputed modules write buffers" in logged[0]
     counts = [value for name, value in model.named_buffers() if "num_batches" in name]
-    assert counts == [3] * len(counts), "the look at buffers leaves none written"
+    assert counts == [3] * len(counts), "the trial step writes no buffer"

@@ -18,8 +18,7 @@ from tests.memory.runs import assert_identical, train, warnings_of
 pytestmark = [
     pytest.mark.distributed,
     pytest.mark.slow,
-    # The view is the test model's; nothing writes to it. Some of the models are too small for the
-    # budget; what matters here is that every rank decides alike.
+    # Nothing writes to that view. Some models are too small for the budget.
     pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor"),
     pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget=0.6"),
 ]
@@ -33,14 +32,14 @@ AUTO = {"budget": 0.6, "strict": False}
 
 
 def callbacks(number: int) -> list[ActivationCheckpointing]:
-    """Return two of the policies, others for the next architecture."""
+    """Return two of the policies, in turn."""
     if number % 2:
         return [ActivationCheckpointing("sqrt"), ActivationCheckpointing("auto", **AUTO)]
     return [ActivationCheckpointing("every_layer"), ActivationCheckpointing("selective")]
 
 
 def compare(names: list[str], make_strategy: Any, **settings: Any) -> int:
-    """Train each with and without, in this process of several, and return how often."""
+    """Compare training with and without checkpointing on this rank; return the number of runs."""
     runs = 0
     for number, name in enumerate(names):
 
@@ -55,7 +54,7 @@ def compare(names: list[str], make_strategy: Any, **settings: Any) -> int:
 
 
 def under_ddp(find_unused: bool) -> int:
-    # Stochastic depth leaves parameters without a gradient, which DDP must be told.
+    # These leave parameters without a gradient, which needs find_unused_parameters.
     names = [n for n in UNDER_DDP if find_unused or n not in ("StochasticDepth", "Frozen")]
     return compare(
         names if find_unused else names[:4],
@@ -94,26 +93,26 @@ def shard_once(self: Architecture) -> None:
         shard(self)
 
 
-def test_ddp() -> None:
+def test_training_under_ddp_is_bit_identical() -> None:
     for runs in launch(under_ddp, True):
         assert runs == 2 * len(UNDER_DDP)
 
 
-def test_ddp_without_search_for_unused_parameters() -> None:
+def test_training_under_ddp_without_find_unused_parameters_is_bit_identical() -> None:
     launch(under_ddp, False)
 
 
-def test_ddp_with_static_graph() -> None:
+def test_training_under_ddp_with_static_graph_is_bit_identical() -> None:
     launch(under_static_graph)
 
 
-def test_fsdp2() -> None:
+def test_training_under_fsdp2_is_bit_identical() -> None:
     for runs in launch(under_fsdp2):
         assert runs == 2 * len(UNDER_FSDP2)
 
 
 class FSDPOnCPU(FSDPStrategy):
-    """Lightning's FSDP1, which asks for an accelerator and then would not need it."""
+    """Lightning's FSDP1, which checks for an accelerator that it does not need."""
 
     def _setup_model(self, model: nn.Module) -> nn.Module:
         return FullyShardedDataParallel(
@@ -132,7 +131,6 @@ def under_fsdp1() -> int:
         def gradients(callback: Any, name: str = name, kind: Any = kind) -> Any:
             strategy = FSDPOnCPU(auto_wrap_policy={kind}, use_orig_params=True)
             model = train(name, callback, strategy=strategy, devices=2, max_steps=2)
-            # Each rank's part of them, and those of the second step follow from its weights.
             return [[g for g in step if g is not None and g.numel()] for step in model.gradients]
 
         expected = gradients(None)
@@ -145,7 +143,7 @@ def under_fsdp1() -> int:
     return runs
 
 
-def test_fsdp1() -> None:
+def test_training_under_fsdp1_is_bit_identical() -> None:
     assert launch(under_fsdp1) == [3 * len(UNDER_FSDP1)] * 2
 
 
@@ -160,7 +158,7 @@ class Growing(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
         return DataLoader(batches, batch_size=None)
 
 
-def with_a_batch_that_grows_on_one_rank(sharded: bool) -> tuple[list[int], str]:
+def train_with_a_larger_batch_on_one_rank(sharded: bool) -> tuple[list[int], str]:
     ARCHITECTURES["Growing"] = Growing
     if sharded:
         Growing.configure_model = shard_once
@@ -195,8 +193,8 @@ def with_a_batch_that_grows_on_one_rank(sharded: bool) -> tuple[list[int], str]:
 
 
 @pytest.mark.parametrize("sharded", [False, True])
-def test_a_batch_that_grows_on_one_rank_holds_nobody_up(sharded: bool) -> None:
-    (first, _), (second, said) = launch(with_a_batch_that_grows_on_one_rank, sharded)
+def test_larger_batch_on_one_rank_does_not_block_the_others(sharded: bool) -> None:
+    (first, _), (second, said) = launch(train_with_a_larger_batch_on_one_rank, sharded)
     assert first == [0, 0, 0]
     if sharded:
         assert second == [0, 0, 0]

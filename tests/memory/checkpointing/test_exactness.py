@@ -1,4 +1,4 @@
-"""Nothing but memory and time may depend on checkpointing."""
+"""Checkpointing changes memory and time only."""
 
 from functools import cache
 from typing import Any
@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.methods.restored_state import Surroundings, WrittenBuffers
-from lightning_opt.memory.checkpointing.methods.segments import Segment
+from lightning_opt.memory.checkpointing.process_state import ProcessState, WrittenBuffers
+from lightning_opt.memory.checkpointing.segments import Segment
 from tests.memory.architectures import ARCHITECTURES, Architecture
 from tests.memory.runs import assert_identical, train
 
@@ -34,12 +34,12 @@ def unchecked(name: str) -> Architecture:
 def test_training_is_bit_identical(name: str, policy: str) -> None:
     callback = ActivationCheckpointing(policy, **POLICIES[policy])
     model = train(name, callback)
-    # Nothing can be gained where every pass of a gradient penalty brings all back at once.
+    # Each pass of a gradient penalty brings everything back, so the plan may be empty.
     assert callback.plan or (policy, name) == ("auto", "GradientPenalty")
     assert_identical(model, unchecked(name))
 
 
-def test_segments_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consecutive_blocks_are_joined_into_segments(monkeypatch: pytest.MonkeyPatch) -> None:
     lengths = []
     original = Segment.run
 
@@ -53,29 +53,32 @@ def test_segments_are_joined(monkeypatch: pytest.MonkeyPatch) -> None:
     assert lengths == [1, 2, 3, 1, 2, 3]
     lengths.clear()
     train("Transformer", ActivationCheckpointing("block", interval=4), max_steps=1)
-    assert lengths == [1, 2, 1, 2], "the dropout after the second block parts them"
+    assert lengths == [1, 2, 1, 2], "dropout after the second block separates them"
 
 
 @pytest.mark.parametrize("policy", ["every_layer", "block"])
-def test_without_random_numbers_put_back_it_differs(
+def test_training_differs_if_random_state_is_not_restored(
     policy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Shows that the comparison sees it."""
-    monkeypatch.setattr(Surroundings, "restored", lambda self: torch.enable_grad())
+    monkeypatch.setattr(ProcessState, "restored", lambda self: torch.enable_grad())
     model = train("Transformer", ActivationCheckpointing(policy))
     with pytest.raises(AssertionError):
         assert_identical(model, unchecked("Transformer"))
 
 
 @pytest.mark.parametrize("name", ["Residual", "SpectralNorm"])
-def test_without_scratch_buffers_it_differs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WrittenBuffers, "scratch", lambda self, values: torch.enable_grad())
+def test_training_differs_if_buffers_are_not_copied(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        WrittenBuffers, "replaced_by_copies", lambda self, values: torch.enable_grad()
+    )
     model = train(name, ActivationCheckpointing("every_layer"))
     with pytest.raises(AssertionError):
         assert_identical(model, unchecked(name))
 
 
-def test_a_graph_can_be_walked_again() -> None:
+def test_graph_can_be_traversed_repeatedly() -> None:
     model = ARCHITECTURES["Transformer"]()
     batch = torch.randn(2, 8)[None]
 
@@ -102,7 +105,7 @@ def run_in(segment: Segment, function: Any, args: tuple[Any, ...]) -> Any:
     return segment.run(function, function, args, {})
 
 
-def test_an_input_changed_in_place_afterwards_is_noticed() -> None:
+def test_input_changed_in_place_after_the_block_raises() -> None:
     segment = Segment()
     weight = torch.ones(3, requires_grad=True)
     x = torch.ones(3)
@@ -112,7 +115,7 @@ def test_an_input_changed_in_place_afterwards_is_noticed() -> None:
         output.sum().backward()
 
 
-def test_a_block_that_does_not_compute_the_same_twice_is_noticed() -> None:
+def test_block_with_other_shapes_in_the_recomputation_raises() -> None:
     sizes = iter([3, 4])
     segment = Segment()
     weight = torch.ones((), requires_grad=True)
@@ -121,8 +124,8 @@ def test_a_block_that_does_not_compute_the_same_twice_is_noticed() -> None:
         output.sum().backward()
 
 
-def test_a_segment_leaves_no_cycle_behind() -> None:
-    """What the graph holds must go with the graph, without the garbage collector."""
+def test_segment_is_freed_with_its_graph() -> None:
+    """Without the garbage collector."""
     import gc
     from weakref import ref
 

@@ -1,4 +1,4 @@
-"""The knapsack against trying everything."""
+"""The knapsack against an exhaustive search, and the plan of a step."""
 
 import itertools
 import random
@@ -11,16 +11,15 @@ import torch
 from torch import Tensor, nn
 
 from lightning_opt.core.modules.blocks import Block, find_blocks
-from lightning_opt.memory.checkpointing.planning import knapsack
-from lightning_opt.memory.checkpointing.planning.block_profile import Unit
-from lightning_opt.memory.checkpointing.planning.knapsack import (
-    Item,
-    Option,
-    _steps,
-    smallest_peak,
-    solve,
+from lightning_opt.memory.checkpointing import knapsack
+from lightning_opt.memory.checkpointing.batch_plan import plan_step, smallest
+from lightning_opt.memory.checkpointing.knapsack import Item, Option, smallest_peak, solve
+from lightning_opt.memory.checkpointing.probes import Unit
+from lightning_opt.memory.checkpointing.step_profile import (
+    StepRunner,
+    best_segment_length,
+    profile_step,
 )
-from lightning_opt.memory.checkpointing.planning.step_planner import StepPlanner, longest_segment
 
 
 def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]:
@@ -32,7 +31,7 @@ def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]
         items.append(
             Item(
                 options=(recompute, Option("keep", internals, 0.0), part),
-                recompute=recompute if generator.random() < 0.8 else None,
+                joinable=generator.random() < 0.8,
                 follows=generator.random() < 0.8,
                 inputs=generator.randint(1, 5),
                 internals=internals,
@@ -43,8 +42,8 @@ def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]
     return items, generator.randint(20, 90)
 
 
-def fastest(items: list[Item], head_peak: int, budget: float) -> float | None:
-    """Try every choice without segments; in prefixes, as the definition of the peak has it."""
+def fastest(items: list[Item], head_peak: int, limit: float) -> float | None:
+    """Try every choice without segments, with the peak computed by its definition."""
     best = None
     for chosen in itertools.product(*(item.options for item in items)):
         held, peak = 0, 0
@@ -53,50 +52,43 @@ def fastest(items: list[Item], head_peak: int, budget: float) -> float | None:
             held += option.nbytes
         peak = max(peak, held + head_peak)
         seconds = sum(option.seconds for option in chosen)
-        if peak <= budget and (best is None or seconds < best):
+        if peak <= limit and (best is None or seconds < best):
             best = seconds
     return best
 
 
 @pytest.mark.parametrize("seed", range(25))
-def test_it_finds_the_fastest(seed: int) -> None:
+def test_solution_is_the_fastest_of_all_choices(seed: int) -> None:
     generator = random.Random(seed)
     items, head = random_items(generator, generator.randint(1, 6))
-    for budget in (60, 80, 100, 140, 200, 400):
-        solution, expected = solve(items, head, budget), fastest(items, head, budget)
+    for limit in (60, 80, 100, 140, 200, 400):
+        solution, expected = solve(items, head, limit), fastest(items, head, limit)
         assert (solution is None) == (expected is None)
         if solution is not None:
             assert solution.seconds == pytest.approx(expected)
-            assert solution.peak <= budget
+            assert solution.peak <= limit
             assert [d.start for d in solution.decisions] == list(range(len(items)))
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_segments_never_hurt(seed: int) -> None:
+def test_segments_never_make_the_solution_slower_or_larger(seed: int) -> None:
     items, head = random_items(random.Random(seed), 8)
-    for budget in (60, 100, 200):
-        alone, joined = solve(items, head, budget), solve(items, head, budget, longest=4)
+    for limit in (60, 100, 200):
+        alone, joined = solve(items, head, limit), solve(items, head, limit, longest=4)
         if alone is not None:
             assert joined is not None
             assert joined.seconds <= alone.seconds + 1e-9
-            assert joined.peak <= budget
+            assert joined.peak <= limit
             covered = [i for d in joined.decisions for i in range(d.start, d.stop)]
             assert covered == list(range(8))
-
-
-@pytest.mark.parametrize("seed", range(10))
-def test_the_smallest_peak(seed: int) -> None:
-    items, head = random_items(random.Random(seed), 6)
-    smallest = smallest_peak(items, head)
-    recomputed = max(head, *(max(item.forward_peak, item.backward_peak) for item in items))
-    assert smallest.peak == recomputed
+    least = smallest_peak(items, head)
+    assert least.peak == max(head, *(max(i.forward_peak, i.backward_peak) for i in items))
     joined = smallest_peak(items, head, longest=3)
-    assert joined.peak <= smallest.peak
+    assert joined.peak <= least.peak
     assert solve(items, head, joined.peak * 0.99, longest=3) is None
 
 
-def test_what_can_be_met_is_met_however_many_bytes_there_are() -> None:
-    """Of sums of bytes that are near each other the fastest is followed, and the least too."""
+def test_feasible_limit_is_met_at_any_number_of_bytes() -> None:
     generator, items = random.Random(0), []
     for _ in range(96):
         internals = generator.randint(9_000_000, 11_000_000)
@@ -105,8 +97,7 @@ def test_what_can_be_met_is_met_however_many_bytes_there_are() -> None:
         items.append(
             Item(
                 options=(recompute, Option("keep", internals, 0.0), little),
-                recompute=recompute,
-                follows=False,
+                joinable=True,
                 inputs=1_000_000,
                 internals=internals,
                 forward_peak=internals,
@@ -114,27 +105,20 @@ def test_what_can_be_met_is_met_however_many_bytes_there_are() -> None:
             )
         )
     assert smallest_peak(items, 5_000_000).peak == 20_000_000
-    for budget in (20_000_000, 20_500_000, 100_000_000):
-        solution = solve(items, 5_000_000, budget)
+    for limit in (20_000_000, 20_500_000, 100_000_000):
+        solution = solve(items, 5_000_000, limit)
         assert solution is not None
-        assert solution.peak <= budget
+        assert solution.peak <= limit
 
 
-def test_a_segment_pays_for_the_rest_of_all_but_its_last() -> None:
+def test_segment_includes_the_remainder_of_all_but_its_last_block() -> None:
     recompute = Option("recompute", 0, 1.0)
-    items = [
-        Item((recompute,), recompute, order > 0, 10, 20, 30, 30, remainder=0.25)
-        for order in range(3)
-    ]
-    alone = solve(items, 30, 1000.0)
-    assert alone is not None
-    assert alone.seconds == 3.0
-    joined = solve(items, 30, 1000.0, longest=3)
-    assert joined is not None
-    assert [(d.start, d.stop) for d in joined.decisions] == [(0, 1), (1, 2), (2, 3)], (
-        "what costs more is not chosen for nothing"
-    )
-    found = [seconds for _, _, seconds, _ in _steps(items, 0, 3)]
+    items = [Item((recompute,), True, i > 0, 10, 20, 30, 30, remainder=0.25) for i in range(3)]
+    # Segments are slower, so only a limit that single blocks miss chooses them.
+    for limit, seconds in ((30.0, 3.0), (25.0, None)):
+        solution = solve(items, 0, limit, longest=3)
+        assert (solution and solution.seconds) == seconds
+    found = [decision.seconds for decision in knapsack._decisions(items, 0, 3)]
     assert found == [1.0, 2.25, 3.5]
 
 
@@ -147,38 +131,28 @@ def test_a_segment_pays_for_the_rest_of_all_but_its_last() -> None:
         (1, 0, 0, 1),
     ],
 )
-def test_segments_are_offered_where_they_win(
+def test_segment_length_holds_little_more_than_the_best_one(
     inputs: int, internals: int, count: int, longest: int
 ) -> None:
-    """Against every length: no other holds much less, with all in segments of one length."""
-    units = [Unit(Block(str(i), ()), inputs=inputs, internals=internals) for i in range(count)]
-    assert longest_segment(units) == longest
+    units = [
+        Unit(block=Block(str(i), ()), inputs=inputs, internals=internals) for i in range(count)
+    ]
+    assert best_segment_length(units) == longest
     if count:
         held = {k: count / k * inputs + k * internals for k in range(1, count + 1)}
         best = min(held, key=lambda k: held[k])
         assert held[max(1, longest // 2)] <= 1.05 * held[best]
 
 
-def test_96_blocks_of_eight_options_are_solved_as_well_with_400_states_as_with_10_000(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_400_states_lose_at_most_2_percent_against_10_000(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = random.Random(1)
     items = []
     for _ in range(96):
         internals = generator.randint(900_000, 1_100_000)
         recompute = Option("recompute", 0, 1.0)
         levels = [Option(str(n), internals * n // 9, 1.0 - 0.12 * n) for n in range(1, 8)]
-        items.append(
-            Item(
-                (recompute, Option("keep", internals, 0.0), *levels),
-                recompute,
-                True,
-                60_000,
-                internals,
-                internals,
-                2 * internals,
-            )
-        )
+        options = (recompute, Option("keep", internals, 0.0), *levels)
+        items.append(Item(options, True, True, 60_000, internals, internals, 2 * internals))
     for share in (0.2, 0.5):
         monkeypatch.setattr(knapsack, "STATES", 400)
         found = solve(items, 0, share * 96 * 10**6, longest=2)
@@ -201,7 +175,7 @@ class Wide(nn.Module):
 
 
 class Step:
-    """A forward and backward pass, as the planner runs it."""
+    """A forward and backward pass, with the interface of `TrialStep`."""
 
     def __init__(self) -> None:
         self.model, self.batch = nn.Sequential(*(Wide() for _ in range(16))), torch.randn(64, 32)
@@ -214,15 +188,15 @@ class Step:
         return 0.0
 
 
-def test_a_budget_that_single_blocks_miss_is_met_by_segments() -> None:
+def test_segments_meet_a_limit_that_single_blocks_miss() -> None:
     step: Any = Step()
     step.run()
-    planner = StepPlanner(step, find_blocks(step.model), torch.device("cpu"))
-    assert longest_segment(planner.profile.units) == 1
-    alone = smallest_peak(planner.items, planner.profile.head_peak, 1).peak
-    joined = planner.smallest()
+    profile = profile_step(StepRunner(step, torch.device("cpu")), find_blocks(step.model))
+    assert best_segment_length(profile.units) == 1
+    alone = smallest_peak(profile.units, profile.head_peak, 1).peak
+    joined = smallest(profile)
     assert joined.peak < 0.95 * alone
-    outcome = planner.plan((joined.peak + alone) / 2 + planner.unseen)
-    assert outcome.fits
-    assert outcome.solution.seconds < joined.seconds, "no more segments than it takes"
-    assert any(len(stretch.blocks) > 1 for stretch in outcome.plan)
+    found = plan_step(profile, (joined.peak + alone) / 2 + profile.reserve)
+    assert found.fits
+    assert found.solution.seconds < joined.seconds, "no more segments than necessary"
+    assert any(len(stretch.blocks) > 1 for stretch in found.plan)

@@ -1,16 +1,14 @@
-"""Saved tensors on the host: what is moved, what is refused, and how it is said."""
+"""Saved tensors on the host: exactness, savings and incompatible settings."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import Tensor, nn
+from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
-from lightning_opt.memory.checkpointing.methods import offloading
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import Architecture, Transformer
 from tests.memory.runs import assert_identical, train, warnings_of
@@ -31,7 +29,7 @@ class Deep(Architecture):
     val_dataloader = train_dataloader
 
 
-def test_offloading_without_a_device_to_offload_says_so_and_changes_nothing() -> None:
+def test_offload_without_cuda_warns_and_changes_nothing() -> None:
     callback = ActivationCheckpointing("every_layer", offload=True)
     trained = []
     said = warnings_of(lambda: trained.append(train("Transformer", callback)))
@@ -41,7 +39,7 @@ def test_offloading_without_a_device_to_offload_says_so_and_changes_nothing() ->
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["none", "every_layer", "block"])
-def test_offloading_is_exact_and_saves_memory(policy: str) -> None:
+def test_offload_is_bit_identical_and_saves_memory(policy: str) -> None:
     class Large(Deep):
         def train_dataloader(self) -> DataLoader[Any]:
             generator = torch.Generator().manual_seed(3)
@@ -70,47 +68,12 @@ def test_offloading_is_exact_and_saves_memory(policy: str) -> None:
         assert lower < 0.8 * peak
 
 
-class SlowLink:
-    """Copies that end when somebody waits for them, pretended where there is no CUDA."""
-
-    def __init__(self) -> None:
-        self.under_way: list[int] = []
-        self.most = 0
-
-    def on_host(self, tensor: Tensor, stream: Any, order: list[Any]) -> Any:
-        self.under_way.append(tensor.nbytes)
-        self.most = max(self.most, sum(self.under_way))
-        return SimpleNamespaceWithRef(SimpleNamespace(synchronize=lambda: self.under_way.pop(0)))
-
-
-class SimpleNamespaceWithRef:
-    def __init__(self, copied: Any) -> None:
-        self.copied = copied
-
-
-@pytest.mark.parametrize(("sizes", "most"), [([100] * 12, 400), ([100, 1000, 100], 1100)])
-def test_copies_under_way_are_bounded(
-    sizes: list[int], most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A link slower than the computation: what is not copied yet fills the device as well."""
-    link = SlowLink()
-    monkeypatch.setattr(offloading, "OnHost", link.on_host)
-    monkeypatch.setattr(offloading, "IN_FLIGHT", 300)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
-    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
-    offload = offloading.Offload(torch.device("cuda"))
-    kept = [offload.pack(torch.empty(size, dtype=torch.uint8)) for size in sizes]
-    assert link.most == most
-    assert offload.nbytes == sum(sizes)
-    assert len(kept) == len(sizes)
-
-
-def test_arguments_are_checked_at_once() -> None:
-    with pytest.raises(ValueError, match="changes what the plan of policy='auto'"):
+def test_offload_with_auto_raises_in_init() -> None:
+    with pytest.raises(ValueError, match="would change the measurements"):
         ActivationCheckpointing(offload=True, budget=0.5)
 
 
-def test_refusals() -> None:
+def test_offload_raises_with_sharded_and_compiled_models() -> None:
     trainer = quiet_trainer()
     trainer.strategy.__class__ = FSDPStrategy
     trainer.strategy._activation_checkpointing_kwargs = None

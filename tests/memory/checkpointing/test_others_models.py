@@ -1,4 +1,4 @@
-"""Models that others wrote: what their blocks are given, keep and write besides tensors."""
+"""Blocks that receive, store and write other objects than tensors, as in `transformers`."""
 
 from typing import Any
 
@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from lightning_opt.core.modules.blocks import find_blocks
-from lightning_opt.memory.checkpointing.methods.forward import InputChangedError
-from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, make_plan
+from lightning_opt.memory.checkpointing.forward import InputChangedError
+from lightning_opt.memory.checkpointing.policies import AppliedPlan, make_plan
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 from tests.zoo.models import Learner, make
@@ -43,10 +43,9 @@ def plain() -> dict[str, Learner]:
     ids=lambda settings: settings["policy"],
 )
 @pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet")
-def test_decoders_of_transformers_train_as_without_it(
+def test_transformers_decoders_train_bit_identically(
     name: str, settings: dict[str, Any], plain: dict[str, Learner]
 ) -> None:
-    """They hand one cache to every block, which writes to it, unless ``use_cache`` is off."""
     plain[name] = plain.get(name) or train(name, None)
     callback = lo.ActivationCheckpointing(**settings)
     model = train(name, callback)
@@ -57,7 +56,6 @@ def test_decoders_of_transformers_train_as_without_it(
 
 
 def test_validation_keeps_its_cache() -> None:
-    """Only what is trained does without; afterwards the model is as it was."""
     seen: list[tuple[bool, bool]] = []
 
     class Watching(lo.ActivationCheckpointing):
@@ -85,7 +83,7 @@ def test_validation_keeps_its_cache() -> None:
 
 
 class Gated(nn.Module):
-    """A block of a mixture of experts: its gate's loss goes to a list that it is given."""
+    """A block of a mixture of experts that appends its gate's loss to a list."""
 
     def __init__(self, write: Any) -> None:
         super().__init__()
@@ -108,12 +106,12 @@ class Experts(nn.Module):
 
 
 @pytest.mark.parametrize("policy", ["every_layer", "sqrt", "selective"])
-def test_what_a_block_appends_to_a_list_is_there(policy: str) -> None:
+def test_block_may_append_to_a_list(policy: str) -> None:
     def gradients(policy: str) -> list[Tensor]:
         torch.manual_seed(0)
         model, losses = Experts(), []
         applied = AppliedPlan(make_plan(policy, find_blocks(model), None))
-        for _ in range(2):  # a selection is made after the first
+        for _ in range(2):  # the first one makes the selection
             losses.clear()
             model.zero_grad()
             output = model(torch.ones(3, 8), losses)
@@ -126,22 +124,22 @@ def test_what_a_block_appends_to_a_list_is_there(policy: str) -> None:
 
 
 class Cache:
-    """Like those of decoders: no container that could be copied, and written by each block."""
+    """A key-value cache of a decoder, written by each block."""
 
     def __init__(self) -> None:
         self.layers: list[Tensor] = []
 
 
 @pytest.mark.parametrize("policy", ["every_layer", "sqrt"])
-def test_an_object_that_a_block_writes_to_is_named(policy: str) -> None:
+def test_error_names_an_object_that_a_block_writes_to(policy: str) -> None:
     model = Experts(lambda cache, value: cache.layers.append(value))
     applied = AppliedPlan(make_plan(policy, find_blocks(model), None))
-    with pytest.raises(InputChangedError, match="Gated writes to the Cache that it is given"):
+    with pytest.raises(InputChangedError, match="Gated writes to the Cache that it receives"):
         model(torch.ones(3, 8), Cache())
     applied.undo()
 
 
-def test_an_object_that_a_block_reads_is_none_of_ours() -> None:
+def test_block_may_read_any_object() -> None:
     model = Experts(lambda cache, value: len(cache.layers))
     applied = AppliedPlan(make_plan("every_layer", find_blocks(model), None))
     model(torch.ones(3, 8), Cache()).sum().backward()

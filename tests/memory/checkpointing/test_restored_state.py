@@ -1,4 +1,4 @@
-"""What a block reads and writes besides its inputs: random numbers of all kinds, and buffers."""
+"""State that a block reads and writes besides its inputs: random numbers and buffers."""
 
 import random
 from contextlib import nullcontext
@@ -15,8 +15,8 @@ from torch.nn import functional
 from lightning_opt.core.modules.blocks import Block as Found
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.preserve import random_states
-from lightning_opt.memory.checkpointing.methods.policies import AppliedPlan, make_plan
-from lightning_opt.memory.checkpointing.methods.segments import Chain, Segment
+from lightning_opt.memory.checkpointing.policies import AppliedPlan, make_plan
+from lightning_opt.memory.checkpointing.segments import Chain, Segment
 
 POLICIES = ("every_layer", "sqrt", "selective")
 
@@ -60,7 +60,7 @@ class OwnGenerator(Block):
 
 
 class OwnStatistics(Block):
-    """BatchNorm as a function, whose kernel writes to buffers without a trace."""
+    """Functional BatchNorm, whose kernel writes buffers without changing their version."""
 
     def prepare(self) -> None:
         self.register_buffer("mean", torch.zeros(8))
@@ -72,7 +72,7 @@ class OwnStatistics(Block):
 
 
 class LateAverage(Block):
-    """A moving average that begins with the second step, and that the output depends on."""
+    """A moving average that starts at the second step."""
 
     def prepare(self) -> None:
         self.register_buffer("average", torch.zeros(8))
@@ -88,7 +88,7 @@ class LateAverage(Block):
 
 
 class Masked(Block):
-    """What it has is only read."""
+    """A buffer that is only read."""
 
     def prepare(self) -> None:
         self.register_buffer("mask", torch.full((8,), -torch.inf).masked_fill(torch.ones(8) > 0, 1))
@@ -102,7 +102,7 @@ KINDS = (PythonsRandom, NumpysRandom, OwnGenerator, OwnStatistics, LateAverage, 
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_gradients_and_buffers_are_those_without_it(policy: str, kind: type[Block]) -> None:
+def test_gradients_buffers_and_random_state_are_identical(policy: str, kind: type[Block]) -> None:
     def run(policy: str) -> Any:
         for seed in (torch.manual_seed, random.seed, np.random.seed):
             seed(0)
@@ -121,7 +121,7 @@ def test_gradients_and_buffers_are_those_without_it(policy: str, kind: type[Bloc
 
 @dataclass
 class Hidden:
-    """As blocks of others return it; torch's own pytrees do not look into it."""
+    """A dataclass, which torch's pytrees treat as a leaf."""
 
     mask: Tensor
     x: Tensor
@@ -151,7 +151,7 @@ class Passing(nn.Module):
 
 @pytest.mark.parametrize("kind", [ReturnsDataclass, TakesDataclass])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_tensors_in_dataclasses(
+def test_tensors_in_dataclasses_are_recomputed(
     policy: str, kind: type[Block], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     lengths: list[int] = []
@@ -171,11 +171,11 @@ def test_tensors_in_dataclasses(
 
     torch.testing.assert_close(gradients(policy), gradients("none"), rtol=0, atol=0)
     if policy == "sqrt" and kind is ReturnsDataclass:
-        assert lengths == [0, 1, 0, 1] * 2, "blocks are joined by what a dataclass holds"
+        assert lengths == [0, 1, 0, 1] * 2, "tensors in a dataclass join blocks"
 
 
 class Keyed(Block):
-    """Returns a dict in an order of its own, of which the next block takes one."""
+    """Returns a dict whose keys are not sorted."""
 
     def forward(self, x: Tensor) -> dict[str, Tensor]:
         hidden = self.linear(x)
@@ -189,7 +189,7 @@ class Choosing(Stacked):
         return x
 
 
-def test_the_order_of_outputs_is_that_of_the_dict() -> None:
+def test_outputs_in_a_dict_keep_their_order() -> None:
     def gradients(policy: str) -> Any:
         torch.manual_seed(0)
         model = Choosing(Keyed)
@@ -202,8 +202,9 @@ def test_the_order_of_outputs_is_that_of_the_dict() -> None:
 
 
 @pytest.mark.parametrize("policy", ["every_layer", "block"])
-def test_a_device_that_no_argument_is_on(policy: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the parameters are is where it runs, whatever its inputs come in."""
+def test_parameters_device_is_restored_if_no_argument_is_on_it(
+    policy: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     drawn, entered = [7], []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: list(drawn))
     monkeypatch.setattr(

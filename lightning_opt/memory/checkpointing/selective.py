@@ -1,8 +1,4 @@
-"""What the operators inside of a block cost, and which of their outputs are worth keeping.
-
-A selection names operators by their kind and their place among those of that kind in one run of the
-block: of three matrix products it can keep the second.
-"""
+"""The operators inside a block: their cost, and which of their outputs are kept."""
 
 from __future__ import annotations
 
@@ -24,8 +20,8 @@ from lightning_opt.core.modules.trial import returns_views, written_by
 
 ContextPair: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
+# An operator's name, and the number of operators of that name before it in the block.
 Place: TypeAlias = tuple[str, int]
-"""An operator's name, and how many of that name ran before it in the block."""
 
 aten = torch.ops.aten
 
@@ -35,15 +31,14 @@ class Operator:
     """One operator in one run of a block.
 
     Attributes:
-        place: Which one it is.
-        flops: Floating-point operations as torch counts them: matrix products, convolutions and
-            attention.
+        place: Its name and position.
+        flops: Operations as torch counts them: matrix products, convolutions and attention.
         nbytes: Size of its outputs.
-        seconds: What it took, the dispatch included; asynchronous devices are waited for.
-        keepable: Whether its output can stand in for running it again: not for views and in-place
-            operators, for random ones (those after it would draw other numbers) and where the
-            output is written afterwards.
-        computes: Whether it is more than another view of its input.
+        seconds: Time including dispatch; asynchronous devices are synchronized.
+        keepable: Whether its output can be kept instead of running it again. False for views, for
+            in-place and random operators (later ones would draw other numbers), and for outputs
+            that are written afterwards.
+        computes: Whether it does more than return a view.
     """
 
     place: Place
@@ -56,66 +51,66 @@ class Operator:
 
 @dataclass
 class OperatorProfile:
-    """The operators of one run of a block, in order, and how many of them a recomputation runs.
+    """The operators of one run of a block, and how many of them a recomputation runs.
 
     Attributes:
         operators: In order of execution.
-        recomputed: How many of them run again: up to the last tensor that is saved. ``None`` until
-            there was a recomputation.
-        runs: How many first runs there were.
-        repetitions: How many recomputations.
+        repeated: Number of operators that run again, up to the one whose tensor is saved last;
+            ``None`` before the first recomputation.
+        runs: Number of first runs.
+        recomputations: Number of recomputations.
     """
 
     operators: list[Operator] = field(default_factory=list)
-    recomputed: int | None = None
+    repeated: int | None = None
     runs: int = 0
-    repetitions: int = 0
+    recomputations: int = 0
 
     def forward(self) -> AbstractContextManager[Any]:
-        """Return the context of a first run, in which operators are recorded."""
+        """Return the context of a first run, which records its operators."""
         self.runs += 1
         return _Recorder(self)
 
     def recompute(self) -> AbstractContextManager[Any]:
-        """Return the context of its recomputations, in which operators are counted."""
-        return _Counter(self)
+        """Return the context of a recomputation, which counts its operators."""
+        return _RepeatCounter(self)
 
-    def again(self) -> list[Operator]:
-        """Return the operators that a recomputation runs; none before there was one."""
-        return self.operators[: self.recomputed or 0]
+    def repeated_operators(self) -> list[Operator]:
+        """Return the operators that a recomputation runs; none before the first one."""
+        return self.operators[: self.repeated or 0]
 
     @property
-    def walked_twice(self) -> bool:
-        """Whether one run was recomputed more than once, as for a gradient penalty.
+    def recomputed_twice(self) -> bool:
+        """Whether a run was recomputed more than once, as for a gradient penalty.
 
-        Torch hands out what selective checkpointing has kept only once.
+        torch returns the outputs that selective checkpointing has kept only once.
         """
-        return self.repetitions > self.runs
+        return self.recomputations > self.runs
 
     @property
-    def remakes_output(self) -> bool:
-        """Whether a recomputation gets as far as the last operator that computes something."""
+    def recomputes_output(self) -> bool:
+        """Whether a recomputation runs the last operator that computes something."""
         computing = [i for i, operator in enumerate(self.operators) if operator.computes]
-        return bool(computing) and (self.recomputed or 0) > computing[-1]
+        return bool(computing) and (self.repeated or 0) > computing[-1]
 
 
-class _Counter(TorchDispatchMode):
+class _RepeatCounter(TorchDispatchMode):
     def __init__(self, profile: OperatorProfile) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._profile = profile
 
     def __enter__(self) -> Any:
-        self._profile.repetitions += 1
-        self._profile.recomputed = 0
+        self._profile.recomputations += 1
+        self._profile.repeated = 0
         return super().__enter__()  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A dispatch ends before autograd saves its result, but begins after it saved its inputs:
-        # what was counted here is what ran until the last tensor was saved.
+        # A dispatch begins after autograd saved its inputs and ends before it saves its result.
+        # This therefore counts the operators up to the last saved tensor.
         if func is not aten.detach.default:
-            self._profile.recomputed = (self._profile.recomputed or 0) + 1
+            self._profile.repeated = (self._profile.repeated or 0) + 1
         return func(*args, **(kwargs or {}))
 
 
@@ -125,7 +120,7 @@ class _Recorder(TorchDispatchMode):
         self.operators = profile.operators = []
         self._counts: Counter[str] = Counter()
         self._makers: dict[int, Operator] = {}  # by the address of an output's memory
-        self._alive: list[Tensor] = []  # so that no address is given to another tensor
+        self._alive: list[Tensor] = []  # so that no address is reused
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -139,7 +134,7 @@ class _Recorder(TorchDispatchMode):
         start = _now(device)
         output = func(*args, **kwargs)
         seconds = _now(device) - start
-        drew = before is not None and not torch.equal(before, _generator_state(device))
+        is_random = before is not None and not torch.equal(before, _generator_state(device))
         written = list(written_by(func, args, kwargs))
         for tensor in written:
             maker = self._makers.get(tensor.untyped_storage().data_ptr())
@@ -147,7 +142,7 @@ class _Recorder(TorchDispatchMode):
                 maker.keepable = False
         aliases = returns_views(func)
         outputs = list(tensors_of(output))
-        # `_unsafe_view` and its like say that their output is new memory, which it is not.
+        # `_unsafe_view` and similar operators declare their output as new memory, which it is not.
         fresh = [leaf for leaf in outputs if leaf.untyped_storage().data_ptr() not in self._makers]
         place = (str(func), self._counts[str(func)])
         self._counts[str(func)] += 1
@@ -156,7 +151,7 @@ class _Recorder(TorchDispatchMode):
             flops=count_flops(func, args, kwargs, output),
             nbytes=0 if aliases else sum(leaf.untyped_storage().nbytes() for leaf in fresh),
             seconds=seconds,
-            keepable=bool(fresh) and not aliases and not drew,
+            keepable=bool(fresh) and not aliases and not is_random,
             computes=bool(written) or not aliases,
         )
         self.operators.append(operator)
@@ -168,9 +163,9 @@ class _Recorder(TorchDispatchMode):
 
 
 def count_flops(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], output: Any) -> int:
-    """Return what ``torch.utils.flop_counter`` counts for one operator.
+    """Return the operations of one operator as torch counts them.
 
-    Torch counts the attention kernels of CUDA, but not the one of the CPU; here both are counted.
+    torch counts the attention kernels of CUDA only; this also counts the CPU's.
     """
     packet = getattr(func, "_overloadpacket", None)
     if packet in flop_registry:
@@ -194,13 +189,12 @@ def _now(device: torch.device | None) -> float:
 
 
 class Selection:
-    """Keeps what a rule picks, once the block has run and been recomputed once.
-
-    The first run keeps nothing but the inputs: it records the operators that the rule then judges.
+    """Keeps the outputs of some operators of a block.
 
     Args:
-        rule: From the operators that would run again to the places of those to keep; or
-        kept: the places, if they are known already.
+        rule: Chooses the places to keep from the operators that would run again. The first run
+            keeps only the inputs and records these operators. Or
+        kept: The places, if they are chosen already.
     """
 
     def __init__(
@@ -209,28 +203,29 @@ class Selection:
         kept: frozenset[Place] | None = None,
     ) -> None:
         assert (rule is None) != (kept is None)
-        self.rule, self.kept = rule, kept
+        self.rule = rule
+        self.kept = kept
         self.profile = OperatorProfile()
 
     def contexts(self) -> ContextPair:
         """Return the contexts of the forward pass and of its recomputation."""
-        if self.rule is not None and self.kept is None and self.profile.recomputed is not None:
-            again = [] if self.profile.walked_twice else self.profile.again()
-            self.kept = self.rule(again)
+        profile = self.profile
+        if self.rule is not None and self.kept is None and profile.repeated is not None:
+            self.kept = self.rule([] if profile.recomputed_twice else profile.repeated_operators())
         if self.kept is None:
-            return self.profile.forward(), self.profile.recompute()
+            return profile.forward(), profile.recompute()
         if not self.kept:
             return nullcontext(), nullcontext()
-        pair: ContextPair = create_selective_checkpoint_contexts(_Policy(self.kept))
+        pair: ContextPair = create_selective_checkpoint_contexts(_SavePlaces(self.kept))
         return pair
 
 
-class _Policy:
-    """Torch's question, operator by operator, answered from a list of places."""
+class _SavePlaces:
+    """torch's policy function for a set of places."""
 
     def __init__(self, kept: frozenset[Place]) -> None:
         self._kept = kept
-        # Until torch 2.6 the recomputation asks too.
+        # Up to torch 2.6 the recomputation calls the policy too.
         self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -242,12 +237,12 @@ class _Policy:
 
 
 @dataclass(frozen=True)
-class KeepDear:
-    """Keeps what takes at least so many operations.
+class SaveExpensive:
+    """Rule that keeps operators with at least ``min_flops`` operations.
 
     Attributes:
-        min_flops: A number of operations from 1 on, a share of the block's operations below 1, or
-            ``None`` for every operator that torch counts operations of.
+        min_flops: A number of operations; below 1, a share of the block's operations; ``None`` for
+            every operator whose operations torch counts.
     """
 
     min_flops: float | None = None

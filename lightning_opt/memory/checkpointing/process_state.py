@@ -1,8 +1,7 @@
-"""Running a piece of the forward pass a second time exactly as it ran the first time.
+"""The state that a second forward pass has to share with the first one.
 
-Random numbers, autocast and buffers are put back to what they were then, and buffers that the
-forward pass writes (running statistics, power iterations) are copies during the repetition, so that
-they are updated once a step.
+Random numbers and autocast are restored for the recomputation. Buffers that the forward pass writes
+(running statistics, power iterations) are copies meanwhile, so that they are updated once per step.
 """
 
 from __future__ import annotations
@@ -17,20 +16,22 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_opt.core.modules.preserve import random_states
 
+# A buffer by its owning module and its name there.
 BufferKey: TypeAlias = tuple[nn.Module, str]
-"""A buffer by the module that has it and its name there."""
+BufferCopy: TypeAlias = tuple[BufferKey, Tensor, int, Tensor]
 
 
-class Surroundings:
-    """Random numbers of all kinds and autocast as they are now.
+class ProcessState:
+    """Random state and autocast settings at the time of construction.
 
     Args:
-        devices: Where something will run, beside the CPU.
-        generators: Those of the modules that will run, and of what they are given.
+        devices: Devices on which the module runs, besides the CPU.
+        generators: Generators that the module owns or receives.
     """
 
     def __init__(self, devices: Iterable[torch.device], generators: Iterable[Any]) -> None:
-        self._devices, self._generators = set(devices), list(generators)
+        self._devices = set(devices)
+        self._generators = list(generators)
         self._random = list(random_states(self._devices, self._generators))
         self._autocast: dict[str, dict[str, Any]] = {
             kind: {
@@ -44,23 +45,23 @@ class Surroundings:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Put them back; afterwards they are as before."""
+        """Return to this state inside the context, and to the present one afterwards."""
         with ExitStack() as stack:
             for undo in random_states(self._devices, self._generators):
                 stack.callback(undo)
-            for undo in self._random:
-                undo()
+            for restore in self._random:
+                restore()
             for kind, settings in self._autocast.items():
                 stack.enter_context(torch.autocast(kind, **settings))
             yield
 
 
 class WrittenBuffers:
-    """The buffers of a module, of which a forward pass may write any at any step.
+    """The buffers of a module, any of which a forward pass may write.
 
     Attributes:
-        read_only: Whether the first run has written none; ``None`` before it. What keeps running
-            statistics is known by its class: it does not write them in evaluation.
+        read_only: Whether the first run wrote none; ``None`` before that run. Modules with running
+            statistics are never read-only: they write them in training mode alone.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -71,31 +72,31 @@ class WrittenBuffers:
         elif not any(True for _ in module.buffers()):
             self.read_only = True
 
-    def _all(self) -> Iterator[tuple[BufferKey, Tensor]]:
+    def _buffers(self) -> Iterator[tuple[BufferKey, Tensor]]:
         for owner in self._owners:
             for name, buffer in owner.named_buffers(recurse=False):
                 yield (owner, name), buffer
 
-    def before(self) -> list[tuple[BufferKey, Tensor, int, Tensor]]:
-        """Return what may be written: where it is, the buffer, its version, and a copy."""
-        return [(key, buffer, buffer._version, buffer.clone()) for key, buffer in self._all()]
+    def copies(self) -> list[BufferCopy]:
+        """Return each buffer's key, the buffer, its version and a copy."""
+        return [(key, buffer, buffer._version, buffer.clone()) for key, buffer in self._buffers()]
 
-    def after(self, before: list[tuple[BufferKey, Tensor, int, Tensor]]) -> dict[BufferKey, Tensor]:
-        """Return the earlier values of those of ``before`` that were written or replaced since."""
+    def written_since(self, copies: list[BufferCopy]) -> dict[BufferKey, Tensor]:
+        """Return the earlier values of the buffers that were written or replaced since."""
         values = {
             (owner, name): copy
-            for (owner, name), buffer, version, copy in before
+            for (owner, name), buffer, version, copy in copies
             if getattr(owner, name, None) is not buffer or buffer._version != version
         }
-        if self.read_only is None:  # kernels of norms write without a new version
-            same = all(torch.equal(buffer, copy) for _, buffer, _, copy in before)
+        if self.read_only is None:  # kernels of norms write without changing the version
+            same = all(torch.equal(buffer, copy) for _, buffer, _, copy in copies)
             self.read_only = same and not values
         return values
 
     @contextmanager
-    def scratch(self, values: dict[BufferKey, Tensor]) -> Iterator[None]:
-        """Let the forward pass write to copies: of ``values``, else of what is there."""
-        originals = dict(self._all())
+    def replaced_by_copies(self, values: dict[BufferKey, Tensor]) -> Iterator[None]:
+        """Replace the buffers by copies of ``values``, or of themselves, inside the context."""
+        originals = dict(self._buffers())
         try:
             for (owner, name), original in originals.items():
                 setattr(owner, name, values.get((owner, name), original).clone())

@@ -1,4 +1,4 @@
-"""Which blocks are recomputed, alone or together: small functions from blocks to stretches."""
+"""Which blocks are recomputed, alone or together, and applying that to the model."""
 
 from __future__ import annotations
 
@@ -12,62 +12,61 @@ from typing import TypeAlias
 from torch import nn
 
 from lightning_opt.core.modules.blocks import Block
-from lightning_opt.memory.checkpointing.methods.forward import CheckpointedForward, Probe
-from lightning_opt.memory.checkpointing.methods.segments import Chain
-from lightning_opt.memory.checkpointing.methods.selective import KeepDear, Selection
+from lightning_opt.memory.checkpointing.forward import CheckpointedForward, Probe
+from lightning_opt.memory.checkpointing.segments import Chain
+from lightning_opt.memory.checkpointing.selective import SaveExpensive, Selection
 
 
 @dataclass(frozen=True)
 class Stretch:
     """Consecutive blocks that are recomputed together.
 
-    They are joined while the model runs, where one block's output is the next one's input. Where
-    the model does something else in between, they are recomputed one by one, which is as correct.
+    They are joined at run time, where the output of one is the input of the next. Elsewhere they
+    are recomputed one by one, which is as correct.
 
     Attributes:
         blocks: One or more.
-        choice: Makes the rule for what is kept inside; for single modules only.
+        selection: Makes the rule for operators to keep; for single modules only.
     """
 
     blocks: tuple[Block, ...]
-    choice: Callable[[], Selection] | None = None
+    selection: Callable[[], Selection] | None = None
 
     @property
     def treatment(self) -> str:
-        """What happens to each of its blocks, in words."""
+        """The treatment of each block, for a table."""
         if len(self.blocks) > 1:
             return f"recomputed with {self.blocks[0].name} to {self.blocks[-1].name}"
-        return "recomputed" if self.choice is None else "recomputed in part"
+        return "recomputed" if self.selection is None else "recomputed in part"
 
     def forwards(self) -> list[CheckpointedForward]:
-        """Return what to put onto its modules."""
+        """Return the replacements of ``forward``, one for each module."""
         modules = [module for block in self.blocks for module in block.modules]
         if len(modules) == 1:
-            choice = self.choice() if self.choice is not None else None
-            return [CheckpointedForward(modules[0], choice=choice)]
+            selection = self.selection() if self.selection is not None else None
+            return [CheckpointedForward(modules[0], selection=selection)]
         chain = Chain(limit=len(modules))
         return [CheckpointedForward(module, chain=chain) for module in modules]
 
 
+# The blocks to recompute; all other modules run unchanged.
 Plan: TypeAlias = list[Stretch]
-"""What is recomputed; all other modules run as they are."""
 
 
 def count_recomputed(plan: Plan) -> int:
-    """Return how many blocks a plan recomputes, in part or whole."""
+    """Return the number of blocks that a plan recomputes, partly or fully."""
     return sum(len(stretch.blocks) for stretch in plan)
 
 
 class AppliedPlan:
-    """A plan on the model, until it is undone or its context ends."""
+    """Applies a plan to the model, until :meth:`undo` or the end of the context."""
 
     def __init__(self, plan: Plan) -> None:
         self.forwards: list[CheckpointedForward] = []
         try:
-            for stretch in plan:
-                for forward in stretch.forwards():
-                    forward.apply()
-                    self.forwards.append(forward)
+            for forward in (forward for stretch in plan for forward in stretch.forwards()):
+                forward.apply()
+                self.forwards.append(forward)
         except BaseException:
             self.undo()
             raise
@@ -78,19 +77,20 @@ class AppliedPlan:
     def __exit__(self, *error: object) -> None:
         self.undo()
 
-    def watch(self, probe: Probe, keep_all: bool = False) -> None:
-        """Have ``probe`` told what runs from now on; with ``keep_all`` nothing is recomputed."""
+    def attach(self, probe: Probe, keep_all: bool = False) -> None:
+        """Call ``probe`` around each run from now on; with ``keep_all``, recompute nothing."""
         for forward in self.forwards:
-            forward.probe, forward.keep_all = probe, keep_all
+            forward.probe = probe
+            forward.keep_all = keep_all
 
     def undo(self) -> None:
-        """Leave the model as it was; more than once does no harm."""
+        """Restore the model. Calling it again has no effect."""
         while self.forwards:
             self.forwards.pop().remove()
 
 
 def every_layer(blocks: Sequence[Block]) -> Plan:
-    """Recompute each block, alone."""
+    """Recompute each block on its own."""
     return [Stretch((block,)) for block in blocks]
 
 
@@ -103,24 +103,24 @@ def segments(blocks: Sequence[Block], interval: int) -> Plan:
 
 
 def square_root(blocks: Sequence[Block]) -> Plan:
-    """Recompute about as many segments as there are blocks in one: Chen et al. (2016)."""
+    """Recompute about as many segments as each has blocks: Chen et al. (2016)."""
     count = max(1, round(math.sqrt(len(blocks))))
     return segments(blocks, math.ceil(len(blocks) / count)) if blocks else []
 
 
 def selective(blocks: Sequence[Block], min_flops: float | None) -> Plan:
-    """Recompute each block, but for the operators that :class:`KeepDear` picks in single modules.
+    """Recompute each block except the expensive operators of single modules.
 
-    Layers of a Sequential that make a block together are recomputed as a whole.
+    A block of several layers of a Sequential is recomputed as a whole.
     """
-    choice = partial(Selection, KeepDear(min_flops))
-    return [Stretch((block,), choice if len(block.modules) == 1 else None) for block in blocks]
+    selection = partial(Selection, SaveExpensive(min_flops))
+    return [Stretch((block,), selection if len(block.modules) == 1 else None) for block in blocks]
 
 
 def make_plan(
     policy: str, blocks: Sequence[Block], interval: int | None, min_flops: float | None = None
 ) -> Plan:
-    """Return what ``policy``, any but ``"auto"``, recomputes of ``blocks``."""
+    """Return the plan of a ``policy`` other than ``"auto"``."""
     rules: dict[str, Callable[[], Plan]] = {
         "none": list,
         "every_layer": lambda: every_layer(blocks),
@@ -134,10 +134,10 @@ def make_plan(
 
 
 def select_modules(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> list[Block]:
-    """Return the modules that are called for, by qualified name, pattern, class or class name.
+    """Return modules by qualified name, shell pattern, class or class name, as blocks.
 
-    Of a module and one inside of it, the outer is taken. A pattern is one of the shell
-    (``encoder.*``), in which ``*`` crosses dots.
+    If one selected module contains another, the outer one counts. In a pattern (``encoder.*``)
+    ``*`` crosses dots.
 
     Raises:
         ValueError: For an entry that fits no module.
@@ -154,7 +154,7 @@ def select_modules(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) ->
                 f"{names}), shell patterns ('encoder.*'), classes or their names."
             )
         for module in fitting:
-            # A ModuleList is never called itself: its members are meant.
+            # A ModuleList is never called itself, so its members are meant.
             found.update(module.children() if isinstance(module, nn.ModuleList) else [module])
     inner = {inside for module in found for inside in module.modules() if inside is not module}
     outer = found - inner

@@ -1,4 +1,4 @@
-"""What a run holds besides activations."""
+"""Memory of a run besides activations: parameters, buffers, gradients and optimizer states."""
 
 from __future__ import annotations
 
@@ -18,13 +18,12 @@ from lightning_opt.memory.meters import state_tensors, storage_bytes
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the optimizer's state: of the one it has, or of the one it will have.
+    """Return the bytes of the optimizer's state; before its first step, a prediction.
 
-    The state of optimizers comes with their first step. What that makes is found out on parameters
-    of the same shapes that have no memory.
+    The prediction steps a copy of the optimizer on parameters of the same shapes without memory.
     """
     present = state_tensors([optimizer])
-    if isinstance(optimizer, torch.optim.LBFGS):  # grows with the steps: directions and differences
+    if isinstance(optimizer, torch.optim.LBFGS):  # directions and differences grow with the steps
         (group,) = optimizer.param_groups
         return int(2 * group["history_size"] + 4) * storage_bytes(group["params"])
     if present:
@@ -48,10 +47,10 @@ def _state_bytes(
     trial = copy.copy(optimizer)
     trial.param_groups = [{**group, "params": [sample]}]
     trial.state = defaultdict(dict)
-    # Many make their state and then ask for a value, which a parameter without memory has not.
+    # Many optimizers create their state and then read a value, which fails on the meta device.
     with suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError):
-        type(trial).step(trial)  # an instance's own `step`, as schedulers make it, is another's
-    # Counters are there once a parameter and do not grow with it.
+        type(trial).step(trial)  # schedulers replace the `step` of the instance
+    # Step counters do not grow with the parameter.
     return sum(value.nbytes for value in state_tensors([trial]) if value.numel() > 1)
 
 
@@ -63,15 +62,15 @@ def standing_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
     return storage_bytes([*parameters, *module.buffers()]) + gradients + states
 
 
+def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
+    """Return the part of :func:`standing_bytes` that is allocated now."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    tensors = [*module.parameters(), *module.buffers(), *gradients]
+    return storage_bytes([*tensors, *state_tensors(optimizers)])
+
+
 def bucket_bytes(model: Any) -> int:
-    """Return the bytes of DDP's buckets where they are no gradients themselves; else 0."""
+    """Return the bytes of DDP's buckets, unless gradients are views of them."""
     if not isinstance(model, DistributedDataParallel) or model.gradient_as_bucket_view:
         return 0
     return storage_bytes(p for p in model.parameters() if p.requires_grad)
-
-
-def present_bytes(module: nn.Module, optimizers: Iterable[Optimizer]) -> int:
-    """Return that part of :func:`standing_bytes` that is there now."""
-    gradients = [p.grad for p in module.parameters() if p.grad is not None]
-    there = [*module.parameters(), *module.buffers(), *gradients]
-    return storage_bytes([*there, *state_tensors(optimizers)])

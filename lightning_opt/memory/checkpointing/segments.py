@@ -1,10 +1,9 @@
-"""Recomputing several blocks that ran one after the other as one.
+"""Recomputing several consecutive blocks as one.
 
-``torch.utils.checkpoint.checkpoint`` takes one function. A model that loops over its blocks calls
-them one by one, and what happens between two calls is its own business, so a stretch of them cannot
-be handed to it. A :class:`Segment` is the same non-reentrant idea for a list of calls: saved
-tensors are replaced by placeholders while a block runs, and the first placeholder that the backward
-pass asks for runs all calls of the segment again.
+``torch.utils.checkpoint.checkpoint`` takes one function, but a model that loops over its blocks
+calls them one by one. A :class:`Segment` applies the same non-reentrant method to a list of calls:
+saved tensors become placeholders while a block runs, and the first placeholder that the backward
+pass unpacks runs all calls of the segment again.
 """
 
 from __future__ import annotations
@@ -19,57 +18,58 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_unflatten
 
 from lightning_opt.core.modules.batches import tensors_of
-from lightning_opt.memory.checkpointing.methods.offloading import fetched, put_away
+from lightning_opt.memory.checkpointing.offloading import pack, unpack
 
 Function = Callable[..., Any]
 
 
 class _Placeholder:
-    """Stands in the graph for a saved tensor, and holds it from the recomputation to its use."""
+    """Replaces a saved tensor in the graph; holds it from the recomputation until its use."""
 
     tensor: Tensor | None = None
 
 
-class _OutputOf(NamedTuple):
-    """Stands among the inputs of a call for an output of an earlier call of the segment."""
+class _EarlierOutput(NamedTuple):
+    """Marks an input that is an output of an earlier call of the segment."""
 
     call: int
-    place: int
+    position: int
 
 
 class _Input:
-    """A tensor from outside, held without its graph, for the graph leads back to the segment."""
+    """A tensor from outside the segment, detached: its graph would lead back to the segment."""
 
     def __init__(self, tensor: Tensor) -> None:
-        self.held, self.version = put_away(tensor), tensor._version
+        self.packed = pack(tensor)
+        self.version = tensor._version
         self.requires_grad = tensor.requires_grad
 
     def get(self) -> Tensor:
-        # Autograd checks no versions of what it has not saved.
-        if isinstance(self.held, Tensor) and self.held._version != self.version:
+        # Autograd checks versions only of tensors that it has saved itself.
+        if isinstance(self.packed, Tensor) and self.packed._version != self.version:
             raise RuntimeError(
-                f"An input of a checkpointed block, of shape {tuple(self.held.shape)}, was changed "
-                "in place after the block had run, so the block cannot be recomputed. Use an "
-                "out-of-place operation there, or leave this block out."
+                f"An input of a checkpointed block, of shape {tuple(self.packed.shape)}, was "
+                "changed in place after the block had run, so the block cannot be recomputed. Use "
+                "an out-of-place operation there, or leave this block out."
             )
-        return fetched(self.held).detach().requires_grad_(self.requires_grad)
+        return unpack(self.packed).detach().requires_grad_(self.requires_grad)
 
 
 class _Output:
-    """Recognises an output of a call among the inputs of a later one."""
+    """Identifies an output of a call among the inputs of later calls."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = ref(tensor)
         self.version = tensor._version
 
-    def is_still(self, value: Any) -> bool:
-        """Return whether ``value`` is this very tensor, not written since."""
+    def matches(self, value: Any) -> bool:
+        """Return whether ``value`` is this tensor, unchanged."""
         tensor = self.tensor()
         return tensor is not None and tensor is value and tensor._version == self.version
 
 
-class _EnoughError(Exception):
-    """Ends a recomputation as soon as every saved tensor is there again."""
+class _StopRecomputationError(Exception):
+    """Ends a recomputation once every saved tensor is available again."""
 
 
 class _Call(NamedTuple):
@@ -81,8 +81,8 @@ class _Call(NamedTuple):
         leaves = [
             leaf.get()
             if isinstance(leaf, _Input)
-            else outputs[leaf.call][leaf.place]
-            if isinstance(leaf, _OutputOf)
+            else outputs[leaf.call][leaf.position]
+            if isinstance(leaf, _EarlierOutput)
             else leaf
             for leaf in self.leaves
         ]
@@ -93,22 +93,22 @@ class _Call(NamedTuple):
 class Segment:
     """The calls of one forward pass that are recomputed together.
 
-    Of the inputs, those that are outputs of an earlier call of the segment are not kept.
+    Inputs that are outputs of an earlier call of the segment are not kept.
     """
 
     def __init__(self) -> None:
         self._calls: list[_Call] = []
         self._outputs: list[list[_Output]] = []
         self._saved: list[tuple[ref[_Placeholder], torch.Size, torch.dtype]] = []
-        self._refilled = 0
+        self._restored = 0
 
     def __len__(self) -> int:
         return len(self._calls)
 
     def continues(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Return whether an input is an output of the latest call, unchanged."""
+        """Return whether an input is an unchanged output of the latest call."""
         return any(
-            output.is_still(leaf)
+            output.matches(leaf)
             for leaf in tree_flatten((args, kwargs))[0]
             for output in self._outputs[-1]
         )
@@ -116,7 +116,7 @@ class Segment:
     def run(
         self, function: Function, repeat: Function, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
-        """Call ``function``, and ``repeat`` when it is recomputed."""
+        """Call ``function`` now, and ``repeat`` in the recomputation."""
         leaves, spec = tree_flatten((args, kwargs))
         kept = [self._keep(leaf) for leaf in leaves]
         self._calls.append(_Call(repeat, kept, spec))
@@ -129,9 +129,9 @@ class Segment:
         if not isinstance(leaf, Tensor):
             return leaf
         for call, outputs in enumerate(self._outputs):
-            for place, output in enumerate(outputs):
-                if output.is_still(leaf):
-                    return _OutputOf(call, place)
+            for position, output in enumerate(outputs):
+                if output.matches(leaf):
+                    return _EarlierOutput(call, position)
         return _Input(leaf)
 
     def _pack(self, tensor: Tensor) -> _Placeholder:
@@ -140,31 +140,32 @@ class Segment:
         return placeholder
 
     def _unpack(self, placeholder: _Placeholder) -> Tensor:
-        if placeholder.tensor is None:  # never recomputed, or used by an earlier backward pass
+        if placeholder.tensor is None:  # not recomputed yet, or used by an earlier backward pass
             self._recompute()
-        tensor, placeholder.tensor = placeholder.tensor, None
+        tensor = placeholder.tensor
+        placeholder.tensor = None
         assert tensor is not None
         return tensor
 
     def _recompute(self) -> None:
-        self._refilled = 0
+        self._restored = 0
         outputs: list[list[Tensor]] = []
         try:
-            with torch.enable_grad(), saved_tensors_hooks(self._refill, lambda tensor: tensor):
+            with torch.enable_grad(), saved_tensors_hooks(self._restore, lambda tensor: tensor):
                 for call in self._calls:
                     outputs.append(list(tensors_of(call.repeat(outputs))))
-        except _EnoughError:
+        except _StopRecomputationError:
             return
         raise RuntimeError(
-            f"A recomputed segment saved {self._refilled} tensors, {len(self._saved)} the first "
+            f"A recomputed segment saved {self._restored} tensors, {len(self._saved)} the first "
             "time: its blocks do not compute the same twice. Leave them out."
         )
 
-    def _refill(self, tensor: Tensor) -> Tensor:
+    def _restore(self, tensor: Tensor) -> Tensor:
         tensor = tensor.detach()
-        index = self._refilled
+        index = self._restored
         reference, shape, dtype = self._saved[index]
-        self._refilled += 1
+        self._restored += 1
         if (tensor.shape, tensor.dtype) != (shape, dtype):
             raise RuntimeError(
                 f"Saved tensor {index} of a recomputed segment is {tensor.dtype} of shape "
@@ -174,20 +175,20 @@ class Segment:
         placeholder = reference()
         if placeholder is not None:  # its node may have been freed in the meantime
             placeholder.tensor = tensor
-        if self._refilled == len(self._saved):
-            raise _EnoughError
+        if self._restored == len(self._saved):
+            raise _StopRecomputationError
         return tensor
 
 
 class Chain:
-    """Joins calls that follow one another into segments of at most ``limit`` calls."""
+    """Joins consecutive calls into segments of at most ``limit`` calls."""
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._open: ref[Segment] | None = None  # weak: the graph alone keeps a segment alive
+        self._open: ref[Segment] | None = None  # weak: only the graph keeps a segment alive
 
     def segment_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Segment:
-        """Return the segment that a call with these inputs belongs to."""
+        """Return the open segment if a call with these inputs continues it, else a new one."""
         segment = self._open() if self._open is not None else None
         if segment is None or len(segment) >= self.limit or not segment.continues(args, kwargs):
             segment = Segment()

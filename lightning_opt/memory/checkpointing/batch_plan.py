@@ -1,0 +1,332 @@
+"""Planning for a batch of the Trainer: profile the step, choose a plan, measure the plan."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
+from torch import Tensor
+
+from lightning_opt.core.arguments import positive
+from lightning_opt.core.measure.memory import MB, MemoryLimits
+from lightning_opt.core.modules.blocks import Block
+from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.core.modules.trial import TrialStep
+from lightning_opt.memory.checkpointing.forward import parts_of
+from lightning_opt.memory.checkpointing.knapsack import Decision, Solution, smallest_peak, solve
+from lightning_opt.memory.checkpointing.policies import Plan, Stretch, count_recomputed
+from lightning_opt.memory.checkpointing.standing_memory import (
+    bucket_bytes,
+    present_bytes,
+    standing_bytes,
+)
+from lightning_opt.memory.checkpointing.step_profile import StepProfile, StepRunner, profile_step
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+# Share of the free memory that is used without a budget; the rest is for kernels and fragmentation.
+SHARE_OF_FREE = 0.9
+
+# The shapes of the tensors of a batch, in order.
+Shapes: TypeAlias = tuple[tuple[int, ...], ...]
+
+
+class BudgetError(ValueError):
+    """Raised if no plan meets the budget.
+
+    Attributes:
+        smallest_mb: The smallest ``budget_mb`` that can be met, as measured.
+        smallest: The smallest ``budget``.
+    """
+
+    def __init__(self, given: str, smallest_mb: float, smallest: float) -> None:
+        super().__init__(
+            f"ActivationCheckpointing cannot meet {given}: even with every block recomputed, a "
+            f"step of this batch takes {smallest_mb:.1f} MB, and its activations peak at "
+            f"{smallest:.3f} of what they take without recomputation. Raise it to "
+            f"budget_mb={math.ceil(10 * smallest_mb) / 10:.1f} or "
+            f"budget={math.ceil(1000 * smallest) / 1000:.3f}, make the batch smaller, or pass "
+            "strict=False to train with the smallest peak."
+        )
+        self.smallest_mb, self.smallest = smallest_mb, smallest
+
+
+class Budget:
+    """A limit for the memory of a step.
+
+    Args:
+        budget_mb: Megabytes for everything that the run holds; or
+        budget: a share of the activations' peak without recomputation; or
+            neither, for the device's free memory.
+        strict: Whether a budget that cannot be met is an error.
+    """
+
+    def __init__(self, budget_mb: float | None, budget: float | None, strict: bool) -> None:
+        if budget_mb is not None and budget is not None:
+            raise ValueError(
+                f"budget_mb={budget_mb!r} and budget={budget!r} are two bounds. Give one of them."
+            )
+        self.budget_mb = None if budget_mb is None else positive("budget_mb", budget_mb)
+        self.share = None if budget is None else positive("budget", budget)
+        self.strict = strict
+
+    def __str__(self) -> str:
+        if self.budget_mb is not None:
+            return f"budget_mb={self.budget_mb:g}"
+        if self.share is not None:
+            return f"budget={self.share:g}"
+        return "the memory that the device has free"
+
+    def for_activations(self, unchecked_peak: float, standing: int, room: float) -> float:
+        """Return the bytes that the budget leaves for activations."""
+        if self.budget_mb is not None:
+            return self.budget_mb * MB - standing
+        if self.share is not None:
+            return self.share * unchecked_peak
+        return room
+
+
+# --- one step -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """A plan for one step, with its measured peak.
+
+    Attributes:
+        plan: The blocks to recompute.
+        solution: The decisions behind it, with the predicted peak.
+        peak: Measured peak of the activations, in bytes.
+        excess: Bytes by which it exceeds the limit, as the maximum over ranks.
+    """
+
+    plan: Plan
+    solution: Solution
+    peak: int
+    excess: float
+
+    @property
+    def fits(self) -> bool:
+        """Whether every rank is within the limit."""
+        return self.excess <= 0
+
+
+def plan_step(profile: StepProfile, limit: float) -> StepPlan:
+    """Return the fastest plan within ``limit`` bytes, or the one with the smallest peak.
+
+    The peak of the plan is measured. If it exceeds the limit, a second plan is made for a limit
+    lowered by the excess.
+    """
+    limit -= profile.reserve
+    target = limit
+    for _ in range(2):
+        solutions = (
+            solve(profile.units, profile.head_peak, target, length) for length in profile.lengths
+        )
+        solution = profile.runner.broadcast(next(filter(None, solutions), None))
+        if solution is None:
+            break
+        found = _measure(profile, solution, limit)
+        if found.fits:
+            return found
+        target -= 1.1 * found.excess
+    alone = tuple(Decision(i, i + 1, unit.options[0]) for i, unit in enumerate(profile.units))
+    candidates = [
+        _measure(profile, profile.runner.broadcast(solution), limit)
+        for solution in (smallest(profile), Solution(alone, round(profile.peak()), 0.0))
+    ]
+    return min(candidates, key=lambda candidate: candidate.excess)
+
+
+def smallest(profile: StepProfile) -> Solution:
+    """Return the decisions with the smallest predicted peak."""
+    return smallest_peak(profile.units, profile.head_peak, profile.lengths[-1])
+
+
+def _measure(profile: StepProfile, solution: Solution, limit: float) -> StepPlan:
+    plan = to_plan(profile, solution)
+    peak = profile.runner.peak(plan)
+    return StepPlan(plan, solution, peak, profile.runner.largest(peak - limit))
+
+
+def to_plan(profile: StepProfile, solution: Solution) -> Plan:
+    """Return the plan for the model that follows from the decisions."""
+    plan = []
+    for decision in solution.decisions:
+        name = decision.option.name
+        if name == "keep":
+            continue
+        units = profile.units[decision.start : decision.stop]
+        selection = None if name == "recompute" else units[0].selection(int(name))
+        plan.append(Stretch(tuple(unit.block for unit in units), selection))
+    return plan
+
+
+# --- one batch ------------------------------------------------------------------------------------
+
+
+@dataclass
+class BatchPlan:
+    """The measurements and the plan for one batch.
+
+    Attributes:
+        profile: The measurements.
+        step_plan: The plan and its measured peak.
+        limit: Bytes for activations.
+        shapes: Shapes of the batch.
+        unchecked_seconds: Time of a step with everything kept, if that was run.
+        seconds: Time of a step under the plan.
+    """
+
+    profile: StepProfile
+    step_plan: StepPlan
+    limit: float
+    shapes: Shapes
+    unchecked_seconds: float | None
+    seconds: float
+
+    @property
+    def plan(self) -> Plan:
+        """The blocks to recompute."""
+        return self.step_plan.plan
+
+    def covers(self, shapes: Shapes) -> bool:
+        """Return whether a batch of these shapes surely stays within the limit."""
+        factor = growth(self.shapes, shapes)
+        return factor <= 1 or factor * (self.step_plan.peak + self.profile.reserve) <= self.limit
+
+    def scalars(self) -> dict[str, float]:
+        """Return the values to log."""
+        scalars = {
+            "checkpointing/unchecked_peak_mb": self.profile.unchecked_peak / MB,
+            "checkpointing/predicted_peak_mb": self.step_plan.solution.peak / MB,
+            "checkpointing/peak_mb": self.step_plan.peak / MB,
+            "checkpointing/step_ms": 1e3 * self.seconds,
+        }
+        if self.unchecked_seconds is not None:
+            scalars["checkpointing/unchecked_step_ms"] = 1e3 * self.unchecked_seconds
+        return scalars
+
+    def summary(self) -> str:
+        """Summarize the plan in two sentences."""
+        values = self.scalars()
+        predicted = "" if self.profile.is_measured else " (predicted)"
+        before = self.unchecked_seconds
+        return (
+            f"ActivationCheckpointing('auto'): {count_recomputed(self.plan)} of "
+            f"{len(self.profile.units)} blocks recomputed. Peak of activations "
+            f"{values['checkpointing/unchecked_peak_mb']:.1f} MB{predicted} -> "
+            f"{values['checkpointing/peak_mb']:.1f} MB (predicted "
+            f"{values['checkpointing/predicted_peak_mb']:.1f}, budget {self.limit / MB:.1f}); "
+            f"step {'not run' if before is None else f'{1e3 * before:.1f} ms'} -> "
+            f"{values['checkpointing/step_ms']:.1f} ms."
+        )
+
+    def details(self, block: Block) -> dict[str, float | int]:
+        """Return the measurements of one block, for a table."""
+        for order, unit in enumerate(self.profile.units):
+            if unit.block == block:
+                return {
+                    "order": order,
+                    "calls": unit.calls,
+                    "keeping MB": unit.internals / MB,
+                    "recomputing ms": 1e3 * unit.options[0].seconds,
+                }
+        return {}
+
+
+def plan_batch(
+    trainer: pl.Trainer,
+    pl_module: pl.LightningModule,
+    batch: Any,
+    batch_idx: int,
+    blocks: Sequence[Block],
+    budget: Budget,
+    first: BatchPlan | None,
+) -> BatchPlan:
+    """Return a plan for this batch.
+
+    With several ranks only the first batch is measured, by all of them. A later batch may be larger
+    on one rank alone. That rank then uses the plan with the smallest peak; with sharded parameters,
+    the first plan stays.
+
+    Raises:
+        BudgetError: If no plan meets a strict budget.
+    """
+    shapes = batch_shapes(batch)
+    sharded = isinstance(trainer.strategy, (FSDPStrategy, ModelParallelStrategy))
+    if first is not None:
+        if sharded:
+            warnings.warn(
+                "ActivationCheckpointing('auto'): a larger batch may exceed "
+                f"{budget}. With sharded parameters all ranks must recompute the same blocks, and "
+                "the others do not have this batch, so the plan stays. Have the largest batch "
+                "first or as worst_batch, or lower the budget.",
+                stacklevel=2,
+            )
+            return replace(first, shapes=shapes)
+        if trainer.world_size > 1:
+            least = smallest(first.profile)
+            plan = to_plan(first.profile, least)
+            step_plan = replace(first.step_plan, plan=plan, solution=least)
+            return replace(first, step_plan=step_plan, shapes=shapes)
+    device = pl_module.device
+    full = standing_bytes(pl_module, trainer.optimizers)
+    standing = full + bucket_bytes(trainer.strategy.model)
+    pending = full - present_bytes(pl_module, trainer.optimizers)
+    free = SHARE_OF_FREE * MemoryLimits(device, host=device.type != "cuda").room()
+    room = -largest_over_ranks([pending - free], device)[0]
+    step = TrialStep(trainer, pl_module, batch, batch_idx)
+    runner = StepRunner(step, device, trainer.strategy.broadcast)
+    # A recomputed segment of sharded blocks would gather parameters in an order of its own.
+    profile = profile_step(runner, blocks, join=not sharded, room=room)
+    unchecked_peak = profile.unchecked_peak + profile.reserve
+    # A larger batch keeps the limit of the first one.
+    limit = first.limit if first else budget.for_activations(unchecked_peak, standing, room)
+    step_plan = plan_step(profile, limit)
+    if not step_plan.fits:
+        peak = step_plan.peak + profile.reserve
+        error = BudgetError(str(budget), (peak + standing) / MB, peak / unchecked_peak)
+        if budget.strict and first is None:  # later it would end a run in mid-epoch
+            raise error
+        warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)
+    before = min(runner.time([]) for _ in range(2)) if profile.is_measured else None
+    after = min(runner.time(step_plan.plan) for _ in range(2))
+    return BatchPlan(profile, step_plan, limit, shapes, before, after)
+
+
+def batch_shapes(batch: Any) -> Shapes:
+    """Return the shapes of the tensors in a batch of any structure."""
+    return tuple(tuple(tensor.shape) for tensor in _tensors(batch, set()))
+
+
+def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
+    if isinstance(value, Tensor):
+        yield value
+    elif id(value) not in seen:
+        seen.add(id(value))
+        for part in parts_of(value):
+            yield from _tensors(part, seen)
+
+
+def growth(known: Shapes, other: Shapes) -> float:
+    """Return an upper bound of the factor by which activations grow between two batches.
+
+    They grow with the number of elements, and in attention with one dimension again. For a smaller
+    batch the bound is at most 1.
+    """
+    elements = [sum(map(math.prod, shapes)) for shapes in (known, other)]
+    more = elements[1] / max(1, elements[0])
+    if [*map(len, known)] != [*map(len, other)]:
+        return max(1.0, more) ** 2
+    longer = (
+        size / max(1, before)
+        for shape, bound in zip(other, known, strict=True)
+        for size, before in zip(shape, bound, strict=True)
+    )
+    return more * max(1.0, *longer) if known else 1.0

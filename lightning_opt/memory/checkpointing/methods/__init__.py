@@ -1,1 +1,0 @@
-"""How a block is recomputed, and what is kept or packed instead."""

@@ -1,1 +1,0 @@
-"""Which blocks to recompute so that a step meets a memory budget."""

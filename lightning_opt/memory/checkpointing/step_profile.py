@@ -1,0 +1,319 @@
+"""Measuring what each block of a training step holds, and what recomputing it costs.
+
+The measurement runs with every block recomputed on its own, which fits if anything does. The bytes
+that a recomputation brings back are those that keeping the block would have held.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+
+from lightning_opt.core.modules.blocks import Block
+from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.core.modules.trial import TrialStep
+from lightning_opt.memory.checkpointing.forward import InputChangedError, Probe
+from lightning_opt.memory.checkpointing.knapsack import Item, Option
+from lightning_opt.memory.checkpointing.policies import AppliedPlan, Plan, Stretch, every_layer
+from lightning_opt.memory.checkpointing.probes import OperatorProbe, Stopwatch, Timeline, Unit
+from lightning_opt.memory.checkpointing.selective import OperatorProfile, Place
+from lightning_opt.memory.meters import Meter, measuring
+
+# Timed runs of each way to treat the blocks; the fastest counts.
+ROUNDS = 3
+# Maximum number of blocks in a segment: longer ones save little and take long to plan.
+LONGEST = 8
+# Bytes that kernels use internally, as a share of the peak, where the meter does not see them:
+# convolutions on a CPU took this much.
+KERNEL_SHARE = 0.02
+# Maximum number of selections between keeping nothing and keeping everything.
+SELECTIONS = 8
+# Operators are considered if they take at least this share of their block's recomputation.
+EXPENSIVE = 0.02
+# Shortest recomputation, as a share of the block's time: less than that is noise.
+LEAST_COST = 0.05
+
+Seconds: TypeAlias = dict[Place, float]
+
+
+class StepRunner:
+    """Runs one training step under a plan.
+
+    Args:
+        step: The step.
+        device: Where it runs.
+        broadcast: Returns the first rank's argument on every rank.
+    """
+
+    def __init__(
+        self,
+        step: TrialStep,
+        device: torch.device,
+        broadcast: Callable[[Any], Any] = lambda value: value,
+    ) -> None:
+        self._step = step
+        self.device = device
+        self.broadcast = broadcast
+
+    def time(self, plan: Plan) -> float:
+        """Return the seconds of the step."""
+        with AppliedPlan(plan):
+            return self._step.run()
+
+    def peak(self, plan: Plan) -> int:
+        """Return the peak of the step, in bytes above its start."""
+        meters: list[Meter] = []
+        with AppliedPlan(plan):
+            self._step.run(lambda stack: meters.append(stack.enter_context(measuring(self.device))))
+        return meters[0].mark()
+
+    def probe(self, plan: Plan, probe: Probe, keep_all: bool = False) -> None:
+        """Run the step with a probe around each block."""
+        with AppliedPlan(plan) as applied:
+            self._step.run(lambda _: applied.attach(probe, keep_all))
+
+    def timeline(self, blocks: Sequence[Block]) -> Timeline:
+        """Run the step with every block recomputed on its own, and return its memory timeline.
+
+        Raises:
+            InputChangedError: If a block cannot be recomputed.
+        """
+        found: list[Timeline] = []
+
+        def start(stack: ExitStack) -> None:
+            found.append(Timeline(blocks, stack.enter_context(measuring(self.device))))
+            applied.attach(found[0])
+
+        with AppliedPlan(every_layer(blocks)) as applied:
+            self._step.run()  # the first run also finds out which buffers are written
+            self._step.run(start)
+        return found[0]
+
+    def largest(self, value: float) -> float:
+        """Return the maximum over ranks."""
+        return largest_over_ranks([value], self.device)[0]
+
+
+@dataclass
+class StepProfile:
+    """The measurements of one step.
+
+    Attributes:
+        units: The blocks that ran, in the order of their first call.
+        head_peak: Peak between the last block's forward pass and the first recomputation.
+        runner: Runs the step.
+        lengths: Numbers of blocks that a segment may have, in the order in which they are tried.
+        unchecked_peak: Peak with everything kept, in bytes.
+        is_measured: Whether ``unchecked_peak`` was measured; otherwise it is predicted.
+        reserve: Bytes that kernels may use above every peak here.
+    """
+
+    units: list[Unit]
+    head_peak: int
+    runner: StepRunner
+    lengths: tuple[int, ...] = (1,)
+    unchecked_peak: int = 0
+    is_measured: bool = False
+    reserve: int = 0
+
+    def peak(self, kept: float = 0.0) -> float:
+        """Return the predicted peak if each block kept this share of its internals."""
+        peak = held = 0.0
+        for unit in self.units:
+            peak = max(peak, held + max(unit.forward_peak, unit.backward_peak))
+            held += kept * unit.internals
+        return max(peak, held + self.head_peak)
+
+    def calibrate(self) -> None:
+        """Scale the internals so that keeping everything gives the measured peak."""
+        low, high = 0.0, 2.0
+        for _ in range(20):
+            middle = (low + high) / 2
+            if self.peak(kept=middle) > self.unchecked_peak:
+                high = middle
+            else:
+                low = middle
+        for unit in self.units:
+            unit.internals = int(unit.internals * low)
+
+
+def profile_step(
+    runner: StepRunner, blocks: Sequence[Block], join: bool = True, room: float = math.inf
+) -> StepProfile:
+    """Measure the memory and the time of each block.
+
+    Args:
+        runner: Runs the step.
+        blocks: Blocks that may be recomputed.
+        join: Whether consecutive blocks may form segments.
+        room: Bytes available for activations. A step that is predicted to need more is not run.
+    """
+    profile = _profile_memory(runner, list(blocks))
+    units = profile.units
+    if join:
+        # Segments longer than the best length are for limits that nothing else meets.
+        profile.lengths = (best_segment_length(units), LONGEST)
+    groups = _group_by_operators(units)
+    for group in groups:
+        if len(group[0].profiles) == 1:
+            selections = nested_selections(group)
+            for unit in group:
+                unit.selections = [] if unit.profiles[0].recomputed_twice else selections
+    for unit, selections in zip(
+        units, runner.broadcast([unit.selections for unit in units]), strict=True
+    ):
+        unit.selections = selections
+    profile.unchecked_peak = round(profile.peak(kept=1.0))
+    profile.is_measured = runner.largest(profile.unchecked_peak - room) < 0
+    if profile.is_measured:
+        profile.unchecked_peak = runner.peak([])
+        profile.calibrate()
+    if runner.device.type != "cuda":
+        profile.reserve = round(KERNEL_SHARE * profile.unchecked_peak)
+    costs = _time_options(profile)
+    for group in groups:
+        # Times of equal blocks differ only by noise.
+        means = {
+            name: sum(seconds[unit.block] for unit in group) / len(group)
+            for name, seconds in costs.items()
+        }
+        for unit in group:
+            _set_options(unit, means, operator_seconds(group))
+    return profile
+
+
+# --- memory ---------------------------------------------------------------------------------------
+
+
+def _profile_memory(runner: StepRunner, blocks: list[Block]) -> StepProfile:
+    """Measure peaks and held bytes, and record the operators."""
+    timeline = None
+    while timeline is None:
+        try:
+            timeline = runner.timeline(blocks)
+        except InputChangedError as error:
+            blocks = [block for block in blocks if error.module not in block.modules]
+    timeline.finish()
+    profile = StepProfile(timeline.units, timeline.head_peak, runner)
+    operators = {module: OperatorProfile() for u in profile.units for module in u.block.modules}
+    runner.probe(every_layer([unit.block for unit in profile.units]), OperatorProbe(operators))
+    for unit in profile.units:
+        unit.profiles = tuple(operators[module] for module in unit.block.modules)
+    for unit, following in zip(profile.units, profile.units[1:], strict=False):
+        if unit.profiles[-1].recomputes_output and unit.calls == 1:
+            # Its last saved tensor is its output, which is the input of the next one.
+            unit.internals = max(0, unit.internals - following.inputs)
+    return profile
+
+
+def best_segment_length(units: Sequence[Item]) -> int:
+    """Return the number of blocks a segment may have; 1 where segments save nothing.
+
+    Of n blocks, segments of k hold n / k inputs and bring back the internals of k. The sum is
+    smallest for k = sqrt(n * inputs / internals): about one in transformers, four in an MLP. The
+    last segments of a plan are longer than that, because fewer blocks follow.
+    """
+    inputs = sum(unit.inputs for unit in units)
+    internals = sum(unit.internals for unit in units)
+    best = round(math.sqrt(len(units) * inputs / max(1, internals)))
+    return min(LONGEST, 2 * best) if best > 1 else 1
+
+
+# --- time -----------------------------------------------------------------------------------------
+
+
+def _time_options(profile: StepProfile) -> dict[str, dict[Block, float]]:
+    """Return the seconds that recomputing, and the largest selection, add to each block.
+
+    Smaller selections differ from the largest by operators whose times come from one run, and are
+    therefore less noisy.
+    """
+    units = profile.units
+    blocks = [unit.block for unit in units]
+    recompute = every_layer(blocks)
+    ways: dict[str, tuple[Plan, bool]] = {"recompute": (recompute, False)}
+    if profile.is_measured:
+        ways["keep"] = (recompute, True)
+    if any(unit.selections for unit in units):
+        plan = [Stretch((u.block,), u.selection(-1) if u.selections else None) for u in units]
+        ways["select"] = (plan, False)
+    best = {name: dict.fromkeys(blocks, math.inf) for name in ways}
+    for _ in range(ROUNDS):
+        for name, (plan, keep_all) in ways.items():
+            stopwatch = Stopwatch(blocks, profile.runner.device)
+            profile.runner.probe(plan, stopwatch, keep_all)
+            for block, seconds in stopwatch.seconds.items():
+                best[name][block] = min(best[name][block], seconds)
+    # If keeping was not timed, the whole time counts as the recomputation's.
+    kept = best.pop("keep", dict.fromkeys(blocks, 0.0))
+    return {
+        name: {
+            block: max(LEAST_COST * seconds, seconds - kept[block])
+            for block, seconds in times.items()
+        }
+        for name, times in best.items()
+    }
+
+
+def _set_options(unit: Unit, cost: Mapping[str, float], seconds: Seconds) -> None:
+    """Set the options of a block from the seconds of its ways and of its operators."""
+    repeated = unit.repeated_operators
+    total = sum(seconds[op.place] for op in repeated) * unit.calls
+    # Recording an operator makes it slower.
+    scale = min(1.0, cost["recompute"] / total) * unit.calls if total else 0.0
+    options = [
+        Option("recompute", 0, cost["recompute"]),
+        Option("keep", unit.internals, 0.0),
+    ]
+    saved = [scale * sum(seconds[place] for place in places) for places in unit.selections]
+    # The contexts of a selection take time themselves.
+    overhead = max(0.0, cost["select"] - cost["recompute"] + saved[-1]) if saved else 0.0
+    for index, places in enumerate(unit.selections):
+        held = sum(op.nbytes for op in repeated if op.place in places) * unit.calls
+        least = LEAST_COST * cost["recompute"]
+        took = max(least, cost["recompute"] - saved[index] + overhead)
+        options.append(Option(str(index), held, took))
+    unit.options = tuple(options)
+    last = unit.profiles[-1]
+    skipped = last.operators[len(last.repeated_operators()) :]
+    unit.remainder = scale * sum(seconds[op.place] for op in skipped)
+
+
+def _group_by_operators(units: Sequence[Unit]) -> list[list[Unit]]:
+    """Group the blocks that run the same operators on the same sizes."""
+    groups: dict[Hashable, list[Unit]] = defaultdict(list)
+    for unit in units:
+        operators = tuple((op.place, op.nbytes) for op in unit.operators)
+        groups[len(unit.profiles), operators].append(unit)
+    return list(groups.values())
+
+
+def operator_seconds(group: Sequence[Unit]) -> Seconds:
+    """Return each operator's time, as the median over blocks that run the same operators."""
+    times: dict[Place, list[float]] = defaultdict(list)
+    for operator in (operator for unit in group for operator in unit.operators):
+        times[operator.place].append(operator.seconds)
+    return {place: statistics.median(values) for place, values in times.items()}
+
+
+def nested_selections(group: Sequence[Unit]) -> list[frozenset[Place]]:
+    """Return growing sets of operators to keep, those that save the most time per byte first."""
+    seconds = operator_seconds(group)
+    repeated = group[0].repeated_operators
+    total = sum(seconds[operator.place] for operator in repeated)
+    worth = [
+        operator
+        for operator in repeated
+        if operator.keepable and operator.nbytes and seconds[operator.place] > EXPENSIVE * total
+    ]
+    worth.sort(key=lambda operator: seconds[operator.place] / operator.nbytes, reverse=True)
+    sets = [frozenset(op.place for op in worth[:count]) for count in range(1, len(worth) + 1)]
+    stride = math.ceil(len(sets) / SELECTIONS) or 1
+    return sets[::stride]
