@@ -1,4 +1,4 @@
-"""Walks from object to object: who holds what, under which name."""
+"""Follow references between Python objects, and describe the path to an object."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 
 CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
-"""Types whose length is known without running anybody's code."""
+"""Types whose length is computed without running user code."""
 
 MAX_OBJECTS = 300_000
 
@@ -34,12 +34,12 @@ Root = tuple[str, Any]
 
 
 class Walk:
-    """What can be reached from some roots, each with the object that it was first reached from.
+    """All objects reachable from some roots, each with the object that first referenced it.
 
-    It holds on to every object that it has found: let go of it soon.
+    It holds references to all of them, so drop it soon.
 
     Args:
-        roots: Names and objects, the most telling first.
+        roots: Names and objects; the first path found to an object is kept.
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:
@@ -61,7 +61,7 @@ class Walk:
                     queue.append(held)
 
     def path(self, thing: Any) -> list[Any]:
-        """Return the objects from a root to ``thing``, both included; empty if it is not found."""
+        """Return the objects from a root to ``thing``, both included; empty if it was not found."""
         chain = []
         key: int | None = id(thing)
         while key is not None and key in self.found:
@@ -70,12 +70,12 @@ class Walk:
         return chain[::-1]
 
     def name(self, root: Any) -> str:
-        """Return the name that a root was given, or what kind of object it is."""
+        """Return the name of a root; the type's name for other objects."""
         return self._names.get(id(root)) or _title(root)
 
 
-def referents(thing: Any) -> Iterable[Any]:
-    """Yield what an object holds and a leak may hide in, but no classes, modules or globals."""
+def referents(thing: Any) -> list[Any]:
+    """Return the objects that ``thing`` references, without classes, modules and constants."""
     if is_a(thing, FunctionType):
         held: Iterable[Any] = (*(thing.__closure__ or ()), *(thing.__defaults__ or ()))
     elif is_a(thing, FrameType):
@@ -87,11 +87,11 @@ def referents(thing: Any) -> Iterable[Any]:
     return [item for item in held if not is_a(item, _OPAQUE) and item is not None]
 
 
-def backwards(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[Any]:
-    """Return a chain of objects from something with a name to ``thing``.
+def referrer_chain(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[Any]:
+    """Return a chain of references to ``thing`` from an object with a name.
 
-    For what is in no walk, such as a list in a module of somebody else's. Python looks at every
-    object for each step of the chain, so this takes a tenth of a second.
+    For objects that no walk reaches, such as a list in a third-party module. Each link of the chain
+    searches all objects, which takes a tenth of a second.
     """
     chain, seen = [thing], {id(item) for item in ignore} | {id(thing)}
     modules = {id(vars(m)): m for m in list(sys.modules.values()) if m is not None}
@@ -114,9 +114,9 @@ def backwards(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[Any]:
 
 
 def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether the class of ``thing`` is one of these, without asking ``thing`` itself.
+    """Return whether the type of ``thing`` is one of these, without accessing ``thing``.
 
-    A proxy says that it is what it stands for, and a weak one raises if that is gone.
+    ``isinstance`` sees through a proxy, and raises for a weak proxy whose object is gone.
     """
     return issubclass(type(thing), kinds)
 
@@ -132,21 +132,18 @@ def describe(chain: Sequence[Any], root: str) -> str:
         before = chain[place - 1] if place else None
         holder = _module_of(holder)
         if type(holder) is dict and before is not None and _dict_of(before) is holder:
-            continue  # the step from an object to its attributes has been named already
+            continue  # the link from an object to its attributes is described already
         if _dict_of(holder) is held:
             key = _key(held, chain[place + 2]) if place + 2 < len(chain) else None
             text += f".{key}" if key is not None else ".__dict__"
         else:
             text += _step(holder, held)
-    # Submodules are written as attributes, as the user does.
+    # Write submodules as attributes.
     return re.sub(r"\._(?:modules|parameters|buffers)\['(.*?)'\]", r".\1", text)
 
 
 def owners(chain: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Return the objects in a chain that have attributes, each with the one that leads on.
-
-    The last of the chain comes first.
-    """
+    """Return the objects in a chain with the attribute that leads on, the last object first."""
     found = []
     for place in range(len(chain) - 2, -1, -1):
         holder, at = _module_of(chain[place]), place + 1
@@ -163,7 +160,7 @@ def owners(chain: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def _module_of(thing: Any) -> Any:
-    """Return the module whose globals these are; anything else as it is."""
+    """Return the module for a dictionary of its globals, and other objects unchanged."""
     name = thing.get("__name__") if type(thing) is dict else None
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module if module is not None and vars(module) is thing else thing
@@ -210,7 +207,7 @@ def _key(mapping: Mapping[Any, Any], value: Any) -> Any:
 
 
 def graph_size(tensor: Tensor, limit: int = 20_000) -> int:
-    """Return how many operations the autograd graph behind a tensor remembers, up to a limit."""
+    """Return the number of operations in the autograd graph of a tensor, up to a limit."""
     seen: set[Any] = set()
     stack = [tensor.grad_fn]
     while stack and len(seen) < limit:
@@ -222,10 +219,10 @@ def graph_size(tensor: Tensor, limit: int = 20_000) -> int:
 
 
 def deep_size(things: Iterable[Any], limit: int = 400) -> int:
-    """Return the bytes behind some objects: Python objects, storages, and autograd's nodes.
+    """Return the bytes of some objects with everything they reference.
 
-    Modules, classes and parameters are nobody's own and do not count. A node of autograd counts as
-    1 KB, which is what it takes with what it typically saves; saved tensors cannot be seen.
+    Modules, classes and parameters do not count. A node of autograd counts as 1 KB, an estimate for
+    the node and its saved tensors, which are not accessible.
     """
     total = 0
     seen: set[Any] = set()
@@ -242,19 +239,13 @@ def deep_size(things: Iterable[Any], limit: int = 400) -> int:
     return total
 
 
-def own_size(things: Iterable[Any]) -> int:
-    """Return the bytes of these objects alone: themselves, and the storages of tensors."""
-    seen: set[Any] = set()
-    return sum(_size(thing, seen) for thing in things)
-
-
 def is_dense(thing: Any) -> bool:
-    """Return whether it is a plain tensor or parameter, whose storage can be looked at."""
+    """Return whether ``thing`` is a plain tensor or parameter with an accessible storage."""
     return type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided
 
 
 def _size(thing: Any, seen: set[Any]) -> int:
-    """Return the bytes of an object and of its storage, if that is not among those ``seen``."""
+    """Return the bytes of an object, and of its storage if that is not in ``seen``."""
     size = sys.getsizeof(thing, 64)
     if is_dense(thing):
         storage = ("storage", thing.untyped_storage().data_ptr())

@@ -1,4 +1,4 @@
-"""Finds what grows without end, and names who holds it."""
+"""The callback that detects steady memory growth and names the object that grows."""
 
 from __future__ import annotations
 
@@ -8,19 +8,21 @@ import sys
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-import torch
-import torch.distributed as dist
-
 from lightning_opt.core.arguments import at_least, one_of, positive
 from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.measure.reading import Schedule
-from lightning_opt.core.modules.sharding import ranks_of_a_step, sum_over
+from lightning_opt.core.modules.sharding import largest_over_ranks, ranks_of_a_step
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.memory.leaks.census import Census, take_census
-from lightning_opt.memory.leaks.signals import SAMPLES, Signals, read_signals
-from lightning_opt.memory.leaks.suspects import WRONG_AT_ONCE, Suspect, find_suspects
+from lightning_opt.memory.leaks.growth import (
+    SAMPLES,
+    Census,
+    MemoryTrend,
+    read_counters,
+    take_census,
+)
+from lightning_opt.memory.leaks.suspects import ALWAYS_WRONG, Suspect, find_suspects
 from lightning_opt.memory.object_graph import Root
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -30,9 +32,9 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 INTERVALS = (3, 3, 2)
-"""Samples from one count to the next: not a period that something else may have too."""
+"""Samples between counts; unequal, so that a periodic change does not match all of them."""
 
-REST = 100
+PAUSE = 100
 """Steps without a search after one that found nothing; doubled each time."""
 
 Phase = Literal["train", "validation"]
@@ -43,20 +45,17 @@ class LeakDetector(RunCallback):
 
     On a schedule it reads cheap counters: heap, Python allocator, resident memory, device memory.
     If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,
-    it counts everything four times over the next steps, and compares: which containers, autograd
-    graphs and kinds of garbage grew each time. Only what is confirmed this way is reported, with
-    its holder and, if it can be found, the line of source that fills it. Anything that may be
-    emptied at the end of an epoch has to outlive one, unless memory would run out before then.
-    Without suspicion, nothing is searched.
+    it counts all containers and autograd graphs four times over the next steps. It reports those
+    that grew every time, with their holder and, if found, the line of source that fills them.
+    Containers that may be cleared at the end of an epoch must outlive one, unless memory would run
+    out before then. Without a trend, nothing is counted.
 
     ============= ===============================================================================
-    kind          what it is
+    kind          meaning
     ============= ===============================================================================
     ``graph``     losses kept with their graphs, or one tensor whose graph gets longer
     ``hook``      hooks registered again and again
-    ``exception`` exceptions kept with their tracebacks
-    ``container`` a container of anything else: a cache, a queue, a metric that is never reset
-    ``cycle``     garbage in reference cycles that hold memory until Python collects it
+    ``container`` any other container: a cache, a queue, a metric that is never reset
     ============= ===============================================================================
 
     Logged whenever there are enough new samples for a test:
@@ -67,9 +66,9 @@ class LeakDetector(RunCallback):
     ======================== ====================================================================
 
     Args:
-        every_n_steps: Batches from one sample to the next, at least 1. Eight make a trend.
+        every_n_steps: Batches from one sample to the next, at least 1. A trend needs eight samples.
         warmup_steps: Batches at the start that are ignored, at least 0.
-        min_kb_per_step: Growth a step, in KB, that is too small to matter.
+        min_kb_per_step: Growth per step, in KB, below which nothing is reported.
         action: ``"warn"`` logs a warning, ``"raise"`` stops the run, on all ranks together.
 
     Raises:
@@ -107,12 +106,14 @@ class LeakDetector(RunCallback):
         self._seconds = 0.0
         self._suspects: list[Suspect] = []
         self._training = False
-        self._rest = REST
-        self._rest_until = 0
-        self._forget()
-        self._signals: dict[Phase, Signals] = {p: Signals(self.min_rate) for p in get_args(Phase)}
+        self._pause = PAUSE
+        self._paused_until = 0
+        self._end_search()
+        self._trends: dict[Phase, MemoryTrend] = {
+            phase: MemoryTrend(self.min_rate) for phase in get_args(Phase)
+        }
 
-    def _forget(self) -> None:
+    def _end_search(self) -> None:
         self._counts: list[Census] = []
         self._phase: Phase = "train"
         self._next_count: float = math.inf
@@ -120,11 +121,11 @@ class LeakDetector(RunCallback):
 
     @property
     def suspects(self) -> list[Suspect]:
-        """What was found so far, oldest first."""
+        """All suspects so far, oldest first."""
         return self._suspects
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew: memory of another run says nothing about this one."""
+        """Reset all state: samples of another run do not apply to this one."""
         self._reset()
         self._training = True
 
@@ -136,30 +137,30 @@ class LeakDetector(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Take a sample, and look closer if there is a reason to."""
+        """Take a sample, and continue or start a search."""
         self._steps += 1
         if self._steps <= self.warmup_steps or not self._schedule.is_due(self._steps):
             return
         found = self._sample(trainer, "train")
-        signals = self._signals["train"]
-        if signals.is_due():
-            slope = max(signals.growing().values(), default=0.0)
+        trend = self._trends["train"]
+        if trend.is_due():
+            slope = max(trend.growing().values(), default=0.0)
             log_scalars(
                 trainer,
                 {"leaks/kb_per_step": slope / 1024, "leaks/suspects": float(len(self._suspects))},
             )
-        self._raise_together(trainer, found)
+        self._raise_on_all_ranks(trainer, found)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take a sample of the series of its own that validation has."""
+        """Take a sample; validation has its own series."""
         if self._training and self._steps > self.warmup_steps:
-            self._raise_together(trainer, self._sample(trainer, "validation"))
+            self._raise_on_all_ranks(trainer, self._sample(trainer, "validation"))
 
     def _sample(self, trainer: pl.Trainer, phase: Phase) -> list[Suspect]:
-        signals = self._signals[phase]
-        signals.add(self._steps, read_signals(trainer.strategy.root_device))
+        trend = self._trends[phase]
+        trend.add(self._steps, read_counters(trainer.strategy.root_device))
         if not self._counts:
-            if signals.is_due() and self._steps >= self._rest_until and signals.growing():
+            if trend.is_due() and self._steps >= self._paused_until and trend.growing():
                 self._phase = phase
                 self._count(trainer)
             return []
@@ -184,26 +185,27 @@ class LeakDetector(RunCallback):
         self._seconds += perf_counter() - start
 
     def _judge(self, trainer: pl.Trainer) -> list[Suspect]:
-        """Compare the counts: report, or wait for the end of the epoch, or give up."""
+        """Compare the counts: report, wait for the end of the epoch, or end the search."""
         start = perf_counter()
         suspects = find_suspects(self._counts, self._roots(trainer), self.min_rate, self)
         self._seconds += perf_counter() - start
         outlived = self._counts[-1].epoch > self._counts[0].epoch
-        sure = [
+        confirmed = [
             s
             for s in suspects
-            if outlived or s.kind in WRONG_AT_ONCE or self._phase == "validation"
+            if outlived or s.kind in ALWAYS_WRONG or self._phase == "validation"
             or self._would_not_fit(trainer, s)
         ]  # fmt: skip
-        if suspects and not sure:
+        if suspects and not confirmed:
             self._wait_for_epoch = self._counts[-1].epoch + 1
-            self._counts = [self._counts[0], *self._counts[-2:]]  # what is judged stays small
+            self._counts = [self._counts[0], *self._counts[-2:]]  # bounded memory
             return []
-        self._forget()
+        self._end_search()
         known = {(s.kind, s.where) for s in self._suspects}
-        new = [s for s in sure if (s.kind, s.where) not in known]
+        new = [s for s in confirmed if (s.kind, s.where) not in known]
         if not new:
-            self._rest_until, self._rest = self._steps + self._rest, 2 * self._rest
+            self._paused_until = self._steps + self._pause
+            self._pause *= 2
         self._suspects.extend(new)
         for suspect in new:
             log.warning("LeakDetector, step %d: %s What to do: %s.", self._steps, suspect,
@@ -216,16 +218,14 @@ class LeakDetector(RunCallback):
         room = MemoryLimits(trainer.strategy.root_device).room()
         return 1024 * suspect.kb_per_step * left > room
 
-    def _raise_together(self, trainer: pl.Trainer, found: list[Suspect]) -> None:
-        """With ``action="raise"``, stop all ranks if one has found a leak."""
+    def _raise_on_all_ranks(self, trainer: pl.Trainer, found: list[Suspect]) -> None:
         if self.action != "raise":
             return
         if groups := ranks_of_a_step(trainer):
-            if not self._signals["train"].is_due():  # all ranks have as many samples
+            if not self._trends["train"].is_due():  # all ranks have as many samples
                 return
-            flag = torch.tensor(float(bool(self._suspects)), device=trainer.strategy.root_device)
-            sum_over(flag, groups, dist.ReduceOp.MAX)
-            if not flag.item():
+            own = [float(bool(self._suspects))]
+            if not any(largest_over_ranks(own, trainer.strategy.root_device, groups[0])):
                 return
         elif not found:
             return
@@ -249,12 +249,12 @@ class LeakDetector(RunCallback):
         ]
 
     def diagnose(self) -> list[Verdict]:
-        """Return whether memory has grown, and who holds it."""
+        """Return the fastest-growing suspect, for the doctor."""
         if self._suspects:
             first = max(self._suspects, key=lambda suspect: suspect.kb_per_step)
             advice = first.advice[0].upper() + first.advice[1:] + "."
             return [Verdict("leaks", "look", str(first), advice)]
-        taken = self._signals["train"].taken
+        taken = self._trends["train"].taken
         if taken < SAMPLES:
             finding = f"LeakDetector has taken {taken} samples, and needs {SAMPLES} for a trend."
             return [
@@ -263,7 +263,7 @@ class LeakDetector(RunCallback):
         return [Verdict("leaks", "ok", f"Nothing has grown steadily in {self._steps} batches.")]
 
     def report(self) -> Report:
-        """Return the suspects, one a row."""
+        """Return one row per suspect."""
         rows = [
             {
                 "step": suspect.step,
@@ -284,13 +284,13 @@ class LeakDetector(RunCallback):
             notes.insert(0, "No leak was found.")
             notes += [
                 f"The {name} grows by {slope / 1024:.3g} KB a step, and no container of Python "
-                "does: look at extensions, data loading and the allocator."
-                for name, slope in self._signals["train"].growing().items()
+                "does: check extensions, data loading and the allocator."
+                for name, slope in self._trends["train"].growing().items()
                 if name in ("heap", "device")
             ]
         return Report("LeakDetector", rows, notes)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Search no more."""
+        """End a running search."""
         self._training = False
-        self._forget()
+        self._end_search()

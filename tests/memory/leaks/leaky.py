@@ -1,4 +1,4 @@
-"""Ten trainings that leak, as people write them, and thirteen that only look as if they did."""
+"""Nine trainings that leak, and fourteen similar ones that do not."""
 
 import mmap
 import queue
@@ -10,13 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from lightning.pytorch import Callback
 from lightning.pytorch.loggers import CSVLogger
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 from torchmetrics import CatMetric
 
-import lightning_opt as lo
 from tests.helpers.models import FEATURES, AdversarialNet, SmallNet, loader_of
 from tests.helpers.trainers import MemoryLogger
 
@@ -25,7 +23,7 @@ EPOCHS = 6
 
 
 class Net(SmallNet):
-    """Three small layers; what leaks is made in :meth:`leak`, once a step."""
+    """Three small layers; subclasses leak in :meth:`leak`, once per step."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(widths=(32, 32), **settings)
@@ -48,7 +46,7 @@ class Net(SmallNet):
 
 
 class LossList(Net):
-    """The classic: losses kept for the mean of the epoch, with their graphs, and never cleared."""
+    """Losses kept with their graphs and never cleared."""
 
     def prepare(self) -> None:
         self.losses: list[Tensor] = []
@@ -58,7 +56,7 @@ class LossList(Net):
 
 
 class RunningLoss(Net):
-    """A sum of losses that remembers how each of them was computed."""
+    """A sum of losses with the graphs of all of them."""
 
     def prepare(self) -> None:
         self.running: Any = 0.0
@@ -68,7 +66,7 @@ class RunningLoss(Net):
 
 
 class GrowingCache(Net):
-    """A cache with keys that never come again."""
+    """A cache whose keys are never repeated."""
 
     def prepare(self) -> None:
         self.cache: dict[int, Tensor] = {}
@@ -80,7 +78,7 @@ class GrowingCache(Net):
 
 
 class HookEachStep(Net):
-    """A hook registered at each step, whose closure holds the batch."""
+    """A hook registered at each step, whose closure references the batch."""
 
     def leak(self, batch, loss):
         inputs = batch[0].repeat(20, 1)
@@ -92,7 +90,7 @@ class HookEachStep(Net):
 
 
 class KeptErrors(Net):
-    """Exceptions kept for later; each holds the frames that it went through, with their locals."""
+    """Exceptions kept with their tracebacks, which reference the frames' local variables."""
 
     def prepare(self) -> None:
         self.errors: list[Exception] = []
@@ -109,7 +107,7 @@ class KeptErrors(Net):
 
 
 class UnresetMetric(Net):
-    """A metric that is updated by hand and never reset."""
+    """A metric that is updated but never reset."""
 
     def prepare(self) -> None:
         self.scores = CatMetric()
@@ -119,7 +117,7 @@ class UnresetMetric(Net):
 
 
 class HoardingLogger(MemoryLogger):
-    """A logger that keeps what it is given."""
+    """A logger that keeps all records."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -135,7 +133,7 @@ class LoggerBuffer(Net):
 
 
 class FullQueue(Net):
-    """Jobs for a thread that does not keep up."""
+    """A queue of jobs for a thread that is too slow."""
 
     def prepare(self) -> None:
         self.jobs: queue.Queue[Any] = queue.Queue()
@@ -159,27 +157,8 @@ class FullQueue(Net):
         del self.worker
 
 
-class Node:
-    """Half of a tree whose children know their parents."""
-
-    def __init__(self, state: Tensor) -> None:
-        self.state, self.child = state, Child(self)
-
-
-class Child:
-    def __init__(self, parent: Node) -> None:
-        self.parent = parent
-
-
-class Cycles(Net):
-    """Trees that are garbage at once, in a run that collects rarely."""
-
-    def leak(self, batch, loss):
-        Node(batch[0].repeat(20, 1))
-
-
 class PinnedPool(Net):
-    """Page-aligned buffers, as a loader pins them, each used once and put back for nobody."""
+    """Page-aligned buffers, as a loader pins them, kept after one use."""
 
     def prepare(self) -> None:
         self.pool: list[Tensor] = []
@@ -190,30 +169,24 @@ class PinnedPool(Net):
 
 
 LEAKS: dict[str, tuple[Callable[[], Net], str, str, str]] = {
-    # what leaks: its model, the kind, who holds it, and the text of the line that fills it
+    # name: model, kind, path of the container, text of the line that fills it
     "loss list": (LossList, "graph", "LossList.losses", "self.losses.append(loss)"),
     "graph kept": (RunningLoss, "graph", "RunningLoss.running", "self.running = self.running +"),
     "cache": (GrowingCache, "container", "GrowingCache.cache", "self.cache[self.seen] ="),
     "hook": (HookEachStep, "hook", "HookEachStep.layer.0._forward_hooks", "def remember"),
-    "traceback": (KeptErrors, "exception", "KeptErrors.errors", "self.errors.append(error)"),
+    "traceback": (KeptErrors, "container", "KeptErrors.errors", "self.errors.append(error)"),
     "metric": (UnresetMetric, "container", "UnresetMetric.scores.value", "self.scores.update("),
     "logger": (LoggerBuffer, "container", "HoardingLogger.buffer", "self.buffer.append("),
     "queue": (FullQueue, "container", "FullQueue.jobs.queue", "self.jobs.put("),
-    "cycle": (Cycles, "cycle", "reference cycles of Node, Child", "class Node"),
     "pinned buffer": (PinnedPool, "container", "PinnedPool.pool", "self.pool.append("),
 }
 
 
-def callbacks_of(model: nn.Module) -> list[Callback]:
-    rarely = lo.GarbageCollection(every_n_steps=100_000)
-    return [rarely] if isinstance(model, Cycles) else []
-
-
-# --- trainings that are sound -------------------------------------------------------------------
+# --- trainings without a leak -------------------------------------------------------------------
 
 
 class Series(Dataset[Any]):
-    """Inputs made when asked for, of a length that a function gives for each index."""
+    """Random inputs, whose number of rows is a function of the index."""
 
     def __init__(self, length: Callable[[int], int], remember: int = 0) -> None:
         self.length, self.remember = length, remember
@@ -233,7 +206,7 @@ class Series(Dataset[Any]):
 
 
 class OtherData(Net):
-    def __init__(self, length: Callable[[int], int], remember: int = 0, batches: int = 1) -> None:
+    def __init__(self, length: Callable[[int], int], remember: int = 0) -> None:
         super().__init__()
         self.length, self.remember = length, remember
 
@@ -242,7 +215,7 @@ class OtherData(Net):
 
 
 class Curriculum(Net):
-    """Batches that grow from step to step throughout the run."""
+    """Batches that grow at every step."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         self.inputs = batch[0].repeat(4 + self.global_step, 1)
@@ -250,7 +223,7 @@ class Curriculum(Net):
 
 
 class KeyValueCache(Net):
-    """A cache that grows with the sequence, and is cleared when that ends."""
+    """A cache that grows with the sequence and is cleared at its end."""
 
     def prepare(self) -> None:
         self.cache: list[Tensor] = []
@@ -275,7 +248,7 @@ class EpochOutputs(Net):
 
 
 class MetricWithValidation(Net):
-    """A metric that Lightning resets, and another that validation makes grow and reset."""
+    """One metric that is reset each epoch, and one that grows in validation and is reset."""
 
     def prepare(self) -> None:
         self.scores, self.valid = CatMetric(), CatMetric()
@@ -294,7 +267,7 @@ class MetricWithValidation(Net):
 
 
 class Replay(Net):
-    """A buffer that fills up, and then forgets the oldest."""
+    """A buffer that fills up and then drops its oldest items."""
 
     def prepare(self) -> None:
         self.memory: deque[Tensor] = deque(maxlen=140)
@@ -304,7 +277,7 @@ class Replay(Net):
 
 
 class Fragments(Net):
-    """Tensors of random sizes that live for random times."""
+    """Tensors of random sizes with random lifetimes."""
 
     def prepare(self) -> None:
         self.random, self.alive = random.Random(0), [torch.empty(0)] * 30
@@ -315,7 +288,7 @@ class Fragments(Net):
 
 
 class Compiled(Net):
-    """A compiled network, which compiles anew for a few shapes."""
+    """A compiled network that is recompiled for a few shapes."""
 
     def prepare(self) -> None:
         self.compiled = [torch.compile(self.layer, backend="eager", dynamic=False)]

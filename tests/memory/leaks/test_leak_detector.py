@@ -1,11 +1,12 @@
-"""LeakDetector: planted leaks are found and named, sound trainings are left in peace."""
+"""LeakDetector: leaks are found and named, trainings without leaks have no suspects."""
 
 import ctypes
 import gc
 import logging
 import os
 import random
-from collections.abc import Iterator
+import weakref
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,70 +19,57 @@ from torch import Tensor
 import lightning_opt as lo
 from lightning_opt.core.measure.malloc import malloc_info
 from lightning_opt.core.measure.memory import MemoryLimits, Usage
-from lightning_opt.memory import object_graph as walking
-from lightning_opt.memory.leaks import leak_detector as leaks
-from lightning_opt.memory.leaks import signals as leak_signals
-from lightning_opt.memory.leaks.census import collect_garbage
-from lightning_opt.memory.leaks.signals import Signals
+from lightning_opt.memory import object_graph
+from lightning_opt.memory.leaks import leak_detector
+from lightning_opt.memory.leaks.growth import MemoryTrend, read_counters
 from lightning_opt.memory.leaks.suspects import Suspect
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.leaks import leaky
-from tests.memory.leaks.leaky import BATCHES, CLEAN, EPOCHS, LEAKS, Net, callbacks_of, logger_for
+from tests.memory.leaks.leaky import BATCHES, CLEAN, EPOCHS, LEAKS, Net, logger_for
 
 needs_heap = pytest.mark.skipif(malloc_info() is None, reason="needs glibc's malloc statistics")
 
 
 @pytest.fixture(autouse=True)
 def _collections_are_fast() -> Iterator[None]:
-    """Set aside what pytest and other tests have made; counts and collections skip it."""
+    """Freeze the objects of pytest and other tests; counts and collections skip them."""
     gc.freeze()
     yield
     gc.unfreeze()
 
 
 def train(model: Any, detector: lo.LeakDetector, **settings: Any) -> lo.LeakDetector:
-    trainer = quiet_trainer(**{
-        "callbacks": [detector, *callbacks_of(model)],
-        "max_epochs": EPOCHS,
-        "limit_val_batches": 0,
-        **settings,
-    })  # fmt: skip
-    trainer.fit(model)
+    settings = {"max_epochs": EPOCHS, "limit_val_batches": 0, **settings}
+    quiet_trainer(callbacks=[detector], **settings).fit(model)
     return detector
 
 
-def hunt(model: type[Net], settings: dict[str, Any], **detector: Any) -> list[Suspect]:
+def train_frozen(
+    model: Callable[[], Any], settings: dict[str, Any], **detector: Any
+) -> tuple[list[Suspect], str]:
+    """Return suspects and report."""
     gc.freeze()
-    return train(model(), lo.LeakDetector(**detector), **settings).suspects
+    trained = train(model(), lo.LeakDetector(**detector), **settings)
+    return trained.suspects, str(trained.report())
 
 
-def suspects_of(model: type[Net], settings: Any = (), **detector: Any) -> list[Suspect]:
-    """Train in a process of its own, where no other test's garbage raises or lowers the heap."""
-    (suspects,) = launch(partial(hunt, **detector), model, dict(settings), processes=1)
-    return suspects
+def find_leaks(
+    model: Callable[[], Any], settings: Any = (), **detector: Any
+) -> tuple[list[Suspect], str]:
+    """Train in a new process, whose heap does not contain garbage of other tests."""
+    (result,) = launch(partial(train_frozen, **detector), model, dict(settings), processes=1)
+    return result
 
 
-def report_of_native() -> tuple[list[Suspect], str]:
-    gc.freeze()
-    detector = train(Native(), lo.LeakDetector())
-    return detector.suspects, str(detector.report())
-
-
-def hunt_planted(name: str, folder: Path) -> tuple[list[Suspect], str]:
-    gc.freeze()
-    detector = train(LEAKS[name][0](), lo.LeakDetector(), logger=logger_for(name, folder))
-    return detector.suspects, str(detector.report())
-
-
-# --- the ten and the twelve ---------------------------------------------------------------------
+# --- leaks, and trainings without ---------------------------------------------------------------
 
 
 @needs_heap
 @pytest.mark.parametrize("name", LEAKS)
-def test_finds_a_leak_within_300_steps_and_names_it(name, tmp_path):
-    _, kind, where, source = LEAKS[name]
-    (((suspect,), report),) = launch(hunt_planted, name, tmp_path, processes=1)
+def test_leak_is_found_within_300_steps_with_holder_and_line(name, tmp_path):
+    model, kind, where, source = LEAKS[name]
+    (suspect,), report = find_leaks(model, {"logger": logger_for(name, tmp_path)})
     assert (suspect.kind, suspect.where) == (kind, where)
     assert suspect.step <= 300 == BATCHES * EPOCHS
     file, _, number = suspect.line.rpartition(":")
@@ -92,7 +80,7 @@ def test_finds_a_leak_within_300_steps_and_names_it(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_leaves_a_sound_training_in_peace(name, tmp_path):
+def test_training_without_leak_has_no_suspects(name, tmp_path):
     make, settings = CLEAN[name]
     detector = train(make(), lo.LeakDetector(), logger=logger_for(name, tmp_path), **settings)
     assert detector.suspects == []
@@ -103,22 +91,22 @@ def test_leaves_a_sound_training_in_peace(name, tmp_path):
 
 
 class Native(Net):
-    """Memory that no object of Python knows of."""
+    """Memory that no Python object references."""
 
     def leak(self, batch, loss):
         ctypes.pythonapi.PyMem_RawMalloc(ctypes.c_size_t(20_000))
 
 
 @needs_heap
-def test_says_so_if_nothing_in_python_grows():
-    ((suspects, report),) = launch(report_of_native, processes=1)
+def test_report_names_the_counter_if_no_container_grows():
+    suspects, report = find_leaks(Native)
     assert suspects == []
     assert "The heap grows by 19" in report
     assert "no container of Python does" in report
 
 
 class ValidationLeak(Net):
-    """Grows in validation only, which is too rare for the steps of training to tell."""
+    """Grows in validation, too rarely for the training samples."""
 
     def prepare(self) -> None:
         self.kept: list[Tensor] = []
@@ -128,8 +116,8 @@ class ValidationLeak(Net):
 
 
 @needs_heap
-def test_finds_what_only_validation_grows():
-    (suspect,) = suspects_of(
+def test_growth_in_validation_is_found():
+    (suspect,), _ = find_leaks(
         ValidationLeak,
         {"limit_val_batches": 2, "val_check_interval": 25},
         every_n_steps=100,  # training has three samples
@@ -148,8 +136,8 @@ CACHE: list[Tensor] = []
 
 
 @needs_heap
-def test_finds_a_list_of_a_module_that_was_frozen():
-    (suspect,) = suspects_of(ModuleCache)
+def test_frozen_list_of_a_python_module_is_found():
+    (suspect,), _ = find_leaks(ModuleCache)
     assert suspect.where == f"{__name__}.CACHE"
     assert suspect.line.startswith("leaks/test_leak_detector.py")
 
@@ -169,26 +157,11 @@ def epoch_outputs(room: int) -> list[str]:
 
 @needs_heap
 @pytest.mark.parametrize("room", [10**15, 10**5])
-def test_what_an_epoch_may_keep_has_to_fit_until_its_end(room):
+def test_outputs_of_an_epoch_are_suspects_only_if_memory_would_run_out(room):
     assert launch(epoch_outputs, room, processes=1) == [["EpochOutputs.outputs"] * (room == 10**5)]
 
 
-# --- what happens then --------------------------------------------------------------------------
-
-
-def raised(model: type[Net]) -> str:
-    gc.freeze()
-    try:
-        train(model(), lo.LeakDetector(action="raise"))
-    except RuntimeError as error:
-        return str(error)
-    return "went on"
-
-
-@needs_heap
-def test_raises_if_told_so():
-    (message,) = launch(raised, leaky.LossList, processes=1)
-    assert "at step 210. graph: LossList.losses" in message
+# --- actions ------------------------------------------------------------------------------------
 
 
 def warned() -> tuple[list[str], MemoryLogger]:
@@ -201,38 +174,41 @@ def warned() -> tuple[list[str], MemoryLogger]:
 
 
 @needs_heap
-def test_warns_once_and_logs():
+def test_leak_warns_once_and_is_logged():
     (((message,), logger),) = launch(warned, processes=1)
     assert "grows by 1 Tensor a step" in message
     assert "detach()" in message
     assert logger.series("leaks/suspects")[-1] == 1
-    # A step's graph: the activations of 4 rows, in 32 + 32 + 1 units, and autograd's nodes.
+    # The graph of a step: activations of 4 rows in 32 + 32 + 1 units, and autograd's nodes.
     assert 2 < logger.series("leaks/kb_per_step")[-1] < 40
 
 
-def raise_on_two_ranks() -> str:
+def train_until_raise(processes: int) -> str:
+    """Leak on the last rank only."""
     gc.freeze()
-    model = leaky.LossList() if os.environ["RANK"] == "1" else Net()
+    leaks = int(os.environ["RANK"]) == processes - 1
+    settings = {"strategy": "ddp", "devices": 2} if processes == 2 else {}
     try:
-        train(model, lo.LeakDetector(action="raise"), strategy="ddp", devices=2)
+        train(leaky.LossList() if leaks else Net(), lo.LeakDetector(action="raise"), **settings)
     except RuntimeError as error:
         return str(error)
-    return "went on"
+    return "completed"
 
 
 @pytest.mark.distributed
+@pytest.mark.parametrize("processes", [1, 2])
 @needs_heap
-def test_all_ranks_stop_together():
-    other, leaking = launch(raise_on_two_ranks)
-    assert "at step 210." in leaking
-    assert "LossList.losses" in leaking
-    assert "at step 210." in other
-    assert "Another rank" in other
+def test_raise_stops_all_ranks_at_the_same_step(processes):
+    *others, leaking = launch(train_until_raise, processes, processes=processes)
+    assert "at step 210. graph: LossList.losses" in leaking
+    for message in others:
+        assert "at step 210. Another rank" in message
 
 
-def test_searches_only_if_something_grows(monkeypatch):
+def test_nothing_is_counted_without_growth(monkeypatch):
     rng = random.Random(0)
-    monkeypatch.setattr(leaks, "read_signals", lambda device: {"heap": 1e9 + rng.gauss(0, 1e6)})
+    counters = lambda device: {"heap": 1e9 + rng.gauss(0, 1e6)}  # noqa: E731
+    monkeypatch.setattr(leak_detector, "read_counters", counters)
     detector = train(leaky.LossList(), lo.LeakDetector())
     assert " 0 searches" in str(detector.report())
 
@@ -240,7 +216,7 @@ def test_searches_only_if_something_grows(monkeypatch):
 @pytest.mark.parametrize("settings", [
     {"every_n_steps": 0}, {"warmup_steps": -1}, {"min_kb_per_step": 0}, {"action": "stop"},
 ])  # fmt: skip
-def test_refuses_what_makes_no_sense(settings):
+def test_invalid_argument_raises_with_its_name(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         lo.LeakDetector(**settings)
 
@@ -249,10 +225,10 @@ def test_refuses_what_makes_no_sense(settings):
 
 
 def growth_of(values: list[float], min_rate: float = 100.0) -> list[str]:
-    signals = Signals(min_rate)
+    trend = MemoryTrend(min_rate)
     for place, value in enumerate(values):
-        signals.add(10 * place, {"heap": value})
-    return list(signals.growing())
+        trend.add(10 * place, {"heap": value})
+    return list(trend.growing())
 
 
 NOISE = [random.Random(3).gauss(0, 3e3) for _ in range(24)]
@@ -268,53 +244,36 @@ NOISE = [random.Random(3).gauss(0, 3e3) for _ in range(24)]
     ([-3e3 * i for i in range(24)], False),
     ([3e3 * i + 1e7 * (i in (5, 17)) for i in range(24)], True),  # with outliers
 ])  # fmt: skip
-def test_growth_is_steady_and_does_not_flatten(values, grows):
+def test_growth_must_be_steady_and_not_flatten(values, grows):
     assert growth_of(values) == ["heap"] * grows
 
 
-def test_signals_are_bytes():
-    before = leak_signals.read_signals(torch.device("cpu"))
+def test_counters_are_bytes():
+    before = read_counters(torch.device("cpu"))
     kept = torch.ones(3_000_000), [object() for _ in range(20_000)]
-    after = leak_signals.read_signals(torch.device("cpu"))
+    after = read_counters(torch.device("cpu"))
     if "heap" in before:
         assert after["heap"] - before["heap"] == pytest.approx(12e6, rel=0.05)
     assert after["python"] - before["python"] == pytest.approx(20_000 * 96, rel=0.1)
     del kept
 
 
-def test_garbage_is_told_and_gone():
-    gc.collect()
-    gc.disable()
-    try:
-        for _ in range(5):
-            leaky.Node(torch.zeros(2500))
-        garbage = collect_garbage()
-        again = collect_garbage()
-    finally:
-        gc.enable()
-    assert garbage.types[leaky.Node] == garbage.types[leaky.Child] == garbage.tensors == 5
-    assert garbage.bytes == pytest.approx(5 * 10_000, rel=0.2)
-    assert again.objects == 0
-    assert not gc.garbage
-    assert gc.get_debug() == 0
-
-
-def test_a_graph_is_as_long_as_its_operations():
+def test_graph_size_counts_operations():
     total = torch.zeros((), requires_grad=True)
     for _ in range(10):
         total = total + 1
-    assert walking.graph_size(total) == 11  # and the leaf
-    assert walking.graph_size(total, limit=5) == 5
+    assert object_graph.graph_size(total) == 11  # with the leaf
+    assert object_graph.graph_size(total, limit=5) == 5
 
 
-def test_size_counts_a_storage_once_and_no_module():
+def test_deep_size_counts_a_storage_once_and_no_module():
     base = torch.zeros(10_000)
     model = Net()
-    size = walking.deep_size([base, base.view(100, 100), base[5:], model])
+    size = object_graph.deep_size([base, base.view(100, 100), base[5:], model])
     assert size == pytest.approx(40_000, rel=0.1)
 
 
-def test_names_lead_through_anything():
+def test_path_leads_through_containers_and_closures():
     class Holder:
         pass
 
@@ -324,19 +283,17 @@ def test_names_lead_through_anything():
         return deep
 
     holder.table = {"a": [0, (function,)]}
-    walk = walking.Walk([("root", holder)])
-    assert walking.describe(walk.path(deep), "root") == "root.table['a'][1][0] closure deep"
-    assert walking.Walk([("root", holder)]).path([]) == []
+    walk = object_graph.Walk([("root", holder)])
+    assert object_graph.describe(walk.path(deep), "root") == "root.table['a'][1][0] closure deep"
+    assert object_graph.Walk([("root", holder)]).path([]) == []
 
 
-def test_looks_at_proxies_without_waking_them():
-    import weakref
-
+def test_dead_proxies_do_not_raise():
     class Gone:
         pass
 
     thing = Gone()
     proxy = weakref.proxy(thing)
     del thing
-    assert walking.deep_size([[proxy]]) > 0
-    assert walking.Walk([("root", [proxy])]).found
+    assert object_graph.deep_size([[proxy]]) > 0
+    assert object_graph.Walk([("root", [proxy])]).found
