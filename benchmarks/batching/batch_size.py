@@ -27,7 +27,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from lightning_opt.core.measure.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.numerics.ratios import median_ratio
 
@@ -118,7 +118,7 @@ def prepare(name: str, room: float | None, apart: bool = True) -> Blocks:
     logging.getLogger("lightning.pytorch").setLevel(logging.WARNING)
     trainer_of(max_steps=2).fit(Blocks(*MODELS[name]), loader_of(4))
     if apart:
-        let_go(torch.device("cpu"))
+        recover_memory(torch.device("cpu"))
     if room is not None:
         limit = psutil.Process().memory_info().vms + int(room * MB)
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

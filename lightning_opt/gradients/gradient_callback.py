@@ -20,7 +20,7 @@ from lightning_opt.core.numerics.norms import (
     parameters_of,
 )
 from lightning_opt.core.numerics.scalars import Scalar
-from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -102,7 +102,7 @@ class GradientCallback(RunCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the parameters' names and shards, and the gradient callbacks before this one."""
-        refuse_lbfgs(type(self).__name__, trainer.optimizers)
+        raise_if_lbfgs(type(self).__name__, trainer.optimizers)
         GradientCallback.release(self, trainer)
         self.names = {held: plain_name(name) for name, held in pl_module.named_parameters()}
         for index, optimizer in enumerate(trainer.optimizers):

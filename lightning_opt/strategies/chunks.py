@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.modules.sharding import reads_are_free
 
 CHUNK = 131_072
 """Elements a piece on a CPU: half a megabyte of float32, which an L2 cache holds with its mask."""
@@ -24,7 +24,7 @@ def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
         flat: One-dimensional.
         multiple: What the length of a piece is a multiple of.
     """
-    size = max(CHUNK // multiple, 1) * multiple if wants_host(flat.device) else flat.numel()
+    size = max(CHUNK // multiple, 1) * multiple if reads_are_free(flat.device) else flat.numel()
     return cut(flat.numel(), size)
 
 

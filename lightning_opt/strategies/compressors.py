@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from lightning_opt.core.arguments import at_least, one_of, positive, share
-from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.chunks import chunks_of
 from lightning_opt.strategies.packing import (
@@ -204,7 +204,7 @@ class SparseCodec(Codec):
         self._selector = Selector(layout.numel)
 
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
-        if wants_host(flat.device):
+        if reads_are_free(flat.device):
             return self._selector.top(flat, self.layout.capacity)
         indices = largest_places(flat, self.layout.capacity)
         return indices, flat.index_select(0, indices)
@@ -241,7 +241,7 @@ class ThresholdCodec(SparseCodec):
         capacity = self.layout.capacity
         bound = self.bound if self._value is None else self._value
         k = min(max(round(self.AUTO_RATIO * self.layout.numel), 1), capacity)
-        if not wants_host(flat.device):
+        if not reads_are_free(flat.device):
             indices, values = super()._select(flat)
             if bound is None:
                 bound = self.bound = values.abs().topk(k).values[-1]

@@ -13,7 +13,7 @@ import math
 import torch
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 
 HEADER = 16
@@ -141,7 +141,7 @@ class SparseLayout(Layout):
 
     def read(self, message: Tensor, alpha: Scalar = 1.0) -> tuple[Tensor, Tensor]:
         """Return the indices (int64, ascending) and ``alpha`` times the values (float32)."""
-        count = read_count(message) if wants_host(message.device) else self.capacity
+        count = read_count(message) if reads_are_free(message.device) else self.capacity
         if count == 0:  # the rest is whatever was there before
             nothing = torch.empty(0, dtype=torch.int64, device=message.device)
             return nothing, nothing.float()

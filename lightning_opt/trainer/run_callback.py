@@ -81,7 +81,7 @@ class RunCallback(Callback):
         return {**self.__dict__, "_model": None, **dict.fromkeys(self.process_only)}
 
 
-def refuse_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:
+def raise_if_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:
     """Raise if an optimizer evaluates the loss and its gradient several times a step.
 
     Args:

@@ -15,7 +15,7 @@ from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, growth_figures, live_bytes
-from lightning_opt.core.modules.preserve import Before
+from lightning_opt.core.modules.preserve import StepState
 from lightning_opt.memory.checkpointing import offloading
 from lightning_opt.memory.meters import StorageMeter, measuring, storage_bytes
 from tests.helpers.fake_cuda import (
@@ -166,7 +166,7 @@ def test_state_before_an_out_of_memory_batch_is_restored_on_the_device():
     model.net.mask = torch.empty(3, device="cuda")
     fake_gradients(model)
     held = HeldGradients(model.parameters())
-    before = Before(model, FIRST)
+    before = StepState(model, FIRST)
     before.take()
     for buffer in model.buffers():
         buffer.add_(1)

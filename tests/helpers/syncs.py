@@ -147,5 +147,5 @@ def each_path(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 
 def _set_choice(monkeypatch: pytest.MonkeyPatch, answer: Callable[[torch.device], bool]) -> None:
     for name, module in list(sys.modules.items()):
-        if name.startswith("lightning_opt.") and hasattr(module, "wants_host"):
-            monkeypatch.setattr(module, "wants_host", answer)
+        if name.startswith("lightning_opt.") and hasattr(module, "reads_are_free"):
+            monkeypatch.setattr(module, "reads_are_free", answer)

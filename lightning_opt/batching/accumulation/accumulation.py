@@ -34,7 +34,7 @@ from lightning_opt.core.modules.sharding import flat_parameter_groups, ranks_of_
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
-from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -189,7 +189,7 @@ class Accumulation(RunCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse optimizers that evaluate the loss more than once a step."""
-        refuse_lbfgs("Accumulation", trainer.optimizers)
+        raise_if_lbfgs("Accumulation", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's window, its losses and its emptying of gradients."""

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
-from lightning_opt.core.modules.sharding import Groups, sum_over, wants_host
+from lightning_opt.core.modules.sharding import Groups, reads_are_free, sum_over
 from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
 
@@ -57,7 +57,9 @@ def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
     if not isinstance(counted, Tensor):
         return float(counted)
     counted = counted.detach()
-    return float(counted) if wants_host(counted.device) else counted.to(wide_dtype(counted.device))
+    return (
+        float(counted) if reads_are_free(counted.device) else counted.to(wide_dtype(counted.device))
+    )
 
 
 def sum_over_ranks(total: Scalar, device: torch.device, groups: Groups) -> tuple[Scalar, int]:
@@ -67,7 +69,7 @@ def sum_over_ranks(total: Scalar, device: torch.device, groups: Groups) -> tuple
     value = torch.as_tensor(total, dtype=torch.float64, device=device).clone()
     sum_over(value, groups)
     world = dist.get_world_size(groups[0])
-    return value.item() if wants_host(device) else value, world  # free on a CPU
+    return value.item() if reads_are_free(device) else value, world  # free on a CPU
 
 
 def quotient(expected: float, total: Scalar) -> Scalar:

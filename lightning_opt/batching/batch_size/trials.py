@@ -30,7 +30,12 @@ from lightning_opt.batching.batch_size.probe import (
 )
 from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
 from lightning_opt.core.arguments import function_named, one_of
-from lightning_opt.core.measure.exhaustion import CAUGHT, free_unused, is_out_of_memory, let_go
+from lightning_opt.core.measure.exhaustion import (
+    CAUGHT,
+    free_unused,
+    is_out_of_memory,
+    recover_memory,
+)
 from lightning_opt.core.modules.patching import do_nothing, replaced
 
 if TYPE_CHECKING:
@@ -149,7 +154,7 @@ class Trials:
                 fits = False
             if not fits:
                 self._clean_up()
-        (free_unused if fits else let_go)(trainer.strategy.root_device)
+        (free_unused if fits else recover_memory)(trainer.strategy.root_device)
         self.initial, self.samples = probe.initial or self.initial, probe.samples
         size = probe.size or 0
         if not fits or probe.peak is None:

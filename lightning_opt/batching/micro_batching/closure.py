@@ -19,15 +19,15 @@ from lightning_opt.batching.micro_batching.agreement import Alone, OtherRankFail
 from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.batching.micro_batching.hooks import HookGuard
 from lightning_opt.batching.micro_batching.logs_and_outputs import LogRecorder, merge_outputs
-from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, let_go
+from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.batches import (
     UnsplittableBatchError,
+    copy_containers,
     split_into,
     tensors_of,
-    with_own_containers,
 )
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.preserve import Before, CannotUndoError
+from lightning_opt.core.modules.preserve import CannotUndoError, StepState
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -95,7 +95,7 @@ class Workshop:
         self.sums, self.recorder = sums, LogRecorder(module, sums)
         self.device = trainer.strategy.root_device
         self.parameters: list[nn.Parameter] = list(module.parameters())
-        self.before = Before(module, self.device) if retrying else None
+        self.before = StepState(module, self.device) if retrying else None
 
     def samples(self, batch: Any) -> int:
         """Return how many samples a batch has; 1 for one that is not to be split.
@@ -188,7 +188,7 @@ class MicroBatchClosure(Closure):
         ranks = self._shop.ranks
         versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
         # `training_step` may take things out of its containers, so the next attempt has these.
-        kept = with_own_containers(batch)
+        kept = copy_containers(batch)
         result: ClosureResult | None = None
         while result is None:
             problem, sizes = "", [0]
@@ -215,9 +215,9 @@ class MicroBatchClosure(Closure):
                 self._take_back(versions, problem)
                 parts = smaller(kept, max(sizes), parts, problem)
                 if parts == 1:  # another rank's batch is split, and this one cannot be
-                    batch = with_own_containers(kept)
-        before.learn()
-        before.forget()
+                    batch = copy_containers(kept)
+        before.record_writes()
+        before.clear()
         return result
 
     def _attempt(self, pieces: Sequence[tuple[Any, int]]) -> ClosureResult:
@@ -311,7 +311,7 @@ class MicroBatchClosure(Closure):
             if not (self._is_whole and shop.before is not None and is_out_of_memory(error)):
                 raise
         # In a hook: what others have done to the gradients is not done again, so they stay.
-        let_go(shop.device)
+        recover_memory(shop.device)
         self.finished = True  # a second failure is final
         shop.trainer.precision_plugin.post_backward(loss, shop.module)
 
@@ -322,7 +322,7 @@ class MicroBatchClosure(Closure):
         shop.before.restore()
         if self._gradients is not None:
             self._gradients.drop()
-        let_go(shop.device)
+        recover_memory(shop.device)
         if any(tensor._version != version for tensor, version in versions):
             raise CannotUndoError(
                 "training_step has changed tensors of its batch in place before it ran out of "

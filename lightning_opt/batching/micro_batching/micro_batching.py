@@ -47,7 +47,7 @@ from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import COMPLETE, Groups, ranks_of_a_step, sum_over
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -197,7 +197,7 @@ class MicroBatching(RunCallback):
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Refuse optimizers that evaluate the loss more than once a step."""
-        refuse_lbfgs("MicroBatching", trainer.optimizers)
+        raise_if_lbfgs("MicroBatching", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take the place of Lightning's closures."""

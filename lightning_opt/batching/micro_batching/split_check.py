@@ -17,9 +17,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.dropout import _DropoutNd
 
 from lightning_opt.batching.micro_batching.closure import Workshop, split_with
-from lightning_opt.core.measure.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.trial import loss_of, without_a_trace
+from lightning_opt.core.modules.trial import loss_of, without_side_effects
 
 log = logging.getLogger(__name__)
 
@@ -114,7 +114,7 @@ def _measure(shop: Workshop, piece: Any, samples: int) -> float:
     except Exception as trouble:  # noqa: BLE001 - the run's own step comes next
         failed, reason = is_out_of_memory(trouble), f"{type(trouble).__name__}: {trouble}"
     if failed:
-        let_go(shop.device)  # outside `except`, where the traceback holds it
+        recover_memory(shop.device)  # outside `except`, where the traceback holds it
     raise _CannotTellError(reason)
 
 
@@ -160,7 +160,7 @@ def _gradient(
             logged[name] = value
 
     with ExitStack() as stack:
-        stack.enter_context(without_a_trace(shop.trainer, shop.module))
+        stack.enter_context(without_side_effects(shop.trainer, shop.module))
         stack.enter_context(replaced(shop.module, log=log))
         stack.enter_context(torch.enable_grad())
         if draw:

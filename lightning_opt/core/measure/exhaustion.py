@@ -58,7 +58,7 @@ def free_unused(device: torch.device) -> None:
         malloc_trim()
 
 
-def let_go(device: torch.device) -> None:
+def recover_memory(device: torch.device) -> None:
     """Free what nobody uses, after memory has run out.
 
     Call it outside ``except``: a traceback holds what its frames hold.

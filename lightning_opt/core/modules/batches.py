@@ -24,14 +24,14 @@ Batch = TypeVar("Batch")
 
 
 class UnsplittableBatchError(ValueError):
-    """Raised if a batch cannot be split into samples."""
+    """Raised for a batch that cannot be split into samples."""
 
 
 def batch_length(batch: Any) -> int:
-    """Return the number of samples: the size that the first dimensions of all tensors have.
+    """Return the number of samples, which is the first dimension of every tensor.
 
     Raises:
-        UnsplittableBatchError: If they differ, if there are none, or for something unknown.
+        UnsplittableBatchError: If these differ, if there is no tensor, or for unknown types.
     """
     lengths: dict[int, str] = {}
     for place, leaf in _leaves(batch, "batch"):
@@ -50,10 +50,10 @@ def batch_length(batch: Any) -> int:
 def split_batch(batch: Batch, size: int) -> list[Batch]:
     """Split a batch into parts of at most ``size`` samples, as equal as possible.
 
-    Tensors and arrays are cut along their first dimension, into views. Lists and tuples that hold
-    neither tensors nor containers of them have one entry a sample. Numbers, strings, ``None`` and
-    tensors without dimensions belong to every part. Dicts and other mappings (also those of Hugging
-    Face), lists, tuples, named tuples and dataclasses are rebuilt around the parts.
+    Tensors and arrays are cut along their first dimension, into views. Lists and tuples without
+    tensors inside have one entry per sample. Numbers, strings, ``None`` and tensors without
+    dimensions belong to every part. Mappings (including Hugging Face's), lists, tuples, named
+    tuples and dataclasses are rebuilt around the parts.
 
     Args:
         batch: As the DataLoader gave it.
@@ -81,12 +81,12 @@ def split_batch(batch: Batch, size: int) -> list[Batch]:
 def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
     """Split a batch like :func:`split_batch`, and return each part with its share of the samples.
 
-    For manual optimisation and plain loops: the gradients of ``loss * share`` add up to that of the
-    whole batch, if the loss is a mean over samples.
+    For manual optimisation and plain loops: the gradients of ``loss * share`` add up to the
+    gradient of the whole batch, if the loss is a mean over samples.
 
     Args:
         batch: As the DataLoader gave it.
-        size: Samples of a part at most, at least 1.
+        size: The largest number of samples in a part, at least 1.
 
     Raises:
         UnsplittableBatchError: See :func:`batch_length`.
@@ -108,7 +108,7 @@ def micro_batches(batch: Batch, size: int) -> list[tuple[Batch, float]]:
 
 
 def split_into(batch: Batch, parts: int) -> list[tuple[Batch, int]]:
-    """Cut a batch into a number of parts, and return each with its number of samples."""
+    """Split a batch into ``parts`` parts, and return each with its number of samples."""
     samples = batch_length(batch)
     if parts == 1:
         return [(batch, samples)]
@@ -116,21 +116,18 @@ def split_into(batch: Batch, parts: int) -> list[tuple[Batch, int]]:
     return [(_cut(batch, start, end), end - start) for start, end in pairwise(ends)]
 
 
-def with_own_containers(batch: Batch) -> Batch:
-    """Return the same tensors in new containers, as far as these can be made."""
+def copy_containers(batch: Batch) -> Batch:
+    """Return the same tensors in new containers; containers that cannot be rebuilt are kept."""
     if not _is_container(batch):
         return batch
     try:
-        return _rebuild(batch, with_own_containers)  # type: ignore[no-any-return]
-    except (TypeError, UnsplittableBatchError):  # of a kind that is made in another way
+        return _rebuild(batch, copy_containers)  # type: ignore[no-any-return]
+    except (TypeError, UnsplittableBatchError):  # its constructor takes other arguments
         return batch
 
 
 def shape_of(batch: Any) -> tuple[str, int]:
-    """Return what the samples look like, as text, and how many elements one sample has.
-
-    Batches of the same text need the same memory for a sample, as far as shapes tell.
-    """
+    """Return dtypes and shapes of one sample as text, and its number of elements."""
     shapes, elements = [], 0
     for tensor in tensors_of(batch):
         if tensor.ndim:
@@ -140,10 +137,10 @@ def shape_of(batch: Any) -> tuple[str, int]:
 
 
 def leaves_of(value: Any) -> Iterator[Any]:
-    """Yield what is within anything: a batch, arguments, what a module returns.
+    """Yield the leaves of any nested structure: a batch, arguments, a module's output.
 
-    Looked into are mappings of any kind (``BatchEncoding``, ``ModelOutput``), dataclasses, named
-    tuples, lists and tuples; torch's own pytrees open only some of them.
+    It opens mappings of any kind (``BatchEncoding``, ``ModelOutput``), dataclasses, named tuples,
+    lists and tuples. torch's pytrees open only some of them.
     """
     if not isinstance(value, Tensor) and (
         isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
@@ -155,12 +152,12 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors within anything: see :func:`leaves_of`."""
+    """Yield the tensors in any nested structure: see :func:`leaves_of`."""
     return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
 def samples_in(batch: Any) -> int:
-    """Return the length of the first tensor of a batch that has one; 1 without any."""
+    """Return the length of the first tensor of a batch that has dimensions, or 1."""
     first = batch
     while isinstance(first, (tuple, list)) and first:  # fast path for the usual batches
         first = first[0]
@@ -210,15 +207,15 @@ def _is_dataclass(value: Any) -> bool:
 
 
 def _is_shared(leaf: Any) -> bool:
-    """Return whether it belongs to every part."""
+    """Return whether a leaf belongs to every part."""
     if isinstance(leaf, (Tensor, np.ndarray)):
         return leaf.ndim == 0
     return leaf is None or isinstance(leaf, (bool, int, float, complex, str, bytes, np.generic))
 
 
 def _is_container(value: Any) -> bool:
-    """Return whether samples lie across its entries, so that each of them is cut."""
-    if isinstance(value, Tensor):  # the most frequent case, and asking the others takes longer
+    """Return whether each entry is to be cut, and not the container itself."""
+    if isinstance(value, Tensor):  # fast path
         return False
     if isinstance(value, Mapping) or _is_dataclass(value) or _is_named_tuple(value):
         return not isinstance(value, PackedSequence)
@@ -236,7 +233,7 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
 
 
 def _leaves(value: Any, place: str) -> Iterator[tuple[str, Any]]:
-    """Return what is to be cut or shared, each with words for where it is."""
+    """Yield the leaves to cut or share, each with its place in the batch for errors."""
     if _is_container(value):
         for key, item in _entries(value):
             yield from _leaves(item, f"{place}[{key!r}]")

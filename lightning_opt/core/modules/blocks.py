@@ -1,7 +1,6 @@
 """The repeated blocks of a model, found by structure and parameter shapes, never by name.
 
-What repeats is what pays to treat as a unit: to recompute, to compile once for all, to shard. A
-block is either one module (a transformer layer, a residual block) or a stretch of plain layers that
+A block is either one module (a transformer layer, a residual block) or a group of plain layers that
 repeats within an ``nn.Sequential`` (linear, norm, activation; linear, norm, activation; ...).
 """
 
@@ -15,7 +14,7 @@ from typing import Any, TypeAlias
 from torch import nn
 
 MIN_LAYER_REPEATS = 4
-"""From this many repetitions on, plain layers of a Sequential are a stack of blocks."""
+"""Repetitions of plain layers in a Sequential that make them blocks."""
 
 Signature: TypeAlias = tuple[Any, ...]
 """Equal for modules of the same classes, structure and parameter shapes."""
@@ -37,18 +36,17 @@ class Block:
 def find_blocks(model: nn.Module) -> list[Block]:
     """Return the repeated blocks of ``model``, in order of registration; none contains another.
 
-    Children of one module that are of one class, and have more inside than a plain layer, are a
-    run. Its members are the blocks, unless they are stacks of smaller blocks themselves: that is
-    assumed where a member holds a longer run than the one it is in (an encoder beside a decoder),
-    or where members hold runs and differ in shape (the stages of a hierarchical vision model).
-    Experts and attention heads are thus left inside of their layer. Where the rule is wrong, the
-    caller names the modules; nothing but the choice of units depends on it.
+    Children of one module that have the same class, and contain more than a plain layer, form a
+    run. Its members are the blocks, unless they consist of smaller blocks. A member does so if it
+    contains a longer run than its own (an encoder beside a decoder), or if members contain runs and
+    differ in shape (the stages of a hierarchical vision model). Experts and attention heads thus
+    stay inside their layer.
     """
     return list(_collect(model, "", set()))
 
 
 def signature(module: nn.Module) -> Signature:
-    """Return the classes, structure and parameter shapes of ``module`` as a comparable value."""
+    """Return a value that is equal for modules of the same classes, structure and shapes."""
     return (
         type(module),
         tuple((name, tuple(p.shape)) for name, p in module.named_parameters(recurse=False)),
@@ -80,7 +78,7 @@ def _collect(module: nn.Module, name: str, seen: set[nn.Module]) -> Iterator[Blo
 
 
 def _runs(module: nn.Module) -> Iterator[list[nn.Module]]:
-    """Yield the children of ``module`` that are of one class, where there are two or more."""
+    """Yield the children of ``module`` by class, for classes with two or more children."""
     by_class: dict[type[nn.Module], list[nn.Module]] = {}
     for _, child in _children(module):
         if _can_be_block(child):
@@ -97,7 +95,7 @@ def _is_stack(run: list[nn.Module]) -> bool:
 
 
 def _longest_run(module: nn.Module) -> int:
-    """Return the length of the longest run anywhere inside ``module``; 0 if there is none."""
+    """Return the length of the longest run at any depth inside ``module``, or 0."""
     lengths = [len(run) for run in _runs(module)]
     lengths.append(len(_layer_blocks(module, "")))
     lengths.extend(_longest_run(child) for _, child in _children(module))
@@ -105,9 +103,9 @@ def _longest_run(module: nn.Module) -> int:
 
 
 def _layer_blocks(module: nn.Module, name: str) -> list[Block]:
-    """Return the repetitions of plain layers in a Sequential, if there are enough of them."""
+    """Return the repeated groups of plain layers in a Sequential, if there are enough."""
     if type(module) is not nn.Sequential:
-        return []  # elsewhere it is not known that the layers run one after the other
+        return []  # in other modules the layers may not run in sequence
     children = list(_children(module))
     if len({child for _, child in children}) < len(children):
         return []
@@ -126,7 +124,7 @@ def _layer_blocks(module: nn.Module, name: str) -> list[Block]:
 
 
 def _longest_repetition(signatures: list[Signature], allowed: list[bool]) -> tuple[int, int, int]:
-    """Return start, period (2 or more) and count of the repetition that covers most positions."""
+    """Return start, period (at least 2) and count of the repetition that covers most layers."""
     best = (0, 1, 0)
     for period in range(2, len(signatures) // MIN_LAYER_REPEATS + 1):
         start = 0
@@ -146,7 +144,7 @@ def _longest_repetition(signatures: list[Signature], allowed: list[bool]) -> tup
 
 
 def unwrapped(module: nn.Module) -> nn.Module:
-    """Return what FSDP1 or torch.compile have wrapped around; any other module as it is."""
+    """Return the module inside the wrappers of FSDP1 and torch.compile."""
     while True:
         inner = module._modules.get("_fsdp_wrapped_module") or module._modules.get("_orig_mod")
         if inner is None:
@@ -155,18 +153,18 @@ def unwrapped(module: nn.Module) -> nn.Module:
 
 
 def _children(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield all children; unlike ``named_children`` a shared one as often as it is registered."""
+    """Yield all children. Unlike ``named_children``, it repeats shared ones."""
     children = unwrapped(module)._modules.items()
     return ((name, unwrapped(child)) for name, child in children if child is not None)
 
 
 def _can_be_block(module: nn.Module) -> bool:
-    """Return whether ``module`` can be called, has weights, and more inside than a plain layer."""
+    """Return whether ``module`` is callable, has weights and contains more than a plain layer."""
     if isinstance(module, (nn.ModuleList, nn.ModuleDict, nn.ParameterList, nn.ParameterDict)):
         return False
     if not any(True for _ in module.parameters()):
         return False
     if any(True for _ in module.children()):
         return True
-    # Without children: a linear, a convolution or a norm has one matrix at most, an LSTM has more.
+    # A linear, a convolution or a norm has at most one matrix; an LSTM has more.
     return sum(parameter.dim() > 1 for parameter in module.parameters()) > 1

@@ -1,4 +1,4 @@
-"""What torch.compile does in this process: which modules it runs, when it compiles, how long."""
+"""Which modules are compiled or checkpointed already, and how long torch.compile has taken."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from lightning_opt.core.modules.patching import forwards_of
 
 
 def is_compiled(module: nn.Module) -> bool:
-    """Return whether torch.compile runs this very module, in whichever way it was asked to."""
+    """Return whether torch.compile runs this very module."""
     return hooks_are_compiled(module) or _compiles_forward(module)
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Return whether torch.compile runs ``model`` or any module inside of it."""
+    """Return whether torch.compile runs ``model`` or any module inside it."""
     return any(map(is_compiled, model.modules()))
 
 
@@ -32,12 +32,12 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def has_checkpointed_parts(model: nn.Module) -> bool:
-    """Return whether ``model`` or any module inside of it is checkpointed."""
+    """Return whether ``model`` or any module inside it is checkpointed."""
     return any(map(is_checkpointed, model.modules()))
 
 
 def run_eagerly() -> Any:
-    """Return the context in which compiled modules run as they are written."""
+    """Return a context in which compiled modules run uncompiled."""
     set_stance = getattr(torch.compiler, "set_stance", None)  # since torch 2.6
     return set_stance("force_eager") if set_stance is not None else contextlib.nullcontext()
 
@@ -47,7 +47,7 @@ def hooks_are_compiled(module: nn.Module) -> bool:
     return (
         getattr(module, "_compiled_call_impl", None) is not None  # module.compile()
         or "_orig_mod" in module._modules  # torch.compile(module)
-        or getattr(module, "_compiler_ctx", None) is not None  # what Lightning makes of that
+        or getattr(module, "_compiler_ctx", None) is not None  # set by Lightning
     )
 
 
@@ -58,15 +58,13 @@ def _compiles_forward(module: nn.Module) -> bool:
 
 
 class CompileClock:
-    """Counts compilations and their seconds, of forward and backward graphs, whoever wanted them.
+    """Counts all compilations of this process and their time, of forward and backward graphs.
 
-    Whoever measures a step can take the difference of :attr:`seconds` off, so that the first step
-    does not count as a slow one. It runs as long as someone has started it.
+    Subtract the difference of :attr:`seconds` from the time of a step to exclude compilation.
 
     Attributes:
-        compilations: How often something was compiled while it ran; one call that compiles several
-            graphs counts several times.
-        seconds: Of wall time.
+        compilations: Compiled graphs while the clock ran.
+        seconds: Wall time of these compilations.
     """
 
     def __init__(self) -> None:
@@ -76,18 +74,18 @@ class CompileClock:
         self._since: float | None = None
 
     def start(self) -> None:
-        """Begin to count; each start wants a stop."""
+        """Start counting. Each start needs a stop."""
         self._users += 1
         if self._users == 1:
             _handler().register_start_callback(self._begin)
             _handler().register_end_callback(self._end)
 
     def stop(self) -> None:
-        """Stop counting when all have stopped."""
+        """Stop counting once every start has been matched."""
         self._users -= 1
         if self._users == 0:
             self._since = None
-            with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has forgotten it
+            with contextlib.suppress(ValueError):  # `torch._dynamo.reset` has removed it
                 _handler().remove_start_callback(self._begin)
                 _handler().remove_end_callback(self._end)
 
@@ -102,11 +100,11 @@ class CompileClock:
 
 
 CLOCK = CompileClock()
-"""That of this process."""
+"""The clock of this process."""
 
 
 def _handler() -> Any:
-    """Return torch's registry of callbacks, whose import takes seconds."""
+    """Import torch's registry of callbacks, which takes seconds."""
     from torch._dynamo.callback import callback_handler
 
     return callback_handler

@@ -1,4 +1,4 @@
-"""Putting a model's state back: after a trial that is to leave no trace, or a step that failed."""
+"""Snapshots of the state that a training step changes, to restore it after a trial or a failure."""
 
 from __future__ import annotations
 
@@ -17,54 +17,55 @@ import torch
 from torch import Tensor, nn
 
 PLAIN = (bool, int, float, complex, str, bytes, type(None), list, dict, set, tuple, deque)
-"""Attributes of these types are put back: counters, flags, collected outputs."""
+"""Types of attributes that are restored: counters, flags, collected outputs."""
 
-LONGEST_COPIED = 1000
-"""Entries of a container that is copied; of longer ones only the length is kept."""
+MAX_COPIED = 1000
+"""Containers with more entries are not copied; only their length is restored."""
 
-LONGEST_SEARCHED = 100
-"""Entries of a container that is searched for containers, tensors and generators in turn."""
+MAX_SEARCHED = 100
+"""Containers with more entries are not searched for inner containers, tensors and generators."""
 
-DEEPEST = 5
-"""Containers and objects within each other that are looked into."""
+MAX_DEPTH = 5
+"""Levels of nested containers and objects that are searched."""
 
 SMALL = 64 * 2**10
-"""Bytes of a tensor that is copied whether a step has been seen to write it or not."""
+"""Bytes of a tensor that is always copied, even if no step was seen to write it."""
 
 LARGE = 64 * 2**20
-"""Bytes above which a tensor that is an attribute, such as a data set, is not copied to find out
-whether it is written. Buffers of any size are."""
+"""Bytes above which a tensor attribute, such as a data set, is not copied on the first batch.
+Buffers of any size are."""
 
 _CONTAINERS = (list, dict, set, deque)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _STANDARD = sys.stdlib_module_names - {"__main__"}
-_OWN = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
+_MODULE_INTERNALS = frozenset(
+    ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
+)
 
 MERSENNE_TWISTER = 625 * 4
-"""Bytes of what NumPy's global generator is in: 624 words and a place among them."""
+"""Bytes of the state of NumPy's global generator: 624 words and a position."""
 
 Undo = Callable[[], object]
 
 
 class CannotUndoError(RuntimeError):
-    """A failed step has changed something of which there is no copy."""
+    """A failed step has changed something that was not copied."""
 
 
-class Before:
-    """The state that a training step may change, as it is before each batch.
+class StepState:
+    """The state that a training step may change, recorded before each batch.
 
-    Random numbers (Python's, NumPy's, torch's, and generators that modules hold), buffers, tensors
-    and small arrays that are attributes, metrics, and counters, flags and collections of the
-    modules, those within collections and within objects of the user's own classes too. Not
-    gradients, and not parameters, of which it only sees that they were written. Taking it waits for
-    no device.
+    It covers random numbers (Python, NumPy, torch, and generators held by modules), buffers, tensor
+    attributes, small arrays, metrics, and the counters, flags and collections of modules, also
+    inside collections and objects of the user's own classes. It excludes gradients. Parameters are
+    not copied, but a write to them is detected. Recording never waits for the device.
 
-    The first batch shows which tensors it writes; from then on large ones are copied if they are
-    among these.
+    The first batch shows which tensors a step writes. From then on a large tensor is copied only if
+    it was written.
 
     Args:
-        module: What runs, with all that is inside of it.
-        device: Where it runs.
+        module: The module that runs, including its submodules.
+        device: The device it runs on.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -72,58 +73,57 @@ class Before:
         self._parameters = list(module.parameters())
         modules = list(module.modules())
         self._buffers = [owner._buffers for owner in modules if owner._buffers]
-        # Layers of torch count nothing, and most modules are such layers.
+        # torch's own layers, which most modules are, have no state in attributes.
         self._attributes = [vars(owner) for owner in modules if _is_users(type(owner))]
         self._written: set[tuple[int, Any]] | None = None
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """Let go of the copies."""
-        self._weights: list[int] = []
+    def clear(self) -> None:
+        """Drop the copies."""
+        self._versions: list[int] = []
         self._undo: list[Undo] = []
-        self._tensors: list[_Kept] = []
+        self._tensors: list[_SavedTensor] = []
 
     def take(self) -> None:
-        """Remember the state as it is."""
-        self._weights = [parameter._version for parameter in self._parameters]
+        """Record the current state."""
+        self._versions = [parameter._version for parameter in self._parameters]
         self._undo, self._tensors = list(random_states([self._device])), []
         for buffers in self._buffers:
             self._undo.append(functools.partial(buffers.update, buffers.copy()))
             for name, buffer in buffers.items():
                 if buffer is not None:
-                    self._keep(buffers, name, buffer, math.inf)
+                    self._save_tensor(buffers, name, buffer, math.inf)
         seen: set[int] = set()
         for attributes in self._attributes:
-            self._remember(attributes, seen)
+            self._save_attributes(attributes, seen)
 
-    def _keep(
-        self, place: Any, name: Any, tensor: Tensor, most: float, unseen: float = SMALL
+    def _save_tensor(
+        self, place: Any, name: Any, tensor: Tensor, limit: float, limit_unwritten: float = SMALL
     ) -> None:
-        seen = self._written is None or (id(place), name) in self._written
-        bytes_ = tensor.numel() * tensor.element_size()  # `nbytes` fails for sparse ones
-        copied = bytes_ <= (most if seen else unseen) and not tensor.is_inference()
+        may_write = self._written is None or (id(place), name) in self._written
+        bytes_ = tensor.numel() * tensor.element_size()  # `nbytes` fails for sparse tensors
+        copied = bytes_ <= (limit if may_write else limit_unwritten) and not tensor.is_inference()
         copy = tensor.detach().clone() if copied else None
-        self._tensors.append(_Kept(place, name, tensor, _version(tensor), copy))
+        self._tensors.append(_SavedTensor(place, name, tensor, _version(tensor), copy))
 
-    def _remember(self, attributes: dict[str, Any], seen: set[int], depth: int = 0) -> None:
-        """Remember attributes of plain types, what is in them, and generators."""
+    def _save_attributes(self, attributes: dict[str, Any], seen: set[int], depth: int = 0) -> None:
         before: dict[str, Any] = {}
-        for name, value in attributes.items():  # of all modules of the user's, at each batch
+        for name, value in attributes.items():
             kind = _kind(type(value))  # type: ignore[arg-type]
-            if not kind or name in _OWN or "_hooks" in name:
+            if not kind or name in _MODULE_INTERNALS or "_hooks" in name:
                 continue
             if kind == "tensor":
-                # One that belongs to a graph is made anew by each step, and would keep it alive.
+                # A tensor with a graph is created by each step; a copy would keep its graph alive.
                 if value.grad_fn is None:
-                    self._keep(attributes, name, value, LARGE)
+                    self._save_tensor(attributes, name, value, LARGE)
             else:
                 before[name] = value
                 if kind != "plain":
-                    self._look_into(value, kind, seen, depth + 1)
+                    self._save_contents(value, kind, seen, depth + 1)
         names = set(attributes)
 
         def undo() -> None:
-            # What appeared goes, unless it is a cache of tensors or an object of someone's.
+            # New attributes are removed, except tensors (caches) and objects of other classes.
             for name in [n for n, v in attributes.items() if n not in names]:
                 if isinstance(attributes[name], PLAIN):
                     del attributes[name]
@@ -131,71 +131,70 @@ class Before:
 
         self._undo.append(undo)
 
-    def _look_into(self, value: Any, kind: str, seen: set[int], depth: int) -> None:
-        """Remember what a value holds that is neither plain nor a tensor, once."""
-        if id(value) in seen or depth > DEEPEST:
+    def _save_contents(self, value: Any, kind: str, seen: set[int], depth: int) -> None:
+        if id(value) in seen or depth > MAX_DEPTH:
             return
         seen.add(id(value))
         if kind == "generator":
             self._undo.append(_generator_state(value))
         elif kind == "object":
-            self._remember(getattr(value, "__dict__", {}), seen, depth)
+            self._save_attributes(getattr(value, "__dict__", {}), seen, depth)
         elif kind == "array":
             if value.nbytes <= SMALL and value.flags.writeable:
                 self._undo.append(functools.partial(np.copyto, value, value.copy()))
         else:
             if kind == "container":
-                content = len(value) if len(value) > LONGEST_COPIED else value.copy()
+                content = len(value) if len(value) > MAX_COPIED else value.copy()
                 self._undo.append(functools.partial(_refill, value, content))
-            if len(value) <= LONGEST_SEARCHED:
+            if len(value) <= MAX_SEARCHED:
                 entries = value.items() if isinstance(value, dict) else enumerate(value)
                 for name, entry in entries:
                     inner = _kind(type(entry))  # type: ignore[arg-type]
                     if inner == "tensor" and entry.grad_fn is None:
-                        self._keep(value, name, entry, SMALL, unseen=0)
+                        self._save_tensor(value, name, entry, SMALL, limit_unwritten=0)
                     elif inner not in ("", "plain", "tensor"):
-                        self._look_into(entry, inner, seen, depth + 1)
+                        self._save_contents(entry, inner, seen, depth + 1)
 
-    def learn(self) -> None:
-        """Note, after the first batch that succeeded, which tensors the step writes."""
+    def record_writes(self) -> None:
+        """After the first batch that succeeds, record which tensors the step writes."""
         if self._written is None:
-            self._written = {(id(kept.place), kept.name) for kept in self._tensors if kept.changed}
+            self._written = {
+                (id(saved.place), saved.name) for saved in self._tensors if saved.changed
+            }
 
     @torch.no_grad()
     def restore(self, parameters: bool = True) -> None:
-        """Put everything back, as often as needed.
+        """Restore the recorded state. It may be called several times.
 
         Args:
-            parameters: Whether it is an error if parameters were written.
+            parameters: Raise if parameters were written.
 
         Raises:
-            CannotUndoError: If a parameter was written, or a large tensor that the first batch has
-                not written. Nothing is put back then.
+            CannotUndoError: If a parameter was written, or a large tensor that the first batch did
+                not write. Nothing is restored then.
         """
-        if parameters and self._weights != [p._version for p in self._parameters]:
+        if parameters and self._versions != [p._version for p in self._parameters]:
             raise CannotUndoError(
                 "The step has changed parameters (such as those of a moving average) before it "
                 "failed, so it cannot be rolled back and retried. Change them in "
                 "on_train_batch_end."
             )
-        lost = [kept.name for kept in self._tensors if kept.copy is None and kept.changed]
+        lost = [saved.name for saved in self._tensors if saved.copy is None and saved.changed]
         if lost:
             raise CannotUndoError(
                 f"The step has written to tensors that it had not written before ({lost}), so it "
                 "cannot be rolled back and retried."
             )
-        for kept in self._tensors:
-            if isinstance(kept.place, dict):  # entries of lists are put back with these
-                kept.place[kept.name] = kept.tensor
-            if kept.copy is not None:
-                kept.tensor.data.copy_(kept.copy)  # `.data`: autograd need not know
+        for saved in self._tensors:
+            if isinstance(saved.place, dict):  # entries of lists are restored with their list
+                saved.place[saved.name] = saved.tensor
+            if saved.copy is not None:
+                saved.tensor.data.copy_(saved.copy)  # `.data` hides the write from autograd
         for undo in self._undo:
             undo()
 
 
-class _Kept(NamedTuple):
-    """A tensor as it was, and where it belongs."""
-
+class _SavedTensor(NamedTuple):
     place: Any
     name: Any
     tensor: Tensor
@@ -208,13 +207,13 @@ class _Kept(NamedTuple):
 
 
 def _version(tensor: Tensor) -> int:
-    # What was made in inference mode, as in validation, cannot be written in training.
+    # Inference tensors, such as those of validation, have no version; training cannot write them.
     return 0 if tensor.is_inference() else tensor._version
 
 
 @contextmanager
 def isolated_random(device: torch.device) -> Iterator[None]:
-    """Put the random numbers back: Python's, NumPy's, torch's of the CPU and of ``device``."""
+    """Restore random states at the end: Python's, NumPy's, torch's on the CPU and on ``device``."""
     with ExitStack() as stack:
         for undo in random_states([device]):
             stack.callback(undo)
@@ -223,21 +222,21 @@ def isolated_random(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def preserved(model: nn.Module) -> Iterator[None]:
-    """Let forward and backward passes run on ``model``, and leave it as it was.
+    """Run forward and backward passes on ``model`` and restore its state at the end.
 
-    Put back are gradients, which are ``None`` inside, ``requires_grad``, and what :class:`Before`
-    knows. Parameters are not copied: whoever runs the passes must not step an optimizer.
+    Gradients are ``None`` inside. They are restored, as are ``requires_grad``, training modes and
+    everything that :class:`StepState` covers. Parameters are not copied, so no optimizer may step.
     """
     parameters = [(p, p.grad, p.requires_grad) for p in model.parameters()]
-    before = Before(model, parameters[0][0].device if parameters else torch.device("cpu"))
-    before.take()
+    state = StepState(model, parameters[0][0].device if parameters else torch.device("cpu"))
+    state.take()
     modes = [(module, module.training) for module in model.modules()]
     for parameter, _, _ in parameters:
         parameter.grad = None
     try:
         yield
     finally:
-        before.restore(parameters=False)
+        state.restore(parameters=False)
         for module, training in modes:
             module.training = training
         for parameter, gradient, requires_grad in parameters:
@@ -252,14 +251,14 @@ def _is_users(kind: type) -> bool:
 def random_states(
     devices: Iterable[torch.device], generators: Iterable[Any] = ()
 ) -> Iterator[Undo]:
-    """Yield what puts random numbers back: Python's, NumPy's, torch's, those of ``generators``.
+    """Yield functions that restore random states: Python's, NumPy's, torch's and ``generators``.
 
     Args:
-        devices: Whose generators, beside the CPU's.
-        generators: Others.
+        devices: Devices whose generators are restored, in addition to the CPU's.
+        generators: Further generators.
     """
     yield functools.partial(random.setstate, random.getstate())
-    yield _NumpyState.now().put_back
+    yield _NumpyState.current().restore
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())
     for device in devices:
         if device.type == "cuda":
@@ -271,25 +270,25 @@ def random_states(
 
 
 class _NumpyState(NamedTuple):
-    """NumPy's random numbers, which take 0.1 ms to read and to write: done if they have moved."""
+    """NumPy's global random state. It is read and written, 0.05 ms each, only if it has changed."""
 
     raw: bytes
     state: dict[str, Any]
 
     @staticmethod
-    def now() -> _NumpyState:
+    def current() -> _NumpyState:
         bits = np.random.get_bit_generator()  # type: ignore[attr-defined]
-        twister = type(bits) is np.random.MT19937  # as long as nobody sets another
+        twister = type(bits) is np.random.MT19937  # the default, unless another one was set
         raw = ctypes.string_at(bits.ctypes.state_address, MERSENNE_TWISTER) if twister else b""
         known = _LAST_NUMPY[-1] if twister and _LAST_NUMPY else None
-        # A second normal number is drawn without a move.
+        # Of two normal numbers drawn together, the second one is not visible in `raw`.
         if known is None or known.raw != raw or known.state["has_gauss"]:
             known = _NumpyState(raw, np.random.get_state(legacy=False))  # noqa: NPY002
             _LAST_NUMPY[:] = [known]
         return known
 
-    def put_back(self) -> None:
-        if _NumpyState.now() is not self:
+    def restore(self) -> None:
+        if _NumpyState.current() is not self:
             np.random.set_state(self.state)  # noqa: NPY002
 
 
@@ -323,7 +322,7 @@ def _kind(kind: Any) -> str:
 
 
 def _is_own(kind: type) -> bool:
-    """Whether a class and its bases are the user's own: a meter, a state, a moving average."""
+    """Return whether a class and its bases are the user's own: a meter, a moving average."""
     names = {base.__module__.partition(".")[0] for base in kind.__mro__[:-1]}
     if names & {"torch", "lightning", "lightning_opt"} or kind.__module__ in _STANDARD:
         return False
@@ -331,7 +330,7 @@ def _is_own(kind: type) -> bool:
 
 
 def _is_refillable(kind: Any) -> bool:
-    """Whether a container is changed as Python's own are; a frozen configuration is not."""
+    """Return whether a container has Python's own methods; a frozen configuration has not."""
     own = [base for base in kind.__mro__ if base.__module__ in ("builtins", "collections")]
     return all(
         any(getattr(kind, name, None) is getattr(base, name, None) for base in own)

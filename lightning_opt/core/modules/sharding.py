@@ -1,8 +1,7 @@
-"""Where the rest of a gradient lives: the process groups over which its squares must be summed.
+"""Process groups: over which ranks a tensor is sharded, and reductions over them.
 
-After DDP's reduction every rank holds every gradient, and its own norm is the global one. FSDP2
-(DTensor) and FSDP1 (flat parameters) leave each rank with a shard, perhaps an empty one, and the
-norm of a shard is not the norm of the gradient. This module is the one place that knows which.
+Under DDP every rank holds whole gradients. Under FSDP2 (DTensor) and FSDP1 (flat parameters) each
+rank holds a shard, which may be empty, and squares must be summed over the shards' group.
 """
 
 from __future__ import annotations
@@ -15,24 +14,22 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Groups: TypeAlias = tuple[Any, ...]
-"""The process groups to sum over, one a mesh dimension; empty where this rank has everything."""
+"""The process groups to sum over, one per mesh dimension; empty if this rank has everything."""
 
 COMPLETE: Groups = ()
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, without importing DTensor where nobody uses it."""
+    """Return whether ``tensor`` is a DTensor, without importing DTensor."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
 
 
 def local_part(tensor: Tensor) -> Tensor:
     """Return this rank's part of ``tensor`` as a dense tensor that shares its memory.
 
-    A DTensor with a pending sum over ranks (a ``Partial`` placement) has no such part: its values
-    exist nowhere yet. FSDP2 and tensor parallelism never leave one in ``Parameter.grad``.
-
     Raises:
-        RuntimeError: For a DTensor with a ``Partial`` placement.
+        RuntimeError: For a DTensor whose sum over ranks is pending (a ``Partial`` placement). FSDP2
+            and tensor parallelism never leave one in ``Parameter.grad``.
     """
     if not is_dtensor(tensor):
         return tensor
@@ -51,7 +48,7 @@ def shard_groups(parameter: Tensor, flat: Mapping[Tensor, Groups] | None = None)
 
     Args:
         parameter: A parameter as the optimizer sees it.
-        flat: What :func:`flat_parameter_groups` found in the model, under FSDP1.
+        flat: The result of :func:`flat_parameter_groups`, under FSDP1.
     """
     if is_dtensor(parameter):
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
@@ -64,10 +61,10 @@ def shard_groups(parameter: Tensor, flat: Mapping[Tensor, Groups] | None = None)
 
 
 def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
-    """Return the groups of every parameter that FSDP1 has sharded within ``module``.
+    """Return the groups of every parameter in ``module`` that FSDP1 shards.
 
-    Covers both settings of ``use_orig_params``. Units under ``NO_SHARD`` hold complete gradients
-    and are left out; under ``HYBRID_SHARD`` the group is that of the shards.
+    Covers both settings of ``use_orig_params``. Units under ``NO_SHARD`` hold whole gradients and
+    are excluded; under ``HYBRID_SHARD`` the group is the sharding group.
     """
     if not dist.is_available() or not dist.is_initialized():
         return {}
@@ -85,14 +82,13 @@ def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
 
 
 def sum_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
-    """Sum ``values``, or reduce them by ``op``, in place over each group, and return them."""
+    """Reduce ``values`` in place over each group, by sum or by ``op``, and return them."""
     for group in groups:
         backends = dist.get_backend_config(group)
-        # NCCL takes no tensors of the host, where FSDP(cpu_offload=True) keeps gradients. It has
-        # waited for them already.
+        # NCCL does not accept host tensors, where FSDP(cpu_offload=True) keeps gradients.
         own = values if values.device.type in backends else values.to(backends.split(":")[0])
         dist.all_reduce(own, op=dist.ReduceOp.SUM if op is None else op, group=group)
-        values.copy_(own)  # nothing, for themselves
+        values.copy_(own)  # no effect if they are the same tensor
     return values
 
 
@@ -130,10 +126,10 @@ class CustomExchange:
 
 
 def ranks_of_a_step(trainer: Any) -> Groups:
-    """Return the group of the processes that take each step together, from the same weights.
+    """Return the group of ranks that take each step together, with the same weights.
 
-    It is empty for a process that trains by itself, as a replica of ``DiLoCoStrategy`` may. Only
-    these may be waited for at a step.
+    It is empty for a process that steps alone, such as a replica of ``DiLoCoStrategy``. Collectives
+    inside a step may only use this group.
     """
     if trainer.world_size == 1 or not dist.is_initialized():
         return COMPLETE
@@ -144,10 +140,10 @@ def ranks_of_a_step(trainer: Any) -> Groups:
 
 
 def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
-    """Combine figures of shards into those of whole tensors: one all-reduce a set of groups.
+    """Reduce values of shards to values of whole tensors, with one all-reduce per set of groups.
 
     Args:
-        values: This rank's figures, one tensor a place of the last dimension; not changed.
+        values: This rank's values; the last dimension has one entry per tensor. Not changed.
         groups: For each tensor, the groups over which it is sharded.
         op: A ``torch.distributed.ReduceOp``; None for the sum.
     """
@@ -163,6 +159,6 @@ def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> 
     return torch.stack(columns, -1)
 
 
-def wants_host(device: torch.device) -> bool:
-    """Return whether scalars of this device are read for free, so that host arithmetic is best."""
+def reads_are_free(device: torch.device) -> bool:
+    """Return whether reading a scalar of this device costs nothing: on a CPU."""
     return device.type == "cpu"

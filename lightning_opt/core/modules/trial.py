@@ -1,4 +1,4 @@
-"""One training step of the user's model on the user's batch, which leaves no trace."""
+"""Trial runs of the user's training step that leave no side effects."""
 
 from __future__ import annotations
 
@@ -27,23 +27,22 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def without_a_trace(
+def without_side_effects(
     trainer: pl.Trainer, module: pl.LightningModule, written: WrittenParameters | None = None
 ) -> Iterator[None]:
-    """Let training steps run that change, log and step nothing.
+    """Run training steps without side effects inside the process.
 
     Random numbers, gradients, buffers, metrics, counters, collected outputs and parameters that
-    ``training_step`` itself writes are afterwards as before. Nothing is logged, optimizers and
-    schedulers do not step. What ``training_step`` does to the world outside (a file, an
-    environment) it does.
+    ``training_step`` itself writes are restored. Nothing is logged; optimizers and schedulers do
+    not step. Effects outside the process, such as written files, are not undone.
 
     Args:
         trainer: The Trainer.
         module: Its module.
-        written: What is known of those parameters already, where steps are timed.
+        written: The parameters that the step writes, if an earlier trial has found them.
     """
     with ExitStack() as stack:
-        stack.enter_context((written or WrittenParameters(module)).put_back())
+        stack.enter_context((written or WrittenParameters(module)).restored())
         stack.enter_context(isolated_random(module.device))
         stack.enter_context(preserved(module))
         stack.enter_context(
@@ -63,9 +62,9 @@ def without_a_trace(
 
 
 def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Any:
-    """Run ``training_step`` in the run's precision, and return its loss.
+    """Run ``training_step`` in the run's precision and return its loss.
 
-    Under DDP it goes past the wrapper, whose reducer then expects no gradients and stays out of it.
+    Under DDP the wrapper is bypassed, so that its reducer expects no gradients.
     """
     past_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
     step = module.training_step if past_ddp else trainer.strategy.training_step
@@ -76,7 +75,7 @@ def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_i
 
 
 def run_step(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> None:
-    """Run ``training_step`` and its backward pass, and wait until the device is done."""
+    """Run ``training_step`` and its backward pass, and wait for the device."""
     with torch.enable_grad():
         loss = loss_of(trainer, module, batch, batch_idx)
         if module.automatic_optimization and loss is not None:
@@ -84,29 +83,29 @@ def run_step(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_
     wait_for(module.device)
 
 
-def as_delivered(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
-    """Return a batch of a loader as ``training_step`` gets it: converted, on the device."""
+def prepare_batch(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -> Any:
+    """Convert a loader's batch and move it to the device, as Lightning does for a step."""
     batch = trainer.precision_plugin.convert_input(batch)
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
 def _arguments(training_step: Callable[..., Any]) -> int:
-    """Return whether ``training_step`` takes a batch alone (1), or its index too (2)."""
+    """Return 1 if ``training_step`` takes only a batch, 2 if it also takes the index."""
     kinds = [p.kind for p in inspect.signature(training_step).parameters.values()]
     placed = sum(kind in (0, 1) for kind in kinds)  # positional ones
     return 2 if placed >= 2 or inspect.Parameter.VAR_POSITIONAL in kinds else 1
 
 
 class TrialStep:
-    """Forward and backward pass of a training step, as often as wanted, without consequences.
+    """A training step (forward and backward pass) that can be repeated without side effects.
 
-    See :func:`without_a_trace`. No callback is told of it.
+    See :func:`without_side_effects`. No callback hooks run.
 
     Args:
-        trainer: The Trainer, within ``on_train_batch_start``.
+        trainer: The Trainer, inside ``on_train_batch_start``.
         pl_module: Its module.
-        batch: The batch; the step gets a copy.
+        batch: The batch; each run gets a copy.
         batch_idx: Its index.
     """
 
@@ -121,15 +120,15 @@ class TrialStep:
         """Run it once.
 
         Args:
-            inside: Called with a stack right before the forward pass, to enter contexts that last
-                until the end of the backward pass.
+            inside: Called right before the forward pass with a stack. Contexts entered into it
+                last until the end of the backward pass.
 
         Returns:
-            Seconds from the start of the forward to the end of the backward pass.
+            Seconds of the forward and backward pass.
         """
         module = self._module
-        with without_a_trace(self._trainer, module, self._written):
-            batch = copy.deepcopy(self._batch)  # before anything measures
+        with without_side_effects(self._trainer, module, self._written):
+            batch = copy.deepcopy(self._batch)  # outside the measurement
             self._make_gradients()
             wait_for(module.device)
             with ExitStack() as measured:
@@ -140,25 +139,25 @@ class TrialStep:
                 return time.perf_counter() - start
 
     def _make_gradients(self) -> None:
-        """Have the gradients there before the measurement, which is of activations."""
+        """Allocate gradients before the measurement, which is of activations only."""
         parameters = list(self._module.parameters())
         fsdp1 = type(self._trainer.strategy.model).__name__ == "FullyShardedDataParallel"
         if fsdp1 or any(map(is_dtensor, parameters)):
-            return  # sharded gradients are made by the strategy
+            return  # the strategy allocates sharded gradients
         for parameter in parameters:
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
 
 
 class WrittenParameters:
-    """The parameters that ``training_step`` itself writes, such as a teacher that is an average.
+    """The parameters that ``training_step`` itself writes, such as a moving-average teacher.
 
-    The first time they are found, each copied right before it is written; afterwards, when steps
-    may be timed, these are copied at once and nothing is watched. Where parts are compiled, whose
-    writes cannot be seen coming, all are copied.
+    The first run detects them and copies each right before its first write. Later runs, which may
+    be timed, copy them in advance. In compiled modules writes cannot be intercepted, so there all
+    parameters are copied.
 
     Args:
-        module: Whose step it is.
+        module: The module that has the step.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
@@ -166,8 +165,8 @@ class WrittenParameters:
         self._known = list(module.parameters()) if has_compiled_parts(module) else None
 
     @contextmanager
-    def put_back(self) -> Iterator[None]:
-        """Let steps run, and leave the parameters as they were."""
+    def restored(self) -> Iterator[None]:
+        """Restore the parameters at the end of the context."""
         watch, step = _WriteWatch(self._module), self._module.training_step
         watch.copies = {p: p.detach().clone() for p in self._known or ()}
         versions = {p: p._version for p in watch.copies}
@@ -186,7 +185,7 @@ class WrittenParameters:
             with torch.no_grad():
                 for parameter, copy_ in watch.copies.items():
                     if parameter._version != versions.get(parameter):
-                        parameter.data.copy_(copy_)  # `.data`: autograd need not know
+                        parameter.data.copy_(copy_)  # `.data` hides the write from autograd
 
 
 class _WriteWatch(TorchDispatchMode):

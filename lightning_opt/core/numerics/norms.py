@@ -21,8 +21,8 @@ from lightning_opt.core.modules.sharding import (
     combine_shards,
     is_dtensor,
     local_part,
+    reads_are_free,
     shard_groups,
-    wants_host,
 )
 from lightning_opt.core.numerics.scalars import Scalar, move, wide_dtype
 
@@ -55,7 +55,7 @@ class Gradients:
     @property
     def on_host(self) -> bool:
         """Whether scalars of these gradients are Python floats."""
-        return not self.tensors or wants_host(self.tensors[0].device)
+        return not self.tensors or reads_are_free(self.tensors[0].device)
 
     def state(self) -> tuple[int, ...]:
         """Return a value that changes when a gradient is written in place or replaced."""

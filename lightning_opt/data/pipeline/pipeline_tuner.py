@@ -20,9 +20,9 @@ from lightning_opt.core.modules.preserve import isolated_random
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import (
     WrittenParameters,
-    as_delivered,
+    prepare_batch,
     run_step,
-    without_a_trace,
+    without_side_effects,
 )
 from lightning_opt.core.output.report import Report
 from lightning_opt.data.pipeline.loaders import (
@@ -249,7 +249,7 @@ class DataPipelineTuner(RunCallback):
             pins=self._pins(trainer, present),
             persistent=present.persistent or (self.persistent and can_persist(trainer, loader)),
         )
-        with without_a_trace(trainer, pl_module, written), signal_handler_restored():
+        with without_side_effects(trainer, pl_module, written), signal_handler_restored():
             chosen = search.run(fetch, step_seconds)
         self._tried = search.tried
         step_time = f"{1e3 * step_seconds:.3g} ms" if step_seconds else "an unknown time"
@@ -277,7 +277,7 @@ class DataPipelineTuner(RunCallback):
         """Return a training step without lasting effects, and its seconds; 0 if it fails."""
 
         def step(batch: Any) -> None:
-            run_step(trainer, pl_module, as_delivered(trainer, pl_module, batch), 0)
+            run_step(trainer, pl_module, prepare_batch(trainer, pl_module, batch), 0)
             for parameter in pl_module.parameters():
                 parameter.grad = None
 
@@ -286,7 +286,7 @@ class DataPipelineTuner(RunCallback):
         if model is pl_module or isinstance(model, DistributedDataParallel):  # not sharded
             try:
                 for repeats in (1, 3):  # the first run shows which parameters the step writes
-                    with without_a_trace(trainer, pl_module, written):
+                    with without_side_effects(trainer, pl_module, written):
                         for _ in range(repeats):
                             start = time.perf_counter()
                             step(batch)

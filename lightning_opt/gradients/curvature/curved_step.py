@@ -17,7 +17,7 @@ from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_len
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import Groups, sum_over
-from lightning_opt.core.modules.trial import loss_of, without_a_trace
+from lightning_opt.core.modules.trial import loss_of, without_side_effects
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -104,7 +104,7 @@ def twice_differentiable_loss(
                 "into samples. Give fraction=1.0 to say that you know."
             )
     with ExitStack() as stack:
-        stack.enter_context(without_a_trace(trainer, module))
+        stack.enter_context(without_side_effects(trainer, module))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fast kernels have no second one
         stack.enter_context(run_eagerly())  # graphs have no second order

@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import Groups, combine_shards, local_part, wants_host
+from lightning_opt.core.modules.sharding import Groups, combine_shards, local_part, reads_are_free
 from lightning_opt.core.numerics.norms import GradientStep, as_real
 from lightning_opt.core.numerics.scalars import wide_dtype
 
@@ -107,7 +107,7 @@ def largest_magnitude(tensor: Tensor) -> Tensor:
     """Return the largest magnitude of a tensor's elements, NaN if one is NaN, 0 if it is empty."""
     if not tensor.numel():
         return tensor.new_zeros(())
-    if not wants_host(tensor.device):
+    if not reads_are_free(tensor.device):
         largest: Tensor = torch.linalg.vector_norm(tensor, math.inf)  # one kernel
         return largest
     low, high = torch.aminmax(tensor)  # 20 times as fast as the inf-norm

@@ -12,7 +12,7 @@ from lightning.pytorch.utilities.model_helpers import is_overridden
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import one_of
-from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, let_go
+from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.core.output.report import Report
@@ -178,7 +178,7 @@ class ChannelsLast(RunCallback):
                 **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
             )
             return
-        let_go(pl_module.device)
+        recover_memory(pl_module.device)
         self._decide(layout.dominate, "the layers, since memory ran out while measuring")
 
     # --- saving, reporting, undoing ---------------------------------------------------------------

@@ -21,7 +21,7 @@ from lightning_opt.core.measure.exhaustion import is_out_of_memory
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.core.modules.patching import ReplacedForward, replaced
-from lightning_opt.core.modules.preserve import Before
+from lightning_opt.core.modules.preserve import StepState
 from lightning_opt.kernels.compiling.errors import fails_in_every_mode, is_compilers, reason
 
 EAGER = "eager"
@@ -168,7 +168,7 @@ class CompiledForward(ReplacedForward):
         """Take nothing as known any more."""
         self._known: set[Any] = set()
         self._modes: set[Any] = set()
-        self._before: Before | None = None
+        self._before: StepState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
@@ -196,8 +196,8 @@ class CompiledForward(ReplacedForward):
             problem = error
         else:
             if before is not None:
-                before.learn()
-                before.forget()
+                before.record_writes()
+                before.clear()
                 if len(self._known) >= MOST_KEYS:
                     self._known.clear()
                 self._known.add(key)
@@ -213,7 +213,7 @@ class CompiledForward(ReplacedForward):
     def _recover(
         self,
         problem: Exception,
-        before: Before | None,
+        before: StepState | None,
         versions: Sequence[tuple[Tensor, int]],
         args: Any,
         kwargs: Any,
@@ -223,7 +223,7 @@ class CompiledForward(ReplacedForward):
             raise problem
         if before is not None:
             before.restore()
-            before.forget()
+            before.clear()
             if any(tensor._version != version for tensor, version in versions):
                 raise problem  # its input was written to, and is lost
         elif not is_compilers(problem) and not isinstance(problem, (RuntimeError, AssertionError)):
@@ -235,9 +235,9 @@ class CompiledForward(ReplacedForward):
         self.region.step_down(problem)
         return output
 
-    def _remember(self) -> Before:
+    def _remember(self) -> StepState:
         if self._before is None:
-            self._before = Before(self.module, self.region.shared.device)
+            self._before = StepState(self.module, self.region.shared.device)
         self._before.take()
         return self._before
 

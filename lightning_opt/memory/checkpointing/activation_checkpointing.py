@@ -20,7 +20,7 @@ from lightning_opt.core.modules.compiling import (
     run_eagerly,
 )
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.trial import TrialStep, as_delivered
+from lightning_opt.core.modules.trial import TrialStep, prepare_batch
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.checkpointing.batch_plan import (
@@ -252,7 +252,7 @@ class ActivationCheckpointing(RunCallback):
                     TrialStep(trainer, pl_module, batch, batch_idx).run()
             return
         if self.worst_batch is not None and not self._batch_plans:
-            worst_batch = as_delivered(trainer, pl_module, self.worst_batch)
+            worst_batch = prepare_batch(trainer, pl_module, self.worst_batch)
             self._plan_for(trainer, pl_module, worst_batch, batch_idx)
         self._plan_for(trainer, pl_module, batch, batch_idx)
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from lightning_opt.core.arguments import at_least, between
 from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, growth_figures
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
-from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step, sum_over, wants_host
+from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step, reads_are_free, sum_over
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.cleanup.cleaning import (
@@ -194,13 +194,13 @@ class MemoryCleanup(RunCallback):
         On an accelerator the result of the all-reduce is read at the next call, so no host waits.
         """
         device = trainer.strategy.root_device
-        if not wants_host(device):
+        if not reads_are_free(device):
             self._act_on_agreement(trainer, pl_module)
         usages, high = self._read()
         values = torch.tensor([float(bool(high)), _largest(usages)], device=device)
         sum_over(values, groups, dist.ReduceOp.MAX)
         self._agreements.push(values, None)
-        if wants_host(device):
+        if reads_are_free(device):
             self._act_on_agreement(trainer, pl_module)
 
     def _act_on_agreement(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:

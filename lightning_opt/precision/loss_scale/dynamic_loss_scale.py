@@ -21,7 +21,7 @@ from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
-from lightning_opt.trainer.run_callback import refuse_lbfgs
+from lightning_opt.trainer.run_callback import raise_if_lbfgs
 
 
 class DynamicLossScale(MixedPrecision):
@@ -282,4 +282,4 @@ def _check(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
             "DynamicLossScale needs weights in float32, since updates of float16 weights are "
             "rounded away; autocast computes in float16. Leave out `.half()`."
         )
-    refuse_lbfgs("DynamicLossScale", optimizers)
+    raise_if_lbfgs("DynamicLossScale", optimizers)

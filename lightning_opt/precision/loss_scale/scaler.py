@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Condition, Scalar, move, to_plain
 
 COUNTS = ("skipped", "overflows", "stuck")
@@ -46,7 +46,7 @@ class CountingScaler(torch.amp.GradScaler):
     def note_loss(self, loss: Tensor) -> None:
         """Take note of the loss of a batch before its backward pass."""
         finite = torch.isfinite(loss.detach()).all()
-        known = bool(finite.item()) if wants_host(loss.device) else finite  # on a CPU
+        known = bool(finite.item()) if reads_are_free(loss.device) else finite  # on a CPU
         self._finite = self._finite & known
 
     def update(self, new_scale: float | Tensor | None = None) -> None:
@@ -61,7 +61,7 @@ class CountingScaler(torch.amp.GradScaler):
             flags.update({device: move(flag, scale.device) for device, flag in flags.items()})
         overflow: Condition = sum(flag for flags in found for flag in flags.values()) > 0
         at_floor: Condition = scale <= self.min_scale
-        if wants_host(scale.device):
+        if reads_are_free(scale.device):
             overflow, at_floor = bool(overflow), bool(at_floor)
         super().update()
         scale.clamp_(min=self.min_scale)

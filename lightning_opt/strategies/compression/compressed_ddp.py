@@ -23,7 +23,7 @@ from lightning_opt.strategies.compression.exchange.local_clipping import clip_lo
 from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
-from lightning_opt.trainer.run_callback import RunCallback, refuse_lbfgs
+from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 
 TOO_SPARSE_FOR_ADAM = 0.002
 
@@ -197,7 +197,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, and look whether compression suits them and the callbacks."""
         super().setup_optimizers(trainer)
-        refuse_lbfgs("Compressed DDP", self.optimizers)
+        raise_if_lbfgs("Compressed DDP", self.optimizers)
         adaptive = not all(isinstance(optimizer, SGD) for optimizer in self.optimizers)
         clipping = [
             type(callback).__name__

@@ -21,7 +21,7 @@ from lightning_opt.strategies.diloco.exchange import CODECS, Replicas, make_grou
 from lightning_opt.strategies.diloco.fragments import default_outer
 from lightning_opt.strategies.diloco.replica import Plan, Replica
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
-from lightning_opt.trainer.run_callback import refuse_lbfgs
+from lightning_opt.trainer.run_callback import raise_if_lbfgs
 
 
 class DiLoCoStrategy(OwnExchangeStrategy):
@@ -131,7 +131,7 @@ class DiLoCoStrategy(OwnExchangeStrategy):
     def setup_optimizers(self, trainer: Any) -> None:
         """Make the optimizers, and refuse those that DiLoCo does not suit."""
         super().setup_optimizers(trainer)
-        refuse_lbfgs("DiLoCo", self.optimizers)
+        raise_if_lbfgs("DiLoCo", self.optimizers)
         if self._replicas is not None:
             # Before any other callback looks at the weights.
             first = LambdaCallback(on_validation_start=self.agree, on_train_end=self.agree)

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from lightning_opt.core.measure.exhaustion import is_out_of_memory, let_go
+from lightning_opt.core.measure.exhaustion import is_out_of_memory, recover_memory
 from lightning_opt.core.measure.memory import MB
 from tests.helpers.footprint import model_footprint, trainer_footprint
 from tests.helpers.models import assert_same_weights
@@ -171,7 +171,7 @@ def limited(room: float) -> int:
 
     # What threads, kernels and the first search load is no batch's.
     lo.find_batch_size(quiet_trainer(), Wide(), loader_of(64), max_size=16)
-    let_go(torch.device("cpu"))  # as trials do: large blocks apart
+    recover_memory(torch.device("cpu"))  # as trials do: large blocks apart
     gc.collect()
     limit = psutil.Process().memory_info().vms + int(room * MB)
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))

@@ -16,9 +16,9 @@ from torch.utils._pytree import tree_leaves
 import lightning_opt as lo
 from lightning_opt.core.modules.batches import (
     batch_length,
+    copy_containers,
     shape_of,
     split_into,
-    with_own_containers,
 )
 
 Pair = namedtuple("Pair", ["left", "right"])
@@ -131,7 +131,7 @@ def test_refuses_a_size_below_one():
 
 def test_own_containers_can_be_emptied():
     batch = {"x": X, "more": {"y": X}}
-    copy = with_own_containers(batch)
+    copy = copy_containers(batch)
     del copy["x"], copy["more"]["y"]
     assert batch["x"] is X
     assert batch["more"]["y"] is X

@@ -8,7 +8,7 @@ import torch
 import torchmetrics
 from torch import nn
 
-from lightning_opt.core.modules.preserve import SMALL, Before, CannotUndoError, preserved
+from lightning_opt.core.modules.preserve import SMALL, CannotUndoError, StepState, preserved
 
 
 class Meter:
@@ -75,12 +75,12 @@ def state_of(module):
 @pytest.mark.parametrize("batches", [0, 1, 3])
 def test_everything_is_put_back_as_often_as_needed(batches):
     module, x = Busy(), torch.randn(5, 3)
-    before = Before(module, torch.device("cpu"))
+    before = StepState(module, torch.device("cpu"))
     for _ in range(batches):
         before.take()
         module(x)
-        before.learn()
-        before.forget()
+        before.record_writes()
+        before.clear()
     expected = state_of(module)
     before.take()
     noises = []
@@ -94,10 +94,10 @@ def test_everything_is_put_back_as_often_as_needed(batches):
 
 def test_what_cannot_be_put_back_is_an_error():
     module, x = Busy(), torch.randn(5, 3)
-    before = Before(module, torch.device("cpu"))
+    before = StepState(module, torch.device("cpu"))
     before.take()
     module(x)
-    before.learn()
+    before.record_writes()
     before.take()
     module.table += 1
     with pytest.raises(CannotUndoError, match="table"):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_a_trace
+from lightning_opt.core.modules.trial import TrialStep, WrittenParameters, without_side_effects
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -83,7 +83,7 @@ def test_parameters_are_put_back_whether_they_are_known_or_not(compiled: bool) -
             written = WrittenParameters(module)
             for error in (None, None, ZeroDivisionError):
                 try:
-                    with without_a_trace(trainer, module, written):
+                    with without_side_effects(trainer, module, written):
                         module.training_step(batch, 0)
                         changed.append(not torch.equal(module.teacher.weight, before[2]))
                         if error:

@@ -252,7 +252,7 @@ def clean_on_two_ranks(delayed: bool) -> tuple[list[int], list[bool], float]:
     gc.freeze()
     gc.disable()
     if delayed:
-        cleanup_module.wants_host = lambda device: False
+        cleanup_module.reads_are_free = lambda device: False
     rank, base = int(os.environ["RANK"]), malloc_info().used
     MemoryLimits.read = lambda self: [Usage("heap", malloc_info().used - base, 200 * MB)]
     cleanup, logger = lo.MemoryCleanup(every_n_steps=5), MemoryLogger()

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.chunks import cut, is_finite
 from lightning_opt.strategies.compression.exchange.residuals import Owed
@@ -166,7 +166,7 @@ class GatherChannel(Channel):
 def code(codec: Codec, flat: Tensor, bad: Tensor) -> None:
     """Write the message of a tensor, flagged if the rank's gradient is ``bad``: not finite."""
     # A CPU knows for free that there is nothing to code. What a device then sends is not used.
-    if wants_host(flat.device) and bad:
+    if reads_are_free(flat.device) and bad:
         write_count(codec.message, 0)
     else:
         codec.compress(flat)
@@ -199,7 +199,7 @@ def piece_size(compressor: Compressor, numel: int, device: torch.device, shards:
         device: Where the bucket lies.
         shards: How many there are.
     """
-    if not isinstance(compressor, Quantize) or not wants_host(device):
+    if not isinstance(compressor, Quantize) or not reads_are_free(device):
         return numel
     size = max(PIECE // shards, LEAST_PIECE)
     return max(size // compressor.block, 1) * compressor.block

@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.modules.sharding import reads_are_free
 
 
 class Owed:
@@ -36,7 +36,7 @@ class Owed:
 
     def commit(self, lost: Tensor) -> None:
         """The step has been applied, unless ``lost``, which is 0-dimensional."""
-        if not wants_host(lost.device):
+        if not reads_are_free(lost.device):
             torch.where(lost, self.kept, self.pending, out=self.kept)
         elif not lost:  # on a CPU
             self.kept, self.pending = self.pending, self.kept
@@ -91,7 +91,7 @@ class Residual(Owed):
         names = [name for name in names if name in self.parts]
         if condition is not None:
             condition = condition > 0
-            if self._flushed or wants_host(condition.device):
+            if self._flushed or reads_are_free(condition.device):
                 # Waits for a device once, after the first step that is not compressed any more, or
                 # nobody would know that nothing is owed.
                 if not condition:

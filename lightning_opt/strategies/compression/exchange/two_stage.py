@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.core.modules.sharding import wants_host
+from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.chunks import cut, is_finite
 from lightning_opt.strategies.compression.exchange.channels import (
@@ -171,7 +171,7 @@ class TwoStageChannel(Channel):
         # be known beforehand whether all are finite.
         bad = is_finite(self.owed.pending).logical_not()
         self.flagged.zero_()
-        if not wants_host(gradient.device):
+        if not reads_are_free(gradient.device):
             return self._queue(gradient, scale, bad)
         future: Future[Tensor] = Future()
 
