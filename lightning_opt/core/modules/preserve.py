@@ -38,9 +38,7 @@ Buffers of any size are."""
 _CONTAINERS = (list, dict, set, deque)
 GENERATORS = (torch.Generator, random.Random, np.random.Generator, np.random.RandomState)
 _STANDARD = sys.stdlib_module_names - {"__main__"}
-_MODULE_INTERNALS = frozenset(
-    ("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set")
-)
+_INTERNALS = frozenset(("_parameters", "_buffers", "_modules", "_non_persistent_buffers_set"))
 
 MERSENNE_TWISTER = 625 * 4
 """Bytes of the state of NumPy's global generator: 624 words and a position."""
@@ -110,7 +108,7 @@ class StepState:
         before: dict[str, Any] = {}
         for name, value in attributes.items():
             kind = _kind(type(value))  # type: ignore[arg-type]
-            if not kind or name in _MODULE_INTERNALS or "_hooks" in name:
+            if not kind or name in _INTERNALS or "_hooks" in name:
                 continue
             if kind == "tensor":
                 # A tensor with a graph is created by each step; a copy would keep its graph alive.
