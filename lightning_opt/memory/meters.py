@@ -1,4 +1,4 @@
-"""How much memory a forward and backward pass takes, phase by phase."""
+"""Measure the memory that operators allocate."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from lightning_opt.core.modules.trial import returns_views
 
 
 class StorageMeter(TorchDispatchMode):
-    """Counts the memory of every tensor that operators make, from the making to the freeing.
+    """Counts the memory of every operator's result until it is freed.
 
-    For devices whose allocator keeps no statistics, above all the CPU. What kernels use inside of
-    themselves is not seen.
+    For devices whose allocator keeps no statistics, such as the CPU. Internal buffers of kernels
+    are not counted.
     """
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._held: dict[int, tuple[int, Any]] = {}  # bytes, and who says when they are freed
+        self._held: dict[int, tuple[int, Any]] = {}  # bytes, and a weak reference
         self._live = self._peak = 0
 
     def __torch_dispatch__(
@@ -42,30 +42,30 @@ class StorageMeter(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, inputs: set[int]) -> None:
         storage = tensor.untyped_storage()
-        key = id(storage)  # the same object for all tensors of a storage, as long as that lives
+        key = id(storage)  # the same object for all tensors of a live storage
         if key in self._held or key in inputs:
             return
-        self._held[key] = storage.nbytes(), ref(storage, partial(self._forget, key))
+        self._held[key] = storage.nbytes(), ref(storage, partial(self._remove, key))
         self._live += storage.nbytes()
         self._peak = max(self._peak, self._live)
 
     def adopt(self, tensors: Iterable[Tensor]) -> int:
-        """Count tensors that are there already, and return their bytes."""
+        """Count existing tensors, and return their bytes."""
         before = self._live
         for tensor in tensors:
             self._count(tensor, set())
         return self._live - before
 
-    def _forget(self, key: int, _: Any) -> None:
+    def _remove(self, key: int, _: Any) -> None:
         nbytes, _ = self._held.pop(key)
         self._live -= nbytes
 
     def live(self) -> int:
-        """Return what is held now."""
+        """Return the live bytes."""
         return self._live
 
     def mark(self) -> int:
-        """Return the peak since the last mark."""
+        """Return the peak since the last mark, in bytes."""
         peak, self._peak = self._peak, self._live
         return peak
 
@@ -79,29 +79,29 @@ class AllocatorMeter:
         self._peak = PeakMeter(device)
 
     def live(self) -> int:
-        """Return what is held now."""
+        """Return the live bytes."""
         return torch.cuda.memory_allocated(self._device) - self._start
 
     def mark(self) -> int:
-        """Return the peak since the last mark."""
+        """Return the peak since the last mark, in bytes."""
         return self._peak.mark() - self._start
 
 
 Meter: TypeAlias = StorageMeter | AllocatorMeter
-"""Bytes above those that were there when the measurement began."""
+"""Measures bytes above those at its start."""
 
 
 def measuring(device: torch.device) -> AbstractContextManager[Meter]:
-    """Measure what is allocated on ``device`` inside."""
+    """Measure the memory allocated on ``device`` inside."""
     return nullcontext(AllocatorMeter(device)) if device.type == "cuda" else StorageMeter()
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
-    """Return the bytes of the memory of ``tensors`` on this rank; shared memory counts once.
+    """Return the bytes of ``tensors`` on this rank; shared storages count once.
 
     Args:
-        tensors: What to count.
-        device: If given, only what is on a device of its type counts.
+        tensors: The tensors.
+        device: If given, only tensors on a device of this type count.
     """
     local = (local_part(tensor) for tensor in tensors)
     storages = (

@@ -1,1 +1,1 @@
-"""Where memory goes, by category, phase and module, and what was alive when it ran out."""
+"""Where memory goes, by category, phase and module, and the live tensors when it runs out."""

@@ -1,4 +1,4 @@
-"""Where the memory of a run goes: records, peaks by phase, and what was alive at the end."""
+"""The callback and context manager that profiles memory."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars, save_at_end
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.memory.profiler.gc_pauses import timing_collections
-from lightning_opt.memory.profiler.out_of_memory import perform_autopsy
-from lightning_opt.memory.profiler.phase_peaks import Holdings, PhaseMeter
-from lightning_opt.memory.profiler.plot import draw_profile
-from lightning_opt.memory.profiler.record import MemoryProfile, Record
-from lightning_opt.memory.profiler.saved_by_module import SavedWatch
+from lightning_opt.memory.profiler.measures import (
+    MemoryCategories,
+    PhaseMeter,
+    SavedTensorCounter,
+    timing_collections,
+)
+from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
+from lightning_opt.memory.profiler.profile import MemoryProfile, Record, draw_profile
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -37,10 +39,10 @@ FIGURE, DATA = "memory_profile.png", "memory_profile.json"
 
 
 class MemoryProfiler(RunCallback):
-    """Measures where memory goes on some of the steps, and records what was alive if it runs out.
+    """Measures memory in some of the steps, and records the live tensors if memory runs out.
 
     As a callback, it profiles every ``every_n_steps``-th batch and the first batch of each
-    validation: live memory at the turning points of the step, what uses it, and the peak of each
+    validation: live memory between the phases of the step, its categories, and the peak of each
     phase. In your own loop, use it as a context manager, with :meth:`record` and :meth:`phase`. If
     memory runs out, ``out_of_memory.txt`` and ``.json`` name the largest live tensors before the
     error propagates; on CUDA there is also a snapshot for https://pytorch.org/memory_viz.
@@ -49,27 +51,28 @@ class MemoryProfiler(RunCallback):
 
     ============================= ============================================================
     ``profile/peak_forward_mb``   peak of the forward pass, in MB of live memory
-    ``profile/peak_backward_mb``  of the backward pass
-    ``profile/peak_optimizer_mb`` of the update
+    ``profile/peak_backward_mb``  peak of the backward pass
+    ``profile/peak_optimizer_mb`` peak of the update
     ``profile/live_mb``           live memory after the step
     ``profile/resident_mb``       physical memory of the process
     ``profile/gc_pause_ms``       time of all garbage collections so far
-    ``profile/reserved_mb``       on CUDA: what the allocator holds
+    ``profile/reserved_mb``       on CUDA: memory that the allocator holds
     ``profile/fragmentation``     on CUDA: share of that which no tensor uses
-    ``profile/alloc_retries``     on CUDA: how often the allocator had to empty its cache
+    ``profile/alloc_retries``     on CUDA: number of times the allocator emptied its cache
     ============================= ============================================================
 
     Args:
         every_n_steps: Batches from one profiled step to the next, at least 1.
-        modules: Also count, in the first profiled step, what autograd saves in each module.
-        figure: Where the timeline goes at the end: True for ``memory_profile.png`` in the logger's
+        modules: Also count, in the first profiled step, the tensors that autograd saves in each
+            module.
+        figure: Where to save the figure at the end: True for ``memory_profile.png`` in the logger's
             directory, a path, or None or False for nowhere.
-        file: Where the JSON goes: True for ``memory_profile.json``, a path, or None or False.
-        history: On CUDA, have the allocator remember who allocated what, so that the snapshot shows
-            it. Costs some microseconds an allocation.
+        file: Where to save the JSON: True for ``memory_profile.json``, a path, or None or False.
+        history: On CUDA, record the stack trace of each allocation for the snapshot. Costs some
+            microseconds per allocation.
 
     Raises:
-        ValueError: In ``__init__`` for a period that is not a whole number of at least 1.
+        ValueError: In ``__init__`` if ``every_n_steps`` is not a whole number of at least 1.
 
     Example:
         >>> import torch
@@ -97,9 +100,9 @@ class MemoryProfiler(RunCallback):
         self.modules, self.history = modules, history
         self._figure, self._file = figure, file
         self._watch, self._step = ExitStack(), ExitStack()
-        self._begin(torch.device("cpu"))
+        self._reset(torch.device("cpu"))
 
-    def _begin(self, device: torch.device) -> None:
+    def _reset(self, device: torch.device) -> None:
         self.profile = MemoryProfile()
         self._device = device
         self._started = perf_counter()
@@ -108,23 +111,23 @@ class MemoryProfiler(RunCallback):
         self._stop()
 
     def _stop(self) -> None:
-        """Undo what is on the model, in the process and in the allocator."""
+        """Remove hooks from the model, the garbage collector and the allocator."""
         self._end_step()
         self._watch.close()
 
     def _end_step(self) -> None:
         self._step.close()
         self._meter: PhaseMeter | None = None
-        self._saved: SavedWatch | None = None
-        self._holdings: Holdings | None = None
+        self._saved: SavedTensorCounter | None = None
+        self._categories: MemoryCategories | None = None
         self._peaks: dict[str, int] = {}
 
-    # --- for a loop of one's own ----------------------------------------------------------------
+    # --- as a context manager -------------------------------------------------------------------
 
     def __enter__(self) -> MemoryProfiler:
-        """Begin to profile, on the current CUDA device if CUDA is in use, else on the CPU."""
+        """Start to profile, on the current CUDA device if CUDA is in use, else on the CPU."""
         on_cuda = torch.cuda.is_available() and torch.cuda.is_initialized()
-        self._begin(torch.device(f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"))
+        self._reset(torch.device(f"cuda:{torch.cuda.current_device()}" if on_cuda else "cpu"))
         self._start_watching()
         return self
 
@@ -135,11 +138,11 @@ class MemoryProfiler(RunCallback):
         trace: TracebackType | None,
     ) -> None:
         if error is not None and is_out_of_memory(error):
-            perform_autopsy(error, None, (), self._device, self._phase, Path.cwd())
+            write_out_of_memory_report(error, None, (), self._device, self._phase, Path.cwd())
         self._stop()
 
     def record(self, name: str) -> Record:
-        """Record live memory under a name. Anywhere, as often as needed, in some microseconds."""
+        """Record live memory under a name. Takes some microseconds."""
         record = Record(
             name,
             self._steps,
@@ -152,18 +155,19 @@ class MemoryProfiler(RunCallback):
         return record
 
     def delta(self, first: str, second: str) -> int:
-        """Return by how many bytes live memory has grown between two records.
+        """Return the growth of live memory in bytes, from the newest ``first`` to ``second``.
 
-        The newest ``second`` counts, and the newest ``first`` before it.
+        Of several records named ``second`` the newest counts, with the newest ``first`` before it.
 
         Raises:
             KeyError: If there is no such record.
         """
-        return self.profile.delta(first, second)
+        end = self.profile.latest(second)
+        return end.live - self.profile.latest(first, before=end).live
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Measure the peak of what runs inside, and count it under a name."""
+        """Measure the peak of the code inside, as a phase of this name."""
         meter = PhaseMeter(self._device)
         self._phase = name
         try:
@@ -175,8 +179,8 @@ class MemoryProfiler(RunCallback):
     # --- as a callback --------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin anew."""
-        self._begin(trainer.strategy.root_device)
+        """Reset all data and start to profile."""
+        self._reset(trainer.strategy.root_device)
         self._start_watching()
 
     def _start_watching(self) -> None:
@@ -189,23 +193,23 @@ class MemoryProfiler(RunCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a profiled step, if it is one."""
+        """Start a profiled step, if one is due."""
         self._steps += 1
         self._phase = "forward"
         if not self._schedule.is_due(self._steps):
             return
         self._end_step()
-        self._holdings = Holdings(pl_module, trainer.optimizers, self._device)
+        self._categories = MemoryCategories(pl_module, trainer.optimizers, self._device)
         if self.modules and not self.profile.modules:
-            self._saved = SavedWatch(pl_module)
+            self._saved = SavedTensorCounter(pl_module)
             self._step.enter_context(self._saved.counting())
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
-                # By hand, one optimizer's step is followed by the next one's forward pass.
-                hook = optimizer.register_step_post_hook(lambda *_: self._turn("forward", None))
+                # In manual optimization another forward pass follows.
+                hook = optimizer.register_step_post_hook(lambda *_: self._switch("forward", None))
                 self._step.callback(hook.remove)
-        self._note("step_start")
-        self._measure(pl_module, self._holdings.tensors())
+        self._record_parts("step_start")
+        self._measure(pl_module, self._categories.replaceable())
 
     def _measure(self, pl_module: pl.LightningModule, held: Iterable[Tensor] = ()) -> None:
         self._meter = PhaseMeter(self._device, pl_module, held)
@@ -214,24 +218,24 @@ class MemoryProfiler(RunCallback):
     def on_before_zero_grad(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Take note of the end of the forward pass, when gradients of the last step are there."""
-        self._turn("forward", "after_forward")
+        """Record the end of the forward pass, before old gradients are freed."""
+        self._switch("forward", "after_forward")
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Take note of the beginning of the backward pass."""
-        self._turn("backward", "before_backward")
+        """Record the start of the backward pass."""
+        self._switch("backward", "before_backward")
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take note of its end."""
-        self._turn("forward", "after_backward")
+        """Record the end of the backward pass."""
+        self._switch("forward", "after_backward")
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Take note of the beginning of an update."""
-        self._turn("optimizer", "before_optimizer")
+        """Record the start of an update."""
+        self._switch("optimizer", "before_optimizer")
 
     def on_train_batch_end(
         self,
@@ -242,9 +246,9 @@ class MemoryProfiler(RunCallback):
         batch_idx: int,
     ) -> None:
         """End a profiled step, and log it."""
-        if self._meter is None or self._holdings is None:
+        if self._meter is None or self._categories is None:
             return
-        self._turn("forward", "step_end")
+        self._switch("forward", "step_end")
         exact = self._meter.exact
         for phase, peak in self._peaks.items():
             self.profile.add_peak(phase, peak, exact)
@@ -262,7 +266,7 @@ class MemoryProfiler(RunCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Begin to measure the first batch of a validation."""
+        """Start to measure the first batch of a validation."""
         if self._watching(trainer) and batch_idx == 0 and dataloader_idx == 0:
             self._phase = "validation"
             self._measure(pl_module)
@@ -276,7 +280,7 @@ class MemoryProfiler(RunCallback):
         batch_idx: int,
         dataloader_idx: int = 0,
     ) -> None:
-        """Take its peak."""
+        """Add the peak of the first batch."""
         if self._meter is not None and self._watching(trainer):
             self.profile.add_peak("validation", self._meter.mark(), self._meter.exact)
             self._end_step()
@@ -284,19 +288,19 @@ class MemoryProfiler(RunCallback):
     def _watching(self, trainer: pl.Trainer) -> bool:
         return self._steps > 0 and not trainer.sanity_checking and trainer.state.fn == "fit"
 
-    def _turn(self, following: str, name: str | None) -> None:
-        """End a phase, and if its step is profiled record its end."""
+    def _switch(self, following: str, name: str | None) -> None:
+        """End a phase; in a profiled step, add its peak and record its end as ``name``."""
         ended, self._phase = self._phase, following
         if self._meter is None:
             return
         self._peaks[ended] = max(self._peaks.get(ended, 0), self._meter.mark())
         if name is not None:
-            self._note(name)
+            self._record_parts(name)
 
-    def _note(self, name: str) -> None:
-        assert self._holdings is not None
+    def _record_parts(self, name: str) -> None:
+        assert self._categories is not None
         record = self.record(name)
-        self.profile.records[-1] = replace(record, parts=self._holdings.read(record.live))
+        self.profile.records[-1] = replace(record, parts=self._categories.divide(record.live))
 
     def _log(self, trainer: pl.Trainer, peaks: dict[str, int]) -> None:
         last = self.profile.records[-1]
@@ -310,12 +314,11 @@ class MemoryProfiler(RunCallback):
                 "reserved_mb": last.reserved / MB,
                 "fragmentation": 1 - last.live / reserved,
                 "alloc_retries": float(stats.get("num_alloc_retries", 0)),
-                "ooms": float(stats.get("num_ooms", 0)),
             }
-            values |= {k: v for k, v in self.profile.allocator.items() if k != "ooms"}
+            values |= self.profile.allocator
         log_scalars(trainer, {f"profile/{key}": value for key, value in values.items()})
 
-    # --- what comes of it -----------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------
 
     @property
     def peaks(self) -> dict[str, int]:
@@ -323,7 +326,7 @@ class MemoryProfiler(RunCallback):
         return {phase: max(peaks) for phase, peaks in self.profile.peaks.items()}
 
     def diagnose(self) -> list[Verdict]:
-        """Return where the peak of memory was."""
+        """Return the phase with the highest peak, for the doctor."""
         if not self.peaks:
             finding = "MemoryProfiler has not profiled a step yet."
             return [Verdict("memory", "unknown", finding, "Train longer, or profile more often.")]
@@ -331,15 +334,15 @@ class MemoryProfiler(RunCallback):
         return [Verdict("memory", "ok", f"The peak is {peak / MB:.4g} MB, in the phase {phase!r}.")]
 
     def report(self) -> Report:
-        """Return one row a phase: its peak, and what is held at its end."""
+        """Return one row per phase: its peak, and memory at its end by category."""
         return self.profile.phase_table()
 
     def module_report(self, top: int | None = 20) -> Report:
-        """Return what autograd saved in one step, one row a module, the largest first."""
+        """Return one row per module with the tensors that autograd saved, the largest first."""
         return self.profile.module_table(top)
 
     def figure(self) -> Figure:
-        """Return a matplotlib figure: what memory is taken by over time, and peaks by phase.
+        """Return a matplotlib figure: memory by category over time, and peaks by phase.
 
         Raises:
             ImportError: Without matplotlib, which the extra ``plots`` brings.
@@ -348,7 +351,7 @@ class MemoryProfiler(RunCallback):
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the JSON and the figure."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # on all ranks: asks rank zero
+        folder = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: all ranks
         if "forward" not in self.profile.peaks:  # no profiled step
             return
         where = str(folder / FIGURE) if self._figure is True else self._figure
@@ -361,16 +364,16 @@ class MemoryProfiler(RunCallback):
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Write down what was alive if memory has run out, and let go of everything."""
-        self._end_step()  # the autopsy is no part of the step, but of what the allocator recorded
+        """Report the live tensors if memory has run out, and stop profiling."""
+        self._end_step()  # keeps the allocator's history, which the report needs
         if is_out_of_memory(exception):
-            # Not `trainer.log_dir`, which asks rank zero: the other ranks may be anywhere.
+            # Not `trainer.log_dir`, a broadcast: the other ranks may not take part.
             folder = getattr(trainer.logger, "log_dir", None) or trainer.default_root_dir
-            perform_autopsy(
+            write_out_of_memory_report(
                 exception, pl_module, trainer.optimizers, self._device, self._phase, Path(folder)
             )
         self.release(trainer)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Let go of everything."""
+        """Stop profiling."""
         self._stop()

@@ -1,4 +1,4 @@
-"""What was alive when memory ran out."""
+"""Report the live tensors when memory runs out."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 LARGEST = 20
 
 
-def examine(
+def report_live_tensors(
     error: BaseException,
     module: nn.Module | None,
     optimizers: Iterable[Any],
@@ -31,9 +31,9 @@ def examine(
 ) -> Report:
     """Return the largest live tensors, with their names and the operations that made them.
 
-    Names are looked for in the module, in its optimizers, and in the local variables of the
-    functions that the error went through. What autograd has saved is in no object of Python: it is
-    in the difference between what is live and what is listed.
+    Names are paths from the module, its optimizers, and the local variables of functions in the
+    error's traceback. Tensors saved by autograd are not Python objects; they are the difference
+    between live and listed memory.
     """
     tensors: dict[int, Tensor] = {}
     for thing in gc.get_objects():
@@ -62,7 +62,7 @@ def examine(
     notes = [
         f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
         f"{live / MB:,.0f} MB live, {listed / MB:,.0f} MB of it in {len(tensors):,} tensors that "
-        "Python knows; the rest is what autograd has saved, and everything else.",
+        "Python references; the rest is saved by autograd or other memory.",
         f"Resident {resident_memory() / MB:,.0f} MB. "
         + " ".join(
             f"{usage.source}: {usage.used / MB:,.0f} of {usage.total / MB:,.0f} MB."
@@ -72,7 +72,7 @@ def examine(
     return Report(f"Out of memory in {phase}: the largest live tensors", rows, notes)
 
 
-def perform_autopsy(
+def write_out_of_memory_report(
     error: BaseException,
     module: nn.Module | None,
     optimizers: Iterable[Any],
@@ -80,13 +80,13 @@ def perform_autopsy(
     phase: str,
     folder: Path,
 ) -> None:
-    """Examine, and write text and JSON, on CUDA also a snapshot for torch's memory_viz.
+    """Write the report as text and JSON, on CUDA also a snapshot for torch's memory_viz.
 
-    That is done as far as the memory that is left allows; the error goes on its way.
+    If the remaining memory does not suffice, only a warning is logged.
     """
     file = folder / "out_of_memory.txt"
     try:
-        report = examine(error, module, optimizers, device, phase)
+        report = report_live_tensors(error, module, optimizers, device, phase)
         folder.mkdir(parents=True, exist_ok=True)
         file.write_text(f"{report}\n")
         file.with_suffix(".json").write_text(report.to_json())
@@ -94,9 +94,9 @@ def perform_autopsy(
             with file.with_suffix(".pickle").open("wb") as snapshot:
                 pickle.dump(torch.cuda.memory._snapshot(device), snapshot)
     except (MemoryError, RuntimeError, OSError) as other:
-        log.warning("MemoryProfiler could not write down what was alive: %s", other)
+        log.warning("MemoryProfiler could not write the live tensors: %s", other)
     else:
-        log.warning("Out of memory in %s; what was alive is in %s.", phase, file)
+        log.warning("Out of memory in %s; the largest live tensors are in %s.", phase, file)
 
 
 def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str]:
@@ -119,5 +119,5 @@ def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str
 def _roots(error: BaseException, module: nn.Module | None) -> list[Root]:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     named = [] if module is None else [(type(module).__name__, module)]
-    nearest = frames[:-13:-1]  # to the error, that first
+    nearest = frames[:-13:-1]  # twelve frames, the innermost first
     return [*named, *((f"{frame.f_code.co_name}:", dict(frame.f_locals)) for frame in nearest)]

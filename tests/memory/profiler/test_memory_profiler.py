@@ -1,4 +1,4 @@
-"""MemoryProfiler against closed forms, torch's MemTracker, saved-tensor hooks and the kernel."""
+"""MemoryProfiler against closed forms, MemTracker, saved-tensor hooks and the kernel."""
 
 import gc
 import json
@@ -17,7 +17,7 @@ import lightning_opt as lo
 from lightning_opt.core.measure.malloc import malloc_info
 from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resident_memory
 from lightning_opt.memory.meters import storage_bytes
-from lightning_opt.memory.profiler.phase_peaks import CATEGORIES, PhaseMeter, countable
+from lightning_opt.memory.profiler.measures import CATEGORIES, PhaseMeter, countable
 from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -30,7 +30,7 @@ WEIGHTS = 2 * (WIDTH * WIDTH + WIDTH) * 4
 
 
 class Wide(SmallNet):
-    """Two linear layers of 256 and ReLU between, on 512 rows, with Adam: all sizes are known."""
+    """Two linear layers of width 256 with a ReLU, on 512 rows, with Adam: all sizes are known."""
 
     def __init__(self) -> None:
         super().__init__("Adam")
@@ -61,7 +61,7 @@ def profile(model: Any, every_n_steps: int = 2, **settings: Any) -> lo.MemoryPro
 
 @needs_heap
 @pytest.mark.parametrize("size", [100_000, 5_000_000])
-def test_deltas_are_those_of_the_tensors_between(size):
+def test_delta_is_the_size_of_new_tensors(size):
     with lo.MemoryProfiler() as profiler:
         profiler.record("empty")
         kept = [torch.empty(size) for _ in range(5)]
@@ -73,7 +73,7 @@ def test_deltas_are_those_of_the_tensors_between(size):
     assert profiler.delta("empty", "one left") == pytest.approx(4 * size, rel=0.01)
 
 
-def test_of_equal_names_the_newest_pair_counts():
+def test_delta_uses_the_newest_pair_of_records():
     with lo.MemoryProfiler() as profiler:
         kept = []
         for size in (1, 10):
@@ -87,31 +87,30 @@ def test_of_equal_names_the_newest_pair_counts():
         lo.MemoryProfiler().delta("before", "after")
 
 
-# --- a step whose sizes are known ---------------------------------------------------------------
+# --- categories and peaks -----------------------------------------------------------------------
 
 
 @needs_heap
-def test_categories_are_the_closed_form():
+def test_categories_match_the_closed_form():
     profiler = profile(Wide(), every_n_steps=3)
     last = {record.name: record.parts for record in list(profiler.profile.records)[-6:]}
     assert list(last) == ["step_start", "after_forward", "before_backward", "after_backward",
                           "before_optimizer", "step_end"]  # fmt: skip
     for parts in last.values():
         assert parts["parameters"] == WEIGHTS
-        assert parts["optimizer"] == pytest.approx(2 * WEIGHTS, rel=0.001)  # and the step counts
+        assert parts["optimizer"] == pytest.approx(2 * WEIGHTS, rel=0.001)  # with the step counts
     gradients = {name: parts["gradients"] for name, parts in last.items()}
     assert gradients["step_start"] == gradients["after_forward"] == WEIGHTS
     assert gradients["before_backward"] == 0
     assert gradients["after_backward"] == gradients["step_end"] == WEIGHTS
-    # Saved: the output of ReLU and that of the network; the input is the batch. ReLU's input is
-    # not kept.
+    # Saved: the outputs of ReLU and of the network. The input is the batch; ReLU's input is freed.
     activations = {name: parts["activations"] for name, parts in last.items()}
     assert activations["after_forward"] == pytest.approx(2 * ACTIVATION, rel=0.05)
     for name in ("step_start", "after_backward", "step_end"):
         assert activations[name] < 0.05 * ACTIVATION
 
 
-def test_all_of_live_memory_belongs_to_a_category():
+def test_categories_add_up_to_live_memory():
     profiler = profile(Wide())
     for record in profiler.profile.records:
         assert sum(record.parts[name] for name in CATEGORIES) == pytest.approx(
@@ -120,7 +119,7 @@ def test_all_of_live_memory_belongs_to_a_category():
 
 
 @needs_heap
-def test_peaks_agree_with_torchs_tracker():
+def test_peaks_match_the_mem_tracker_of_torch():
     from torch.distributed._tools.mem_tracker import MemTracker
 
     model = Wide()
@@ -128,7 +127,7 @@ def test_peaks_agree_with_torchs_tracker():
     start = next(r for r in profiler.profile.records if r.name == "step_start")
     batch, optimizer = torch.randn(ROWS, WIDTH), torch.optim.Adam(model.parameters())
     model.layer(batch).square().mean().backward()
-    optimizer.step()  # the state and the gradients are there before the step that counts
+    optimizer.step()  # creates state and gradients before the measured step
     tracker = MemTracker()
     tracker.track_external(model.layer, optimizer, batch)
     with warnings.catch_warnings():
@@ -147,11 +146,11 @@ def test_peaks_agree_with_torchs_tracker():
     assert max(above.values()) == pytest.approx(whole - before, rel=0.05)
 
 
-def test_peak_of_a_phase_is_that_of_what_runs_inside():
+def test_peak_of_a_phase_covers_the_code_inside():
     with lo.MemoryProfiler() as profiler:
         profiler.record("before")
         with profiler.phase("wide"):
-            for _ in range(3):  # one after the other: not thrice
+            for _ in range(3):  # one after the other, so the peak counts one
                 torch.zeros(8 * MB).add(1).sum()
         with profiler.phase("narrow"):
             torch.zeros(MB)
@@ -162,13 +161,13 @@ def test_peak_of_a_phase_is_that_of_what_runs_inside():
 
 
 def peak_of_the_process() -> tuple[float, float]:
-    """Return the growth of the kernel's peak and of the profiler's, for steps of 200 MB.
+    """Return the growth of the kernel's and the profiler's peak, in MB, for steps of 200 MB.
 
-    Element by element: a matrix product takes some megabytes within itself that no tensor shows.
+    The operators are elementwise: a matrix product allocates internal buffers.
     """
     inputs = torch.zeros(8 * MB, requires_grad=True)
     inputs.grad = torch.zeros_like(inputs)
-    with lo.MemoryProfiler() as warm, warm.phase("small"):  # what is loaded and built only once
+    with lo.MemoryProfiler() as warm, warm.phase("small"):  # loads and builds everything once
         small = torch.zeros(100, requires_grad=True)
         small.sin().exp().square().cos().sum().backward()
     gc.collect()
@@ -183,7 +182,7 @@ def peak_of_the_process() -> tuple[float, float]:
 
 @pytest.mark.distributed
 @needs_heap
-def test_peak_agrees_with_the_kernels():
+def test_peak_matches_the_kernel():
     if not Path("/proc/self/clear_refs").exists():
         pytest.skip("this kernel cannot reset the peak of a process")
     ((kernel, ours),) = launch(peak_of_the_process, processes=1)
@@ -191,7 +190,7 @@ def test_peak_agrees_with_the_kernels():
     assert ours == pytest.approx(kernel, rel=0.05)
 
 
-def test_phases_of_two_optimizers_are_told_apart():
+def test_phases_are_recorded_for_two_optimizers():
     profiler = profile(AdversarialNet(), every_n_steps=1, max_epochs=1, limit_val_batches=0)
     assert set(profiler.peaks) == {"forward", "backward", "optimizer"}
     names = [record.name for record in profiler.profile.records if record.step == 2]
@@ -199,59 +198,55 @@ def test_phases_of_two_optimizers_are_told_apart():
     assert names.count("before_optimizer") == 2
 
 
-def test_validation_has_a_peak_and_the_sanity_check_has_none():
+def test_validation_has_a_peak_but_not_the_sanity_check():
     profiler = profile(Wide(), every_n_steps=100, num_sanity_val_steps=2)
     assert set(profiler.peaks) == {"validation"}
     assert len(profiler.profile.peaks["validation"]) == 1
 
 
-def test_compiled_parts_are_not_counted_but_read():
+def test_peaks_of_compiled_parts_are_measured_at_their_ends():
     model = Wide()
     assert countable(model)
     model.layer.compile(backend="eager")
     assert not countable(model)
     profiler = profile(model)
     assert set(profiler.peaks) == {"forward", "backward", "optimizer", "validation"}
-    assert "those of their two ends" in str(profiler.report())
+    assert "only at their two ends" in str(profiler.report())
     assert not PhaseMeter(torch.device("cpu"), model).exact
 
 
 # --- modules ------------------------------------------------------------------------------------
 
 
-def test_modules_are_told_what_autograd_saves_in_them():
+def test_saved_bytes_by_module_match_saved_tensor_hooks():
     rows = profile(Wide(), modules=True).module_report().rows
     saved = {row["module"]: row["saved MB"] * MB for row in rows}
     # The first layer saves the batch, ReLU its output, which the second layer saves again.
-    assert saved == pytest.approx(
-        {
-            "layer.0": ACTIVATION,
-            "layer.1": ACTIVATION,
-            "layer.2": 0,
-            "(outside of modules)": ACTIVATION,
-        }
-    )
-    total, seen = 0, set()
+    expected = {
+        "layer.0": ACTIVATION,
+        "layer.1": ACTIVATION,
+        "layer.2": 0,
+        "(outside of modules)": ACTIVATION,
+    }
+    assert saved == pytest.approx(expected)
+    model, storages = Wide(), {}
 
     def pack(tensor: Tensor) -> Tensor:
-        nonlocal total
-        place = tensor.untyped_storage().data_ptr()
-        if place not in seen and not isinstance(tensor, nn.Parameter):
-            seen.add(place)
-            total += tensor.untyped_storage().nbytes()
+        if not isinstance(tensor, nn.Parameter):
+            storages[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
         return tensor
 
-    model = Wide()
-    seen.update(p.untyped_storage().data_ptr() for p in model.parameters())
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         model.training_step(torch.randn(ROWS, WIDTH), 0)
-    assert sum(saved.values()) == pytest.approx(total)
+    for parameter in model.parameters():
+        storages.pop(parameter.untyped_storage().data_ptr(), None)
+    assert sum(saved.values()) == pytest.approx(sum(storages.values()))
 
 
-# --- the run and its files ----------------------------------------------------------------------
+# --- logs and files -----------------------------------------------------------------------------
 
 
-def test_logs_and_writes(tmp_path):
+def test_run_logs_peaks_and_writes_json_and_figure(tmp_path):
     logger = MemoryLogger()
     profiler = profile(
         Wide(), every_n_steps=3, logger=logger, default_root_dir=tmp_path, file=True,
@@ -271,26 +266,22 @@ def test_logs_and_writes(tmp_path):
     assert row["gradients MB"] == WEIGHTS / MB
 
 
-def test_a_run_that_is_too_short_to_profile_writes_nothing(tmp_path):
+def test_run_without_a_profiled_step_writes_nothing(tmp_path):
     profile(SmallNet(), 50, default_root_dir=tmp_path, file=True, figure=True, limit_val_batches=0)
     assert not list(tmp_path.iterdir())
 
 
-def test_counts_the_pauses_of_the_garbage_collector():
+def test_pauses_of_the_garbage_collector_are_counted():
     class Collecting(Wide):
         def on_train_batch_end(self, *_: Any) -> None:
             gc.collect()
 
-    gc.freeze()
-    try:
-        profiler = profile(Collecting())
-    finally:
-        gc.unfreeze()
+    profiler = profile(Collecting())
     assert len(profiler.profile.pauses) >= 8
     assert "Garbage collection" in str(profiler.report())
 
 
-def test_a_failing_step_leaves_no_mode_behind():
+def test_failing_step_removes_the_dispatch_mode():
     model = SmallNet(fail_at=3)
     with pytest.raises(ArithmeticError, match="planted"):
         profile(model, every_n_steps=1, modules=True)
@@ -302,7 +293,7 @@ def test_a_failing_step_leaves_no_mode_behind():
 
 
 class RunsOut(Wide):
-    """Asks for more memory than any machine has, with something large at hand."""
+    """Allocates more memory than any machine has, while large tensors are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -311,25 +302,25 @@ class RunsOut(Wide):
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         scratch = torch.zeros(3 * MB)
         if self.global_step == 3:
-            self.ask(scratch)
+            self.allocate(scratch)
         return super().training_step(batch, batch_idx)
 
-    def ask(self, scratch: Tensor) -> None:
+    def allocate(self, scratch: Tensor) -> None:
         doubled = scratch.requires_grad_() * 2
         torch.empty(1 << 50)
         del doubled
 
 
 @pytest.mark.parametrize("every_n_steps", [1, 50])
-def test_out_of_memory_leaves_a_list_of_what_was_alive(every_n_steps, tmp_path, caplog):
+def test_out_of_memory_report_names_the_largest_tensors(every_n_steps, tmp_path, caplog):
     gc.collect()  # tensors of other tests would be listed too
     with pytest.raises(RuntimeError, match=r"allocate memory|not enough memory"):
         profile(RunsOut(), every_n_steps, default_root_dir=tmp_path)
     content = json.loads((tmp_path / "out_of_memory.json").read_text())
     assert content["title"] == "Out of memory in forward: the largest live tensors"
     found = {row["what"]: row for row in content["rows"]}
-    assert found["ask:['scratch']"]["MB"] == 12
-    assert found["ask:['doubled']"]["made by"] == "MulBackward0"
+    assert found["allocate:['scratch']"]["MB"] == 12
+    assert found["allocate:['doubled']"]["made by"] == "MulBackward0"
     assert found["RunsOut.kept[0]"]["MB"] == 8
     weights = WIDTH * WIDTH * 4 / MB
     for name in ("layer.0.weight", "layer.0.weight.grad", "Adam.state[layer.2.weight].exp_avg_sq"):
@@ -340,8 +331,8 @@ def test_out_of_memory_leaves_a_list_of_what_was_alive(every_n_steps, tmp_path, 
     assert (tmp_path / "out_of_memory.txt").read_text().startswith("Out of memory in forward")
 
 
-def test_the_snapshot_is_taken_before_the_recording_ends(tmp_path, monkeypatch):
-    """Ending it clears what was recorded. The allocator is pretended: no device is needed."""
+def test_cuda_snapshot_is_taken_before_the_history_is_cleared(tmp_path, monkeypatch):
+    """The CUDA allocator is replaced by stubs."""
     calls: list[str] = []
     device = torch.device("cuda", 0)
 
@@ -367,13 +358,13 @@ def test_the_snapshot_is_taken_before_the_recording_ends(tmp_path, monkeypatch):
     assert (tmp_path / "out_of_memory.pickle").exists()
 
 
-def test_other_errors_leave_nothing(tmp_path):
+def test_other_errors_write_nothing(tmp_path):
     with pytest.raises(ArithmeticError, match="planted"):
         profile(SmallNet(fail_at=2), default_root_dir=tmp_path)
     assert not list(tmp_path.iterdir())
 
 
-def test_out_of_memory_in_a_loop_of_ones_own(tmp_path, monkeypatch):
+def test_out_of_memory_in_a_phase_is_reported(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(RuntimeError), lo.MemoryProfiler() as profiler, profiler.phase("loading"):
         torch.empty(1 << 50)
@@ -381,7 +372,7 @@ def test_out_of_memory_in_a_loop_of_ones_own(tmp_path, monkeypatch):
 
 
 def run_out_under_a_limit(folder: str) -> tuple[str, list[str]]:
-    """Die of a real limit, within the backward pass."""
+    """Exceed a real limit in the backward pass."""
     import resource
 
     torch.set_num_threads(1)
@@ -399,13 +390,13 @@ def run_out_under_a_limit(folder: str) -> tuple[str, list[str]]:
 
 
 @pytest.mark.distributed
-def test_writes_even_when_there_is_no_memory_left(tmp_path):
+def test_report_is_written_at_a_real_memory_limit(tmp_path):
     ((error, names),) = launch(run_out_under_a_limit, str(tmp_path), processes=1)
     assert "allocate memory" in error
     assert "layer.0.weight" in names
 
 
-def test_refuses_what_makes_no_sense():
+def test_invalid_argument_raises_with_its_name():
     with pytest.raises(ValueError, match="every_n_steps"):
         lo.MemoryProfiler(every_n_steps=0)
 
@@ -414,7 +405,7 @@ def test_refuses_what_makes_no_sense():
 
 
 @pytest.mark.gpu
-def test_cuda_peaks_are_the_allocators(tmp_path):
+def test_cuda_peaks_come_from_the_allocator(tmp_path):
     model = Wide()
     profiler = profile(model, accelerator="gpu", default_root_dir=tmp_path)
     assert profiler.profile.exact == dict.fromkeys(profiler.peaks, True)
