@@ -1,4 +1,4 @@
-"""Limits of control groups, of both versions: what a container may take before it is killed."""
+"""Memory limits and CPU quotas of control groups, version 1 and 2."""
 
 from __future__ import annotations
 
@@ -8,21 +8,21 @@ from pathlib import Path, PurePosixPath
 from typing import TypeAlias
 
 NO_LIMIT = 1 << 60
-"""Version 1 says "no limit" as the largest page-aligned number, about 9.2e18."""
+"""Version 1 reports "no limit" as a number of about 9.2e18."""
 
 
 MemoryGroup: TypeAlias = Callable[[], tuple[int, int] | None]
-"""Reads a control group: bytes used and the limit, or None where there is none (any more)."""
+"""Reads bytes used and the limit of a control group, or None if it has no limit."""
 
 
 def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
-    """Return the groups that limit this process: its own and, since they count too, its parents.
+    """Return the groups that limit this process: its own group and the group's parents.
 
-    Inside a container the path in ``/proc/self/cgroup`` is often that of the host and not there;
-    what is mounted is then the container's own group.
+    In a container the path in ``/proc/self/cgroup`` is often the host's path, which does not exist
+    there. The mounted group is then the container's own.
 
     Args:
-        root: Where ``proc`` and ``sys`` are found.
+        root: The folder that contains ``proc`` and ``sys``.
     """
     groups = [partial(_read_memory, *found) for found in _folders(root, "memory")]
     return [group for group in groups if group() is not None]
@@ -32,8 +32,7 @@ def _read_memory(folder: Path, version: int) -> tuple[int, int] | None:
     limit, used = (_number(folder / name) for name in _NAMES[version][:2])
     if limit is None or used is None or limit >= NO_LIMIT:
         return None
-    # Files that are cached but not in active use do not count: the kernel gives them up before it
-    # kills.
+    # The kernel drops inactive file caches before it kills a process, so they do not count.
     return max(0, used - _statistic(folder / "memory.stat", _NAMES[version][2])), limit
 
 
@@ -44,12 +43,10 @@ _NAMES = {
 
 
 def find_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return how many CPUs' time this process may take, or None where nothing limits it.
-
-    The smallest quota of its own control group and of its parents.
+    """Return the smallest CPU quota of this process's groups, in CPUs, or None without a quota.
 
     Args:
-        root: Where ``proc`` and ``sys`` are found.
+        root: The folder that contains ``proc`` and ``sys``.
     """
     quotas = (_quota(folder, version) for folder, version in _folders(root, "cpu"))
     return min((quota for quota in quotas if quota), default=None)
@@ -69,7 +66,7 @@ _CFS = ("quota", "period")
 
 
 def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
-    """Yield folder and version of this process's own groups, each followed by its parents."""
+    """Yield folder and version of this process's groups, each followed by its parents."""
     for version, mount, inside in _mounts(root, controller):
         own = _own_path(root, version, controller)
         folder = mount
@@ -84,7 +81,7 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[int, Path, PurePosixPath]]:
-    """Yield version, folder and the group that is mounted there, for each of its hierarchies."""
+    """Yield version, mount point and mounted group of each hierarchy."""
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()

@@ -1,4 +1,4 @@
-"""Out-of-memory: how to tell it from other errors, and what can be let go of afterwards."""
+"""Recognizing out-of-memory errors, and freeing memory after them."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ import torch
 from lightning_opt.core.measure.malloc import libc_function, malloc_trim
 
 MESSAGES = (
-    "out of memory",  # of CUDA, and of other backends of torch
+    "out of memory",  # CUDA and other backends of torch
     "defaultcpuallocator: can't allocate memory",
     "defaultcpuallocator: not enough memory",
     "could not create a primitive",  # oneDNN
     "could not create a memory object",
     "std::bad_alloc",
-    "alloc_failed",  # of cuBLAS, cuDNN, cuFFT, cuSOLVER and cuSPARSE
-    "allocation_failed",  # of cuDNN from version 9 on
-    "unable to find an engine to execute",  # since no workspace was to be had
-    "failed to cuda calloc",  # of NCCL
+    "alloc_failed",  # cuBLAS, cuDNN, cuFFT, cuSOLVER, cuSPARSE
+    "allocation_failed",  # cuDNN 9 and newer
+    "unable to find an engine to execute",  # cuDNN without memory for a workspace
+    "failed to cuda calloc",  # NCCL
 )
-"""Parts, in lower case, of the messages of a ``RuntimeError`` that means it."""
+"""Parts, in lower case, of the messages of out-of-memory ``RuntimeError``s."""
 
 UNCLEAR = ("cudnn_status_not_supported", "cublas_status_not_initialized")
-"""Those that mean it where the device is full, and something else otherwise."""
+"""Parts of messages that mean out-of-memory only if the device is almost full."""
 
 FULL = 0.05
-"""Share of a device that is free at most where a workspace could not be allocated."""
+"""A device with a smaller share of free memory is almost full."""
 
 CAUGHT = (RuntimeError, MemoryError, OSError)
-"""The types under which out-of-memory appears; most errors of these types are something else."""
+"""The types of out-of-memory errors. Most errors of these types have other causes."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an allocation has failed, on a device or on the host."""
+    """Return whether the error is a failed allocation, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -50,7 +50,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_unused(device: torch.device) -> None:
-    """Free what nobody uses."""
+    """Collect garbage and return unused memory of torch's allocator or the C library's heap."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -59,9 +59,9 @@ def free_unused(device: torch.device) -> None:
 
 
 def recover_memory(device: torch.device) -> None:
-    """Free what nobody uses, after memory has run out.
+    """Free unused memory after an out-of-memory error.
 
-    Call it outside ``except``: a traceback holds what its frames hold.
+    Call it outside ``except``: the traceback keeps the memory of its frames alive.
     """
     free_unused(device)
     if device.type == "cpu":
@@ -70,12 +70,11 @@ def recover_memory(device: torch.device) -> None:
 
 @functools.cache
 def _keep_large_blocks_apart() -> None:
-    """Have glibc take blocks of 256 KB and more from the system and give them back when freed.
+    """Make glibc map blocks of at least 256 KB separately and unmap them when they are freed.
 
-    It does so at first, but raises the bound, up to 32 MB, whenever a larger one is freed. Tensors
-    of one step then lie within the heap, between small blocks that stay, and their address space
-    is lost to tensors of another size. It costs page faults, so it is done at the first
-    out-of-memory and not before; it lasts as long as the process.
+    By default glibc raises this threshold, up to 32 MB, whenever a larger block is freed. Tensors
+    then lie inside the heap between small blocks, which fragments it. Separate blocks cost page faults,
+    so this is only done after the first out-of-memory error, for the rest of the process.
     """
     mallopt = libc_function("mallopt")  # musl has none
     if mallopt is not None:

@@ -1,7 +1,7 @@
-"""The C library's heap: what is in use, what is kept for reuse, and giving that back.
+"""The C library's heap: bytes in use, bytes free, and returning free memory to the system.
 
-On a CPU torch keeps no statistics, but it allocates with the C library's ``malloc``, and glibc's
-counts to the byte what is in use. Small Python objects are not in it; Python has its own allocator.
+On a CPU torch allocates with ``malloc`` and keeps no statistics, but glibc counts the bytes in use.
+Small Python objects are not included: Python has its own allocator.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ PROBE = 4 * 2**20
 
 @dataclass(frozen=True)
 class MallocInfo:
-    """The heap at one moment.
+    """A reading of the heap.
 
     Attributes:
-        used: Bytes handed out and not yet freed.
-        free: Bytes held for reuse.
+        used: Bytes allocated and not yet freed.
+        free: Bytes kept for reuse.
     """
 
     used: int
@@ -42,12 +42,10 @@ class _Mallinfo2(ctypes.Structure):
 
 
 def malloc_info() -> MallocInfo | None:
-    """Return the heap of this process, or None where that cannot be read.
+    """Return the heap of this process, or None if it cannot be read.
 
-    Takes from 5 us to half a millisecond, with the number of free blocks, which glibc counts.
-
-    It can with glibc from 2.33 on, unless another allocator has been put in its place: that is
-    found out, once, by allocating a tensor and looking whether it is counted.
+    It needs glibc 2.33 or newer, and torch must allocate through it: a test allocation checks that
+    once. A call takes 5 us to 0.5 ms, growing with the number of free blocks.
     """
     read = _reader()
     return None if read is None else read()
@@ -67,15 +65,15 @@ def _reader() -> Callable[[], MallocInfo] | None:
     before = read().used
     probe = torch.empty(PROBE, dtype=torch.uint8, device="cpu")
     grown = read().used - before
-    # A thread may have freed something meanwhile, so that half of it is proof enough.
+    # Another thread may have freed memory meanwhile, so half of it is enough.
     return read if grown >= probe.numel() // 2 else None
 
 
 def malloc_trim() -> bool | None:
-    """Give the heap's free pages back to the system.
+    """Return the heap's free pages to the system.
 
     Returns:
-        Whether any were given back; None where the C library has no such function.
+        Whether any were returned; None if the C library has no such function.
     """
     function = libc_function("malloc_trim")
     if function is None:
@@ -86,7 +84,7 @@ def malloc_trim() -> bool | None:
 
 @functools.cache
 def libc_function(name: str) -> Any | None:
-    """Return a function of Linux's C library, or None where there is none of this name."""
+    """Return a function of Linux's C library, or None."""
     if not sys.platform.startswith("linux"):
         return None
     try:

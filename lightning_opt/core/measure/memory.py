@@ -1,8 +1,7 @@
-"""How much memory there is and how much of it is taken: one source for each number, never a guess.
+"""Memory limits and usage in bytes, read from the kernel, the allocator or the driver.
 
-Every function asks the kernel, the allocator or the driver, and returns ``None`` where it gets no
-answer. Amounts are bytes. What is *used* is what cannot be had: memory that an allocator holds in
-reserve and would hand out again does not count, nor do files that the kernel merely keeps cached.
+Functions return ``None`` where there is no source. *Used* memory excludes memory that can be
+allocated again: an allocator's reserve and the kernel's file cache.
 """
 
 from __future__ import annotations
@@ -25,11 +24,11 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """One limit and how near it is.
+    """A memory limit and the memory that counts towards it.
 
     Attributes:
-        source: What is limited: ``"cuda:0"``, ``"system"``, ``"cgroup"``, ``"address space"``.
-        used: Bytes that cannot be had.
+        source: ``"cuda:0"``, ``"system"``, ``"cgroup"`` or ``"address space"``.
+        used: Bytes that cannot be allocated.
         total: Bytes at which an allocation fails or the process is killed.
     """
 
@@ -44,7 +43,7 @@ class Usage:
 
 
 def process_memory() -> tuple[int, int]:
-    """Return physical memory and address space of this process: the cheapest reading on Linux."""
+    """Return physical memory and address space of this process."""
     try:
         with open(_STATM, "rb") as file:  # noqa: PTH123 - pathlib takes twice as long
             virtual, resident = file.read().split()[:2]
@@ -66,13 +65,13 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def _peak_resident() -> int:
-    """Return the largest physical memory since :func:`_reset_peak_resident`: on Linux alone."""
+    """Return the largest physical memory since :func:`_reset_peak_resident`, on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def system_memory() -> Usage:
-    """Return the machine's memory; caches that the kernel can give up count as free."""
+    """Return the machine's memory. The kernel's reclaimable caches count as free."""
     import psutil
 
     memory = psutil.virtual_memory()
@@ -80,9 +79,9 @@ def system_memory() -> Usage:
 
 
 def address_space() -> Usage | None:
-    """Return the address space under ``RLIMIT_AS``, or None if the process has no such limit.
+    """Return the address space under ``RLIMIT_AS``, or None without such a limit.
 
-    Free blocks within the C library's heap count as free: the next tensor may take them.
+    Free blocks in the C library's heap count as free.
     """
     if sys.platform == "win32":
         return None
@@ -97,13 +96,13 @@ def address_space() -> Usage | None:
 
 
 class MemoryLimits:
-    """Everything that limits this process and its device, found once and read as often as needed.
+    """All memory limits of this process and its device. They are found once and read often.
 
     Args:
         device: The device that trains.
-        host: Whether to read the limits of host memory too: the machine's, those of the control
-            groups and ``RLIMIT_AS``.
-        root: Where ``proc`` and ``sys`` are found.
+        host: Include the limits of host memory: the machine's, the control groups' and
+            ``RLIMIT_AS``.
+        root: The folder that contains ``proc`` and ``sys``.
     """
 
     def __init__(self, device: torch.device, host: bool = True, root: Path = Path("/")) -> None:
@@ -112,14 +111,14 @@ class MemoryLimits:
         self._host = [system_memory, address_space] if host else []
 
     def read(self) -> list[Usage]:
-        """Return one entry a limit; empty where nothing is limited or nothing can be read."""
+        """Return one entry per limit that can be read."""
         found = [self._device(), *(read() for read in self._host)]
         readings = (group() for group in self._groups)
         found += [Usage("cgroup", *reading) for reading in readings if reading is not None]
         return [usage for usage in found if usage is not None and usage.total > 0]
 
     def room(self) -> float:
-        """Return the bytes to the limit that is nearest."""
+        """Return the bytes left to the nearest limit."""
         return min((usage.total - usage.used for usage in self.read()), default=math.inf)
 
     def _device(self) -> Usage | None:
@@ -132,51 +131,52 @@ class MemoryLimits:
 
 
 def growth_figures(device: torch.device) -> tuple[int, ...]:
-    """Return figures that are cheap enough for every step, and cannot grow unseen towards a limit.
+    """Return readings that are cheap enough for every step and grow before a limit is reached.
 
-    On CUDA that is what tensors hold, on a CPU resident memory and the address space.
+    On CUDA: the memory of tensors. On a CPU: resident memory and address space.
     """
     return (live_bytes(device),) if device.type == "cuda" else process_memory()
 
 
 def live_bytes(device: torch.device) -> int:
-    """Return what tensors and everything else hold right now, from the allocator's own counter.
+    """Return the allocated bytes from the allocator's own counter.
 
-    On CUDA that is torch's allocator. On a CPU it is the C library's heap, where it can be read
-    (glibc 2.33 or newer, and torch allocating through it), else resident memory, which is coarser:
-    it does not fall when memory is freed within the heap.
+    On CUDA from torch's allocator. On a CPU from the C library's heap if it can be read (glibc 2.33
+    or newer, and torch allocates through it), else resident memory, which does not fall when memory
+    is freed inside the heap.
     """
     if device.type == "cuda":
-        stats = torch.cuda.memory_stats_as_nested_dict(device)  # unflattened: a fifth of the time
+        stats = torch.cuda.memory_stats_as_nested_dict(
+            device
+        )  # five times as fast as `memory_stats`
         return int(stats["allocated_bytes"]["all"]["current"]) if stats else 0
     heap = malloc_info()
     return heap.used if heap is not None else resident_memory()
 
 
 def live_source(device: torch.device) -> str:
-    """Return in words where :func:`live_bytes` reads."""
+    """Return the name of the counter that :func:`live_bytes` reads."""
     if device.type == "cuda":
         return "torch's CUDA allocator"
     return "the C library's heap" if malloc_info() is not None else "resident memory of the process"
 
 
 class PeakMeter:
-    """The peak of memory from its start on, whoever else measures peaks at the same time.
+    """The peak of memory since its start. Several meters can run at the same time.
 
-    On CUDA it is what tensors hold, or with ``fragments`` what the allocator cannot give back:
-    also what lies unused in blocks of which a part is in use, but not more than it had taken from
-    the device. Elsewhere it is resident memory, of which Linux keeps the peak; on other systems
-    :meth:`sample` has to be called now and then.
+    On CUDA it counts the memory of tensors; with ``fragments`` also unused memory in partly used
+    blocks, up to the memory reserved from the device. Elsewhere it is resident memory. Linux
+    records that peak; on other systems call :meth:`sample` regularly.
 
-    Torch's allocator and the kernel keep one peak for the whole process, which begins anew for all
-    at once. So the meter that starts anew first hands what was reached to all the others.
+    Torch's allocator and the kernel keep one peak per process. Before a meter resets it, all other
+    meters read it.
 
     Args:
         device: The device that trains.
-        fragments: Whether memory counts that fragmentation makes useless.
+        fragments: Count memory that fragmentation makes unusable.
 
     Attributes:
-        samples: Whether the peak is only that of the samples.
+        samples: Whether the peak is only the largest sample.
     """
 
     _running: ClassVar[WeakSet[PeakMeter]] = WeakSet()
@@ -192,7 +192,7 @@ class PeakMeter:
         self._running.add(self)
 
     def start(self) -> None:
-        """Begin anew, with what is held now."""
+        """Reset the peak to the current memory."""
         for other in self._running:
             if other._counter == self._counter:
                 other.sample()
@@ -204,7 +204,7 @@ class PeakMeter:
         self.sample()
 
     def sample(self) -> None:
-        """Take note of what was reached, or, where nobody keeps a peak, of what is held now."""
+        """Read the peak, or the current memory on systems that do not record a peak."""
         if self._device.type == "cuda":
             peak = torch.cuda.max_memory_allocated(self._device)
             if self._fragments:
@@ -221,14 +221,14 @@ class PeakMeter:
         return self._largest
 
     def mark(self) -> int:
-        """Return the peak since the start or the last mark, and begin anew."""
+        """Return the peak since the start or the last mark, and reset it."""
         peak = self.read()
         self.start()
         return peak
 
 
 def _reset_peak_resident() -> bool:
-    """Have the kernel begin anew with this process's peak, and return whether it does."""
+    """Reset the kernel's peak of this process, and return whether that is supported."""
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:

@@ -1,8 +1,8 @@
-"""The L2 norms of one step's gradients: per tensor and in total, measured once and shared.
+"""L2 norms of one step's gradients, per tensor and in total.
 
-On a CPU the norms come back as Python floats. On an accelerator they stay there as tensors, and
-nothing here waits for them. Sharded gradients (FSDP1, FSDP2, tensor parallelism) get the norm of
-the whole gradient, the same on every rank, from one all-reduce of squares a process group.
+On a CPU the norms are Python floats; on an accelerator they stay there as tensors, without waiting.
+For sharded gradients (FSDP1, FSDP2, tensor parallelism) they are the norms of the whole gradients,
+equal on all ranks, from one all-reduce of squares per process group.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ PLAIN = frozenset({Tensor, nn.Parameter})
 DENSE = frozenset({torch.strided})
 COMPLEX = frozenset({torch.complex64, torch.complex128})
 
-# This runs at every step of every run, on hundreds of tensors: `map` over these takes half the time
-# of a comprehension.
+# `map` over these takes half the time of a comprehension.
 _grad, _layout, _dtype, _written = map(attrgetter, ("grad", "layout", "dtype", "_version"))
 
 
@@ -42,10 +41,9 @@ class Gradients:
 
     Attributes:
         parameters: The parameters that have a gradient, in the optimizer's order.
-        tensors: Their gradients on this rank; they share memory with ``Parameter.grad``, so that an
-            in-place change is a change of the gradient.
-        groups: For each, the process groups that hold the rest of it; empty list if none is
-            sharded.
+        tensors: Their gradients on this rank, which share memory with ``Parameter.grad``.
+        groups: For each, the process groups that hold its other shards; an empty list if no
+            gradient is sharded.
     """
 
     parameters: list[Tensor]
@@ -58,15 +56,14 @@ class Gradients:
         return not self.tensors or reads_are_free(self.tensors[0].device)
 
     def state(self) -> tuple[int, ...]:
-        """Return a value that changes when a gradient is written in place or replaced."""
+        """Return a value that changes if a gradient is written in place or replaced."""
         return (sum(map(_written, self.tensors)), *map(id, map(_grad, self.parameters)))
 
     def scale_(self, coefficient: Scalar) -> None:
-        """Multiply every gradient by ``coefficient``, in place and without a synchronisation."""
+        """Multiply every gradient by ``coefficient``, in place and without waiting for the device."""
         if isinstance(coefficient, Tensor):
             for (device, dtype), places in by_kind(self.tensors).items():
-                # The gradients' own dtype keeps the fused kernel; 1 is exact in every dtype, so a
-                # gradient that is not clipped is not changed.
+                # A factor of the gradients' dtype keeps the fused kernel, and 1 is exact in it.
                 factor = move(coefficient, device).to(dtype)
                 torch._foreach_mul_([self.tensors[place] for place in places], factor)
         elif self.tensors:
@@ -78,9 +75,9 @@ class GradientNorms:
     """L2 norms of the true (unscaled, unsharded) gradients of one optimizer at one step.
 
     Attributes:
-        per_tensor: One norm a gradient, in the order of :class:`Gradients`: a list of floats on the
-            host, a tensor of shape ``(n,)`` on a device.
-        total: The norm of all of them taken as one vector.
+        per_tensor: One norm per gradient, in the order of :class:`Gradients`: a list of floats on
+            the host, a tensor of shape ``(n,)`` on a device.
+        total: The norm of all gradients as one vector.
     """
 
     per_tensor: list[float] | Tensor
@@ -93,8 +90,8 @@ class GradientStep:
 
     Attributes:
         gradients: The gradients, which may be changed in place.
-        norms: Their norms, without the loss scale.
-        grad_scale: What the gradients are multiplied with at this moment (a loss scale), else 1.
+        norms: Their norms, divided by the loss scale.
+        grad_scale: The current factor of the gradients: a loss scale, else 1.
         names: The names of the model's parameters.
     """
 
@@ -105,23 +102,22 @@ class GradientStep:
 
 
 def parameters_of(optimizer: Optimizer) -> list[Tensor]:
-    """Return all parameters of ``optimizer``, over its groups in order."""
+    """Return the parameters of all groups of ``optimizer``, in order."""
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def collect_gradients(
     parameters: Iterable[Tensor], flat: Mapping[Tensor, Groups] | None = None
 ) -> Gradients:
-    """Collect the gradients of ``parameters``, leaving out those that have none.
+    """Collect the gradients of ``parameters`` that have one.
 
     Sparse gradients are coalesced in place and represented by their values, complex ones by their
-    real and imaginary parts. A shard without a gradient (FSDP1 leaves None where a rank holds
-    nothing of a parameter) becomes an empty tensor, so that all ranks measure the same list.
+    real and imaginary parts. A sharded parameter without a gradient on this rank gets an empty
+    tensor, so that all ranks have lists of the same length.
 
     Args:
         parameters: Parameters as an optimizer holds them.
-        flat: The sharded parameters of an FSDP1 model, by
-            :func:`~lightning_opt.core.modules.sharding.flat_parameter_groups`.
+        flat: The result of :func:`~lightning_opt.core.modules.sharding.flat_parameter_groups`.
     """
     parameters = list(parameters)
     plain = PLAIN.issuperset(map(type, parameters))
@@ -153,7 +149,7 @@ def _collect_sharded(parameters: list[Tensor], flat: Mapping[Tensor, Groups] | N
 def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
     if gradient.layout is not torch.strided:
         if not gradient.is_coalesced():
-            gradient = parameter.grad = gradient.coalesce()  # duplicates must be added first
+            gradient = parameter.grad = gradient.coalesce()  # adds duplicates
         gradient = gradient.values()
     if gradient.is_conj():
         gradient = parameter.grad = gradient.resolve_conj()
@@ -161,7 +157,7 @@ def _dense(parameter: Tensor, gradient: Tensor) -> Tensor:
 
 
 def as_real(tensor: Tensor) -> Tensor:
-    """Return a complex tensor as real and imaginary parts, which share its memory."""
+    """Return a complex tensor as real and imaginary parts that share its memory."""
     return torch.view_as_real(tensor) if tensor.is_complex() else tensor
 
 
@@ -174,9 +170,8 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
     device its norm is infinite.
 
     Args:
-        gradients: What :func:`collect_gradients` returned.
-        grad_scale: What the gradients are multiplied with at this moment, such as the scale of a
-            loss scaler that has not yet unscaled them.
+        gradients: The result of :func:`collect_gradients`.
+        grad_scale: The current factor of the gradients, such as a loss scale.
 
     Returns:
         The norms divided by ``grad_scale``.
@@ -188,7 +183,7 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
         return _measure_on_device(gradients, grad_scale)
     norms = _host_norms(tensors)
     if math.isinf(math.hypot(*norms)):
-        norms = _host_norms(tensors, torch.float64)  # is it the gradient, or only its L2 norm?
+        norms = _host_norms(tensors, torch.float64)  # infinite or only large?
     if gradients.groups:
         squares = torch.tensor(norms, dtype=torch.float64).square_()
         norms = combine_shards(squares, gradients.groups).sqrt_().tolist()  # on a CPU
@@ -198,7 +193,7 @@ def measure_norms(gradients: Gradients, *, grad_scale: Scalar = 1.0) -> Gradient
     return GradientNorms(norms, math.hypot(*norms))
 
 
-@torch.no_grad()  # the host's floats have no graph, but these tensors stay
+@torch.no_grad()  # unlike the host's floats, these tensors could keep a graph
 def _measure_on_device(gradients: Gradients, grad_scale: Scalar) -> GradientNorms:
     device = gradients.tensors[0].device
     norms = torch.stack([move(norm, device) for norm in _device_norms(gradients.tensors)])
@@ -211,7 +206,7 @@ def _measure_on_device(gradients: Gradients, grad_scale: Scalar) -> GradientNorm
 
 
 def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list[float]:
-    """Return one norm a tensor; reading it is free on a CPU, where these tensors are."""
+    """Return one norm per tensor, for tensors on a CPU."""
     dtypes = set(map(_dtype, tensors))
     if dtype is None and not dtypes.isdisjoint(HALVES):
         dtype = torch.float64 if torch.float64 in dtypes else torch.float32
@@ -219,7 +214,7 @@ def _host_norms(tensors: list[Tensor], dtype: torch.dtype | None = None) -> list
 
 
 def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
-    """Return one 0-dimensional norm a tensor, in one kernel launch a (device, dtype)."""
+    """Return one 0-dimensional norm per tensor, with one kernel per (device, dtype)."""
     norms: list[Tensor] = list(tensors)
     for (_, dtype), places in by_kind(tensors).items():
         kind = [tensors[place] for place in places]
@@ -230,7 +225,7 @@ def _device_norms(tensors: list[Tensor]) -> list[Tensor]:
 
 
 def by_kind(tensors: list[Tensor]) -> dict[tuple[torch.device, torch.dtype], list[int]]:
-    """Return the places of the tensors of each device and dtype; foreach kernels take one kind."""
+    """Return the indices of the tensors by device and dtype, as foreach kernels need them."""
     places: dict[tuple[torch.device, torch.dtype], list[int]] = {}
     for place, tensor in enumerate(tensors):
         places.setdefault((tensor.device, tensor.dtype), []).append(place)

@@ -1,15 +1,12 @@
-"""How much slower one thing is than another, and how sure that is, from timings taken in turns.
+"""The ratio of two run times with a confidence interval, from timings taken in turns.
 
-Timings of a computer are not independent draws. They have outliers, slow minutes, and an offset of
-the process: a second process that runs the very same code is often some tenths of a percent faster
-or slower for as long as it lives, because its memory lies elsewhere. So only timings of one round
-are compared (a slow minute hits all of them), the median is taken of the logarithms of their
-ratios, and where processes were started several times the spread between those is what counts.
+Timings are not independent: they have outliers, slow minutes, and an offset per process, since a
+second process with the same code may be some tenths of a percent faster or slower throughout. So
+only timings of the same round are compared, by the median of the logarithms of their ratios, and
+the interval comes from the spread between process starts.
 
-With few starts that spread is itself hardly known: an interval from two or three starts alone, by
-resampling them too, is far too narrow or far too wide. So what is usual comes in as if seen in
-``PRIOR_STARTS`` further starts, as linear models of gene expression moderate the variance of few
-replicates (Smyth 2004).
+A few starts give a poor estimate of that spread. A usual spread is therefore included as if seen in
+``PRIOR_STARTS`` further starts, as moderated variances are for few replicates (Smyth 2004).
 
 References:
     G. K. Smyth. Linear models and empirical Bayes methods for assessing differential expression in
@@ -27,16 +24,16 @@ from typing import NamedTuple
 import torch
 
 PRIOR_STARTS = 4
-"""For how many starts of processes what is usual counts."""
+"""The weight of the usual spread, in process starts."""
 
 RESAMPLES = 400
 
 WIDENED = 1.25
-"""Resamples of a short series vary less than new series would: by so much, in simulations."""
+"""Factor of the variance of resamples, which is too small for short series (from simulations)."""
 
 
 class Ratio(NamedTuple):
-    """How long one thing takes in units of another.
+    """The time of one candidate in units of the reference.
 
     Attributes:
         value: The estimate; above 1 is slower.
@@ -52,7 +49,7 @@ class Ratio(NamedTuple):
 
     @property
     def width(self) -> float:
-        """Half the interval, as a share of the estimate."""
+        """Half the interval, relative to the estimate."""
         return (self.high - self.low) / 2 / self.value
 
 
@@ -66,15 +63,14 @@ def compare_pairs(
     """Estimate the ratio of the second of each pair to the first.
 
     Args:
-        starts: For each start of the processes its rounds, each the seconds of the reference and
-            of what is compared with it.
-        confidence: Of the interval.
-        offset: The standard deviation of the logarithm of the ratio between two processes that run
-            the same, as it is usual.
-        tolerance: A ratio nearer to 1 than this is called no difference.
+        starts: For each process start its rounds: seconds of the reference and of the candidate.
+        confidence: Confidence level of the interval.
+        offset: The usual standard deviation of the logarithm of the ratio between two processes
+            that run the same code.
+        tolerance: A ratio nearer to 1 than this counts as no difference.
 
     Returns:
-        The ratio, or None without any pair.
+        The ratio, or None without pairs.
     """
     logs = [
         [math.log(other / reference) for reference, other in rounds if reference > 0 < other]
@@ -100,18 +96,17 @@ def median_ratio(seconds: Sequence[float], reference: Sequence[float]) -> float:
 
 
 def judge(value: float, low: float, high: float, tolerance: float) -> str:
-    """Say what a ratio with its interval means."""
+    """Return ``"slower"``, ``"faster"`` or ``"no difference"`` for a ratio and its interval."""
     if low <= 1 <= high or abs(math.log(value)) < math.log1p(tolerance):
         return "no difference"
     return "slower" if value > 1 else "faster"
 
 
 def centre_and_variance(values: Sequence[float]) -> tuple[float, float]:
-    """Return the median of a series, and the variance of that as an estimate.
+    """Return the median of a series and the variance of this median.
 
-    The variance is that over resamples of the series by runs of neighbours, so that what neighbours
-    have in common is not taken for evidence. It is read off the quantiles of the resamples: a few
-    outliers hardly move the median, but now and then a resample consists of them.
+    The variance is a block bootstrap's, because neighbours are correlated. It is derived from
+    quantiles of the resamples, because a few resamples consist mostly of outliers.
     """
     series = torch.tensor(values, dtype=torch.float64)
     count = len(series)
@@ -128,10 +123,7 @@ def centre_and_variance(values: Sequence[float]) -> tuple[float, float]:
 
 
 def student_quantile(probability: float, freedom: float) -> float:
-    """Return the quantile of Student's distribution, for a probability above a half.
-
-    By bisection of the integral of its density, so that no further package is needed.
-    """
+    """Return the quantile of Student's distribution for a probability above 0.5, by bisection."""
     low, high = 0.0, 1.0
     while student_cdf(high, freedom) < probability:
         low, high = high, high * 2
@@ -142,7 +134,7 @@ def student_quantile(probability: float, freedom: float) -> float:
 
 
 def student_cdf(value: float, freedom: float) -> float:
-    """Return the probability of at most ``value``, which is not negative (Simpson's rule)."""
+    """Return Student's distribution function for ``value >= 0``, by Simpson's rule."""
     # With t = tan(angle) sqrt(freedom) the density is a power of the cosine.
     end = math.atan(value / math.sqrt(freedom))
     steps = 400

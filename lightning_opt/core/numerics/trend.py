@@ -1,4 +1,4 @@
-"""Whether a series grows: a robust slope, and how surely it is not chance."""
+"""Trend of a series: a robust slope and a significance test."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from collections.abc import Sequence
 def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
     """Return the median of the slopes of all pairs of points; 0 for fewer than two.
 
-    It takes almost a third of outliers to move it.
+    It tolerates almost a third of outliers.
 
     Args:
         x: Distinct positions.
-        y: As many values.
+        y: The values at these positions.
 
     References:
         Sen (1968), *Estimates of the Regression Coefficient Based on Kendall's Tau*.
@@ -32,8 +32,8 @@ def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
 def mann_kendall(y: Sequence[float]) -> tuple[int, float]:
     """Return Kendall's S and the one-sided probability of an S as large without a trend.
 
-    S is the number of pairs that rise minus those that fall. The probability is that of the normal
-    approximation with the corrections for ties and continuity; it is 1 for fewer than three values.
+    S is the number of rising pairs minus the number of falling pairs. The probability uses the
+    normal approximation, corrected for ties and continuity. It is 1 for fewer than three values.
 
     References:
         Mann (1945), *Nonparametric Tests Against Trend*. Kendall (1975), *Rank Correlation

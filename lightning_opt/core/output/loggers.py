@@ -17,18 +17,16 @@ log = logging.getLogger(__name__)
 
 
 def logged_step(trainer: pl.Trainer) -> int:
-    """Return the step under which Lightning itself logs now."""
+    """Return the step number that Lightning itself logs under."""
     return trainer.fit_loop.epoch_loop._batches_that_stepped
 
 
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
-    """Send ``scalars`` to every logger at this step, and make them available for monitoring.
+    """Send ``scalars`` to every logger and to ``trainer.callback_metrics``. Call it on every rank.
 
-    ``LightningModule.log`` is meant for values of every step: it keeps them on the device, adds its
-    own bookkeeping to each step, and drops what is not logged on a step that is a multiple of
-    ``log_every_n_steps``. A callback that looks on a schedule of its own writes to the loggers as
-    Lightning's ``LearningRateMonitor`` does. ``trainer.callback_metrics`` gets the same keys, so
-    that ``ModelCheckpoint`` and ``EarlyStopping`` can monitor them; call it on every rank.
+    ``ModelCheckpoint`` and ``EarlyStopping`` can then monitor them. ``LightningModule.log`` would
+    add overhead to each step and drop values of steps that are no multiple of
+    ``log_every_n_steps``; Lightning's ``LearningRateMonitor`` bypasses it in the same way.
     """
     step = logged_step(trainer)
     for logger in trainer.loggers:
@@ -37,10 +35,10 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
 
 
 def new_figure(owner: str, **settings: Any) -> Figure:
-    """Return an empty figure that belongs to no window and no global state.
+    """Return an empty figure without a window or global state.
 
     Raises:
-        ImportError: Without matplotlib; the message names the extra.
+        ImportError: Without matplotlib. The message names the extra.
     """
     try:
         from matplotlib.figure import Figure
@@ -54,13 +52,13 @@ def new_figure(owner: str, **settings: Any) -> Figure:
 def save_at_end(
     draw: Callable[[], Figure], where: bool | str | None, trainer: pl.Trainer, name: str
 ) -> None:
-    """Save a figure where the user wants it; without matplotlib, say so. Call it on every rank.
+    """Save a figure to a file and to TensorBoard; warn without matplotlib. Call it on every rank.
 
     Args:
-        draw: Makes the figure.
-        where: A path, or True for ``name`` in the loggers' folder, if there is one.
-        trainer: Whose loggers.
-        name: Of the file; without its ending, of the figure in TensorBoard.
+        draw: Creates the figure.
+        where: A path, or True for the file ``name`` in the loggers' folder, if there is one.
+        trainer: The Trainer.
+        name: The file's name; without its suffix, the figure's name in TensorBoard.
     """
     folder = trainer.log_dir if trainer.loggers else None  # a collective
     path = where if isinstance(where, str) else f"{folder}/{name}" if where and folder else None

@@ -1,4 +1,4 @@
-"""Tables of results that read well in a terminal, in markdown, in a notebook and by a program."""
+"""Tables of results as text, markdown, JSON, or a rich table on a terminal."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ class Report:
     """A table: rows with the same columns, a title, and notes.
 
     Args:
-        title: One line that says what was measured.
-        rows: One mapping a row, from column name to a number, a string, a bool or None. The columns
-            are those of the first row, then those that later rows add.
+        title: One line above the table.
+        rows: One mapping per row, from column name to a number, a string, a bool or None.
         notes: Sentences below the table: units, machine, caveats.
 
     Example:
@@ -55,7 +54,7 @@ class Report:
         return {"title": self.title, "rows": self.rows, "notes": self.notes}
 
     def to_json(self) -> str:
-        """Return the report as strict JSON, in which a number that is not finite is null."""
+        """Return the report as strict JSON; numbers that are not finite become null."""
         return json.dumps(_finite(self.to_dict()), indent=2, allow_nan=False)
 
     def to_markdown(self) -> str:
@@ -87,10 +86,10 @@ class Report:
         return "\n".join([*lines, *self.notes])
 
     def print(self, file: IO[str] | None = None) -> None:
-        """Print the report: as a rich table on a terminal that has rich, else as plain text."""
+        """Print the report: as a rich table on a terminal if rich is installed, else as text."""
         file = sys.stdout if file is None else file
         if file.isatty():
-            with suppress(ImportError):  # rich is optional; the plain table says the same
+            with suppress(ImportError):  # rich is optional
                 from rich.console import Console
                 from rich.table import Table
 

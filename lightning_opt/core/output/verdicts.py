@@ -1,4 +1,4 @@
-"""What a callback has found out about a run, in the form that a diagnosis collects."""
+"""Findings of callbacks about a run, which the doctor collects."""
 
 from __future__ import annotations
 
@@ -8,39 +8,39 @@ from typing import Literal, TypeAlias
 State: TypeAlias = Literal["ok", "look", "unknown"]
 
 TOPICS: dict[str, str] = {
-    "profile": "Is it known where a step's time goes?",
-    "memory": "Is the peak of memory known, and is there room?",
-    "batch size": "Is the batch as large as the memory allows?",
+    "profile": "Where does a step's time go?",
+    "memory": "What is the peak of memory, and is there room?",
+    "batch size": "Is the batch as large as memory allows?",
     "data": "Does training wait for data?",
-    "throughput": "Does it stay as fast as it began?",
-    "precision": "Does it compute in the precision that the device is fast in?",
+    "throughput": "Does training stay as fast as it began?",
+    "precision": "Does training use the fastest precision of the device?",
     "optimizer": "Is the optimizer the fused one?",
     "compilation": "Is the model compiled?",
     "gradients": "Are the gradients healthy?",
     "stability": "Are NaN, infinity and spikes caught?",
-    "clipping": "Is clipping on, and the exception?",
+    "clipping": "Is clipping on, and does it rarely act?",
     "convergence": "Does the loss go down?",
     "leaks": "Does memory grow without end?",
-    "determinism": "Would a second run give the same?",
-    "checkpoints": "Could it go on after a crash?",
-    "monitoring": "Is anybody told what happens?",
-    "baseline": "Has it been compared with the run without?",
+    "determinism": "Would a second run give the same result?",
+    "checkpoints": "Can training resume after a crash?",
+    "monitoring": "Are metrics logged?",
+    "baseline": "Has the setup been compared with plain Lightning?",
 }
-"""What a diagnosis asks, in its order."""
+"""The questions of a diagnosis, in its order."""
 
 
 @dataclass(frozen=True)
 class Verdict:
-    """An answer to one question.
+    """The answer to one question.
 
     Attributes:
-        topic: The question, one of :data:`TOPICS`.
-        state: ``"ok"``; ``"look"`` if there is something to be done or looked into; ``"unknown"``
-            if it was not measured.
-        finding: What was measured, in a sentence.
-        advice: The one thing to do; empty where there is nothing.
-        callbacks: How the finding ends where it is about callbacks, which may be there only to find
-            something out.
+        topic: The question's key in :data:`TOPICS`.
+        state: ``"ok"``, ``"look"`` if something needs attention, or ``"unknown"`` if it was not
+            measured.
+        finding: The measurement, in a sentence.
+        advice: What to do; empty if there is nothing to do.
+        callbacks: The end of the finding that names callbacks. ``lightning-opt doctor`` removes it
+            if it added these callbacks itself.
     """
 
     topic: str

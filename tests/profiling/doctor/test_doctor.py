@@ -367,7 +367,7 @@ def test_the_diagnosis_prints_and_converts(capsys):
     diagnosis = lo.doctor(quiet_trainer())
     text = str(diagnosis)
     assert text.splitlines()[0] == diagnosis.title
-    assert "LOOK  Is anybody told what happens? The Trainer has no logger." in text.splitlines()
+    assert "LOOK  Are metrics logged? The Trainer has no logger." in text.splitlines()
     assert diagnosis.topics("look") == [v.topic for v in diagnosis.verdicts if v.state == "look"]
     assert len(json.loads(diagnosis.to_json())["rows"]) == len(TOPICS)
     assert "| data | Does training wait for data? | unknown |" in diagnosis.to_markdown()
