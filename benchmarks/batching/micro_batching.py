@@ -317,12 +317,12 @@ def halving() -> lo.MicroBatching:
     """
 
     class Smallest(LearnedSizes):
-        def of(self, shape: str, elements: int) -> int | None:
+        def size_for(self, shape: str, elements: int) -> int | None:
             return min((known["size"] for known in self.shapes.values()), default=None)
 
     class Halving(lo.MicroBatching):
-        def _forget(self) -> None:
-            super()._forget()
+        def _reset(self) -> None:
+            super()._reset()
             self._sizes = Smallest(self.regrow_every)
 
     return Halving(regrow_every=10**9)

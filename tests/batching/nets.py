@@ -100,6 +100,24 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+class SharpnessAware(torch.optim.SGD):
+    """Evaluates the loss twice per step: at the weights, and uphill from them."""
+
+    def step(self, closure: Any = None) -> Any:
+        loss = closure()
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        with torch.no_grad():
+            moves = [0.1 * p.grad for p in parameters]
+            for parameter, move in zip(parameters, moves, strict=True):
+                parameter += move
+        closure()
+        with torch.no_grad():
+            for parameter, move in zip(parameters, moves, strict=True):
+                parameter -= move
+        super().step()
+        return loss
+
+
 class Hooks(Callback):
     """Writes down the hooks of a step and what they were given."""
 

@@ -11,8 +11,8 @@ from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
 from lightning_opt.batching.accumulation.counting import count_with, quotient
-from lightning_opt.batching.micro_batching.held_gradients import HeldGradients
 from lightning_opt.batching.micro_batching.logs_and_outputs import combine, merge_outputs
+from lightning_opt.batching.micro_batching.rollback import HeldGradients
 from lightning_opt.batching.peaks import LimitMeter
 from lightning_opt.core.measure.memory import MemoryLimits, PeakMeter, growth_figures, live_bytes
 from lightning_opt.core.modules.preserve import StepState

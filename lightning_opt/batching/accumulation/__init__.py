@@ -1,1 +1,1 @@
-"""Gradients accumulated over batches, as the mean over samples or tokens."""
+"""Gradient accumulation whose average is that of one large batch."""

@@ -48,8 +48,8 @@ class Accumulation(RunCallback):
     Lightning divides each batch's loss by ``accumulate_grad_batches``, which gives the mean of
     means: a batch of 2 samples counts as much as one of 32, a short window at the end of an epoch
     gets a smaller gradient, and a rank with few tokens counts as much as one with many. Here each
-    loss is weighted by its number of samples, or by what ``count`` returns, over all batches of the
-    window and over all ranks. If all batches are alike, results are bit-identical to Lightning's.
+    loss is weighted by its number of samples, or by ``count``, over all batches of the window and
+    over all ranks. If all batches are alike, results are bit-identical to Lightning's.
 
     The number of batches is the Trainer's (``accumulate_grad_batches``), or follows ``schedule`` or
     ``effective_batch``; in that case leave the Trainer's unset. A window may begin and end anywhere
@@ -58,24 +58,26 @@ class Accumulation(RunCallback):
     Logged at the start of a window whose length differs from the one before:
 
     ========================= ==================================================================
-    ``accumulation/batches``  batches of a window from now on
+    ``accumulation/batches``  batches per window from now on
     ========================= ==================================================================
 
     Args:
         schedule: A number of batches, or a table from optimizer step to number, such as
             ``{0: 1, 1000: 4}``; before its first entry it is 1.
-        effective_batch: Samples of a step over all batches and ranks, instead of ``schedule``. The
-            number of batches is rounded, with a warning if it does not go in.
-        normalize: What each loss is a mean over: ``"batches"`` (each counts the same),
+        effective_batch: Samples per step over all batches and ranks, instead of ``schedule``. The
+            number of batches is rounded, with a warning.
+        normalize: The unit over which each loss is a mean: ``"batches"`` (each counts the same),
             ``"samples"``, or ``"tokens"``, which needs ``count``.
-        count: A function of the batch, or its import path, that counts what its loss is a mean
-            over: a number or a tensor without dimensions, also 0.
+        count: A function of the batch, or its import path, that returns the weight of the batch,
+            such as its number of tokens: a number or a 0-dimensional tensor, also 0.
 
     Raises:
         ValueError: In ``__init__`` for arguments out of range or that exclude each other; in
             ``setup`` under manual optimisation and DeepSpeed, with ``dataloader_iter``, or if the
             Trainer or a GradientAccumulationScheduler sets the number too; in ``on_fit_start`` for
             LBFGS.
+        RuntimeError: While training, for an optimizer that evaluates the loss several times per
+            step, with windows of several batches.
         UnsplittableBatchError: While training, for a batch whose samples cannot be counted.
 
     Example:
@@ -121,61 +123,55 @@ class Accumulation(RunCallback):
         self._stack: ExitStack | None = None
         self._make_step: Any = None  # Lightning's own, while training
         self._make_zero: Any = None
-        self._forget()
+        self._reset()
 
-    def _forget(self) -> None:
-        self._unit = 0.0  # what an ordinary batch counts
-        self._start, self._length, self._open = 0, 1, False
-        self._total: Scalar = 0.0
-        self._counted = 0
-        self._held: dict[str, Tensor] = {}
-        self._now: Scalar = 1.0
+    def _reset(self) -> None:
+        self._unit = 0.0  # the count of the first batch, a mean over ranks
+        self._start, self._length, self._open = 0, 1, False  # the window
+        self._total: Scalar = 0.0  # counts of its batches
+        self._earlier: Scalar = 0.0  # of those before the current batch
+        self._now: Scalar = 1.0  # of the current batch
+        self._pending = 0  # batches whose gradients are not averaged yet
+        self._saved: dict[str, Tensor] = {}  # gradients from a checkpoint
 
     # --- before training ------------------------------------------------------------------------
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot be right, and set the number of batches."""
+        """Raise for incompatible settings, and set the number of batches."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
         self.release(trainer)
         counts = self._count is not None or self.normalize != "batches"
-        _check(trainer, pl_module, counts, self.schedule or self.effective_batch)
+        _check(trainer, pl_module, counts, bool(self.accumulates_by))
         self._trainer, self._stack = trainer, ExitStack()
-        if self.schedule is None and self.effective_batch is None:
+        if not self.accumulates_by:
             return
-        if trainer.accumulate_grad_batches != 1:
-            raise ValueError(
-                f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches}) and "
-                "Accumulation both say how many batches make a step. Leave accumulate_grad_batches "
-                "out, or give Accumulation neither schedule nor effective_batch."
-            )
         self._stack.enter_context(replaced(trainer, accumulate_grad_batches=1))
         if self.effective_batch is None:
-            # So that `estimated_stepping_batches` is right for a fixed number.
+            # Makes `estimated_stepping_batches` right for a fixed number.
             trainer.accumulate_grad_batches = self._batches_at(0)
-            return
-        self._stack.callback(LoaderSizes(trainer, self._follow_loader).close)
+        else:
+            self._stack.callback(LoaderSizes(trainer, self._follow_loader).close)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Forget the window of another model."""
-        self._forget()
+        """Discard the window of another model."""
+        self._reset()
 
     def _batches_at(self, step: int) -> int:
-        """Return how many batches the window has that leads to optimizer step ``step``."""
+        """Return the number of batches in the window that leads to optimizer step ``step``."""
         assert self.schedule is not None
         return next((n for begin, n in reversed(self.schedule.items()) if begin <= step), 1)
 
     def _follow_loader(self, loader: Any) -> None:
-        """Set the number of batches that makes the effective batch, for the loader's batch size."""
+        """Set the number of batches for ``effective_batch``, given the loader's batch size."""
         trainer, size = self._trainer, batch_size_of(loader)
         assert trainer is not None
         assert self.effective_batch is not None
         if size is None:
             raise ValueError(
-                "Accumulation(effective_batch=...) needs a DataLoader that knows its batch size, "
-                f"and {type(loader).__name__} does not. Give schedule=, the number of batches, "
-                "instead."
+                "Accumulation(effective_batch=...) needs a DataLoader with a batch size, and "
+                f"{type(loader).__name__} has none. Give schedule=, the number of batches, instead."
             )
         step = size * data_ranks(trainer)
         batches = max(1, round(self.effective_batch / step))
@@ -188,25 +184,25 @@ class Accumulation(RunCallback):
         trainer.accumulate_grad_batches = batches
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Refuse optimizers that evaluate the loss more than once a step."""
+        """Raise for LBFGS."""
         raise_if_lbfgs("Accumulation", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Take the place of Lightning's window, its losses and its emptying of gradients."""
+        """Replace Lightning's window, losses and zeroing of gradients."""
         loop = trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
         self._device = trainer.strategy.root_device
         self._parameters = parameters_of(trainer.optimizers[0]) if trainer.optimizers else []
         self._flat = flat_parameter_groups(trainer.model or pl_module)
-        if self._held:
+        if self._saved:
             named = dict(pl_module.named_parameters())
-            for name, gradient in self._held.items():
+            for name, gradient in self._saved.items():
                 named[name].grad = gradient.to(named[name].device)
-            self._held = {}
+            self._saved = {}
         elif self._open and not loop.restarting:
             self._open = False
         if self._open and self.schedule is not None:
-            trainer.accumulate_grad_batches = self._length  # of the window that is gone on with
+            trainer.accumulate_grad_batches = self._length  # of the resumed window
         self._make_step = optimization._make_step_fn
         self._make_zero = optimization._make_zero_grad_fn
         assert self._stack is not None
@@ -224,16 +220,18 @@ class Accumulation(RunCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Begin a window where the last one has ended, and count the batch."""
+        """Begin a window if the last one has ended, and count the batch."""
         if not self._open or batch_idx - self._start >= self._length:
             self._begin(trainer, batch_idx)
+        self._earlier, self._evaluated = self._total, False
         if self._count is not None:
             self._now = count_with(self._count, batch)
+        elif self.normalize == "batches":
+            self._now = 1.0
         else:
-            several = has_several_loaders(trainer)
-            self._now = 1.0 if self.normalize == "batches" else count_samples(batch, several)
-        if self._unit == 0.0:  # a mean over ranks, so that all have the same; read once a run
-            total, world = self._of_ranks(trainer, self._now)
+            self._now = count_samples(batch, has_several_loaders(trainer))
+        if self._unit == 0.0:  # the same on all ranks; read once per run
+            total, world = self._sum_over_ranks(trainer, self._now)
             self._unit = float(total) / world or 1.0
 
     def _begin(self, trainer: pl.Trainer, batch_idx: int) -> None:
@@ -244,10 +242,10 @@ class Accumulation(RunCallback):
         if length != self._length and trainer.global_step > 0:
             log_scalars(trainer, {"accumulation/batches": length})
         self._start, self._length, self._open = batch_idx, length, True
-        self._total, self._counted = 0.0, 0
+        self._total, self._pending = 0.0, 0
 
     def _is_complete(self) -> bool:
-        """Stand in for Lightning's ``_accumulated_batches_reached``."""
+        """Replace Lightning's ``_accumulated_batches_reached``."""
         assert self._trainer is not None
         ready: int = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return ready - self._start >= self._length
@@ -272,35 +270,42 @@ class Accumulation(RunCallback):
         return weighted
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count the batch; at the window's end, divide the gradients by what all of it counts."""
+        """Count the batch. At the window's end, divide the gradients by the window's count."""
         if self._make_step is None:
             return
-        self._total = self._total + self._now
-        self._counted += 1
+        if self._evaluated and trainer.fit_loop.batch_idx > self._start:
+            raise RuntimeError(
+                "The optimizer evaluates the loss several times per step, which Accumulation "
+                f"supports only with one batch per step; this window has {self._length}. Leave "
+                "accumulation out, or use another optimizer."
+            )
+        self._total = self._earlier + self._now  # once, also in a second evaluation
+        self._pending += 1
         if not trainer.fit_loop._should_accumulate():
             self._average(trainer)
+        self._evaluated = True
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Do so here if ``training_step`` returned None for the last batch."""
-        if self._make_step is not None and self._counted:
+        """Average here if ``training_step`` returned None for the last batch."""
+        if self._make_step is not None and self._pending:
             self._average(trainer)
 
-    def _of_ranks(self, trainer: pl.Trainer, total: Scalar) -> tuple[Scalar, int]:
+    def _sum_over_ranks(self, trainer: pl.Trainer, count: Scalar) -> tuple[Scalar, int]:
         """Return the sum over the ranks that step together, and their number."""
-        if self.normalize == "batches":  # of which all ranks have as many
-            return total, 1
-        return sum_over_ranks(total, self._device, ranks_of_a_step(trainer))
+        if self.normalize == "batches":  # all ranks have the same number
+            return count, 1
+        return sum_over_ranks(count, self._device, ranks_of_a_step(trainer))
 
     @torch.no_grad()
     def _average(self, trainer: pl.Trainer) -> None:
-        # The gradient is the sum of `count / unit * gradient`, over `accumulate_grad_batches`, and
-        # the mean over ranks. At fp16 it is loss-scaled too, which a factor does not mind.
+        # Gradients are the sum of `count / unit * gradient`, divided by `accumulate_grad_batches`,
+        # and the mean over ranks. A loss scale of float16 is one more factor.
         expected = trainer.accumulate_grad_batches * self._unit
-        total, world = self._of_ranks(trainer, self._total)
+        total, world = self._sum_over_ranks(trainer, self._total)
         factor = quotient(world * expected, total)
-        self._counted = 0
+        self._pending = 0
         if isinstance(factor, Tensor) or factor != 1.0:
             collect_gradients(self._parameters, self._flat).scale_(factor)
 
@@ -312,26 +317,26 @@ class Accumulation(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Close a window that is through."""
+        """Close a window that has been stepped."""
         if not trainer.fit_loop._should_accumulate():
             self._open = False
 
     # --- after training -------------------------------------------------------------------------
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Give Lightning its window back, and let go of the run."""
+        """Restore Lightning's window and drop the references to the run."""
         if self._stack is not None:
             self._stack.close()
         self._stack = self._make_step = self._make_zero = None
         self._trainer, self._parameters, self._flat = None, [], {}
         self._now = 1.0
-        self._held = {}
+        self._saved = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, and in the midst of one in a single process its gradients."""
-        gradients = dict(self._held)
+        """Return the window, and within one, on a single process, also its gradients."""
+        gradients = dict(self._saved)
         module = self._model() if self._model is not None else None
-        if self._counted and self._trainer is not None and self._trainer.world_size == 1:
+        if self._pending and self._trainer is not None and self._trainer.world_size == 1:
             assert module is not None
             gradients = {
                 name: parameter.grad.detach().clone()
@@ -344,28 +349,31 @@ class Accumulation(RunCallback):
             "length": self._length,
             "open": self._open,
             "total": float(self._total) if gradients else 0.0,
-            "counted": self._counted if gradients else 0,
+            "counted": self._pending if gradients else 0,
             "gradients": gradients,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state returned by :meth:`state_dict`."""
         self._unit, self._total = state_dict["unit"], state_dict["total"]
         self._start, self._length = state_dict["start"], state_dict["length"]
-        self._open, self._counted = state_dict["open"], state_dict["counted"]
-        self._held = dict(state_dict["gradients"])
+        self._open, self._pending = state_dict["open"], state_dict["counted"]
+        self._saved = dict(state_dict["gradients"])
 
 
 def _check(
-    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, accumulates_by: Any
+    trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, accumulates_by: bool
 ) -> None:
-    """Refuse what cannot be right."""
+    """Raise for incompatible settings."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
-    if accumulates_by and any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
+    scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
+    if accumulates_by and (scheduled or trainer.accumulate_grad_batches != 1):
+        other = f"Trainer(accumulate_grad_batches={trainer.accumulate_grad_batches})"
+        if scheduled:
+            other = "GradientAccumulationScheduler"
         raise ValueError(
-            "GradientAccumulationScheduler and Accumulation both say how many batches make a step. "
-            "Leave GradientAccumulationScheduler out, or give Accumulation neither schedule nor "
-            "effective_batch."
+            f"{other} and Accumulation both set the number of batches per step. Leave one out: "
+            "Accumulation without schedule and effective_batch follows the Trainer."
         )
     if not pl_module.automatic_optimization:
         raise ValueError(

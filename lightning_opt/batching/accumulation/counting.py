@@ -1,4 +1,4 @@
-"""What batches count in an accumulated gradient, and what it is divided by."""
+"""Counts of batches, their sums over ranks, and the factor that turns weighted sums into means."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
 
 def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
-    """Return from which optimizer step on windows have how many batches."""
+    """Return a sorted table from optimizer step to the number of batches per window."""
     if not isinstance(schedule, dict):
         return {0: at_least("schedule", schedule, 1)}
     if not schedule:
@@ -28,22 +28,14 @@ def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
     }
 
 
-def count_samples(batch: Any, several: bool = False) -> float:
-    """Return how many samples a batch has.
-
-    Args:
-        batch: Of a loader.
-        several: Whether it has an entry for each of several loaders, None for one at its end; then
-            those of all.
-
-    Raises:
-        UnsplittableBatchError: If that cannot be told.
-    """
+def count_samples(batch: Any, several: bool) -> float:
+    """Return the number of samples; with several loaders, of all their batches that are there."""
+    batches = [batch]
+    if several:
+        entries = batch.values() if isinstance(batch, Mapping) else batch
+        batches = [entry for entry in entries if entry is not None]
     try:
-        if several:
-            entries = batch.values() if isinstance(batch, Mapping) else batch
-            return float(sum(batch_length(each) for each in entries if each is not None))
-        return float(batch_length(batch))
+        return float(sum(batch_length(entry) for entry in batches))
     except UnsplittableBatchError as error:
         raise UnsplittableBatchError(
             f"Accumulation(normalize='samples') cannot count the samples: {error} Or give "
@@ -52,7 +44,7 @@ def count_samples(batch: Any, several: bool = False) -> float:
 
 
 def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
-    """Return what the user's function counts: a float where reading it is free."""
+    """Return the user's count: a float if reading it is free, else a tensor."""
     counted = count(batch)
     if not isinstance(counted, Tensor):
         return float(counted)
@@ -63,7 +55,7 @@ def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
 
 
 def sum_over_ranks(total: Scalar, device: torch.device, groups: Groups) -> tuple[Scalar, int]:
-    """Return the sum over ranks, a float where reading it is free, and how many there are."""
+    """Return the sum over ranks, a float if reading it is free, and the number of ranks."""
     if not groups:
         return total, 1
     value = torch.as_tensor(total, dtype=torch.float64, device=device).clone()
@@ -73,7 +65,7 @@ def sum_over_ranks(total: Scalar, device: torch.device, groups: Groups) -> tuple
 
 
 def quotient(expected: float, total: Scalar) -> Scalar:
-    """Return what gradients are multiplied with; 1 where nothing was counted and all are zero."""
+    """Return ``expected / total``, the factor of the gradients; 1 if nothing was counted."""
     if isinstance(total, Tensor):
         return torch.where(total > 0, expected / total.clamp(min=1e-30), 1.0)
     return expected / total if total > 0 else 1.0

@@ -17,15 +17,15 @@ class GradientAccumulator:
     """Averages the gradients of several batches, each by its weight, for a plain training loop.
 
     Gradients of bfloat16 and float16 parameters are summed in ``dtype``: with 8 bits of mantissa, a
-    sum of 256 similar terms stops growing. They are rounded once, at the end. Those of other
-    parameters stay where autograd accumulates them, and take no further memory.
+    sum of 256 similar terms stops growing. They are rounded once, at the end. Gradients of other
+    parameters stay in ``Parameter.grad`` and take no further memory.
 
-    With DDP, FSDP2 or no strategy at all, the weighting is correct across ranks too: call
-    :meth:`average` on all of them.
+    With DDP, FSDP2 or no strategy, weights are correct across ranks if all ranks call
+    :meth:`average`.
 
     Args:
         module: The model whose gradients are accumulated. Parameters are identified by name.
-        dtype: What low-precision gradients are added up in.
+        dtype: Precision in which low-precision gradients are summed: float32 or float64.
 
     Example:
         >>> import torch
@@ -58,11 +58,11 @@ class GradientAccumulator:
         """Run the backward pass of a loss that is a mean over ``weight`` samples or tokens.
 
         Args:
-            loss: Without dimensions.
-            weight: A tensor is not read, so that nothing waits for a device.
+            loss: A 0-dimensional tensor.
+            weight: Number of samples or tokens. A tensor is not read, so no device is waited for.
 
         Raises:
-            ValueError: For a negative weight, if that can be seen without waiting.
+            ValueError: For a negative number.
         """
         if not isinstance(weight, Tensor) and weight < 0:
             raise ValueError(f"weight must not be negative, got {weight!r}.")
@@ -88,18 +88,18 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def average(self, reduce: bool = False) -> float | Tensor:
-        """Have each ``Parameter.grad`` be the average, and begin anew.
+        """Replace each ``Parameter.grad`` by the average, and reset.
 
         Args:
-            reduce: Whether gradients are still each rank's own, and to be summed over ranks here:
-                for a module without a strategy, or under DDP's ``no_sync`` at every batch. Low
-                precision is then reduced in ``dtype``. Not for sharded parameters.
+            reduce: Whether to sum gradients over ranks here: for a module without a strategy, or
+                under DDP's ``no_sync`` at every batch. Low precision is then reduced in ``dtype``.
+                Not for sharded parameters.
 
         Returns:
-            What all batches of all ranks weigh together.
+            The sum of the weights of all batches of all ranks.
 
         Raises:
-            RuntimeError: If there was no batch, or all of them weigh nothing.
+            RuntimeError: If there was no batch, or the weights sum to 0.
         """
         if not self.batches:
             raise RuntimeError("There is nothing to average: call backward(loss, weight) first.")
@@ -108,8 +108,8 @@ class GradientAccumulator:
             device = next(iter(self._named.values())).device
             total, world = sum_over_ranks(total, device, (dist.group.WORLD,))
         if not isinstance(total, Tensor) and total <= 0:
-            raise RuntimeError("All batches weigh nothing together, so they have no average.")
-        # Strategies hand out the mean over ranks, and a sum is wanted.
+            raise RuntimeError("The weights of all batches sum to 0, so there is no average.")
+        # Strategies reduce to the mean over ranks, and this needs the sum.
         factor = (1 if reduce else world) / total
         for name, parameter in self._named.items():
             wide = self._sums.get(name)
@@ -118,7 +118,7 @@ class GradientAccumulator:
             if parameter.grad is None:
                 if not reduce or world == 1:
                     continue
-                parameter.grad = torch.zeros_like(parameter)  # another rank may have one
+                parameter.grad = torch.zeros_like(parameter)  # the other ranks may have one
             local = local_part(parameter.grad)
             if reduce and world > 1:
                 source = local.to(self._dtype) if wide is None and local.dtype in HALVES else wide
@@ -133,14 +133,11 @@ class GradientAccumulator:
         return total
 
     def reset(self) -> None:
-        """Forget sums and weights, but not what is in ``Parameter.grad``."""
+        """Reset sums and weights. ``Parameter.grad`` stays."""
         self._sums, self._total, self.batches = {}, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything that is needed to go on in the midst of a window, gradients included.
-
-        Sharded gradients are this rank's shards.
-        """
+        """Return an unfinished window, gradients included; sharded ones are this rank's shards."""
         return {
             "total": float(self._total),
             "batches": self.batches,
@@ -154,10 +151,10 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned.
+        """Restore the state returned by :meth:`state_dict`.
 
         Raises:
-            KeyError: If it has a parameter that the module has not.
+            KeyError: For a parameter that the module does not have.
         """
         places = {name: self._named[name].device for name in state_dict["sums"]}
         self._sums = {n: v.to(places[n], copy=True) for n, v in state_dict["sums"].items()}
@@ -167,7 +164,7 @@ class GradientAccumulator:
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a gradient for ``parameter`` with this rank's part given."""
+    """Return a gradient like ``parameter``, given this rank's part of it."""
     gradient = torch.zeros_like(parameter)
     local_part(gradient).copy_(local)
     return gradient

@@ -1,4 +1,4 @@
-"""What the micro-batches of one batch logged and returned, as the whole batch would have."""
+"""Merges what the micro-batches of one batch logged and returned, as the whole batch would have."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 _ARGUMENTS = ("prog_bar", "logger", "on_step", "on_epoch", "reduce_fx")
-"""Of ``LightningModule.log`` behind name and value, in case someone gives them by position."""
+"""Arguments of ``LightningModule.log`` after name and value, for callers that pass by position."""
 
 Weights = Sequence[Any]
-"""One float or tensor a micro-batch."""
+"""One float or tensor per micro-batch."""
 
 
 class LogRecorder:
-    """Listens to ``self.log`` in ``training_step``, and logs once what all micro-batches said.
+    """Records ``self.log`` in ``training_step``, and logs once per batch.
 
     Args:
-        module: Whose ``log`` it is.
-        sums: Names of values that are logged as means and are sums over samples; it may grow.
+        module: The module whose ``log`` is recorded.
+        sums: Names of values that are logged as means but are sums over samples; it may grow.
     """
 
     def __init__(self, module: pl.LightningModule, sums: Set[str]) -> None:
         self._module, self._sums = module, sums
-        self.forget()
+        self.clear()
 
-    def forget(self) -> None:
-        """Forget everything unsaid."""
+    def clear(self) -> None:
+        """Discard everything that was recorded."""
         self._calls: dict[tuple[str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
 
     @contextmanager
-    def listening(self, part: int) -> Iterator[None]:
-        """Take down what is logged within, for this micro-batch."""
+    def recording(self, part: int) -> Iterator[None]:
+        """Record the values that this micro-batch logs."""
         counts: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -55,22 +55,18 @@ class LogRecorder:
         with replaced(self._module, log=log):
             yield
 
-    def tell(self, samples: Sequence[int], weights: Weights) -> None:
-        """Log it.
+    def log(self, samples: Sequence[int], weights: Weights) -> None:
+        """Log the merged values, and clear.
 
         Args:
-            samples: Of each micro-batch.
-            weights: Of each micro-batch in a mean.
+            samples: Samples of each micro-batch.
+            weights: Weight of each micro-batch in a mean.
         """
-        # Lightning takes what is logged for that of the hook that it notes here.
-        module, before = self._module, self._module._current_fx_name
-        module._current_fx_name = "training_step"
-        try:
+        # Lightning attributes logged values to the hook that is named here.
+        with replaced(self._module, _current_fx_name="training_step"):
             for (name, _), calls in self._calls.items():
                 self._log(name, calls, samples, weights)
-        finally:
-            module._current_fx_name = before
-        self.forget()
+        self.clear()
 
     def _log(self, name: str, calls: Any, samples: Sequence[int], weights: Weights) -> None:
         parts, values, arguments = zip(*calls, strict=True)
@@ -80,7 +76,7 @@ class LogRecorder:
             sizes = [other["batch_size"] for other in arguments]
             kwargs["batch_size"] = whole_batch_size(sizes, samples)
             if sizes != samples and kwargs["batch_size"] == sum(sizes):
-                weights = sizes  # such as tokens: what the values are means over
+                weights = sizes  # such as tokens: the values are means over these
         if isinstance(values[0], tuple):
             metric: Metric = values[0][0]
             metric._forward_cache = _mean_of_caches([cache for _, cache in values], weights)
@@ -91,9 +87,9 @@ class LogRecorder:
 
 
 def whole_batch_size(sizes: Sequence[int], samples: Sequence[int]) -> int:
-    """Return what ``batch_size`` would have been for the whole, given those of the parts.
+    """Return the whole batch's ``batch_size``, given those of the parts.
 
-    Counts (of samples, of tokens) add up; a constant of 1 or of the whole batch stays what it is.
+    Counts of samples or tokens add up. A constant of 1, or of the whole batch, stays the same.
     """
     for constant in (1, sum(samples)):
         if list(sizes) != list(samples) and all(size == constant for size in sizes):
@@ -101,12 +97,27 @@ def whole_batch_size(sizes: Sequence[int], samples: Sequence[int]) -> int:
     return sum(sizes)
 
 
+def weighted(value: Any, weight: Any) -> Any:
+    """Return ``value * weight``; 0 for a weight of 0, even if the value is NaN.
+
+    The mean over no tokens is NaN. Its gradient is 0 for losses that handle it, such as
+    ``cross_entropy`` with ``ignore_index``.
+    """
+    if isinstance(weight, Tensor) and isinstance(value, Tensor):
+        return torch.where(weight > 0, value * weight, torch.zeros_like(value))
+    if isinstance(weight, Tensor):
+        return torch.where(weight > 0, value * weight, 0.0)
+    if weight:
+        return value * weight
+    return value.nan_to_num(0.0, 0.0, 0.0) * 0.0 if isinstance(value, Tensor) else 0.0
+
+
 def combine(values: Sequence[Any], weights: Weights, reduction: Any = "mean") -> Any:
     """Return the value of the whole batch, given those of its parts.
 
     Args:
         values: Numbers, or tensors of one element.
-        weights: Used for the mean.
+        weights: Weights of the mean.
         reduction: As in ``LightningModule.log``: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or
             torch's functions of these names.
     """
@@ -119,30 +130,30 @@ def combine(values: Sequence[Any], weights: Weights, reduction: Any = "mean") ->
         if isinstance(values[0], Tensor):
             return getattr(torch.stack(list(values)), name)()
         return {"min": min, "max": max}[name](values)
-    weighted = [_wide(value) * weight for value, weight in zip(values, weights, strict=True)]
+    terms = [weighted(_widen(value), weight) for value, weight in zip(values, weights, strict=True)]
     total = sum(weights[1:], weights[0])
-    return sum(weighted[1:], weighted[0]) / total
+    return sum(terms[1:], terms[0]) / total
 
 
-def _wide(value: Any) -> Any:
+def _widen(value: Any) -> Any:
     if isinstance(value, Tensor) and value.dtype not in (torch.float32, torch.float64):
         return value.float()
     return value
 
 
 def _mean_of_caches(caches: Sequence[Any], weights: Weights) -> Any:
-    """Return the value of a metric over the batch: the mean, which is exact for means alone."""
+    """Return a metric's value for the batch: the mean of the parts, exact for means only."""
     if all(isinstance(cache, Tensor) and cache.ndim == 0 for cache in caches):
         return combine(caches, weights)
     return caches[-1]
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], weights: Weights) -> Any:
-    """Return what ``training_step`` would have returned beside the loss, given that of its parts.
+    """Merge what ``training_step`` returned for each part, besides the loss.
 
-    Tensors and lists with one entry a sample are joined, floating-point scalars averaged, dicts,
-    lists and tuples merged entry by entry, and of what is equal in all parts there is one. The rest
-    becomes a list with one entry a micro-batch. Tensors are detached.
+    Tensors and lists with one entry per sample are joined, floating-point scalars averaged, and
+    dicts, lists and tuples merged entry by entry. A value that is equal in all parts is kept once.
+    Anything else becomes a list with one entry per micro-batch. Tensors are detached.
     """
     first = outputs[0]
     if isinstance(first, Mapping):

@@ -1,23 +1,39 @@
-"""Which size of micro-batch each shape of sample has been found to need."""
+"""Micro-batch sizes by sample shape: learned from failures, or planned from measured peaks."""
 
 from __future__ import annotations
 
 import re
-from typing import Any, TypedDict
+from typing import Any, NamedTuple, TypedDict
+
+import torch
+
+from lightning_opt.batching.peaks import LimitMeter
 
 LONGEST_WAIT = 64
-"""Times ``regrow_every`` between attempts to grow at most, after these have failed again."""
+"""Growth that fails again and again is attempted every ``LONGEST_WAIT * regrow_every`` batches."""
 
 MOST_SHAPES = 256
+"""Shapes that are kept; the one changed longest ago is dropped."""
+
+MOST_EVENTS = 1000
+
+TARGET = 0.95
+"""Share of the nearest memory limit that a planned size may take."""
+
+FASTEST_GROWTH = 2
+"""A planned size is at most this many times the measured one."""
+
+MARGIN = 1.25
+"""Each sample beyond the measured ones is assumed to need this many times its measured share."""
 
 
 class Known(TypedDict):
-    """What one shape has taught.
+    """The size of one shape.
 
     Attributes:
-        size: Samples that a micro-batch may have.
-        elements: Of one sample.
-        failed: The most samples that did not fit; as large a size says nothing any more.
+        size: Samples per micro-batch.
+        elements: Elements per sample.
+        failed: The most samples that did not fit; 0 for planned sizes.
     """
 
     size: int
@@ -26,98 +42,226 @@ class Known(TypedDict):
 
 
 class LearnedSizes:
-    """Halves at out-of-memory, doubles after a while, and waits longer where that was wrong.
+    """One size per sample shape: halved after out-of-memory, doubled after a while.
 
-    What a shape needs binds those with more elements a sample, and none with fewer: one long
-    sequence does not shrink the micro-batches of the short ones. All shapes grow at once, so that
-    ranks which have learned the same need not talk about it.
+    A size also applies to shapes with more elements per sample, but not to smaller ones: one long
+    sequence does not shrink the micro-batches of short ones. All sizes double together, so ranks
+    with equal tables need no communication.
 
     Args:
-        regrow_every: Batches from one change to the attempt at larger sizes.
+        regrow_every: Batches before sizes double. After growth that failed, twice as many.
+
+    Attributes:
+        shapes: The sizes, by shape as text.
+        events: Changes of size, newest last.
+        retries: Attempts that were rolled back.
+        unlogged: The newest size that has not been logged.
     """
 
     def __init__(self, regrow_every: int) -> None:
         self._regrow_every = self._wait = regrow_every
-        self._batches = self._since = 0
-        self._grown = False
+        self._batches = 0  # since the last change
+        self._grown = False  # whether the last change was growth
         self.shapes: dict[str, Known] = {}
+        self.events: list[dict[str, Any]] = []
+        self.retries = 0
+        self.unlogged: int | None = None
 
-    def of(self, shape: str, elements: int) -> int | None:
-        """Return the size that holds for a shape: its own, or that of a smaller one."""
+    def size_for(self, shape: str, elements: int) -> int | None:
+        """Return the size for a shape, else the least of any smaller shape, else None."""
         if shape in self.shapes:
             return self.shapes[shape]["size"]
         smaller = [known for known in self.shapes.values() if known["elements"] <= elements]
         return min((known["size"] for known in smaller), default=None)
 
-    def passed(self) -> list[int]:
-        """Count a batch, and return the sizes that are larger from now on."""
+    def record_success(self, step: int) -> None:
+        """Count a batch, and double all sizes if it is time."""
         self._batches += 1
-        if not self.shapes or self._batches - self._since < self._wait:
-            return []
-        if self._grown:  # the last attempt was right
+        if not self.shapes or self._batches < self._wait:
+            return
+        if self._grown:  # the last growth did not fail
             self._wait = self._regrow_every
-        self._since, self._grown = self._batches, True
-        for known in self.shapes.values():
+        self._batches, self._grown = 0, True
+        for shape, known in list(self.shapes.items()):
             known["size"] *= 2
-        sizes = [known["size"] for known in self.shapes.values()]
-        self.shapes = {s: k for s, k in self.shapes.items() if k["size"] < k["failed"]}
-        return sizes
+            self.record_event(step, "grown", 0, known["size"])
+            if known["size"] >= known["failed"]:
+                del self.shapes[shape]
 
-    def shrink(self, shape: str, elements: int, failed: int) -> int:
-        """Return the next size to try after ``failed`` samples, at least 2, did not fit."""
+    def record_failure(
+        self, step: int, shape: str, elements: int, samples: int, failed: int
+    ) -> int:
+        """Halve the size of a shape and return it.
+
+        Args:
+            step: The global step.
+            shape: The shape.
+            elements: Elements per sample.
+            samples: Samples in the batch.
+            failed: Samples of the micro-batch that did not fit, at least 2.
+        """
         known = self.shapes.get(shape)
         if self._grown and known is not None:
             self._wait = min(2 * self._wait, LONGEST_WAIT * self._regrow_every)
             self._grown = False
-        self._since = self._batches
+        self._batches = 0
         most = max(failed, known["failed"] if known is not None else 0)
-        put_last(self.shapes, shape, Known(size=-(-failed // 2), elements=elements, failed=most))
-        return self.shapes[shape]["size"]
+        size = -(-failed // 2)
+        _store(self.shapes, shape, Known(size=size, elements=elements, failed=most))
+        self.retries += 1
+        self.record_event(step, "split", samples, size)
+        return size
+
+    def record_event(self, step: int, kind: str, samples: int, size: int) -> None:
+        """Append a change of size to the events."""
+        self.unlogged = size
+        self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})
+        del self.events[:-MOST_EVENTS]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return everything, as plain types."""
+        """Return the complete state as plain types."""
         return {
             "shapes": {shape: dict(known) for shape, known in self.shapes.items()},
             "wait": self._wait,
-            "age": self._batches - self._since,
+            "age": self._batches,
             "grown": self._grown,
+            "retries": self.retries,
+            "events": [dict(event) for event in self.events],
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the state returned by :meth:`state_dict`."""
         self.shapes = {shape: known.copy() for shape, known in state_dict["shapes"].items()}
         self._wait, self._grown = state_dict["wait"], state_dict["grown"]
-        self._batches, self._since = state_dict["age"], 0
+        self._batches, self.retries = state_dict["age"], state_dict["retries"]
+        self.events = [dict(event) for event in state_dict["events"]]
 
 
-def put_last(known: dict[str, Any], shape: str, value: Any) -> None:
-    """Put what is known of a shape at the end, and let go of what was put longest ago."""
-    known.pop(shape, None)
-    while len(known) >= MOST_SHAPES:
-        del known[next(iter(known))]
-    known[shape] = value
+class Measured(NamedTuple):
+    """The memory peak of one batch.
+
+    Attributes:
+        kind: The shape without its lengths.
+        elements: Elements per sample.
+        size: Samples of the largest micro-batch.
+        peak: Peak as a share of the nearest limit.
+        rest: Share that is in use without a batch.
+        batch: Number of the batch.
+    """
+
+    kind: str
+    elements: int
+    size: int
+    peak: float
+    rest: float
+    batch: int = 0
+
+    def room_for(self, elements: int) -> int:
+        """Return the largest size to try next, for samples with this many elements.
+
+        The memory of a longer sample is assumed to grow with the square of its length. A shorter
+        one is assumed to need as much as the measured one.
+        """
+        longer = max(1.0, elements / self.elements) ** 2 if self.elements else 1.0
+        each = (self.peak - self.rest) / self.size * longer
+        most = int(FASTEST_GROWTH * self.size / longer)
+        if each <= 0:
+            return most
+        more = (TARGET - self.peak) / each
+        return min(most, int(self.size / longer + (more / MARGIN if more > 0 else more)))
+
+
+class PlannedSizes:
+    """Sizes for runs in which out-of-memory cannot be rolled back: small first, then measured.
+
+    Each shape begins with one sample, or with the size in a checkpoint, or with a size that
+    measurements of similar shapes allow. From one batch to the next it at most doubles.
+
+    Args:
+        sizes: The sizes that have passed, which this object updates.
+        device: The device that trains.
+        remeasure_every: Batches after which a measured size is measured again.
+        first_step: The global step at which training starts. Peaks before the first update of the
+            optimizer do not include its state, so they are not measured.
+    """
+
+    def __init__(
+        self, sizes: LearnedSizes, device: torch.device, remeasure_every: int, first_step: int
+    ) -> None:
+        self._sizes, self._every, self._first_step = sizes, remeasure_every, first_step
+        self._meter = LimitMeter(device)
+        self._measured: dict[str, Measured] = {}
+        self._batches = 0
+
+    def size_for(self, shape: str, elements: int) -> int:
+        """Return the size that this rank plans for a shape."""
+        measured = self._measured.get(shape)
+        if measured is not None:
+            return max(1, measured.room_for(elements))
+        alike = [m for m in self._measured.values() if m.kind == kind_of(shape)]
+        known = self._sizes.shapes.get(shape)
+        passed = known["size"] if known is not None else 0
+        return max(1, max((m.room_for(elements) for m in alike), default=passed))
+
+    def begin(self, step: int, shape: str, elements: int, samples: int, size: int) -> None:
+        """Start to measure a batch if its peak is unknown or out of date.
+
+        Args:
+            step: The global step.
+            shape: The shape of a sample.
+            elements: Elements per sample.
+            samples: Samples in the batch.
+            size: Samples of its largest micro-batch.
+        """
+        self._batches += 1
+        measured = self._measured.get(shape)
+        last_size, last_batch = (measured.size, measured.batch) if measured is not None else (0, 0)
+        outdated = size > last_size or self._batches - last_batch >= self._every
+        self._measures = step > self._first_step and outdated
+        self._current = shape, elements, samples, size
+        if self._measures:
+            self._meter.start()
+
+    def record_success(self, step: int) -> None:
+        """Store the measurement, and the size if it is larger than before."""
+        shape, elements, samples, size = self._current
+        if self._measures:
+            peak = self._meter.read()
+            kind = kind_of(shape)
+            measured = Measured(kind, elements, size, peak.share, peak.rest, self._batches)
+            _store(self._measured, shape, measured)
+        known = self._sizes.shapes.get(shape)
+        if known is None or size > known["size"]:
+            known = Known(size=size, elements=elements, failed=0)
+            _store(self._sizes.shapes, shape, known)
+            self._sizes.record_event(step, "planned", samples, size)
+
+
+def _store(by_shape: dict[str, Any], shape: str, value: Any) -> None:
+    """Store a value as the newest, and drop the oldest if there are too many."""
+    by_shape.pop(shape, None)
+    while len(by_shape) >= MOST_SHAPES:
+        del by_shape[next(iter(by_shape))]
+    by_shape[shape] = value
 
 
 def kind_of(shape: str) -> str:
-    """Return what ``shape_of`` says of a batch, without the lengths."""
+    """Return a shape's text without the lengths."""
     return re.sub(r"\d+(?=[,\]])", "n", shape)
 
 
-class Proven:
-    """What has passed already: how many samples of how many elements, by the kind of batch.
-
-    What has no more samples, and no more elements in each, needs no more memory.
-    """
+class PassedBatches:
+    """Micro-batches that fitted. Those with no more samples of no more elements fit too."""
 
     def __init__(self) -> None:
         self._kinds: dict[str, list[tuple[int, int]]] = {}
 
     def covers(self, kind: str, elements: int, samples: int) -> bool:
-        """Return whether as many samples of as many elements have passed, or more of both."""
+        """Return whether at least as many samples of at least as many elements have passed."""
         return any(e >= elements and s >= samples for e, s in self._kinds.get(kind, ()))
 
     def add(self, kind: str, elements: int, samples: int) -> None:
-        """Note what has passed."""
+        """Record a micro-batch that fitted."""
         if self.covers(kind, elements, samples):
             return
         passed = self._kinds.setdefault(kind, [])

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
+from tests.batching.nets import SharpnessAware
 from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
 from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
 
@@ -228,6 +229,20 @@ def test_true_gradients_under_the_loss_scaler():
     assert norms["bf16-mixed"] == pytest.approx(spy.norms[0], rel=0.05)
 
 
+class Sharp(TextNet):
+    def configure_optimizers(self) -> Any:
+        return SharpnessAware(self.parameters(), lr=0.05)
+
+
+def test_gradients_are_averaged_once_per_evaluation_of_the_closure():
+    nets = [Sharp(), Sharp()]
+    for net, callbacks in zip(nets, ([], [lo.Accumulation()]), strict=True):
+        quiet_trainer(callbacks=callbacks).fit(net, DataLoader(Texts(24), batch_size=4))
+    assert_same_weights(nets[1], nets[0])
+    with pytest.raises(RuntimeError, match="evaluates the loss several times"):
+        quiet_trainer(callbacks=[lo.Accumulation(2)]).fit(Sharp(), DataLoader(Texts(24), 4))
+
+
 def test_resumes_within_a_window(tmp_path):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
@@ -295,10 +310,10 @@ def test_refusals():
         lo.Accumulation(count="no.such.thing")
     with pytest.raises(ValueError, match="GradientAccumulator"):
         quiet_trainer(callbacks=[lo.Accumulation()]).fit(AdversarialNet())
-    with pytest.raises(ValueError, match="both say how many"):
+    with pytest.raises(ValueError, match="both set the number"):
         quiet_trainer(callbacks=[lo.Accumulation(2)], accumulate_grad_batches=2).fit(SmallNet())
     both = [GradientAccumulationScheduler({0: 2}), lo.Accumulation(2)]
-    with pytest.raises(ValueError, match="both say how many"):
+    with pytest.raises(ValueError, match="both set the number"):
         quiet_trainer(callbacks=both).fit(SmallNet())
     with pytest.raises(ValueError, match="LBFGS"):
         quiet_trainer(callbacks=[lo.Accumulation()]).fit(SmallNet("LBFGS"))

@@ -163,7 +163,7 @@ def end_badly(how: str) -> str:
     ("how", "here", "there"),
     [
         ("hopeless", "Even one sample does not fit", "Even one sample does not fit"),
-        ("error", "Another rank has ended", "planted"),
+        ("error", "Another rank exited", "planted"),
         ("reduction", "RuntimeError", "while gradients were being reduced"),
     ],
 )

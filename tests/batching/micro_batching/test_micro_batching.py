@@ -11,8 +11,8 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
-from lightning_opt.batching.micro_batching.split_check import SplitCheck
-from tests.batching.nets import Hooks, Net, Samples, train
+from lightning_opt.batching.micro_batching.splitting import SplitCheck
+from tests.batching.nets import Hooks, Net, Samples, SharpnessAware, train
 from tests.helpers.models import SmallNet, assert_same_weights, batches_of
 from tests.helpers.trainers import quiet_trainer
 
@@ -102,6 +102,19 @@ def test_the_guard_sees_the_loss_of_the_whole_batch():
     numbers = [[x for x in leaves if isinstance(x, float)] for leaves in flat]
     assert numbers[0]
     assert numbers[1] == pytest.approx(numbers[0], rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize(("size", "fits"), [(3, 10**9), ("auto", 10**9), ("auto", 5)])
+def test_gradients_are_zeroed_at_each_evaluation_of_the_closure(size, fits):
+    class Sharp(Net):
+        def training_step(self, batch, batch_idx):
+            return super().training_step(dict(batch), batch_idx)
+
+        def configure_optimizers(self):
+            return SharpnessAware(self.parameters(), lr=0.05)
+
+    expected = train(net=Sharp())
+    assert_same_run(train(lo.MicroBatching(size), net=Sharp(fits)), expected)
 
 
 class Tokens(LightningModule):
@@ -224,7 +237,7 @@ def test_the_check_leaves_no_trace(monkeypatch, random):
 
     checked = train(lo.MicroBatching(4), net=Drops(dropout=0.5))
     looked: list[Any] = []
-    monkeypatch.setattr(SplitCheck, "look", lambda *args: looked.append(args))
+    monkeypatch.setattr(SplitCheck, "check", lambda *args: looked.append(args))
     assert_same_run(checked, train(lo.MicroBatching(4), net=Drops(dropout=0.5)), rounding=0.0)
     assert looked
 
@@ -383,7 +396,7 @@ def test_grows_back_when_there_is_room_again(caplog):
         (14, "grown", 8),  # ten batches later, twice as many as before
         (24, "grown", 16),  # all that there are, so nothing is split any more
     ]
-    assert caplog.text.count("tried again in parts of at most") == 3
+    assert caplog.text.count("retried in parts of at most") == 3
 
 
 def test_a_long_sample_does_not_shrink_the_batches_of_short_ones():
@@ -442,7 +455,7 @@ def test_logs_what_changed():
 def test_report():
     micro = lo.MicroBatching()
     train(micro, net=Net(fits=4))
-    assert "2 attempts taken back" in str(micro.report())
+    assert "2 attempts rolled back" in str(micro.report())
 
 
 # --- refusals -----------------------------------------------------------------------------------

@@ -1,30 +1,39 @@
 """What is learnt of sizes, batch by batch."""
 
-from lightning_opt.batching.micro_batching.sizes import LearnedSizes, Proven
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PassedBatches
+
+
+def shrink(sizes: LearnedSizes, shape: str, elements: int, failed: int) -> int:
+    return sizes.record_failure(0, shape, elements, samples=64, failed=failed)
 
 
 def test_a_shape_binds_those_of_larger_samples_and_no_smaller_ones():
     sizes = LearnedSizes(100)
-    assert sizes.of("a", 10) is None
-    assert sizes.shrink("a", 10, 8) == 4
-    assert [sizes.of(*shape) for shape in (("a", 10), ("b", 9), ("c", 11))] == [4, None, 4]
-    assert sizes.shrink("c", 11, 4) == 2
-    assert [sizes.of(*shape) for shape in (("a", 10), ("d", 20))] == [4, 2]
+    assert sizes.size_for("a", 10) is None
+    assert shrink(sizes, "a", 10, 8) == 4
+    assert [sizes.size_for(*shape) for shape in (("a", 10), ("b", 9), ("c", 11))] == [4, None, 4]
+    assert shrink(sizes, "c", 11, 4) == 2
+    assert [sizes.size_for(*shape) for shape in (("a", 10), ("d", 20))] == [4, 2]
 
 
 def grown(sizes: LearnedSizes, batches: int) -> list[int]:
-    return [number for number in range(1, batches + 1) if sizes.passed()]
+    found = []
+    for number in range(1, batches + 1):
+        events = len(sizes.events)
+        sizes.record_success(0)
+        found += [number] if len(sizes.events) > events else []
+    return found
 
 
 def test_growth_that_fails_comes_half_as_often():
     sizes = LearnedSizes(5)
-    sizes.shrink("a", 10, 64)
-    sizes.shrink("a", 10, 32)
+    shrink(sizes, "a", 10, 64)
+    shrink(sizes, "a", 10, 32)
     assert grown(sizes, 5) == [5]
-    assert sizes.of("a", 10) == 32
-    assert sizes.shrink("a", 10, 32) == 16
+    assert sizes.size_for("a", 10) == 32
+    assert shrink(sizes, "a", 10, 32) == 16
     assert grown(sizes, 10) == [10]
-    assert sizes.shrink("a", 10, 32) == 16  # so that it waits for 20 batches
+    assert shrink(sizes, "a", 10, 32) == 16  # so that it waits for 20 batches
     resumed = LearnedSizes(5)
     resumed.load_state_dict(sizes.state_dict())
     for again in (sizes, resumed):
@@ -34,7 +43,7 @@ def test_growth_that_fails_comes_half_as_often():
 
 
 def test_what_is_smaller_than_what_has_passed_is_proven():
-    proven = Proven()
+    proven = PassedBatches()
     proven.add("a", 10, 8)
     assert proven.covers("a", 10, 8)
     assert proven.covers("a", 3, 8)

@@ -113,6 +113,47 @@ def test_is_exact_for_each_loss_that_is_named(kind, settings, size):
             assert logs[1].series(key) == pytest.approx(logs[0].series(key), rel=1e-5, abs=1e-7)
 
 
+class Labels(LightningModule):
+    """A mean over labels, of which only the first samples of each batch have any."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = nn.Linear(4, 3)
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        scores = self.layer(batch["x"]).flatten(0, 1)
+        loss = nn.functional.cross_entropy(scores, batch["labels"].flatten())
+        self.log("loss", loss)
+        return loss
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(1)
+        batches = []
+        for number in (2, 5):
+            labels = torch.randint(0, 3, (8, 6), generator=generator)
+            labels[number:] = -100
+            batches.append({"x": torch.randn(8, 6, 4, generator=generator), "labels": labels})
+        return DataLoader(batches, batch_size=None)
+
+
+@pytest.mark.parametrize("on_host", [True, False])
+def test_parts_without_tokens_weigh_nothing(on_host):
+    def count(batch: Any) -> Any:
+        labelled = (batch["labels"] != -100).sum()
+        return int(labelled) if on_host else labelled
+
+    nets, loggers = [Labels(), Labels()], [MemoryLogger(), MemoryLogger()]
+    micro = lo.MicroBatching(3, loss="mean_over_tokens", count=count)
+    for net, logger, callbacks in zip(nets, loggers, ([], [micro]), strict=True):
+        quiet_trainer(callbacks=callbacks, logger=logger).fit(net)
+    assert_same_weights(nets[1], nets[0], rtol=0.0, atol=1e-6)
+    assert loggers[1].series("loss") == pytest.approx(loggers[0].series("loss"))
+
+
 def test_says_why_it_could_not_look(caplog):
     class Random(Lengths):
         def training_step(self, batch, batch_idx):

@@ -1,0 +1,393 @@
+"""Runs each training batch: attempts it in parts; if memory runs out, undoes it and retries."""
+
+from __future__ import annotations
+
+import logging
+from collections import OrderedDict
+from contextlib import ExitStack
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import torch
+from lightning.pytorch.loops.optimization.automatic import Closure, ClosureResult
+from lightning.pytorch.loops.optimization.closure import AbstractClosure
+from lightning.pytorch.loops.utilities import _block_parallel_sync_behavior
+from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from lightning_opt.batching.loader_sizes import has_several_loaders
+from lightning_opt.batching.micro_batching.logs_and_outputs import (
+    LogRecorder,
+    merge_outputs,
+    weighted,
+)
+from lightning_opt.batching.micro_batching.ranks import OtherRankFailedError, Ranks
+from lightning_opt.batching.micro_batching.rollback import (
+    IN_COLLECTIVE,
+    IN_REDUCTION,
+    IN_UPDATE,
+    HeldGradients,
+    HookGuard,
+)
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes, kind_of
+from lightning_opt.batching.micro_batching.splitting import Pieces, SplitCheck, Splitter
+from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
+from lightning_opt.core.modules.batches import (
+    UnsplittableBatchError,
+    copy_containers,
+    shape_of,
+    tensors_of,
+)
+from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.preserve import CannotUndoError, StepState
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
+
+log = logging.getLogger(__name__)
+
+
+class BatchRunner(AbstractClosure[ClosureResult]):
+    """Forward and backward passes of each batch, in parts. Replaces Lightning's closure.
+
+    Lightning calls :meth:`prepare` with each batch, and later the runner itself, usually within
+    the optimizer's step. :meth:`closure` is the loop over attempts and :meth:`_attempt` the loop
+    over the parts of a batch. Callbacks and the module have their hooks called as for one whole
+    batch: ``on_before_zero_grad`` after the first forward pass, ``on_before_backward`` once with
+    the loss of the whole batch, ``on_after_backward`` once with the whole gradient.
+
+    Args:
+        trainer: The Trainer at the start of training.
+        module: Its module.
+        splitter: Splits batches.
+        check: Checks splits.
+        sizes: Samples per micro-batch: a number, or learned from failures, or planned.
+        ranks: Agreements with other ranks.
+        stack: Undoes all patches when it is closed.
+    """
+
+    def __init__(
+        self,
+        trainer: pl.Trainer,
+        module: pl.LightningModule,
+        splitter: Splitter,
+        check: SplitCheck,
+        sizes: int | LearnedSizes | PlannedSizes,
+        ranks: Ranks,
+        stack: ExitStack,
+    ) -> None:
+        super().__init__()
+        self._trainer, self._module = trainer, module
+        self._splitter, self._check = splitter, check
+        self._sizes, self._ranks = sizes, ranks
+        self._device = trainer.strategy.root_device
+        self._parameters: list[nn.Parameter] = list(module.parameters())
+        self._state = StepState(module, self._device) if isinstance(sizes, LearnedSizes) else None
+        self._hooks = HookGuard(trainer, module, stack)
+        self._logs = LogRecorder(module, check.sums)
+        self._warned = False
+        self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
+        self._optimizer_step = self._optimization._optimizer_step
+        patches = {"_make_closure": self.prepare, "_optimizer_step": self._step}
+        stack.enter_context(replaced(self._optimization, **patches))
+
+    def prepare(
+        self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
+    ) -> BatchRunner:
+        """Take the next batch, with the keyword arguments of ``training_step``."""
+        self._kwargs = kwargs
+        self._zero_grad = self._optimization._make_zero_grad_fn(batch_idx, optimizer)
+        self._backward_pass = self._optimization._make_backward_fn(optimizer)
+        self._finished = False
+        return self
+
+    def _step(self, batch_idx: int, closure: Any) -> None:
+        """Run the optimizer's step, which runs the batch. An update is never retried."""
+        problem = ""
+        try:
+            self._optimizer_step(batch_idx, closure)
+        except CAUGHT as error:
+            if not (self._finished and is_out_of_memory(error)):
+                raise
+            problem = f"{type(error).__name__}: {error}"
+        if problem:  # outside `except`: its traceback would hold the update's memory
+            raise MemoryError(IN_UPDATE + problem)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor | None:
+        """Run the batch and return its loss. Some optimizers do so several times per step."""
+        self._result = self.closure()
+        return self._result.loss
+
+    @torch.enable_grad()
+    def closure(self, *args: Any, **kwargs: Any) -> ClosureResult:
+        """Attempt the batch in more and more parts until it fits."""
+        self._hooks.reset()
+        self._gradients: HeldGradients | None = None
+        self._zeroed = self._is_whole = self._finished = False
+        batch = self._kwargs["batch"]
+        parts = self._first_parts(batch)
+        fitting = self._micro_batch(batch, parts)
+        self._ranks.begin_batch(fitting)
+        if self._state is not None:
+            self._state.take()
+        versions = [(tensor, tensor._version) for tensor in tensors_of(batch)]
+        # `training_step` may remove entries from the batch, and a retry needs them.
+        kept = copy_containers(batch)
+        result: ClosureResult | None = None
+        try:
+            while result is None:
+                failed, problem = 0, ""
+                pieces: Pieces = [(batch, 0)]
+                self._ranks.begin_attempt()
+                try:
+                    if parts > 1:
+                        pieces = self._splitter.split(kept, parts)
+                        failed = max(samples for _, samples in pieces)
+                    result = self._attempt(pieces)
+                except CAUGHT as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    if isinstance(self._sizes, PlannedSizes):
+                        raise MemoryError(IN_COLLECTIVE + str(error)) from error
+                    if self._state is None:
+                        raise
+                    problem = f"{type(error).__name__}: {error}"
+                except OtherRankFailedError:
+                    pass
+                if result is None:
+                    # Outside `except`: its traceback would hold the memory that must be freed.
+                    pieces = []
+                    self._roll_back(versions, problem)
+                    parts = self._next_parts(kept, failed, parts, problem)
+                    fitting = self._micro_batch(kept, parts)
+                    batch = copy_containers(kept)
+        finally:
+            if self._gradients is not None:
+                self._gradients.end()
+        self._finished = True
+        if self._state is not None:
+            self._state.record_writes()
+            self._state.clear()
+        self._ranks.record_success(fitting)
+        if not isinstance(self._sizes, int):
+            self._sizes.record_success(self._trainer.global_step)
+        return result
+
+    # --- how many parts -------------------------------------------------------------------------
+
+    def _first_parts(self, batch: Any) -> int:
+        """Return the number of parts of the first attempt."""
+        if isinstance(self._sizes, int):
+            parts = -(-self._count_samples(batch) // self._sizes)
+            return self._agree(batch, parts)
+        if isinstance(self._sizes, LearnedSizes) and not self._sizes.shapes:
+            return 1  # nothing was learned on any rank
+        shape, elements = shape_of(batch)
+        size = self._sizes.size_for(shape, elements)
+        parts = 1 if size is None else -(-self._count_samples(batch) // size)
+        parts = self._agree(batch, parts)
+        if isinstance(self._sizes, PlannedSizes):
+            samples = self._count_samples(batch)
+            step = self._trainer.global_step
+            self._sizes.begin(step, shape, elements, samples, -(-samples // parts))
+        return parts
+
+    def _agree(self, batch: Any, parts: int) -> int:
+        """Return the number of parts on which the ranks agree, and check the split."""
+        parts = self._ranks.agree_on_parts(parts, partial(self._count_samples, batch))
+        if parts > 1:
+            self._check.check(self._trainer, self._module, batch, parts)
+        return parts
+
+    def _count_samples(self, batch: Any) -> int:
+        """Return the number of samples; 1 for batches of several loaders that differ in it."""
+        try:
+            return self._splitter.count_samples(batch)
+        except UnsplittableBatchError as error:
+            if not has_several_loaders(self._trainer):
+                raise
+            if not self._warned:
+                self._warned = True
+                rank_zero_warn(f"MicroBatching runs a batch of several loaders whole. {error}")
+            return 1
+
+    def _micro_batch(self, batch: Any, parts: int) -> tuple[str, int, int] | None:
+        """Return kind, elements per sample and samples of the largest part, where ranks need it."""
+        if not self._ranks.reduces:
+            return None
+        shape, elements = shape_of(batch)
+        try:
+            return kind_of(shape), elements, -(-self._count_samples(batch) // parts)
+        except UnsplittableBatchError:
+            return None
+
+    def _next_parts(self, batch: Any, failed: int, parts: int, problem: str) -> int:
+        """Learn from the failures of all ranks, and return the parts of the next attempt.
+
+        Args:
+            batch: The batch.
+            failed: Samples of the largest micro-batch; 0 for all.
+            parts: Parts of the failed attempt.
+            problem: The allocator's message; empty if only another rank failed.
+
+        Raises:
+            MemoryError: If a rank has no smaller micro-batch to try.
+        """
+        assert isinstance(self._sizes, LearnedSizes)
+        own: dict[str, Any] | None = None
+        unsplittable: UnsplittableBatchError | None = None
+        samples = 1
+        if problem:
+            shape, elements = shape_of(batch)
+            hopeless = ""
+            try:
+                samples = self._splitter.count_samples(batch)
+            except UnsplittableBatchError as error:
+                unsplittable, hopeless = error, str(error)
+            failed = failed or samples
+            if not hopeless and (parts >= samples or failed <= 1):
+                hopeless = (
+                    "Even one sample does not fit into memory: a micro-batch of one, from a batch "
+                    f"of {samples} ({shape or 'no tensors'}), ran out of it. Possible remedies: "
+                    "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller "
+                    f"samples. The allocator said: {problem}"
+                )
+            sizes = {"samples": samples, "failed": failed}
+            own = {"shape": shape, "elements": elements, **sizes, "hopeless": hopeless}
+        failures = [failure for failure in self._ranks.gather(own) if failure is not None]
+        if unsplittable is not None:
+            raise unsplittable
+        for failure in failures:
+            hopeless = failure.pop("hopeless")
+            if hopeless:
+                raise MemoryError(hopeless)
+            size = self._sizes.record_failure(self._trainer.global_step, **failure)
+            log.info(
+                "Out of memory with %d samples of %d: the batch is retried in parts of at most %d.",
+                failure["failed"],
+                failure["samples"],
+                size,
+            )
+        if own is not None:
+            parts = max(parts + 1, -(-samples // self._sizes.shapes[own["shape"]]["size"]))
+        return self._agree(batch, parts)
+
+    # --- one attempt ----------------------------------------------------------------------------
+
+    def _attempt(self, pieces: Pieces) -> ClosureResult:
+        """Run forward and backward passes of all parts, and merge logs, loss and outputs."""
+        trainer, strategy = self._trainer, self._trainer.strategy
+        # In the middle of an accumulation window no part's gradients are reduced.
+        accumulating = (
+            not strategy.handles_gradient_accumulation and trainer.fit_loop._should_accumulate()
+        )
+        self._logs.clear()
+        shares = self._splitter.shares(pieces)
+        samples = [count for _, count in pieces]
+        total: Tensor | None = None
+        results: list[Any] = []
+        skipped = 0
+        for number, (piece, _) in enumerate(pieces):
+            is_last = number == len(pieces) - 1
+            # Gradients are reduced with the last part. With several ranks `last_backward` does it.
+            no_reduction = not accumulating and (self._ranks.reduces or not is_last)
+            with _block_parallel_sync_behavior(strategy, no_reduction):
+                loss, extra = self._forward(piece, number)
+                results.append(extra)
+                self._prepare_gradients()
+                skipped += loss is None
+                if skipped and skipped != number + 1:
+                    raise RuntimeError(
+                        "training_step returned None for some micro-batches of a batch and a loss "
+                        "for others. Return a loss for all of them: multiplying the loss by 0 "
+                        "drops samples."
+                    )
+                if loss is None:
+                    continue
+                if len(pieces) > 1:
+                    loss = weighted(loss, shares[number])
+                if total is not None and is_last:
+                    loss = loss + total  # the value of the whole batch, the gradient of this part
+                self._backward(loss, is_last, accumulating)
+                loss = loss.detach()
+                total = loss if total is None or is_last else total + loss
+        if self._backward_pass is None:
+            self._ranks.finish()
+        if skipped:
+            Closure.warning_cache.warn(
+                "`training_step` returned `None`. If this was on purpose, ignore this warning..."
+            )
+        self._logs.log(samples, shares)
+        if len(pieces) > 1 and any(results):
+            results = [merge_outputs(results, samples, shares)]
+        return self._optimization.output_result_cls(total, extra=results[0])
+
+    def _forward(self, piece: Any, number: int) -> tuple[Tensor | None, dict[str, Any]]:
+        # Keeps the order of the keywords: Lightning passes them on by position.
+        step = self._optimization._make_step_fn(OrderedDict(self._kwargs, batch=piece))
+        with self._logs.recording(number):
+            result = step()
+        return result.closure_loss, result.extra
+
+    def _prepare_gradients(self) -> None:
+        """Zero the gradients once, and set those of earlier batches aside for a retry."""
+        if not self._zeroed:
+            if self._zero_grad is not None:
+                self._zero_grad()
+            self._zeroed = True
+        if self._state is not None and self._gradients is None:
+            self._gradients = HeldGradients(self._parameters)
+
+    def _backward(self, loss: Tensor, is_last: bool, accumulating: bool) -> None:
+        """Run the backward pass; the hooks around it run with the last part only."""
+        if self._backward_pass is None:
+            return
+        if not is_last:
+            with replaced(self._hooks, muted=("on_before_backward", "on_after_backward")):
+                self._backward_pass(loss)
+            return
+        backward, gradients = self._module.backward, self._gradients
+
+        def complete(loss: Tensor, *args: Any, **kwargs: Any) -> None:
+            # The gradient must be complete before `on_after_backward`.
+            run = partial(backward, loss, *args, **kwargs)
+            self._ranks.last_backward(run, loss, gradients, accumulating)
+            if gradients is not None:
+                gradients.end()
+            self._is_whole = True
+
+        try:
+            with replaced(self._module, backward=complete):
+                self._backward_pass(loss)
+            return
+        except CAUGHT as error:
+            if not (self._is_whole and self._state is not None and is_out_of_memory(error)):
+                raise
+        # A hook ran out of memory. Other hooks have used or changed the gradients, so these stay.
+        recover_memory(self._device)
+        self._finished = True  # a second failure is final
+        self._trainer.precision_plugin.post_backward(loss, self._module)
+
+    def _roll_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
+        """Restore the state before the attempt, free its memory and inform the other ranks.
+
+        Raises:
+            MemoryError: If the batch can no longer be rolled back.
+            CannotUndoError: If ``training_step`` changed its batch or parameters in place.
+        """
+        assert self._state is not None
+        if self._ranks.committed:
+            raise MemoryError(IN_REDUCTION + problem)
+        if problem:
+            self._ranks.fail()
+        self._logs.clear()
+        self._state.restore()
+        if self._gradients is not None:
+            self._gradients.drop()
+        recover_memory(self._device)
+        if any(tensor._version != version for tensor, version in versions):
+            raise CannotUndoError(
+                "training_step has changed tensors of its batch in place before it ran out of "
+                f"memory ({problem}), so the batch cannot be retried. Change a copy of them."
+            )
