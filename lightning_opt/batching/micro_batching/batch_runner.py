@@ -88,9 +88,10 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._logs = LogRecorder(module, check.sums)
         self._warned = False
         self._optimization = trainer.fit_loop.epoch_loop.automatic_optimization
-        self._optimizer_step = self._optimization._optimizer_step
-        patches = {"_make_closure": self.prepare, "_optimizer_step": self._step}
-        stack.enter_context(replaced(self._optimization, **patches))
+        self._lightnings_step = self._optimization._optimizer_step
+        stack.enter_context(
+            replaced(self._optimization, _make_closure=self.prepare, _optimizer_step=self._step)
+        )
 
     def prepare(
         self, kwargs: OrderedDict[str, Any], optimizer: Optimizer, batch_idx: int
@@ -106,7 +107,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         """Run the optimizer's step, which runs the batch. An update is never retried."""
         problem = ""
         try:
-            self._optimizer_step(batch_idx, closure)
+            self._lightnings_step(batch_idx, closure)
         except CAUGHT as error:
             if not (self._finished and is_out_of_memory(error)):
                 raise
@@ -146,11 +147,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                         failed = max(samples for _, samples in pieces)
                     result = self._attempt(pieces)
                 except CAUGHT as error:
-                    if not is_out_of_memory(error):
-                        raise
-                    if isinstance(self._sizes, PlannedSizes):
-                        raise MemoryError(IN_COLLECTIVE + str(error)) from error
-                    if self._state is None:
+                    if not self._can_retry(error):
                         raise
                     problem = f"{type(error).__name__}: {error}"
                 except OtherRankFailedError:
@@ -173,6 +170,13 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         if not isinstance(self._sizes, int):
             self._sizes.record_success(self._trainer.global_step)
         return result
+
+    def _can_retry(self, error: BaseException) -> bool:
+        if not is_out_of_memory(error):
+            return False
+        if isinstance(self._sizes, PlannedSizes):
+            raise MemoryError(IN_COLLECTIVE + str(error)) from error
+        return self._state is not None
 
     # --- how many parts -------------------------------------------------------------------------
 
