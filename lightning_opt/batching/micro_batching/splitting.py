@@ -180,6 +180,7 @@ class SplitCheck:
             raise
         except Exception as error:  # noqa: BLE001 - the batch itself runs next
             failed, reason = is_out_of_memory(error), f"{type(error).__name__}: {error}"
+        # Outside `except`: its traceback would hold the memory that must be freed.
         if failed:
             recover_memory(
                 trainer.strategy.root_device
