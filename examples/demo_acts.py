@@ -1,6 +1,6 @@
-"""The acts of the demo, each side in a process of its own: ``python demo_acts.py ACT SIDE OUT``.
+"""The acts of the demo: ``python demo_acts.py ACT SIDE OUT`` runs one side and writes JSON.
 
-What a side saw is written to ``OUT`` as JSON. ``demo.py`` starts the sides and draws.
+``demo.py`` starts the sides and draws.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from lightning_opt.worker.training_process import Fit
 
 MIB = 2**20
 SPIKE, NAN = 90, 170
-"""Act 1: the batches whose loss is 1,000 times too large, and no number."""
+"""Act 1: the batch whose loss is 1,000 times too large, and the one whose loss is NaN."""
 ROOM = 170
-"""Act 2: MiB that the process may take beyond what it has when training starts."""
+"""Act 2: MiB that the process may allocate after training starts."""
 
 
 def batches(count: int, size: int, window: int) -> DataLoader[Batch]:
-    """Return batches of the standard library's source, the same for every side."""
+    """Return batches of the standard library's source; every side gets the same."""
     data = SourceBatches(read_sources(), count, batch_size=size, window=window)
     return DataLoader(data, batch_size=None)
 
@@ -63,7 +63,7 @@ def trainer(callbacks: list[L.Callback], steps: int) -> L.Trainer:
 
 
 class Unlucky(ByteGPT):
-    """A ByteGPT with one batch whose loss is far too large, and one whose loss is NaN."""
+    """A ByteGPT with one loss that is far too large, and one that is NaN."""
 
     def on_fit_start(self) -> None:
         self.clean = SourceBatches(read_sources()[::10], 1, batch_size=16)[0][0]
@@ -81,7 +81,7 @@ class Unlucky(ByteGPT):
 
 def bad_batch(side: str, quick: bool) -> dict[str, Any]:
     torch.manual_seed(0)
-    model = Unlucky(width=96, depth=3, lr=3e-3)
+    model = Unlucky(width=96, depth=1 if quick else 3, lr=3e-3)
     callbacks = [lo.NonFiniteGuard(spike=6)] if side == "ours" else []
     trainer(callbacks, 240).fit(model, batches(240, 4 if quick else 8, 64))
     lost = sum(p.numel() for p in model.parameters() if not p.isfinite().all())
@@ -92,7 +92,7 @@ def bad_batch(side: str, quick: bool) -> dict[str, Any]:
 
 
 class MemoryCurve(L.Callback):
-    """Samples the process's address space, sets the limit, and keeps each step's loss."""
+    """Sets the memory limit, and records the address space and each step's loss."""
 
     def __init__(self, limit: int | None) -> None:
         self.limit, self.samples, self.losses = limit, [], []
@@ -102,7 +102,7 @@ class MemoryCurve(L.Callback):
         self.start, self.base = time.perf_counter(), status("VmSize")
         self.thread = threading.Thread(target=self.sample, daemon=True)
         self.thread.start()
-        self.base = status("VmSize")  # with the thread's stack
+        self.base = status("VmSize")  # includes the thread's stack
         if self.limit is not None:
             most = int((self.base + self.limit) * MIB)
             resource.setrlimit(resource.RLIMIT_AS, (most, resource.RLIM_INFINITY))
@@ -151,12 +151,12 @@ def thin(samples: list[tuple[float, float]], kept: int = 400) -> list[tuple[floa
 # --- 3: half the memory -------------------------------------------------------------------------
 
 
-LEFT_OUT = 2
-"""Act 3: the first steps, in which optimizers make their state."""
+SKIPPED = 2
+"""Act 3: the first steps, in which optimizers create their state."""
 
 
 class Peak(L.Callback):
-    """Writes down the peak of memory after the first steps, above what the fit began with."""
+    """Writes the peak memory after the first steps, above the memory at the start of the fit."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -165,8 +165,8 @@ class Peak(L.Callback):
         self.base = status("VmRSS")
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, index: int) -> None:
-        if index == LEFT_OUT:
-            Path("/proc/self/clear_refs").write_text("5")  # VmHWM starts anew
+        if index == SKIPPED:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
     def on_train_batch_end(self, trainer: L.Trainer, pl_module: Any, *_: Any) -> None:
         self.file.write_text(str(status("VmHWM") - self.base))
@@ -182,11 +182,11 @@ def settings_of(side: str, file: Path, budget: float) -> dict[str, Any]:
 
 
 def half_the_memory(side: str, quick: bool) -> dict[str, Any]:
-    """Train all sides in processes of their own, which take turns so that times compare."""
+    """Train each side in its own process; the sides take turns, so that their times compare."""
     rounds = 1 if quick else 6
-    budget = 0.6 if quick else 0.35  # of two blocks one is always there
+    budget = 0.6 if quick else 0.35  # of two blocks, one is always in memory
     model = partial(ByteGPT, width=96, depth=2 if quick else 8, heads=4, window=256)
-    data = partial(batches, LEFT_OUT + rounds, 2 if quick else 8, 256)
+    data = partial(batches, SKIPPED + rounds, 2 if quick else 8, 256)
     sides = ("plain", "every layer", "auto")
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
@@ -195,7 +195,7 @@ def half_the_memory(side: str, quick: bool) -> dict[str, Any]:
             for side in sides:
                 settings = partial(settings_of, side, Path(folder, side), budget)
                 fits[side] = Fit(model, data, settings, timeout=600)
-                fits[side].advance(LEFT_OUT)
+                fits[side].advance(SKIPPED)
             for _ in range(rounds):
                 for side in sides:
                     seconds[side] += [step.seconds for step in fits[side].advance(1)]

@@ -1,12 +1,13 @@
-"""Run the notebooks and keep their outputs: ``make notebooks``, or name some of them.
+"""Run the notebooks, or those given, and save their outputs: ``make notebooks``.
 
-Execution counts and the metadata of editors are left out.
+Execution counts and editor metadata are removed.
 """
 
 from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 
 import nbclient
@@ -15,12 +16,12 @@ import nbformat
 HERE = Path(__file__).resolve().parent
 
 
-def execute(path: Path, replace: tuple[str, str] = ("", "")) -> nbformat.NotebookNode:
-    """Return a notebook as it is after a run, with a piece of its source replaced."""
+def execute(path: Path, replacements: Mapping[str, str]) -> nbformat.NotebookNode:
+    """Run a notebook with pieces of its source replaced, and return it with its outputs."""
     notebook = nbformat.read(path, as_version=4)
-    old, new = replace
     for cell in notebook.cells:
-        cell.source = cell.source.replace(old, new) if old else cell.source
+        for old, new in replacements.items():
+            cell.source = cell.source.replace(old, new)
     resources = {"metadata": {"path": str(HERE)}}
     nbclient.NotebookClient(notebook, timeout=500, resources=resources).execute()
     for number, cell in enumerate(notebook.cells):
@@ -32,7 +33,7 @@ def execute(path: Path, replace: tuple[str, str] = ("", "")) -> nbformat.Noteboo
                 if output.output_type == "execute_result":
                     output.execution_count = None
                 for rich in {"image/png", "text/markdown"} & set(output.get("data", {})):
-                    output.data = {rich: output.data[rich]}  # its text is an address in memory
+                    output.data = {rich: output.data[rich]}  # its text is a memory address
     notebook.metadata.pop("widgets", None)
     notebook.metadata.language_info = {"name": "python"}
     return notebook
@@ -42,7 +43,7 @@ def main() -> None:
     os.environ.setdefault("PYTHONWARNINGS", "ignore:IProgress not found")
     chosen = [Path(name) for name in sys.argv[1:]] or sorted(HERE.glob("*.ipynb"))
     for path in chosen:
-        nbformat.write(execute(path), path)
+        nbformat.write(execute(path, {}), path)
         print(f"{path.name}: {path.stat().st_size / 1024:.0f} KiB", flush=True)
 
 
