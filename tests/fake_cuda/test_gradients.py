@@ -16,7 +16,7 @@ from lightning_opt.core.numerics.norms import collect_gradients, measure_norms
 from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
-from lightning_opt.gradients.guard.buffers import BufferKeeper
+from lightning_opt.gradients.guard.snapshot import BufferBackup
 from lightning_opt.gradients.health.activations import ActivationWatch
 from lightning_opt.gradients.health.measures import UpdateProbe, measure_gradients
 from lightning_opt.precision.loss_scale.scaler import CountingScaler
@@ -163,9 +163,9 @@ def test_guard_reads_nothing_under_a_loss_scaler() -> None:
 
 def test_buffers_are_restored_on_their_device() -> None:
     model = on_fake_cuda(Model(Odd()))
-    keeper = BufferKeeper(model)
+    keeper = BufferBackup(model)
     for flag in (torch.ones((), device="cuda"), torch.ones((), dtype=torch.bool, device="cuda")):
-        keeper.settle(flag)
+        keeper.restore_or_save(flag)
 
 
 def test_health_measures_without_reading() -> None:

@@ -419,9 +419,9 @@ class Stage:
         for callback in self.callbacks:
             if isinstance(callback, NonFiniteGuard):
                 # `on_train_start` without its check of the weights, which reads.
-                from lightning_opt.gradients.guard.buffers import BufferKeeper
+                from lightning_opt.gradients.guard.snapshot import BufferBackup
 
-                callback._start_run(BufferKeeper(self.module), self.trainer.optimizers)
+                callback._reset_run(BufferBackup(self.module), self.trainer.optimizers)
             else:
                 callback.on_train_start(self.trainer, self.module)
 

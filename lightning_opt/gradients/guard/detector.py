@@ -1,180 +1,267 @@
-"""What is wrong with a step, told from its loss and the norm of its gradient.
-
-On a CPU that is arithmetic of floats. On a device a table is asked, which costs few launches.
-"""
+"""Detects faults of a step from its loss and the norm of its gradient."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from itertools import product
-from typing import Any, Literal, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeAlias
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.optim import Optimizer
 
-from lightning_opt.core.modules.sharding import Groups
-from lightning_opt.core.numerics.scalars import Condition, DeviceCache, Scalar, move, stack_scalars
+from lightning_opt.core.modules.sharding import Groups, is_dtensor
+from lightning_opt.core.numerics.norms import parameters_of
+from lightning_opt.core.numerics.scalars import (
+    Condition,
+    DeviceCache,
+    Scalar,
+    move,
+    stack_scalars,
+    wide_dtype,
+)
 from lightning_opt.core.numerics.statistics import BEYOND, WITHIN, DeviceBands, LogBand
+
+if TYPE_CHECKING:
+    import lightning.pytorch as pl
 
 Kind: TypeAlias = Literal[
     "nonfinite_loss", "nonfinite_gradient", "loss_spike", "gradient_spike", "nonfinite_weight"
 ]
 
-VERDICTS: tuple[Kind | None, ...] = (
+KINDS_BY_CODE: tuple[Kind | None, ...] = (
     None, None, "gradient_spike", "loss_spike", "nonfinite_gradient", "nonfinite_loss",
 )  # fmt: skip
-"""From good to grave. At place 1 stands an overflow that is put down to the loss scale, not to the
-model or its data."""
+"""The fault of each code, in order of severity. Code 1 is an overflow caused by the loss scale."""
 
 OVERFLOW = 1
 
 LARGEST_NORM = math.sqrt(torch.finfo(torch.float32).max)
-"""About 1.8e19. A gradient beyond it is finite, but its square is not, and an optimizer that keeps
-second moments (Adam and its kin) would never move that parameter again."""
+"""About 1.8e19. The square of a larger gradient overflows float32, and an optimizer with second
+moments (such as Adam) would never move that parameter again."""
 
 
-class Symptoms(NamedTuple):
-    """What one step of one optimizer showed.
+class LossRecorder:
+    """The losses since the last step of each optimizer, still on their device.
+
+    With several optimizers a loss belongs to the optimizers whose parameters got gradients from it,
+    because both backward passes of a GAN may come before both steps.
+
+    Args:
+        optimizers: The Trainer's optimizers.
+    """
+
+    def __init__(self, optimizers: Sequence[Optimizer]) -> None:
+        self._optimizers = optimizers
+        self._losses: list[list[Tensor]] = [[] for _ in optimizers]
+        self._current: list[Tensor] = []
+        self._versions: list[list[Any]] = []
+
+    def before_backward(self, loss: Tensor) -> None:
+        """Store the loss of the next backward pass."""
+        loss = loss.detach()
+        if is_dtensor(loss):
+            loss = loss.full_tensor()  # type: ignore[attr-defined]
+        self._current = [loss if loss.ndim == 0 else loss.sum()]
+        if len(self._optimizers) > 1:
+            self._versions = [_gradient_versions(optimizer) for optimizer in self._optimizers]
+            for losses, versions in zip(self._losses, self._versions, strict=True):
+                if not any(versions):
+                    losses.clear()  # their gradients have been set to zero
+
+    def after_backward(self) -> None:
+        """Add the loss to each optimizer whose gradients changed."""
+        for index, losses in enumerate(self._losses):
+            versions = self._versions
+            if not versions or _gradient_versions(self._optimizers[index]) != versions[index]:
+                losses += self._current
+        self._current = []
+
+    def take(self, index: int) -> list[Tensor]:
+        """Return and remove the losses of an optimizer that steps now."""
+        losses, self._losses[index] = self._losses[index], []
+        return losses
+
+
+def _gradient_versions(optimizer: Optimizer) -> list[Any]:
+    """Return a list that changes with any gradient; None for each missing gradient."""
+    gradients = [parameter.grad for parameter in parameters_of(optimizer)]
+    return [None if grad is None else (id(grad), grad._version) for grad in gradients]
+
+
+def mean_loss(
+    trainer: pl.Trainer, losses: Sequence[Tensor], loss_scale: Scalar | None, *, read: bool
+) -> Scalar:
+    """Return the mean loss of an accumulation window, without the loss scale; 0 without losses.
+
+    Args:
+        trainer: The Trainer.
+        losses: From :class:`LossRecorder`: with the loss scale, and divided by
+            ``accumulate_grad_batches``.
+        loss_scale: The loss scale in ``losses``; None without one.
+        read: Return a float, which waits for the device.
+    """
+    if not losses:
+        return 0.0
+    device = losses[0].device
+    summed = losses[0]
+    if len(losses) > 1:
+        summed = torch.stack([move(loss, device) for loss in losses]).sum(dtype=wide_dtype(device))
+    total: Scalar = summed.item() if read else summed
+    if loss_scale is not None:
+        total = total / loss_scale
+    # Lightning divides by the length of a full window, also in a short last one.
+    part = trainer.accumulate_grad_batches / len(losses)
+    return total if part == 1.0 else total * part
+
+
+class Detection(NamedTuple):
+    """The result for one step of one optimizer.
 
     Attributes:
-        loss: Loss of the step, the mean over its micro-batches and over ranks.
+        loss: Mean loss of the step, over its micro-batches and over ranks.
         norm: Total norm of the gradient, the largest over ranks.
-        verdict: A place in :data:`VERDICTS`.
-        skip: Whether the update must not happen, for a fault or an overflow; 0 or 1 on a device.
-        fault: Whether the step is to leave no trace at all; the data of an overflow is sound.
-        barrier: On a device what keeps a skipped step out of statistics if it is added to the norm.
+        code: Index into :data:`KINDS_BY_CODE`.
+        skip: Whether to skip the update, for a fault or an overflow; 0 or 1 on a device.
+        fault: Whether it is a fault. Buffers are restored then, but not after an overflow, whose
+            data is sound.
+        barrier: On a device infinity for a skipped step, else 0: added to the norm, it keeps the
+            step out of the statistics of later callbacks.
     """
 
     loss: Scalar
     norm: Scalar
-    verdict: Scalar
+    code: Scalar
     skip: Condition
     fault: Condition
     barrier: Scalar = 0.0
 
     @property
     def kind(self) -> Kind | None:
-        """The fault; None for a good step. Only for symptoms that were read to the host."""
-        return VERDICTS[int(self.verdict)]
+        """The kind of fault; None for a good step. Only for a code on the host."""
+        return KINDS_BY_CODE[int(self.code)]
 
-    def known(self, verdict: float) -> Symptoms:
-        """Return the same with a verdict that was read."""
-        return Symptoms(self.loss, self.norm, verdict, verdict > 0, verdict > OVERFLOW)
+    def on_host(self, code: float) -> Detection:
+        """Return a copy with a code that was read to the host."""
+        return Detection(self.loss, self.norm, code, code > 0, code > OVERFLOW)
 
 
-def judge(bad_loss: bool, bad_norm: bool, high_loss: bool, high_norm: bool, scaled: bool) -> int:
-    """Return the place in :data:`VERDICTS` for what was found; the gravest counts.
+def fault_code(
+    bad_loss: bool, bad_norm: bool, high_loss: bool, high_norm: bool, scaled: bool
+) -> int:
+    """Return the code of the most severe finding.
 
     Args:
         bad_loss: Whether the loss is NaN or infinite.
-        bad_norm: Whether the norm is, or beyond :data:`LARGEST_NORM`.
+        bad_norm: Whether the norm is NaN, infinite or above :data:`LARGEST_NORM`.
         high_loss: Whether the loss is a spike.
-        high_norm: Whether the norm is.
-        scaled: Whether a loss scale of 1 or more is to blame for a bad gradient.
+        high_norm: Whether the norm is a spike.
+        scaled: Whether there is a loss scale of 1 or more. A bad norm is then an overflow.
     """
     found = (bad_loss, 5), (bad_norm, OVERFLOW if scaled else 4), (high_loss, 3), (high_norm, 2)
-    return next((place for here, place in found if here), 0)
+    return next((code for condition, code in found if condition), 0)
 
 
-def verdict_table() -> Tensor:
-    """Return verdicts, by what was found of loss and norm, and what :class:`Symptoms` says of them.
+def _device_table() -> Tensor:
+    """Return :func:`fault_code` and the fields of :class:`Detection` for all findings.
 
-    The first two dimensions are places among the finite numbers, which is 1 for those; the next two
-    places in the band; the fifth whether there is a loss scale.
+    Dimensions: bounds of the loss, bounds of the norm (1 is inside), case of the loss, case of the
+    norm (see :class:`LogBand`), loss scale of 1 or more.
     """
     cases = product(*map(range, (3, 3, 3, 3, 2)))
-    places = [judge(a != 1, b != 1, c == BEYOND, d == BEYOND, bool(e)) for a, b, c, d, e in cases]
-    verdict = torch.tensor(places, dtype=torch.float32).view(3, 3, 3, 3, 2)
-    barrier = torch.where(verdict > 0, math.inf, 0.0)
-    return torch.stack([verdict, verdict > 0, verdict > OVERFLOW, barrier], -1)
+    codes = [
+        fault_code(a != 1, b != 1, c == BEYOND, d == BEYOND, bool(e)) for a, b, c, d, e in cases
+    ]
+    code = torch.tensor(codes, dtype=torch.float32).view(3, 3, 3, 3, 2)
+    barrier = torch.where(code > 0, math.inf, 0.0)
+    return torch.stack([code, code > 0, code > OVERFLOW, barrier], -1)
 
 
 class Detector:
-    """Finds symptoms. The state, a plain ``dict``, holds the history that spikes are told from.
+    """Detects faults. The history that spikes are compared with is a plain ``dict``.
+
+    On a CPU it computes with floats. On a device it looks up :func:`fault_code` in a table, which
+    costs few launches.
 
     Args:
-        spike: Deviations above the usual at which a loss or a norm is a spike, in the logarithm
-            (see :class:`~lightning_opt.Robust`); None looks for no spikes.
-        patience: Spikes in a row after which their level is accepted as the usual one.
+        spike: Deviations above the usual level, in the logarithm, at which a loss or a norm is a
+            spike (see :class:`~lightning_opt.Robust`); None detects no spikes.
+        patience: Spikes in a row after which their level counts as the usual one.
     """
 
     def __init__(self, spike: float | None, patience: int) -> None:
-        self._usual = None if spike is None else LogBand(k=spike, patience=patience)
+        self._band = None if spike is None else LogBand(k=spike, patience=patience)
 
-    def init(self) -> dict[str, Any]:
-        """Return the state before the first step."""
-        if self._usual is None:
-            return {}
-        return {"loss": self._usual.init(), "norm": self._usual.init()}
-
-    def examine(
+    def detect(
         self,
         loss: Scalar,
         norm: Scalar,
-        state: dict[str, Any],
+        history: dict[str, Any],
         *,
         loss_scale: Scalar | None,
         reduce_on: torch.device,
         groups: Groups,
-    ) -> Symptoms:
-        """Look at one step, and let it into the history.
+    ) -> Detection:
+        """Examine one step, and add it to the history.
 
         Args:
             loss: This rank's loss.
             norm: Total norm of the gradient, without loss scale.
-            state: From :meth:`init`, updated in place.
-            loss_scale: The scale of an fp16 loss scaler; None without one. At 1 or more it is to
-                blame for a gradient that is not finite.
-            reduce_on: The device on which ranks gather.
-            groups: Those ranks; none for a process that decides by itself. All of them then get the
-                same symptoms, from one all-gather of two numbers.
+            history: The optimizer's history, empty at first; updated in place.
+            loss_scale: The scale of an fp16 loss scaler; None without one.
+            reduce_on: The device for collectives.
+            groups: The ranks that decide together; empty for a single process. All of them get the
+                same result, from one all-gather of two numbers.
         """
         if groups:
-            loss, norm = _of_ranks(loss, norm, reduce_on, groups[0])
+            loss, norm = _over_ranks(loss, norm, reduce_on, groups[0])
+        if self._band is not None and "loss" not in history:
+            history.update(loss=self._band.init(), norm=self._band.init())
         if isinstance(loss, Tensor) or isinstance(norm, Tensor):
-            return self._examine_on_device(stack_scalars([loss, norm]), state, loss_scale)
+            return self._detect_on_device(stack_scalars([loss, norm]), history, loss_scale)
         high = []
         for name, value in (("loss", loss), ("norm", norm)):
-            limit = math.inf if self._usual is None else self._usual.limit(value, state[name])
+            limit = math.inf if self._band is None else self._band.limit(value, history[name])
             high.append(bool(limit < value < math.inf))
         scaled = loss_scale is not None and bool(loss_scale >= 1.0)
-        bad = not math.isfinite(loss), not norm <= LARGEST_NORM
-        verdict = judge(*bad, high[0], high[1], scaled)
-        return Symptoms(loss, norm, 0, False, False).known(verdict)
+        bad_loss, bad_norm = not math.isfinite(loss), not norm <= LARGEST_NORM
+        code = fault_code(bad_loss, bad_norm, high[0], high[1], scaled)
+        return Detection(loss, norm, code, code > 0, code > OVERFLOW)
 
-    def _examine_on_device(
-        self, both: Tensor, state: dict[str, Any], loss_scale: Scalar | None
-    ) -> Symptoms:
-        copy = state.get("device")
-        if copy is None or copy.device != both.device:
+    def _detect_on_device(
+        self, both: Tensor, history: dict[str, Any], loss_scale: Scalar | None
+    ) -> Detection:
+        cache = history.get("device")
+        if cache is None or cache.device != both.device:
             largest = torch.finfo(both.dtype).max
             bounds = [[-largest, largest], [-largest, LARGEST_NORM]]
-            copy = state["device"] = DeviceCache(both.device, bounds=bounds)
-            copy.tensors["verdicts"] = verdict_table().to(both.device)
-            if self._usual is not None:
-                states = [state["loss"], state["norm"]]
-                state["bands"] = DeviceBands(self._usual, states, both.device)
-        places = torch.searchsorted(copy.tensors["bounds"], both[:, None])[:, 0]  # NaN is last
-        high: list[Any] = [WITHIN, WITHIN]
-        if self._usual is not None:
+            cache = history["device"] = DeviceCache(both.device, bounds=bounds)
+            cache.tensors["table"] = _device_table().to(both.device)
+            if self._band is not None:
+                states = [history["loss"], history["norm"]]
+                history["bands"] = DeviceBands(self._band, states, both.device)
+        inside = torch.searchsorted(cache.tensors["bounds"], both[:, None])[:, 0]  # NaN is last
+        cases: list[Any] = [WITHIN, WITHIN]
+        if self._band is not None:
             x = both.log().nan_to_num(-math.inf, -math.inf, -math.inf)
-            high = list(state["bands"].advance(x).split(1))
+            cases = list(history["bands"].advance(x).split(1))
         scaled: Any = 0
         if loss_scale is not None:
             scaled = move(torch.as_tensor(loss_scale), both.device).ge(1.0).long().view(1)
-        # An index of no dimension would be read by the host.
-        found = copy.tensors["verdicts"][(*places.split(1), *high, scaled)][0]
-        return Symptoms(*both.unbind(), *found.unbind())
+        # Indices of one dimension: the host would read a 0-dimensional index.
+        found = cache.tensors["table"][(*inside.split(1), *cases, scaled)][0]
+        return Detection(*both.unbind(), *found.unbind())
 
 
-def _of_ranks(loss: Scalar, norm: Scalar, device: Any, group: Any) -> tuple[Scalar, Scalar]:
-    """Return the mean loss and the largest norm: floats for floats, else tensors, unread."""
-    on_host = not (isinstance(loss, Tensor) or isinstance(norm, Tensor))
+def _over_ranks(loss: Scalar, norm: Scalar, device: Any, group: Any) -> tuple[Scalar, Scalar]:
+    """Return the mean loss and the largest norm over ranks: floats for floats, else tensors."""
+    read = not (isinstance(loss, Tensor) or isinstance(norm, Tensor))
     own = stack_scalars([loss, norm]).to(device)
-    every = own.new_empty(dist.get_world_size(group), 2)
-    dist.all_gather(list(every.unbind()), own, group=group)
-    # A NaN or an infinity of one rank is in both.
-    both = torch.stack([every[:, 0].mean(), every[:, 1].amax()])
-    mean, largest = both.tolist() if on_host else both.unbind()  # what was on the host goes back
+    ranks = own.new_empty(dist.get_world_size(group), 2)
+    dist.all_gather(list(ranks.unbind()), own, group=group)
+    # Both propagate a NaN or an infinity of one rank.
+    both = torch.stack([ranks[:, 0].mean(), ranks[:, 1].amax()])
+    mean, largest = both.tolist() if read else both.unbind()
     return mean, largest

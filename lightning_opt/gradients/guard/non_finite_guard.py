@@ -1,4 +1,4 @@
-"""Keeps a run alive through NaN, infinities and spikes."""
+"""A guard against steps with a NaN, an infinity or a spike."""
 
 from __future__ import annotations
 
@@ -16,28 +16,33 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale
-from lightning_opt.gradients.guard.buffers import BufferKeeper
-from lightning_opt.gradients.guard.damage import DamageWatch
-from lightning_opt.gradients.guard.detector import Symptoms
-from lightning_opt.gradients.guard.incidents import DONE, KINDS, Event, EventLog, Incident, describe
-from lightning_opt.gradients.guard.ladder import Judge, Ladder, Policy
-from lightning_opt.gradients.guard.losses import LossLedger, mean_loss
-from lightning_opt.gradients.guard.snapshot import Snapshot
+from lightning_opt.gradients.guard.detector import Detection, Detector, LossRecorder, mean_loss
+from lightning_opt.gradients.guard.escalation import Escalation, Policy
+from lightning_opt.gradients.guard.events import (
+    KINDS,
+    RESPONSES,
+    DamageDetector,
+    Event,
+    EventLog,
+    StepRecord,
+    describe,
+)
+from lightning_opt.gradients.guard.snapshot import BufferBackup, Snapshot
 from lightning_opt.gradients.guard.update_control import UpdateControl, skips_on_device
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-RESTORES_OF_A_SNAPSHOT = 3
-"""A run that fails so often before it has earned a new snapshot is getting nowhere."""
+MAX_RESTORES = 3
+"""Restores of the same snapshot. A run that fails more often makes no progress."""
 
 
 class NonFiniteGuard(GradientCallback):
     """Skips steps that would ruin the run; backs off, rolls back or stops if they persist.
 
     It skips a step if the loss of one of its batches, on any rank, or the gradient is NaN or
-    infinite or, with ``spike``, far above the usual. Weights, optimizer state (momentum, step
+    infinite or, with ``spike``, far above the usual level. Weights, optimizer state (momentum, step
     counts) and small buffers (BatchNorm) stay exactly as before the step. ``global_step`` and
     learning-rate schedulers advance, as they do when Lightning skips a step in fp16.
 
@@ -52,13 +57,13 @@ class NonFiniteGuard(GradientCallback):
     4. At ``max_consecutive`` the run stops with an error that explains what happened.
 
     A NaN in a weight cannot be skipped: it leads to 3 at once, or to 4 without a snapshot. Spikes
-    alone never stop a run: if they persist after 3, their level becomes the new normal.
+    alone never stop a run: if they persist after 3, their level becomes the usual one.
 
     All ranks decide together, with one all-gather of two numbers per step; each replica of
-    ``DiLoCoStrategy`` by itself, taking the shared weights when it rolls back. With fused Adam,
-    AdamW, SGD or Adagrad on an accelerator the host never waits: the device itself skips the step,
-    and the host learns of it two steps later, for 2 to 4. With other optimizers it reads one small
-    tensor per step. On a CPU reading is free.
+    ``DiLoCoStrategy`` by itself, and it takes the shared weights after a rollback. With fused
+    Adam, AdamW, SGD or Adagrad on an accelerator the host never waits: the device skips the step,
+    and the result for 2 to 4 arrives two steps later. With other optimizers the host reads one
+    small tensor per step.
 
     Under the fp16 loss scaler, a non-finite gradient with a finite loss counts as an overflow,
     which is the scaler's job, unless the loss scale is already below 1.
@@ -120,41 +125,45 @@ class NonFiniteGuard(GradientCallback):
         save_batch: bool = False,
     ) -> None:
         super().__init__()
-        self.ladder = Ladder(
+        self.escalation = Escalation(
             policy, backoff_after, rollback_after, max_consecutive, lr_backoff, lr_recovery_steps
         )
         self.spike = None if spike is None else positive("spike", spike)
         self.snapshot_every_n_steps = at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
         self._schedule = Schedule(every_n_steps)
-        self._judge = Judge(self.ladder, self.spike)
+        # A level is accepted as usual only after a rollback has been tried against it.
+        self._detector = Detector(self.spike, patience=rollback_after + 3)
         self._log = EventLog(save_batch)
         self._steps = 0
         self._controls: list[UpdateControl] = []
-        self._start_run(None, [])
+        self._reset_run(None, [])
 
-    def _start_run(self, buffers: BufferKeeper | None, optimizers: list[Optimizer]) -> None:
-        """Forget what belongs to a run."""
-        self._losses = LossLedger(optimizers)
+    def _reset_run(self, buffers: BufferBackup | None, optimizers: list[Optimizer]) -> None:
+        """Reset the per-run state."""
+        self._losses = LossRecorder(optimizers)
         self._batches: list[tuple[int, Any]] = []
-        self._faults: list[Incident] = []
-        self._delayed: DelayedReads[tuple[Symptoms, Incident]] = DelayedReads()
+        self._faults: list[StepRecord] = []
+        self._delayed: DelayedReads[tuple[Detection, StepRecord]] = DelayedReads()
         self._stepped = self._log_due = False
         self._good_batches = self._restores = 0
-        self._damage, self._snapshot, self._buffers = DamageWatch(), Snapshot(), buffers
+        self._damage = DamageDetector()
+        self._snapshot = Snapshot()
+        self._buffers = buffers
 
     @property
     def events(self) -> list[Event]:
         """The newest 1000 faults, oldest first, each a plain ``dict``.
 
-        ``step`` is ``trainer.global_step`` before the update that was left out; ``batch_idx`` that
-        of the batch with the bad loss, else of the step's last; ``ranks`` those whose own loss is
-        not finite; ``parameters`` those whose gradients are not (ten of ``parameters_total``; for a
-        spike the largest), or for ``nonfinite_weight`` those that are not finite themselves.
+        ``step`` is ``trainer.global_step`` before the skipped update. ``batch_idx`` is the index of
+        the batch with the bad loss, else of the step's last batch. ``ranks`` lists the ranks whose
+        own loss is not finite. ``parameters`` lists parameters with bad gradients (ten of
+        ``parameters_total``), for a spike those with the largest gradients, and for
+        ``nonfinite_weight`` the weights and buffers that are not finite.
         """
         return self._log.events
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check what can be checked before the model is wrapped."""
+        """Raise if a callback before this one clips gradients."""
         super().setup(trainer, pl_module, stage)
         clipping = [
             other
@@ -164,91 +173,86 @@ class NonFiniteGuard(GradientCallback):
         if clipping and stage == "fit":
             raise ValueError(
                 f"NonFiniteGuard must come before {type(clipping[0]).__name__} in "
-                "Trainer(callbacks=[...]): after it, it would see spikes only after they have "
-                "been clipped."
+                "Trainer(callbacks=[...]): after it, spikes would be clipped before the guard "
+                "sees them."
             )
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Forget what happened to another model."""
-        self._judge, self._steps = Judge(self.ladder, self.spike), 0
-        self._log.clear()
+        """Reset counts, history and events."""
+        self.escalation.reset()
+        self._steps = 0
+        self._log.reset()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learn the parameters, and take hold of the optimizers' updates."""
+        """Find the parameters and add hooks to the optimizers."""
         super().on_fit_start(trainer, pl_module)
         self._controls = [UpdateControl(optimizer) for optimizer in trainer.optimizers]
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Copy the buffers, and take the first snapshot, now that any checkpoint is loaded."""
-        self._start_run(BufferKeeper(pl_module), trainer.optimizers)
-        # Lightning asks all ranks, and not all may meet the same faults.
+        """Copy the buffers and take the first snapshot. A checkpoint has been loaded before."""
+        self._reset_run(BufferBackup(pl_module), trainer.optimizers)
+        # `log_dir` is a collective, and later not all ranks may need it.
         self._log.folder = Path(trainer.log_dir or trainer.default_root_dir) / "guard"
-        damaged = self._damaged(trainer, pl_module)
-        if self.ladder.policy == "rollback":
-            self._respond(trainer, pl_module, damaged)
+        if self.escalation.policy == "rollback":
+            self._respond(trainer, pl_module)
+        else:
+            self._find_damage(trainer, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Remember which batch it is."""
+        """Record the batch."""
         self._batches.append((batch_idx, batch if self._log.save_batch else None))
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: Tensor
     ) -> None:
-        """Remember the loss, unread; every micro-batch of an accumulation window counts."""
+        """Record the loss of each micro-batch, without reading it."""
         self._losses.before_backward(loss)
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Note whose gradients came from it."""
+        """Assign the loss to the optimizers that got gradients from it."""
         self._losses.after_backward()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Decide whether this update happens."""
+        """Decide whether to skip this update."""
         index, step = self.measure(trainer, optimizer)
         losses = self._losses.take(index)
         batches, self._batches = self._batches, self._batches[-1:]
         groups = ranks_of_a_step(trainer)
         if not losses and not step.gradients.tensors and not groups:
-            return  # `training_step` returned None: there is nothing to judge
-        standing = self._judge.standing(index)
+            return  # `training_step` returned None
+        state = self.escalation.state(index)
         on_host = step.gradients.on_host
         scale = loss_scale(trainer)
         known_scale = scale.item() if on_host and scale is not None else scale  # on a CPU
-        symptoms = self._judge.detector.examine(
+        detection = self._detector.detect(
             mean_loss(trainer, losses, known_scale, read=on_host),
             step.norms.total,
-            standing["usual"],
+            state["history"],
             loss_scale=known_scale,
             reduce_on=trainer.strategy.root_device,
             groups=groups,
         )
         deferred = not on_host and skips_on_device(optimizer)
         if not deferred:
-            symptoms = symptoms.known(float(symptoms.verdict))
-        skip = symptoms.skip
-        incident = Incident(
-            trainer.global_step,
-            trainer.current_epoch,
-            index,
-            losses,
-            batches,
-            step.gradients.parameters,
-            step.norms,
-        )
+            detection = detection.on_host(float(detection.code))
+        parameters, norms = step.gradients.parameters, step.norms
+        where = (trainer.global_step, trainer.current_epoch, index)
+        record = StepRecord(*where, losses, batches, parameters, norms)
         if deferred:
-            assert isinstance(symptoms.verdict, Tensor)
-            self.barriers[index] = symptoms.barrier
-            self._delayed.push(symptoms.verdict[None], (symptoms, incident))
-            self._hear(self._delayed.due())
+            assert isinstance(detection.code, Tensor)
+            self.barriers[index] = detection.barrier
+            self._delayed.push(detection.code[None], (detection, record))
+            self._receive(self._delayed.due())
         else:
-            self._note(symptoms, incident)
-            (self.withheld.add if skip else self.withheld.discard)(index)
+            self._count(detection, record)
+            (self.withheld.add if detection.skip else self.withheld.discard)(index)
         if self._buffers is not None:
-            self._buffers.settle(symptoms.fault)
-        self._controls[index].hold(skip, standing["lr_scale"])
+            self._buffers.restore_or_save(detection.fault)
+        self._controls[index].prepare(detection.skip, state["lr_scale"])
         self._steps += 1
         self._stepped = True
         self._log_due = self._log_due or self._schedule.is_due(self._steps)
@@ -256,7 +260,7 @@ class NonFiniteGuard(GradientCallback):
     def on_train_batch_end(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Answer the faults or take a snapshot, now that optimizers and schedulers have stepped."""
+        """Respond to faults or take a snapshot, after optimizers and schedulers have stepped."""
         if not self._stepped:
             return
         self._stepped = False
@@ -265,131 +269,131 @@ class NonFiniteGuard(GradientCallback):
         self.withheld.clear()
         self.barriers.clear()
         for control in self._controls:
-            control.forget()
+            control.reset()
         if self._faults:
-            self._respond(trainer, pl_module, self._damaged(trainer, pl_module))
+            self._respond(trainer, pl_module)
             return
         self._good_batches += 1
-        if self.ladder.policy == "rollback" and self._good_batches >= self.snapshot_every_n_steps:
-            self._hear(self._delayed.flush())
-            self._good_batches -= len(self._faults)  # they were not, as it turns out
-            self._respond(trainer, pl_module, self._damaged(trainer, pl_module))
+        snapshot_due = self._good_batches >= self.snapshot_every_n_steps
+        if self.escalation.policy == "rollback" and snapshot_due:
+            self._receive(self._delayed.flush())
+            self._good_batches -= len(self._faults)
+            self._respond(trainer, pl_module)
         if log_due:
-            log_scalars(trainer, self._judge.scalars())
+            log_scalars(trainer, self.escalation.scalars())
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Answer what the device has not told yet."""
-        self._hear(self._delayed.flush())
+        """Read the last steps from the device, and respond to their faults."""
+        self._receive(self._delayed.flush())
         if self._faults:
-            self._respond(trainer, pl_module, self._damaged(trainer, pl_module))
+            self._respond(trainer, pl_module)
 
-    def _note(self, symptoms: Symptoms, incident: Incident) -> None:
-        """Take note of a step whose symptoms are known."""
-        assert incident.optimizer is not None
-        verdict = self._judge.judge(incident.optimizer, symptoms)
-        if verdict is not None:
-            incident.kind, incident.action = verdict
-            incident.loss, incident.norm = float(symptoms.loss), float(symptoms.norm)
-            self._faults.append(incident)
+    def _count(self, detection: Detection, record: StepRecord) -> None:
+        """Count a step whose detection is on the host, and keep the record of a fault."""
+        assert record.optimizer is not None
+        response = self.escalation.record(record.optimizer, detection)
+        if response is not None:
+            record.kind, record.action = response
+            record.loss, record.norm = float(detection.loss), float(detection.norm)
+            self._faults.append(record)
 
-    def _hear(self, reads: Iterator[tuple[list[float], tuple[Symptoms, Incident]]]) -> None:
-        """Take note of earlier steps, whose verdict comes from the device only now."""
-        for (verdict,), (symptoms, incident) in reads:
-            self._note(symptoms.known(verdict), incident)
+    def _receive(self, reads: Iterator[tuple[list[float], tuple[Detection, StepRecord]]]) -> None:
+        """Count earlier steps, whose code has now arrived from the device."""
+        for (code,), (detection, record) in reads:
+            self._count(detection.on_host(code), record)
 
-    def _respond(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, damaged: list[str]
-    ) -> None:
-        """Do what the gravest of the faults demands, or take a snapshot if there is none.
+    def _respond(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        """Respond to the most severe fault, or take a snapshot if there is none.
 
-        All ranks come here at the same step.
+        All ranks call this at the same step.
         """
+        damaged = self._find_damage(trainer, pl_module)
         faults, self._faults = self._faults, []
         if not faults and not damaged:
             self._snapshot.take(trainer, self._tensors(pl_module))
             self._restores = self._good_batches = 0
             return
         if damaged:
-            # No skip cures that. It may have come from a fault of the model or from anywhere else.
-            faults = faults or [Incident(trainer.global_step, trainer.current_epoch)]
+            # The cause may lie outside of any step, so there may be no fault yet.
+            faults = faults or [StepRecord(trainer.global_step, trainer.current_epoch)]
             faults[-1].kind, faults[-1].action = "nonfinite_weight", "rollback"
-        gravest = max(faults, key=lambda fault: list(DONE).index(fault.action))
-        if gravest.action == "rollback" and (
-            not self._snapshot or self._restores >= RESTORES_OF_A_SNAPSHOT
-        ):
-            gravest.action = "raise"
-        if gravest.action == "rollback":
+        worst = max(faults, key=lambda fault: list(RESPONSES).index(fault.action))
+        if worst.action == "rollback" and (not self._snapshot or self._restores >= MAX_RESTORES):
+            worst.action = "raise"
+        if worst.action == "rollback":
             self._snapshot.restore(trainer, self._tensors(pl_module))
-            self._judge.back_off()
+            self.escalation.record_rollback()
             self._restores += 1
             self._good_batches = 0
-            self._delayed.clear()  # what was under way concerned weights that are gone
-            self._buffers = BufferKeeper(pl_module)
-        log_scalars(trainer, self._judge.scalars())
+            self._delayed.clear()  # those steps changed weights that are replaced now
+            self._buffers = BufferBackup(pl_module)
+        log_scalars(trainer, self.escalation.scalars())
         events = self._log.record(trainer, faults, self.names, damaged)
-        if gravest.action == "raise":
-            raise FloatingPointError(self._explain(events[faults.index(gravest)]))
+        if worst.action == "raise":
+            raise FloatingPointError(self._explain(events[faults.index(worst)]))
 
     def _explain(self, event: Event) -> str:
-        """Return why the run is stopped at ``event``, and what to do about it."""
-        counts, ladder = self._judge.scalars(), self.ladder
+        """Return the reason for stopping the run at ``event``, and advice."""
+        escalation = self.escalation
+        counts = escalation.scalars()
         return (
-            f"NonFiniteGuard(policy={ladder.policy!r}) stopped the run: {describe(event)}. Faults "
-            f"in a row: {counts['guard/consecutive']:.0f} (max_consecutive="
-            f"{ladder.max_consecutive}); steps skipped: {counts['guard/skipped']:.0f} of "
-            f"{self._steps}; rollbacks: {self._judge.rollbacks}. {KINDS[event['kind']][1]}"
+            f"NonFiniteGuard(policy={escalation.policy!r}) stopped the run: {describe(event)}. "
+            f"Faults in a row: {counts['guard/consecutive']:.0f} (max_consecutive="
+            f"{escalation.max_consecutive}); steps skipped: {counts['guard/skipped']:.0f} of "
+            f"{self._steps}; rollbacks: {escalation.rollbacks}. {KINDS[event['kind']][1]}"
         )
 
     def _tensors(self, pl_module: pl.LightningModule) -> dict[str, Tensor]:
         """Return all parameters, as the optimizers hold them, and all buffers, by name."""
         weights = {name: parameter for parameter, name in self.names.items()}
-        return {**weights, **dict(pl_module.named_buffers())}
+        return weights | dict(pl_module.named_buffers())
 
-    def _damaged(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
+    def _find_damage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
         buffers = [name for name, _ in pl_module.named_buffers()]
         return self._damage.find(self._tensors(pl_module), buffers, ranks_of_a_step(trainer))
 
     def diagnose(self) -> list[Verdict]:
-        """Return whether steps were left out."""
+        """Return whether faults were found."""
         if not self._steps:
-            finding = "NonFiniteGuard has seen no step yet."
-            return [Verdict("stability", "unknown", finding, "Ask again after fit.")]
+            finding = "NonFiniteGuard has not seen a step yet."
+            return [Verdict("stability", "unknown", finding, "Call doctor() after training.")]
         if not self.events:
-            finding = f"NonFiniteGuard has found nothing in {self._steps} steps."
+            finding = f"NonFiniteGuard found no faults in {self._steps} steps."
             return [Verdict("stability", "ok", finding)]
         newest = self.events[-1]
         finding = (
-            f"NonFiniteGuard met {self._log.count} faults in {self._steps} steps, the newest "
+            f"NonFiniteGuard found {self._log.count} faults in {self._steps} steps, the newest "
             f"{newest['kind']} at step {newest['step']}."
         )
-        advice = "Look at its report(): batches, ranks and parameters are named there."
+        advice = "Its report() lists batches, ranks and parameters."
         return [Verdict("stability", "look", finding, advice)]
 
     def report(self) -> Report:
-        """Return the newest events, one a row, with the counts of the run below."""
-        counts = ", ".join(f"{key[6:]} {value:g}" for key, value in self._judge.scalars().items())
-        title = f"NonFiniteGuard(policy={self.ladder.policy!r})"
+        """Return the newest events, one per row, with the counts of the run below."""
+        scalars = self.escalation.scalars()
+        counts = ", ".join(f"{key[6:]} {value:g}" for key, value in scalars.items())
+        title = f"NonFiniteGuard(policy={self.escalation.policy!r})"
         return self._log.report(title, [f"After {self._steps} steps: {counts}."])
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Undo everything."""
+        """Undo all changes to the optimizers and drop references to the model."""
         super().release(trainer)
         for control in self._controls:
             control.release()
         self._controls = []
-        self._start_run(None, [])
+        self._reset_run(None, [])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return counts, back-off, history of losses and norms, and events, as plain types."""
-        self._hear(self._delayed.flush())
+        """Return counts, learning rate scales, histories and events, as plain types."""
+        self._receive(self._delayed.flush())
         return {
-            "judge": self._judge.state_dict(),
+            "escalation": self.escalation.state_dict(),
             "steps": self._steps,
             "log": self._log.state_dict(),
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore what :meth:`state_dict` returned."""
-        self._judge.load_state_dict(state_dict["judge"])
+        self.escalation.load_state_dict(state_dict["escalation"])
         self._steps = state_dict["steps"]
         self._log.load_state_dict(state_dict["log"])

@@ -1,26 +1,96 @@
-"""A copy of everything that training changes, in host memory, to go back to."""
+"""Copies of training state: small buffers after each good step, everything now and then."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from lightning_opt.core.modules.sharding import CustomExchange, is_dtensor, local_part
+from lightning_opt.core.numerics.norms import by_kind
+from lightning_opt.core.numerics.scalars import Condition
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
+MAX_ELEMENTS = 2**16
+"""Largest buffer that is copied at every step: statistics of BatchNorm, but no tables."""
+
+_form = attrgetter("shape", "dtype", "device")
+
+
+class BufferBackup:
+    """A copy of the model's small buffers as they were after the last good step.
+
+    A forward pass updates running statistics (BatchNorm, spectral norm) before the fault is
+    detected, and one NaN in them makes every later evaluation NaN. Buffers with more than
+    :data:`MAX_ELEMENTS` elements (attention masks, queues) and boolean ones are not copied.
+
+    Args:
+        module: The model; its buffers are copied now.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._save()
+
+    @torch.no_grad()
+    def _save(self) -> None:
+        """Find the buffers and copy them."""
+        # Modules and names, because a module may assign a new tensor at every step.
+        found: dict[Tensor, tuple[nn.Module, str]] = {}
+        for module in self._module.modules():
+            for name, buffer in module.named_buffers(recurse=False):
+                if 0 < buffer.numel() <= MAX_ELEMENTS and buffer.dtype is not torch.bool:
+                    found.setdefault(buffer, (module, name))
+        self._places = list(found.values())
+        live = self._live()
+        self._forms = list(map(_form, live))
+        # Copies of one dtype and device share one tensor, for one `where` on a device.
+        self._kinds = [(places, _join(live, places)) for places in by_kind(live).values()]
+        self._saved = list(live)
+        for places, whole in self._kinds:
+            parts = whole.split([live[place].numel() for place in places])
+            for place, part in zip(places, parts, strict=True):
+                self._saved[place] = part.view_as(live[place])
+
+    @torch.no_grad()
+    def restore_or_save(self, restore: Condition) -> None:
+        """Restore the buffers if ``restore`` holds, else save their current values."""
+        if not self._places:
+            return
+        live = self._live()
+        if list(map(_form, live)) != self._forms:
+            self._save()  # the model has other buffers than before
+        elif isinstance(restore, Tensor):
+            restore = restore.bool()
+            for places, whole in self._kinds:
+                torch.where(restore, whole, _join(live, places), out=whole)
+            torch._foreach_copy_(live, self._saved)
+        elif restore:
+            torch._foreach_copy_(live, self._saved)
+        else:
+            torch._foreach_copy_(self._saved, live)
+
+    def _live(self) -> list[Tensor]:
+        found = [getattr(module, name, None) for module, name in self._places]
+        return [local_part(buffer.detach()) for buffer in found if buffer is not None]
+
+
+def _join(tensors: list[Tensor], places: list[int]) -> Tensor:
+    return torch.cat([tensors[place].reshape(-1) for place in places])
+
 
 class Snapshot:
-    """Model, optimizers, learning-rate schedulers and loss scaler as they were at one moment.
+    """A copy of model, optimizers, learning-rate schedulers and loss scaler in host memory.
 
-    It takes as much host memory as the model and its optimizers take on the device (on this rank:
-    shards are copied as shards), pinned for CUDA. Random number generators are left alone, so that
-    the steps after a restore draw anew.
+    It takes as much host memory as the model and its optimizers take on this rank's device (shards
+    are copied as shards), pinned for CUDA. Random number generators are not restored, so that the
+    steps after a restore draw new numbers.
     """
 
     def __init__(self) -> None:
@@ -31,7 +101,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, trainer: pl.Trainer, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the present state; ``tensors`` are the model's parameters and buffers by name."""
+        """Copy the current state; ``tensors`` are the model's parameters and buffers by name."""
         live = {
             "tensors": dict(tensors),
             # An optimizer's state is keyed by the parameters themselves.
@@ -40,13 +110,13 @@ class Snapshot:
             "schedulers": [c.scheduler.state_dict() for c in trainer.lr_scheduler_configs],
             "precision": trainer.precision_plugin.state_dict(),
         }
-        self._held = {}  # first, so that its memory is used again
+        self._held = {}  # first, so that its memory is reused
         self._held = copy_to_host(live)
         _wait(tensors.values())
 
     @torch.no_grad()
     def restore(self, trainer: pl.Trainer, tensors: Mapping[str, Tensor]) -> None:
-        """Put everything back as it was, in place where that can be, and drop all gradients."""
+        """Restore everything, in place where possible, and remove all gradients."""
         for name, saved in self._held["tensors"].items():
             if name in tensors:
                 tensors[name].grad = None
@@ -73,14 +143,14 @@ class Snapshot:
 
 
 def copy_to_host(value: Any) -> Any:
-    """Return a copy of ``value`` on the host.
+    """Return a copy of ``value`` on the host; this rank's part of a DTensor.
 
-    Of a DTensor this rank's part is copied. Copies from CUDA are only started.
+    Copies from CUDA are asynchronous.
     """
     if isinstance(value, Tensor):
         local = local_part(value.detach())
         if local.ndim == 0:
-            return local.clone()  # step counts are on the host or not, as the optimizer wants it
+            return local.clone()  # step counts stay on the device where the optimizer has them
         copied = torch.empty_like(local, device="cpu", pin_memory=local.is_cuda)
         return copied.copy_(local, non_blocking=True)
     if isinstance(value, dict):
@@ -91,12 +161,12 @@ def copy_to_host(value: Any) -> Any:
 
 
 def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
-    """Return what :func:`copy_to_host` copied, written into the tensors of ``live`` if they fit.
+    """Copy ``saved`` into the tensors of ``live`` if they match, and return the result.
 
     Args:
-        saved: The copy, which stays independent of what is returned.
-        live: What is there now.
-        like: A tensor whose device, and placement for a DTensor, a missing tensor gets.
+        saved: From :func:`copy_to_host`. It shares no memory with the result.
+        live: The current value.
+        like: A tensor with the device, and for a DTensor the placement, of missing tensors.
     """
     if isinstance(saved, Tensor):
         if isinstance(live, Tensor):
@@ -108,13 +178,13 @@ def copy_back(saved: Any, live: Any, like: Tensor | None = None) -> Any:
     if isinstance(saved, dict):
         now = live if isinstance(live, dict) else {}
         restored = {key: copy_back(item, now.get(key), like) for key, item in saved.items()}
-        now.clear()  # the same dict, which others may hold
+        now.clear()  # keep the same dict, which may be shared
         now.update(restored)
         return now
     if type(saved) in (list, tuple):
-        fits = isinstance(live, (list, tuple)) and len(live) == len(saved)
-        pairs = zip(saved, live if fits else [None] * len(saved), strict=True)
-        return type(saved)(copy_back(item, past, like) for item, past in pairs)
+        matches = isinstance(live, (list, tuple)) and len(live) == len(saved)
+        pairs = zip(saved, live if matches else [None] * len(saved), strict=True)
+        return type(saved)(copy_back(item, current, like) for item, current in pairs)
     return copy.deepcopy(saved)
 
 
@@ -136,7 +206,7 @@ def _rebuild(saved: Tensor, like: Tensor | None) -> Tensor:
 
 
 def _wait(tensors: Iterable[Tensor]) -> None:
-    """Wait for copies between host and device, if there are any under way."""
+    """Wait for asynchronous copies between host and device."""
     for device in {tensor.device for tensor in tensors}:
         if device.type != "cpu":
             torch.get_device_module(device).synchronize(device)

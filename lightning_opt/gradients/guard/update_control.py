@@ -1,25 +1,25 @@
-"""Leaving out one update of an optimizer, or scaling it, so that nothing of it remains."""
+"""Skips one update of an optimizer, or scales its learning rate, without side effects."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import partial
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.numerics.scalars import Condition
 
 
 def skips_on_device(optimizer: Optimizer) -> bool:
-    """Return whether the optimizer leaves a step out by itself if ``optimizer.found_inf`` is 1.
+    """Return whether the optimizer skips a step by itself if ``optimizer.found_inf`` is 1.
 
-    Those are torch's fused kernels. A subclass may override ``step``, so it does not count. SGD's
-    momentum does not count before it exists: torch (2.13) allocates it in the first step without a
-    value, and a first step that is skipped leaves it so.
+    True for torch's fused kernels, but not for subclasses, which may override ``step``. SGD with
+    momentum only counts after its first step: torch (2.13) allocates the momentum in the first step
+    without a value, and a skipped first step leaves it so.
     """
     if type(optimizer) not in (Adam, AdamW, SGD, Adagrad):
         return False
@@ -32,14 +32,15 @@ def skips_on_device(optimizer: Optimizer) -> bool:
 
 
 class UpdateControl:
-    """Withholds one update of an optimizer, or scales its learning rate for one update.
+    """Skips one update of an optimizer, or scales its learning rate for one update.
 
-    Both happen after everybody's hooks, right before the update, and are undone right after it, so
-    that modules, loggers, schedulers and checkpoints see gradients and optimizer as they were.
+    Both are applied right before the update, after all hooks of callbacks and modules, and undone
+    right after it. Modules, loggers, schedulers and checkpoints see unchanged gradients and
+    learning rates.
 
-    A withheld update changes nothing: with a flag on a device the optimizer's own kernel returns
-    early; with a ``bool`` the optimizer finds no gradients, which makes every optimizer of torch
-    pass over the parameter, its momentum, weight decay and step count included.
+    A skipped update changes nothing. If the flag is a tensor, the optimizer's fused kernel returns
+    early. If it is a ``bool``, the optimizer finds no gradients, and torch's optimizers then skip a
+    parameter with its momentum, weight decay and step count.
 
     Args:
         optimizer: The optimizer itself, without Lightning's wrapper.
@@ -50,7 +51,7 @@ class UpdateControl:
         self._depth = 0
         self._skip: Condition = False
         self._lr_scale = 1.0
-        self._undo: list[Callable[[], None]] = []
+        self._changes = ExitStack()
         self._hooks = [
             optimizer.register_step_pre_hook(self._before_update),
             optimizer.register_step_post_hook(self._after_update),
@@ -58,21 +59,26 @@ class UpdateControl:
 
     def release(self) -> None:
         """Undo everything and remove the hooks."""
-        self.forget()
+        self.reset()
         for hook in self._hooks:
             hook.remove()
 
-    def hold(self, skip: Condition, lr_scale: float) -> None:
-        """Prepare the coming update. Call it in ``on_before_optimizer_step``.
+    def prepare(self, skip: Condition, lr_scale: float) -> None:
+        """Set what happens to the next update. Call it in ``on_before_optimizer_step``.
 
         Args:
-            skip: Whether to leave it out. A tensor only where :func:`skips_on_device`.
-            lr_scale: What to multiply the learning rate with.
+            skip: Whether to skip it. A tensor only if :func:`skips_on_device`.
+            lr_scale: Factor on the learning rate.
         """
         self._skip, self._lr_scale = skip, lr_scale
 
+    def reset(self) -> None:
+        """Undo what was applied, and cancel what was prepared."""
+        self._changes.close()
+        self._skip, self._lr_scale, self._depth = False, 1.0, 0
+
     def _before_update(self, optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
-        # A subclass that calls `super().step()` may run the hooks of both.
+        # A subclass that calls `super().step()` may run the hooks of both classes.
         self._depth += 1
         if self._depth > 1:
             return None
@@ -93,41 +99,31 @@ class UpdateControl:
     def _after_update(self, *_: Any) -> None:
         self._depth -= 1
         if self._depth <= 0:
-            self.forget()
+            self.reset()
 
     def _apply(self) -> None:
         optimizer = self._optimizer
         if isinstance(self._skip, Tensor):
-            found = getattr(optimizer, "found_inf", None)
             flag = self._skip.to(torch.float32)
-            if found is None:
-                self._undo.append(partial(delattr, optimizer, "found_inf"))
-            else:
-                # A loss scaler has put its own flag there, and takes it away afterwards.
-                self._undo.append(partial(setattr, optimizer, "found_inf", found))
+            found = getattr(optimizer, "found_inf", None)
+            if found is not None:  # set by a loss scaler, which removes it afterwards
                 flag = torch.maximum(flag, found.to(flag.device))
-            optimizer.found_inf = flag
+            self._changes.enter_context(replaced(optimizer, found_inf=flag))
         elif self._skip:
-            # Some optimizers count steps in the group, whether there are gradients or not.
-            self._undo += [partial(group.update, dict(group)) for group in optimizer.param_groups]
+            for group in optimizer.param_groups:
+                # Some optimizers count steps in the group, even without gradients.
+                self._changes.callback(group.update, dict(group))
             for parameter in parameters_of(optimizer):
-                self._undo.append(partial(setattr, parameter, "grad", parameter.grad))
+                self._changes.callback(setattr, parameter, "grad", parameter.grad)
                 parameter.grad = None
         if self._lr_scale != 1.0:
             for group in optimizer.param_groups:
                 rate = group.get("lr")
                 if rate is not None:
                     group["lr"] = scaled = rate * self._lr_scale
-                    self._undo.append(partial(_put_back_rate, group, rate, scaled))
-
-    def forget(self) -> None:
-        """Undo what was applied, and forget what was to be."""
-        for undo in self._undo:
-            undo()
-        self._undo = []
-        self._skip, self._lr_scale, self._depth = False, 1.0, 0
+                    self._changes.callback(_restore_rate, group, rate, scaled)
 
 
-def _put_back_rate(group: dict[str, Any], rate: Any, scaled: Any) -> None:
+def _restore_rate(group: dict[str, Any], rate: Any, scaled: Any) -> None:
     if group["lr"] is scaled:  # else the optimizer has set another one
         group["lr"] = rate

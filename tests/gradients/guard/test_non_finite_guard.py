@@ -379,7 +379,7 @@ class TestRecords:
         assert "skipped 2" in text
 
     def test_memory_of_events_is_bounded(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("lightning_opt.gradients.guard.incidents.KEPT_EVENTS", 3)
+        monkeypatch.setattr("lightning_opt.gradients.guard.events.MAX_EVENTS", 3)
         guard = lo.NonFiniteGuard(max_consecutive=100)
         fit(FaultyNet(dict.fromkeys(range(2, 9), "nan")), guard)
         assert [event["step"] for event in guard.events] == [6, 7, 8]
@@ -508,11 +508,11 @@ def test_resumed_run_is_the_same(
     run(first, 1).trainer.save_checkpoint(tmp_path / "a.ckpt")
     saved = torch.load(tmp_path / "a.ckpt", weights_only=True)  # plain types only
     (state,) = (value for key, value in saved["callbacks"].items() if "Guard" in key)
-    assert state["judge"]["optimizers"][0]["consecutive"] == 4
+    assert state["escalation"]["optimizers"][0]["consecutive"] == 4
     resumed = run(second, 2, tmp_path / "a.ckpt")
     assert_same_weights(resumed, whole)
     both = [tree_map_only(Tensor, Tensor.tolist, own.state_dict()) for own in (second, guard)]
-    assert both[0]["judge"] == both[1]["judge"]
+    assert both[0]["escalation"] == both[1]["escalation"]
     assert second.report().notes[-1] == guard.report().notes[-1]
     assert "lr_scale 1," not in guard.report().notes[-1]
 

@@ -1,4 +1,4 @@
-"""What the guard does when faults go on: back off, roll back, stop."""
+"""Responses to faults in a row: reduced learning rate, rollback, stop."""
 
 import copy
 from pathlib import Path
@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.optim.lr_scheduler import ExponentialLR, LRScheduler, ReduceLROnPlateau, StepLR
 
 import lightning_opt as lo
-from lightning_opt.gradients.guard.damage import nonfinite_names
-from lightning_opt.gradients.guard.ladder import Ladder
+from lightning_opt.gradients.guard.escalation import Escalation
+from lightning_opt.gradients.guard.events import nonfinite_names
 from lightning_opt.gradients.guard.snapshot import Snapshot, copy_back, copy_to_host
 from tests.gradients.faulty import FaultyNet, Lion, all_finite, optimizer_state
 from tests.helpers.models import assert_same_weights, weights_of
@@ -22,7 +22,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Scheduled(FaultyNet):
-    """AdamW, fused if told so, with a learning rate that falls at every step."""
+    """AdamW with a learning rate that falls at every step."""
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -40,51 +40,48 @@ def fit(model: Any, *callbacks: Callback, **settings: Any) -> Any:
     return model
 
 
-def row(start: int, stop: int, kind: str = "nan") -> dict[int, str]:
+def in_a_row(start: int, stop: int, kind: str = "nan") -> dict[int, str]:
     return dict.fromkeys(range(start, stop), kind)
 
 
-class TestLadder:
-    def climb(self, policy: Any, faults: int, **settings: Any) -> list[str]:
-        ladder = Ladder(policy, **settings)
-        state = ladder.init()
-        return [ladder.step_up(state) for _ in range(faults)]
+class TestEscalation:
+    def test_responses_to_faults_in_a_row(self) -> None:
+        def responses(policy: Any, faults: int, **settings: Any) -> list[str]:
+            escalation = Escalation(policy, **settings)
+            return [escalation.record_fault(0) for _ in range(faults)]
 
-    def test_rungs(self) -> None:
         skip = ["skip", "skip", "backoff", *["skip"] * 6, "raise"]
-        assert self.climb("skip", 10) == skip
+        assert responses("skip", 10) == skip
         rollback = ["skip", "skip", "backoff", "skip", "skip", "rollback", *["skip"] * 3, "raise"]
-        assert self.climb("rollback", 10) == rollback
-        assert self.climb("raise", 1) == ["raise"]
-        assert self.climb("skip", 4, lr_backoff=1.0) == ["skip"] * 4
-        assert self.climb("skip", 2, max_consecutive=2) == ["skip", "raise"]
+        assert responses("rollback", 10) == rollback
+        assert responses("raise", 1) == ["raise"]
+        assert responses("skip", 4, lr_backoff=1.0) == ["skip"] * 4
+        assert responses("skip", 2, max_consecutive=2) == ["skip", "raise"]
 
-    def test_learning_rate_recovers_in_the_steps_promised(self) -> None:
-        ladder = Ladder(lr_recovery_steps=20)
-        state = ladder.init()
+    def test_learning_rate_recovers_within_lr_recovery_steps(self) -> None:
+        escalation = Escalation(lr_recovery_steps=20)
         for _ in range(3):
-            ladder.step_up(state)
+            escalation.record_fault(0)
         scales = []
-        for _ in range(21):
-            scales.append(state["lr_scale"])
-            ladder.step_down(state)
+        for _ in range(22):
+            scales.append(escalation.state(0)["lr_scale"])
+            escalation.record_good_step(0)
         assert scales[0] == 0.5
         assert scales[10] == pytest.approx(0.5**0.5)
         assert scales[19] < 1
         assert scales[20] == pytest.approx(1)
-        ladder.step_down(state)
-        assert state["lr_scale"] == 1
+        assert escalation.state(0)["lr_scale"] == 1
 
-    def test_learning_rate_has_a_floor(self) -> None:
-        ladder = Ladder()
-        state = ladder.init()
+    def test_learning_rate_scale_has_a_lower_bound(self) -> None:
+        escalation = Escalation()
+        escalation.record_good_step(0)
         for _ in range(50):
-            ladder.back_off(state)
-        assert state["lr_scale"] == 0.5**4
+            escalation.record_rollback()
+        assert escalation.state(0)["lr_scale"] == 0.5**4
 
 
 class Rates(torch.optim.SGD):
-    """Remembers the learning rate of each update."""
+    """Records the learning rate of each update."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -96,16 +93,15 @@ class Rates(torch.optim.SGD):
         return result
 
 
-class TestBackOff:
+class TestReducedLearningRate:
     @pytest.fixture(autouse=True)
     def _hooks_of_both_classes(self) -> None:
-        """torch wraps ``step`` of a class when it makes the first optimizer of that class."""
+        """Create one SGD first: torch wraps ``step`` at the first instance of each class."""
         torch.optim.SGD([torch.ones(1)])
 
     @pytest.mark.parametrize("tensor", [False, True])
     @pytest.mark.parametrize("scaler", [False, True])
-    def test_composes_with_a_chained_schedule(self, scaler: bool, tensor: bool) -> None:
-        """Rates used are the schedule's times the scale; the schedule itself is untouched."""
+    def test_scale_multiplies_the_schedule(self, scaler: bool, tensor: bool) -> None:
         seen: list[float] = []
 
         class Net(FaultyNet):
@@ -124,40 +120,40 @@ class TestBackOff:
             grad_scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
             settings["plugins"] = MixedPrecision("16-mixed", "cpu", grad_scaler)
         guard = lo.NonFiniteGuard(lr_recovery_steps=4)
-        model = Net(row(5, 8), batches=16)
+        model = Net(in_a_row(5, 8), batches=16)
         fit(model, guard, Reader(), **settings)
         assert seen == pytest.approx([0.01 * 0.9 ** (step + 1) for step in range(16)], rel=1e-5)
         scales = [1.0] * 8 + [0.5 ** (1 - step / 4) for step in (1, 2, 3, 4)] + [1.0] * 4
-        # The rate of a step is decided once its own verdict is in.
+        # The scale of a step includes the response to its own fault.
         expected = [0.01 * 0.9**step * scale for step, scale in enumerate(scales)]
         used = model.rates.used
-        if scaler:  # which makes no update at all of an overflow
+        if scaler:  # the loss scaler skips the call of `step` after an overflow
             assert used == pytest.approx(expected[:5] + expected[8:], rel=1e-5)
         else:
             del used[5:8], expected[5:8]
             assert used == pytest.approx(expected, rel=1e-5)
 
-    def test_a_rate_set_by_the_user_in_mid_step_stays(self) -> None:
+    def test_learning_rate_set_by_the_model_is_kept(self) -> None:
         class Net(FaultyNet):
             def on_before_optimizer_step(self, optimizer: Any) -> None:
                 optimizer.param_groups[0]["lr"] = 0.001 * (self.trainer.global_step + 1)
 
-        model = fit(Net(row(2, 5)), lo.NonFiniteGuard())
+        model = fit(Net(in_a_row(2, 5)), lo.NonFiniteGuard())
         assert model.trainer.optimizers[0].param_groups[0]["lr"] == pytest.approx(0.012)
 
 
 class TestRollback:
     @pytest.mark.parametrize("device_path", [False, True])
     @pytest.mark.parametrize("kind", ["nan", "root"])
-    def test_goes_on_from_the_snapshot_with_the_data_after(
+    def test_run_continues_from_the_snapshot_with_later_data(
         self, kind: str, device_path: bool, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """Bit by bit the run that never saw the batches from the snapshot to the rollback."""
+        """Bit-identical to a run without the batches between snapshot and rollback."""
         if device_path:
             take_device_path(monkeypatch)
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
-        rolled = fit(scheduled(row(15, 21, kind), fused=device_path), guard)
-        last = 22 if device_path else 20  # the host hears of it two steps later
+        rolled = fit(scheduled(in_a_row(15, 21, kind), fused=device_path), guard)
+        last = 22 if device_path else 20  # the result arrives two steps later
         clean = fit(scheduled({}, leave_out=range(10, last + 1), fused=device_path))
         assert_same_weights(rolled, clean)
         torch.testing.assert_close(optimizer_state(rolled), optimizer_state(clean), rtol=0, atol=0)
@@ -167,45 +163,45 @@ class TestRollback:
         assert [event["batch_idx"] for event in guard.events] == list(range(15, 21))
         assert [event["action"] for event in guard.events] == ["skip"] * 5 + ["rollback"]
 
-    def test_before_any_good_step(self) -> None:
+    def test_rollback_before_any_good_step(self) -> None:
         guard = lo.NonFiniteGuard("rollback", lr_backoff=1.0)
-        rolled = fit(scheduled(row(4, 10)), guard)
+        rolled = fit(scheduled(in_a_row(4, 10)), guard)
         assert_same_weights(rolled, fit(scheduled({}, leave_out=range(10))))
         assert "rollbacks 1" in guard.report().notes[-1]
 
-    def test_lion_and_its_count_in_the_group(self) -> None:
+    def test_step_count_in_the_group_is_restored(self) -> None:
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
-        rolled = fit(FaultyNet(row(15, 21), Lion, {"lr": 0.01}, batches=40), guard)
+        rolled = fit(FaultyNet(in_a_row(15, 21), Lion, {"lr": 0.01}, batches=40), guard)
         clean = fit(FaultyNet({}, Lion, {"lr": 0.01}, batches=40, leave_out=range(10, 21)))
         assert_same_weights(rolled, clean)
         assert (
             optimizer_state(rolled)[0]["param_groups"] == optimizer_state(clean)[0]["param_groups"]
         )
 
-    def test_loss_scaler_goes_back_too(self) -> None:
+    def test_loss_scaler_is_restored(self) -> None:
         def precision() -> MixedPrecision:
             scaler = torch.amp.GradScaler("cpu", init_scale=64.0)
             return MixedPrecision("16-mixed", "cpu", scaler)
 
         plugins = precision()
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
-        fit(FaultyNet(row(15, 21), batches=30), guard, plugins=plugins)
+        fit(FaultyNet(in_a_row(15, 21), batches=30), guard, plugins=plugins)
         assert plugins.scaler is not None
         assert plugins.scaler.get_scale() == 64.0  # six faults had halved it six times
         assert plugins.scaler._get_growth_tracker() == 10 + 9
 
-    def test_what_a_lost_state_is_made_of_is_no_part_of_the_snapshot(self) -> None:
-        saved = copy_to_host({"exp_avg": torch.ones(3)})
-        copy_back(saved, {}, like=torch.zeros(3))["exp_avg"].zero_()
-        assert saved["exp_avg"].tolist() == [1.0, 1.0, 1.0]
-
-    def test_scales_the_learning_rate_again(self) -> None:
+    def test_rollback_reduces_the_learning_rate_again(self) -> None:
         guard = lo.NonFiniteGuard("rollback", lr_recovery_steps=10**6)
-        fit(scheduled(row(4, 10)), guard)
+        fit(scheduled(in_a_row(4, 10)), guard)
         assert "lr_scale 0.25" in guard.report().notes[-1]
 
-    def test_the_same_snapshot_is_restored_three_times(self) -> None:
-        faults = {**row(4, 10), **row(11, 17), **row(18, 24), **row(25, 31)}
+    def test_same_snapshot_is_restored_at_most_three_times(self) -> None:
+        faults = {
+            **in_a_row(4, 10),
+            **in_a_row(11, 17),
+            **in_a_row(18, 24),
+            **in_a_row(25, 31),
+        }
         guard = lo.NonFiniteGuard("rollback")
         with pytest.raises(FloatingPointError, match="rollbacks: 3"):
             fit(scheduled(faults), guard)
@@ -215,7 +211,9 @@ class TestRollback:
 
 class TestDamagedWeights:
     @pytest.mark.parametrize("device_path", [False, True])
-    def test_rolls_back_at_once(self, device_path: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_nan_weight_is_rolled_back(
+        self, device_path: bool, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         if device_path:
             take_device_path(monkeypatch)
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
@@ -227,16 +225,14 @@ class TestDamagedWeights:
         assert (event["batch_idx"], event["kind"]) == (15, "nonfinite_weight")
         assert event["parameters"] == ["head.weight"]
 
-    def test_stops_without_a_snapshot_and_says_why(self) -> None:
+    def test_nan_weight_without_a_snapshot_stops_the_run(self) -> None:
         guard = lo.NonFiniteGuard()
         with pytest.raises(FloatingPointError, match=r"batch 5.*head\.weight.*policy='rollback'"):
             fit(FaultyNet({5: "weight"}), guard)
         assert [event["kind"] for event in guard.events] == ["nonfinite_weight"]
 
     @pytest.mark.parametrize("policy", ["skip", "rollback"])
-    def test_a_weight_that_the_loss_does_not_see(self, policy: Any) -> None:
-        """It is found when a snapshot is due, which must not preserve it."""
-
+    def test_unused_nan_weight_is_found_when_a_snapshot_is_due(self, policy: Any) -> None:
         class Net(FaultyNet):
             def __init__(self, *args: Any, **settings: Any) -> None:
                 super().__init__(*args, **settings)
@@ -257,7 +253,7 @@ class TestDamagedWeights:
         else:
             assert not guard.events
 
-    def test_a_large_buffer(self) -> None:
+    def test_nan_in_a_large_buffer_is_rolled_back(self) -> None:
         class Net(FaultyNet):
             def __init__(self, *args: Any, **settings: Any) -> None:
                 super().__init__(*args, **settings)
@@ -276,22 +272,22 @@ class TestDamagedWeights:
 
 
 class TestStop:
-    def test_raise_stops_at_the_first_fault_before_any_harm(self) -> None:
+    def test_policy_raise_stops_at_the_first_fault(self) -> None:
         model, guard = FaultyNet({5: "log"}), lo.NonFiniteGuard("raise")
         with pytest.raises(FloatingPointError, match=r"at step 5 \(epoch 0, batch 5, rank 0\)"):
             fit(model, guard)
         assert_same_weights(model, fit(FaultyNet({}, leave_out=range(5, 12))))
 
     @pytest.mark.parametrize("at", [3, 11])
-    def test_on_the_device_path_too(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_policy_raise_stops_on_a_device(self, at: int, monkeypatch: pytest.MonkeyPatch) -> None:
         take_device_path(monkeypatch)
         model = FaultyNet({at: "nan"}, torch.optim.AdamW, {"lr": 0.01, "fused": True})
         with pytest.raises(FloatingPointError, match=f"at step {at}"):
             fit(model, lo.NonFiniteGuard("raise"))
         assert all_finite(model)
 
-    def test_after_max_consecutive(self) -> None:
-        model, guard = FaultyNet(row(3, 12)), lo.NonFiniteGuard(max_consecutive=5)
+    def test_run_stops_after_max_consecutive_faults(self) -> None:
+        model, guard = FaultyNet(in_a_row(3, 12)), lo.NonFiniteGuard(max_consecutive=5)
         with pytest.raises(FloatingPointError, match="Faults in a row: 5") as stopped:
             fit(model, guard)
         message = str(stopped.value)
@@ -299,11 +295,11 @@ class TestStop:
             assert part in message
         assert_same_weights(model, fit(FaultyNet({}, leave_out=range(3, 12))))
 
-    def test_the_gradient_alone_gets_advice_of_its_own(self) -> None:
+    def test_nonfinite_gradient_has_its_own_advice(self) -> None:
         with pytest.raises(FloatingPointError, match=r"head\.bias.*derivative is not"):
             fit(FaultyNet({3: "root"}), lo.NonFiniteGuard("raise"))
 
-    def test_stopped_run_resumes_from_its_checkpoint(self, tmp_path: Path) -> None:
+    def test_checkpoint_saved_on_exception_is_finite(self, tmp_path: Path) -> None:
         path = tmp_path / "last.ckpt"
 
         class Keep(Callback):
@@ -319,7 +315,7 @@ class TestStop:
 
 
 class TestSnapshot:
-    def test_nested_state_comes_back_in_place(self) -> None:
+    def test_nested_state_is_restored_in_place(self) -> None:
         state: dict[str, Any] = {
             "tensor": torch.arange(4.0),
             "nested": {"pair": (torch.ones(2, dtype=torch.bfloat16), 3)},
@@ -338,10 +334,11 @@ class TestSnapshot:
         del state["list"], original["list"]
         torch.testing.assert_close(state, original)
         tensor.fill_(5)
+        copy_back(saved, {}, like=torch.zeros(3))["tensor"].zero_()
         assert saved["tensor"].tolist() == [0, 1, 2, 3]
 
     @pytest.mark.parametrize("kind", [StepLR, ReduceLROnPlateau])
-    def test_state_made_after_the_snapshot_is_gone(self, kind: type[LRScheduler]) -> None:
+    def test_state_created_after_the_snapshot_is_removed(self, kind: type[LRScheduler]) -> None:
         trainer = quiet_trainer(max_steps=4)
         model = scheduled({})
         trainer.fit(model)
@@ -365,7 +362,7 @@ class TestSnapshot:
         assert_same_weights(model, weights)
         torch.testing.assert_close(optimizer.state_dict(), before, rtol=0, atol=0)
 
-    def test_nonfinite_names(self) -> None:
+    def test_nonfinite_names_lists_nan_and_infinite_tensors(self) -> None:
         tensors = {
             "good": torch.tensor([1e38, -1e38]),
             "wide": torch.tensor([1e300], dtype=torch.float64),
