@@ -26,7 +26,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from byte_gpt import Batch, ByteGPT, SourceBatches, read_sources
-from lightning_opt.worker.training_process import Fit
+from lightning_opt.worker.training_process import TrainingProcess
 
 MIB = 2**20
 SPIKE, NAN = 90, 170
@@ -190,11 +190,11 @@ def half_the_memory(side: str, quick: bool) -> dict[str, Any]:
     sides = ("plain", "every layer", "auto")
     seconds: dict[str, list[float]] = {side: [] for side in sides}
     with tempfile.TemporaryDirectory() as folder:
-        fits: dict[str, Fit] = {}
+        fits: dict[str, TrainingProcess] = {}
         try:
             for side in sides:
                 settings = partial(settings_of, side, Path(folder, side), budget)
-                fits[side] = Fit(model, data, settings, timeout=600)
+                fits[side] = TrainingProcess(model, data, settings, timeout=600)
                 fits[side].advance(SKIPPED)
             for _ in range(rounds):
                 for side in sides:

@@ -74,6 +74,6 @@ from .strategies.compressors import Threshold as Threshold
 from .strategies.compressors import TopK as TopK
 from .strategies.diloco.diloco_strategy import DiLoCoStrategy as DiLoCoStrategy
 from .tuner.autotune import autotune as autotune
-from .tuner.report.result import TuneResult as TuneResult
+from .tuner.result import TuneResult as TuneResult
 
 __version__: str

@@ -25,7 +25,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from benchmarks.harness import RESULTS, publish
-from lightning_opt.worker.training_process import Fit
+from lightning_opt.worker.training_process import TrainingProcess
 
 STEP = 0.020
 SLOWDOWN = 0.05
@@ -83,7 +83,7 @@ def data() -> DataLoader[Tensor]:
 
 def median_step(times: int, steps: int = 30) -> float:
     """Return the seconds of a step, in a process of its own."""
-    with Fit(lambda: Net(times), data, QUIET) as fit:
+    with TrainingProcess(lambda: Net(times), data, QUIET) as fit:
         fit.advance(5)
         return statistics.median(step.seconds for step in fit.advance(steps))
 

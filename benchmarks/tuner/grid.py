@@ -34,14 +34,13 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from benchmarks.kernels import kernels_models
 from benchmarks.kernels.kernels_models import Batches, Learner, Parts
-from lightning_opt.tuner.progress import Progress
-from lightning_opt.tuner.search.objective import Objective
-from lightning_opt.tuner.search.search import Search
-from lightning_opt.tuner.search.space import Space
-from lightning_opt.tuner.trial import Switches
-from lightning_opt.tuner.trials.arena import GRACE
+from lightning_opt.tuner.arena import GRACE
+from lightning_opt.tuner.journal import Progress
+from lightning_opt.tuner.search import Search
+from lightning_opt.tuner.space import Space
+from lightning_opt.tuner.trial import Objective, Switches
 from lightning_opt.tuner.tuning import Plan, Tuning
-from lightning_opt.worker.training_process import Fit
+from lightning_opt.worker.training_process import TrainingProcess
 
 GPU = True
 
@@ -197,7 +196,9 @@ def empty_cache() -> None:
 def measure(name: str, device: str, runs: int) -> dict[str, Any]:
     """Return the row of a model: one exhaustive search, and several of the tuner's."""
     plan = plan_for(name, device)
-    with Fit(plan.model, plan.data, plan.base) as fit:  # later starts are quicker than the first
+    with TrainingProcess(
+        plan.model, plan.data, plan.base
+    ) as fit:  # later starts are quicker than the first
         fit.advance(1)
     empty_cache()
     begun = time.monotonic()

@@ -24,11 +24,10 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
-from lightning_opt.tuner.search.settings import in_float32
-from lightning_opt.tuner.trials.baseline import Observed
-from lightning_opt.tuner.trials.numerics import judge
-from lightning_opt.tuner.trials.probe import TrialWatch
-from lightning_opt.worker.gate import QUIET
+from lightning_opt.tuner.numerics import judge
+from lightning_opt.tuner.probe import Observed, TrialWatch
+from lightning_opt.tuner.settings import in_float32
+from lightning_opt.worker.gate import RUN_DEFAULTS
 
 STEPS = 8
 
@@ -128,7 +127,7 @@ def observe(
         file = Path(folder) / "watch.pt"
         callbacks = [*more.pop("callbacks", []), TrialWatch(str(file), reseed)]
         limits = {"accelerator": "cpu", "devices": 1, "max_steps": STEPS, "max_epochs": -1}
-        settings = {**QUIET, **limits, **more, "callbacks": callbacks}
+        settings = {**RUN_DEFAULTS, **limits, **more, "callbacks": callbacks}
         seed_everything(seed, verbose=False)
         model = Task(*task)
         data = TensorDataset(torch.randn(STEPS * 32, 3, 8, 8), torch.randint(10, (STEPS * 32,)))

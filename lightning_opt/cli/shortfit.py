@@ -10,7 +10,7 @@ from lightning.pytorch.profilers import Profiler
 
 from lightning_opt.cli.errors import UsageError
 from lightning_opt.cli.parsing import Job, preset_of
-from lightning_opt.worker.gate import QUIET, short_run
+from lightning_opt.worker.gate import RUN_DEFAULTS, take_callbacks
 from lightning_opt.worker.recipes import instantiate
 
 
@@ -36,10 +36,16 @@ def fit_shortly(
     seed_everything(job.seed, workers=True, verbose=False)
     model, data = job.model(), job.data()
     given = {name: instantiate(value) for name, value in job.trainer.items()}
-    found = short_run(given)
+    found = take_callbacks(given)
     kinds = {type(callback) for callback in found}
     found += [callback for callback in callbacks if type(callback) not in kinds]
-    arguments = {**QUIET, **given, "max_steps": steps, "profiler": profiler, "callbacks": found}
+    arguments = {
+        **RUN_DEFAULTS,
+        **given,
+        "max_steps": steps,
+        "profiler": profiler,
+        "callbacks": found,
+    }
     if job.options.preset:
         preset = preset_of(job.options.preset, job.options.without).for_model(model)
         arguments = preset.trainer_kwargs(**arguments)

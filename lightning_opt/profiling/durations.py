@@ -1,18 +1,19 @@
-"""Counts, totals and quantiles of durations in bounded memory."""
+"""Durations in bounded memory, and throughput."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from math import frexp, ldexp
 
 _CELLS = 256
-"""Cells from one power of two to the next are half as many: each is 0.4 to 0.8% wide."""
+"""Half of them lie between two powers of two, so that each is 0.4 to 0.8% wide."""
 
 
 class Durations:
-    """Count, total and quantiles of numbers of seconds, however many there are.
+    """Count, total and quantiles of any number of durations in seconds.
 
-    Durations are counted in cells of less than 1%, so a quantile is within 0.5% of a true one, and
-    there are at most some thousand cells between a nanosecond and a month.
+    Durations are counted in cells of less than 1%, so a quantile is within 0.5% of the exact one,
+    and there are at most some thousand cells between a nanosecond and a month.
 
     References:
         C. Masson, J. Rim, H. Lee, *DDSketch: A Fast and Fully-Mergeable Quantile Sketch with
@@ -34,7 +35,7 @@ class Durations:
         self._cells: dict[int, int] = {}
 
     def add(self, seconds: float) -> None:
-        """Count one duration."""
+        """Add one duration."""
         self.count += 1
         self.total += seconds
         mantissa, exponent = frexp(seconds)  # many times faster than a logarithm
@@ -44,11 +45,11 @@ class Durations:
 
     @property
     def mean(self) -> float:
-        """The mean, or 0.0 of none."""
+        """The mean, 0.0 without durations."""
         return self.total / self.count if self.count else 0.0
 
     def quantile(self, q: float) -> float:
-        """Return what a share ``q`` (0 to 1) of the durations do not exceed, or 0.0 of none."""
+        """Return the quantile at ``q`` (0 to 1), 0.0 without durations."""
         seen = 0
         for cell in sorted(self._cells):
             seen += self._cells[cell]
@@ -56,3 +57,38 @@ class Durations:
                 exponent, part = divmod(cell, _CELLS)
                 return ldexp((part + 0.5) / _CELLS, exponent)
         return 0.0
+
+
+@dataclass
+class Work:
+    """Steps and the number of samples and tokens in them.
+
+    Attributes:
+        steps: Durations of the steps.
+        samples: Samples in all steps.
+        tokens: Tokens in all steps; 0 if they are not counted.
+    """
+
+    steps: Durations = field(default_factory=Durations)
+    samples: int = 0
+    tokens: int = 0
+
+    def add(self, seconds: float, samples: int, tokens: int) -> None:
+        """Add a step."""
+        self.steps.add(seconds)
+        self.samples += samples
+        self.tokens += tokens
+
+    def rates(self, flops: float | None = None, peak: float | None = None) -> dict[str, float]:
+        """Return the known rates per second, by logged key.
+
+        Args:
+            flops: Floating-point operations in all steps.
+            peak: The device's peak of operations per second, for ``mfu``.
+        """
+        seconds = self.steps.total
+        amounts = {"samples": self.samples, "tokens": self.tokens, "flops": flops}
+        found = {f"{name}_per_second": n / seconds for name, n in amounts.items() if n and seconds}
+        if peak and "flops_per_second" in found:
+            found["mfu"] = found["flops_per_second"] / peak
+        return found

@@ -1,7 +1,8 @@
-"""Floating-point operations of a forward and a backward pass, counted and not estimated."""
+"""Floating-point operations: counted in a forward and a backward pass, and the peaks of GPUs."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -19,8 +20,8 @@ class Flops(NamedTuple):
 
     Attributes:
         forward: Of the forward pass.
-        backward: Of the backward pass, without what it has computed again.
-        recomputed: Of forward passes within the backward pass, as activation checkpointing makes.
+        backward: Of the backward pass, without recomputation.
+        recomputed: Of forward passes within the backward pass, as in activation checkpointing.
     """
 
     forward: int
@@ -29,18 +30,17 @@ class Flops(NamedTuple):
 
     @property
     def model(self) -> int:
-        """What the model needs: forward and backward. The numerator of MFU."""
+        """Forward and backward, without recomputation: the numerator of MFU."""
         return self.forward + self.backward
 
 
 class FlopCount(TorchDispatchMode):
-    """Counts by torch's formulas (matrix products, convolutions, attention) what runs within it.
+    """Counts matrix products, convolutions and attention that run inside it, by torch's formulas.
 
-    Unlike torch's ``FlopCounterMode`` it sorts nothing by module, which needs hooks on all of them;
-    it tells recomputation apart, counts what this process does of a sharded product, and stops
-    nothing where a formula fails. Within a backward pass autograd makes no graph, so what runs
-    there with gradients enabled is a forward pass again; a backward pass with ``create_graph=True``
-    looks the same.
+    Unlike torch's ``FlopCounterMode`` it needs no hooks on modules, separates recomputation, counts
+    this process's part of a sharded product, and continues if a formula fails. A backward pass runs
+    without gradients enabled, so operations inside it with gradients enabled are recomputation; a
+    backward pass with ``create_graph=True`` looks the same.
 
     Attributes:
         failures: Operators whose formula failed, and why; they are not counted.
@@ -56,7 +56,7 @@ class FlopCount(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         if any(hasattr(kind, "device_mesh") for kind in types):
-            return NotImplemented  # DTensor runs operations on this process's part: count those
+            return NotImplemented  # DTensor then runs operations on the local part: count those
         result = func(*args, **kwargs)
         formula = flop_registry.get(getattr(func, "overloadpacket", None))
         if formula is not None:
@@ -64,13 +64,13 @@ class FlopCount(TorchDispatchMode):
             part = (2 if torch.is_grad_enabled() else 1) if in_backward else 0
             try:
                 self._counts[part] += formula(*args, **kwargs, out_val=result)
-            except Exception as error:  # noqa: BLE001 - whatever it is, the run goes on
+            except Exception as error:  # noqa: BLE001 - counting must not end a run
                 self.failures[str(func.overloadpacket)] = f"{type(error).__name__}: {error}"
         return result
 
     @property
     def flops(self) -> Flops:
-        """What was counted."""
+        """The operations counted so far."""
         return Flops(*self._counts)
 
 
@@ -84,22 +84,23 @@ def count_flops(
     """Count the floating-point operations of a model on a batch, without changing either.
 
     The model runs once. Parameters may be on the ``meta`` device, which takes no memory. Matrix
-    products, convolutions and attention are counted, as :mod:`torch.utils.flop_counter` does; the
-    elementwise rest is a few percent at most. Your own operators count if you register them with
+    products, convolutions and attention are counted, as in :mod:`torch.utils.flop_counter`;
+    elementwise operations are a few percent at most. Register your own operators with
     ``torch.utils.flop_counter.register_flop_formula``.
 
     Args:
-        model: What is called as ``model(*batch, **inputs)``.
+        model: Called as ``model(*batch, **inputs)``.
         *batch: Its inputs.
-        backward: Whether to count a backward pass too.
-        loss: Makes a scalar of the output; by default the sum of every floating-point tensor in it.
+        backward: Count a backward pass too.
+        loss: Returns a scalar from the output; by default the sum of all its tensors that require
+            gradients.
         **inputs: Its named inputs.
 
     Returns:
         The operations of the forward and the backward pass.
 
     Raises:
-        ValueError: If there is nothing to go backward from, or an operator could not be counted.
+        ValueError: If no output requires a gradient, or an operator could not be counted.
 
     Example:
         >>> import torch
@@ -129,3 +130,95 @@ def _loss_of(output: Any, loss: Callable[[Any], Tensor] | None) -> Tensor:
             "backward=False, or a loss that makes a scalar of the output."
         )
     return sum(parts[1:], parts[0])
+
+
+TF32 = "tf32"
+"""32-bit tensors multiplied with TF32 inputs."""
+
+_PEAKS: dict[str, dict[torch.dtype | str, float]] = {
+    # Dense (without sparsity) tensor-core peaks in TFLOP/s; sums in 32 bits where that is slower.
+    # NVIDIA Blackwell Architecture Technical Brief, 2024.
+    "B200": {"bf16": 2250.0, TF32: 1125.0, "fp32": 75.0},
+    "B100": {"bf16": 1750.0, TF32: 875.0, "fp32": 60.0},
+    # NVIDIA H200 and H100 Tensor Core GPU data sheets (their sparse figures halved).
+    "H200 NVL": {"bf16": 835.5, TF32: 417.5, "fp32": 60.0},
+    "H200": {"bf16": 989.4, TF32: 494.7, "fp32": 66.9},
+    "GH200": {"bf16": 989.4, TF32: 494.7, "fp32": 66.9},
+    "H100 NVL": {"bf16": 835.5, TF32: 417.5, "fp32": 60.0},
+    "H100 PCIE": {"bf16": 756.0, TF32: 378.0, "fp32": 51.2},
+    "H100": {"bf16": 989.4, TF32: 494.7, "fp32": 66.9},
+    # NVIDIA A100, A40, A30, A10 data sheets.
+    "A100": {"bf16": 312.0, TF32: 156.0, "fp32": 19.5},
+    "A40": {"bf16": 149.7, TF32: 74.8, "fp32": 37.4},
+    "A30": {"bf16": 165.0, TF32: 82.0, "fp32": 10.3},
+    "A10": {"bf16": 125.0, TF32: 62.5, "fp32": 31.2},
+    # NVIDIA L40S, L40, L4 data sheets (their sparse figures halved).
+    "L40S": {"bf16": 362.0, TF32: 183.0, "fp32": 91.6},
+    "L40": {"bf16": 181.0, TF32: 90.5, "fp32": 90.5},
+    "L4": {"bf16": 121.0, TF32: 60.0, "fp32": 30.3},
+    # NVIDIA Ada and Ampere GA102 GPU Architecture white papers, with sums in 32 bits.
+    "RTX 4090": {"bf16": 165.2, TF32: 82.6, "fp32": 82.6},
+    "RTX 4080": {"bf16": 97.5, TF32: 48.7, "fp32": 48.7},
+    "RTX 3090": {"bf16": 71.0, TF32: 35.6, "fp32": 35.6},
+    "RTX 3080": {"bf16": 59.5, TF32: 29.8, "fp32": 29.8},
+    "RTX A6000": {"bf16": 154.8, TF32: 77.4, "fp32": 38.7},
+    # NVIDIA V100 and T4 data sheets; their tensor cores support only fp16.
+    "V100-SXM": {"fp16": 125.0, "fp32": 15.7},
+    "V100": {"fp16": 112.0, "fp32": 14.0},
+    "T4": {"fp16": 65.0, "fp32": 8.1},
+}
+_KINDS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", TF32: TF32}
+_OTHERS = ("A10G", "A1000", "SUPER", " TI", "LAPTOP", "MOBILE", "MAX-Q", "MIG", " D ")
+"""Words in the names of cards, and parts of cards, that are not in the table."""
+
+
+def peak_flops(device: torch.device | str, dtype: torch.dtype | str) -> float | None:
+    """Return the manufacturer's dense peak of a GPU in FLOP per second; None if unknown.
+
+    Args:
+        device: A device such as ``"cuda:0"``, or the name of a GPU such as ``"NVIDIA A100-SXM4"``.
+        dtype: Of the factors: ``torch.bfloat16``, ``float16``, ``float32``, or ``"tf32"``.
+
+    Returns:
+        FLOP per second, a multiplication and an addition counting as two. None for a CPU, a part of
+        a GPU (MIG), a card that is not in the table, and a type without tensor cores on the card.
+
+    Example:
+        >>> peak_flops("NVIDIA A100-SXM4-80GB", torch.bfloat16) / 1e12
+        312.0
+        >>> peak_flops("cpu", torch.float32)
+    """
+    name = _name_of(device)
+    if name is None or any(other in f"{name} " for other in _OTHERS):
+        return None
+    # "L40S" before "L40" before "L4": the longest name that fits.
+    known = max((known for known in _PEAKS if _fits(known, name)), key=len, default="")
+    peaks, kind = _PEAKS.get(known, {}), _KINDS.get(dtype, str(dtype))
+    found = peaks.get(kind, peaks.get("bf16") if kind == "fp16" else None)
+    return None if found is None else found * 1e12
+
+
+def _name_of(device: torch.device | str) -> str | None:
+    if isinstance(device, str) and device.split(":")[0] not in ("cuda", "cpu", "mps", "meta"):
+        return device.upper()
+    device = torch.device(device)
+    if device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(device).upper()
+
+
+def _fits(known: str, name: str) -> bool:
+    """Return whether a name has the words of a known one, in order.
+
+    "A100-SXM4-80GB" is an A100, "V100-SXM2" a V100-SXM; "A1000" is no A100, "L4" no "L40".
+    """
+    words = (word if "-" in word else rf"{word}(?![A-Z0-9])" for word in known.split())
+    return re.search(r".*\b".join((r"\b", *words)), name.replace("_", " ")) is not None
+
+
+def multiplied_type(precision: str) -> torch.dtype | str:
+    """Return the type of the factors in a Trainer's precision, TF32 if torch may use it."""
+    for sign, dtype in (("bf16", torch.bfloat16), ("16", torch.float16), ("64", torch.float64)):
+        if precision.startswith(sign):
+            return dtype
+    return torch.float32 if torch.get_float32_matmul_precision() == "highest" else TF32

@@ -1,1 +1,1 @@
-"""Which optimisations pay for a model on a machine: tried, measured, checked and written down."""
+"""Finds the optimisations that pay for a model on a machine, by measuring them."""

@@ -1,4 +1,4 @@
-"""Tries optimisations on a user's model and data, and returns those that pay."""
+"""Measures optimisations on a user's model and data, and returns those that pay."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import re
 from pathlib import Path
 
 from lightning_opt.core.arguments import fraction, one_of, positive
-from lightning_opt.tuner.progress import Progress
-from lightning_opt.tuner.report.result import TuneResult
-from lightning_opt.tuner.search.objective import OBJECTIVES, Objective
-from lightning_opt.tuner.search.space import Candidates, check_candidates
+from lightning_opt.tuner.journal import Progress
+from lightning_opt.tuner.result import TuneResult
+from lightning_opt.tuner.space import Candidates, check_candidates
+from lightning_opt.tuner.trial import OBJECTIVES, Objective
 from lightning_opt.tuner.tuning import Plan, Tuning
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
 
@@ -30,39 +30,39 @@ def autotune(
     timeout: float | None = None,
     progress: bool = True,
 ) -> TuneResult:
-    """Find which optimisations pay for a model on this machine, by trying them.
+    """Find the optimisations that pay for a model on this machine, by trying them.
 
-    Each trial is a run in a process of its own, on the batches of the user's data, that takes
-    blocks of steps alternating with your unmodified baseline. What gains alone is combined, what
-    interacts is tried in pairs, what adds nothing is left out again. A trial that runs out of
-    memory, hangs, dies or raises is reported as such, and the others go on.
+    Each trial is a run in a process of its own, on batches of your data, that takes turns with your
+    unmodified baseline. Switches that gain alone are combined, switches that interact are tried in
+    pairs, and switches that add nothing are dropped. A trial that runs out of memory, hangs, dies
+    or raises is reported as such, and the others continue.
 
     A gain counts only if the run still learns the same: from equal weights and batches its first
-    gradients must point where the baseline's do, module by module, and then its weights must move
-    about as far and its losses stay near.
+    gradients must point in the baseline's directions, parameter by parameter; then its weights must
+    move about as far and its losses stay near.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
         data: The same for a LightningDataModule or an iterable of batches such as a DataLoader.
-        objective: ``"throughput"`` for the least time of a step; ``"memory"`` for the least peak
-            within ``max_slowdown``, which leaves room for the largest model; ``"batch"`` for the
-            same, and then the largest batch is tried out, with the answer and without.
-        budget: Time for the search from when the baseline is measured: seconds, or a text such as
+        objective: ``"throughput"`` minimises the time of a step; ``"memory"`` the peak within
+            ``max_slowdown``, to fit the largest model; ``"batch"`` does the same, and then searches
+            the largest batch, with the answer and without.
+        budget: Time for the search after the baseline is measured: seconds, or a text such as
             ``"90s"``, ``"10m"``, ``"1h"``.
-        candidates: None for what the tuner knows for the objective. A list says exactly which:
-            names of the tuner's switches, and mappings from own names to Trainer arguments. A
-            mapping changes the tuner's own choice: from a name to arguments for one of your own, to
-            True for one that is not tried by itself, to None to leave one out.
-        base: Trainer arguments of the baseline, which all trials and the answer have too.
-        journal: A file of JSON lines to which each trial is written when it ends. A search that was
-            interrupted goes on from it when it is called again; without the file it begins anew.
-        max_slowdown: For ``"memory"`` and ``"batch"``: how many times the baseline's time a step
-            may take.
-        min_gain: Share that an answer must gain; less is not worth another switch.
-        timeout: Seconds that a trial may take for one block, or to start; by default a quarter of
-            the budget, from 30 to 300, but at least four times what the baseline took to start.
-        progress: Whether to say on standard error how far the search is.
+        candidates: None for the tuner's switches for the objective. A list is exact: names of the
+            tuner's switches, and mappings from own names to Trainer arguments. A mapping changes
+            the default choice: from a name to arguments for an own switch, to True for a switch
+            that is not tried by default, to None to exclude one.
+        base: Trainer arguments of the baseline, all trials and the answer.
+        journal: A file of JSON lines to which each trial is written when it ends. The same call
+            continues an interrupted search from it.
+        max_slowdown: For ``"memory"`` and ``"batch"``: the allowed time of a step, as a multiple of
+            the baseline's.
+        min_gain: The least share that each switch of the answer must gain.
+        timeout: Seconds that a trial may take to start, or for one turn; by default a quarter of
+            the budget, from 30 to 300, but at least four times the baseline's start.
+        progress: Whether to print the trials to standard error.
 
     Returns:
         The answer, with a table of all trials, an explanation, and the settings as
@@ -70,7 +70,7 @@ def autotune(
 
     Raises:
         FitFailed: If the baseline itself cannot run.
-        TypeError: If a factory is none.
+        TypeError: If model, data or base are not factories.
         ValueError: For impossible arguments.
 
     Example:

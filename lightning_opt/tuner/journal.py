@@ -1,25 +1,29 @@
-"""A file with one line a trial, from which an interrupted search goes on."""
+"""The record of a search: a file to resume from, and progress lines for the terminal."""
 
 from __future__ import annotations
 
 import contextlib
 import json
 import os
+import sys
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from lightning_opt.tuner.trial import Switches, Trial
+
 
 class Journal:
-    """Appends records to a file of JSON lines, and reads those of the same search that are there.
+    """Appends records to a file of JSON lines, and reads the earlier records of the same search.
 
     Args:
-        path: Of the file; None keeps records in memory only.
-        key: Machine, versions and settings: it has to be the same for a record to be taken over.
+        path: The file; None keeps records in memory only.
+        key: Machine, versions and settings; records with another key are ignored.
 
     Attributes:
         records: All records of this search, old ones first.
-        note: A sentence about what became of an existing file; empty where there was none.
+        note: A sentence on the use of an existing file; empty without one.
     """
 
     def __init__(self, path: str | Path | None, key: Mapping[str, Any]) -> None:
@@ -29,18 +33,17 @@ class Journal:
         self._key = json.loads(json.dumps(dict(key)))
         if self._path is None or not self._path.exists():
             return
-        other: dict[str, Any] = {}
+        differing: list[str] = []
         for line in self._path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError, TypeError):  # cut by a kill
+            with contextlib.suppress(ValueError, TypeError):  # a line cut by a kill
                 record = json.loads(line)
                 differing = [n for n in self._key if record["key"].get(n) != self._key[n]]
                 if not differing:
                     self.records.append(record["record"])
-                other = dict.fromkeys(differing)
-        self.note = f"{self._path} has {len(self.records)} records; going on from there."
+        self.note = f"{self._path} has {len(self.records)} records; continuing from there."
         if not self.records:
-            why = f", since it differs in {', '.join(other)}" if other else ""
-            self.note = f"This search begins anew{why}."
+            why = f", since it differs in {', '.join(differing)}" if differing else ""
+            self.note = f"This search starts over{why}."
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Append a record; it is on the disk when this returns."""
@@ -48,8 +51,46 @@ class Journal:
         if self._path is None:
             return
         self._path.parent.mkdir(parents=True, exist_ok=True)
-        # One write of a whole line, on a new one, so that a kill cuts no other.
+        # One write that starts a new line, so that a kill damages no other record.
         with self._path.open("a", encoding="utf-8") as file:
             file.write("\n" + json.dumps({"key": self._key, "record": record}))
             file.flush()
             os.fsync(file.fileno())
+
+
+class Progress:
+    """Writes each trial and its result to standard error.
+
+    Args:
+        budget: Seconds that the search may take.
+        enabled: False writes nothing.
+
+    Attributes:
+        deadline: The end of the search, by ``time.monotonic``.
+    """
+
+    def __init__(self, budget: float, enabled: bool = True) -> None:
+        self._enabled, self.deadline = enabled, time.monotonic() + budget
+
+    def write(self, text: str) -> None:
+        """Write a line."""
+        if self._enabled:
+            sys.stderr.write(text + "\n")
+            sys.stderr.flush()
+
+    def start_trial(self, switches: Switches, best: Trial) -> None:
+        """Write the next configuration, the time left, and the best trial so far."""
+        left, name = self.deadline - time.monotonic(), " + ".join(switches) or "baseline"
+        time_left = f"{left:.0f} s left" if left > 0 else "the last"
+        so_far = f"; best so far: {best.name}, {_ratios(best)}" if best.switches else ""
+        self.write(f"trying {name} ({time_left}{so_far})")
+
+    def end_trial(self, trial: Trial, from_journal: bool = False) -> None:
+        """Write the result of a trial."""
+        parts = [trial.verdict, _ratios(trial), "from the journal" * from_journal]
+        self.write(f"{trial.name}: {', '.join(filter(None, parts))}")
+
+
+def _ratios(trial: Trial) -> str:
+    shares = {"time": trial.ratio, "memory": trial.peak_ratio}
+    return ", ".join(f"{share:.3f} of the {of}" for of, share in shares.items() if share)

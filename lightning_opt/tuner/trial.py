@@ -1,4 +1,4 @@
-"""What came of one configuration."""
+"""The measurements of one configuration, and the objective that scores them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,16 @@ from lightning_opt.core.numerics.ratios import compare_pairs
 from lightning_opt.profiling.comparing.result import OFFSET
 
 Switches = tuple[str, ...]
-"""Names of what is switched on, in the order of the space."""
+"""Names of the switches that are on, in the order of the space."""
 
 FAILURES = ("out of memory", "error", "died", "timeout", "setup")
 """Verdicts of trials that did not run to their end."""
+
+OBJECTIVES = {"throughput": "time of a step", "memory": "peak memory", "batch": "peak memory"}
+"""Names of the objectives, and the quantity that each minimises."""
+
+PEAK_NOISE = 0.015
+"""Share by which the peak of equal runs differs, on a CPU."""
 
 
 @dataclass
@@ -21,23 +27,23 @@ class Trial:
     """One configuration that was tried.
 
     Attributes:
-        switches: What was switched on; empty for the baseline.
+        switches: The switches that were on; empty for the baseline.
         verdict: ``"baseline"``, ``"accepted"``, ``"no gain"``, ``"too slow"``, ``"rejected"`` (it
-            changes what is learned), or how it failed: ``"out of memory"``, ``"error"``,
-            ``"died"``, ``"timeout"``, ``"setup"``.
+            changes what is learned), or its failure: ``"out of memory"``, ``"error"``, ``"died"``,
+            ``"timeout"``, ``"setup"``.
         why: A sentence on the verdict; may be empty.
-        rounds: For each start of the processes, seconds of a step in the baseline's block and in
-            its own, in turn.
-        ratio: Time of a step as a share of the baseline's, from these.
+        rounds: For each start of the processes pairs of seconds per step, of the baseline's turn
+            and of its own.
+        ratio: Time of a step as a share of the baseline's.
         low: Lower end of the ratio's interval at 90%.
         high: Upper end.
-        seconds: Of a step, median.
-        peak: Bytes: of the device, or of the process above what it had before the model.
+        seconds: Median time of a step.
+        peak: Peak bytes: of the device, or of the process above the level before the model.
         peak_ratio: Peak as a share of the baseline's.
-        agreement: Cosine between its first gradient and the baseline's, in the module in which they
-            differ most; None if it was not compared.
+        agreement: Cosine between its first gradient and the baseline's, of the parameter in which
+            they differ most; None if it was not compared.
         losses: Of all its steps.
-        startup: Seconds of the first step less those of a later one: compilation above all.
+        startup: Seconds of the first step minus those of a later one, mostly compilation.
         cost: Seconds that the trial took.
         details: Traceback or output of a failure.
     """
@@ -59,12 +65,12 @@ class Trial:
     details: str = ""
 
     def __post_init__(self) -> None:
-        """Take what a journal gave, which has lists for tuples."""
+        """Restore the tuple, which a journal holds as a list."""
         self.switches = tuple(self.switches)
 
     @property
     def name(self) -> str:
-        """The switches in words."""
+        """The switches as text."""
         return " + ".join(self.switches) or "baseline"
 
     @property
@@ -74,21 +80,82 @@ class Trial:
 
     @property
     def interval(self) -> tuple[float, float, float]:
-        """The ratio of times with the ends of its interval; nothing known where it has none."""
+        """The ratio of times and the ends of its interval, NaN and (0, inf) if unknown."""
         return self.ratio or math.nan, self.low or 0.0, self.high or math.inf
 
     def set_times(self) -> None:
-        """Fill in what follows from the rounds, as :func:`~lightning_opt.compare` sees them."""
+        """Compute ratio, interval and seconds from the rounds, as ``lo.compare`` does."""
         found = compare_pairs(self.rounds, confidence=0.9, offset=OFFSET)
         if found is not None:
             self.ratio, self.low, self.high, _ = found
             self.seconds = statistics.median(own for start in self.rounds for _, own in start)
 
     def pooled(self, earlier: Trial) -> Trial:
-        """Return this trial with the rounds of an earlier one; if it runs and is accepted."""
+        """Return this trial with the rounds of an earlier one, unless it failed or was rejected."""
         if self.failed or self.verdict == "rejected":
             return self
         found = replace(self, rounds=[*earlier.rounds, *self.rounds])
         found.set_times()
         found.why = f"measured {len(found.rounds)} times"
         return found
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """The score of a configuration.
+
+    Attributes:
+        score: As a share of the baseline's, below 1 is better; infinity if it failed or is not
+            accepted.
+        low: Lower end of the score's interval.
+        high: Upper end.
+        retry: Whether another switch may cure its failure, as out of memory.
+    """
+
+    score: float
+    low: float = 0.0
+    high: float = math.inf
+    retry: bool = False
+
+
+@dataclass(frozen=True)
+class Objective:
+    """Scores trials.
+
+    Args:
+        name: ``"throughput"``, ``"memory"`` or ``"batch"``.
+        max_slowdown: Allowed time of a step as a multiple of the baseline's, except for
+            ``"throughput"``.
+        min_gain: The least share that counts as a gain.
+    """
+
+    name: str = "throughput"
+    max_slowdown: float = 1.5
+    min_gain: float = 0.03
+
+    @property
+    def slowest(self) -> float:
+        """The ratio of times from which a trial is stopped."""
+        return 1.3 * self.max_slowdown if self.name != "throughput" else 1.5
+
+    def score(self, trial: Trial) -> Outcome:
+        """Return the score of a trial that ran, accepted or not."""
+        if trial.ratio is None:
+            return Outcome(math.inf, math.inf)
+        if self.name == "throughput":
+            return Outcome(*trial.interval)
+        if trial.ratio > self.max_slowdown or trial.peak_ratio is None:
+            # Too slow alone; another switch may make up for it.
+            return Outcome(math.inf, math.inf, retry=trial.ratio < self.slowest)
+        peak = trial.peak_ratio
+        return Outcome(peak, peak * (1 - PEAK_NOISE), peak * (1 + PEAK_NOISE))
+
+    def may_gain(self, trial: Trial) -> bool:
+        """Return whether a trial may gain, so that checking its numerics is worth the time."""
+        return self.score(trial).score <= 1 - self.min_gain / 3
+
+    def outcome(self, trial: Trial) -> Outcome:
+        """Return the score of a trial for the search: infinity if it failed or was rejected."""
+        if trial.failed:
+            return Outcome(math.inf, math.inf, retry=trial.verdict == "out of memory")
+        return Outcome(math.inf, math.inf) if trial.verdict == "rejected" else self.score(trial)

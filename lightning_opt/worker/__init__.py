@@ -1,1 +1,1 @@
-"""Runs in processes of their own that stop and go on at a word."""
+"""Training runs in their own processes, which take steps on request."""

@@ -1,4 +1,4 @@
-"""A run that takes steps when it is told, and says how long each took."""
+"""A run that waits between blocks of steps, and times each step."""
 
 from __future__ import annotations
 
@@ -21,35 +21,33 @@ from lightning.pytorch.strategies.launchers import _MultiProcessingLauncher
 from torch import Tensor
 
 from lightning_opt.core.measure.machine import allowed_cpus
-from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.worker.recipes import Factory, Settings, make, make_settings
 
-QUIET: dict[str, Any] = {
+RUN_DEFAULTS: dict[str, Any] = {
     "logger": False, "enable_checkpointing": False, "enable_progress_bar": False,
     "enable_model_summary": False, "num_sanity_val_steps": 0, "limit_val_batches": 0,
     "max_epochs": -1, "max_steps": -1,
 }  # fmt: skip
-"""Settings of the Trainer where the user's say nothing: only the run itself, without end."""
+"""Trainer arguments unless the user's settings have them: no output, no validation, no end."""
 
+LONGEST_PAUSE = timedelta(days=1)
+"""Timeout of the broadcast in which ranks wait for the next block."""
 
-LONGEST = timedelta(days=1)
-"""For which ranks wait to be told how many steps to take."""
-
-SPINNING = 0.01
-"""Seconds for which threads of OpenMP may go on spinning when a block has ended. Whose turn it is
-next would be slowed by them, by a tenth in its first steps."""
+SPIN_SECONDS = 0.01
+"""How long OpenMP's threads may spin after a block. They would slow down the first steps of the
+process whose turn is next, by up to a tenth."""
 
 
 class Step(NamedTuple):
     """One batch of a run.
 
     Attributes:
-        seconds: From the end of the batch before to its own, waiting for data included. On a GPU
-            the mean over the steps asked for together: to time each one, each would have to be
-            waited for.
-        loss: What ``training_step`` returned, NaN where it returns none.
-        samples: In the batch, on all ranks together.
+        seconds: From the end of the previous batch to its own end, including the wait for data. By
+            CUDA events on a GPU; on other devices than CPU and GPU the mean over its block.
+        loss: The return value of ``training_step``, NaN without one.
+        samples: Samples in the batch, over all ranks.
     """
 
     seconds: float
@@ -57,44 +55,45 @@ class Step(NamedTuple):
     samples: int
 
 
-class Stopped(Exception):  # noqa: N818 - it is how a run ends that is told to, no error
-    """Ends the run from within, so that its callbacks and loaders tidy up."""
+class Stopped(Exception):  # noqa: N818 - a way to end, not an error
+    """Raised inside the run to end it, so that its callbacks and loaders clean up."""
 
 
 class StepGate(pl.Callback):
-    """Holds the run before its first step and after each block of steps.
+    """Pauses the run before its first step and after each block of steps.
 
-    The workers of its loaders are held too: batches that they made ready in the meantime would let
-    the next block look faster than training is.
+    The workers of its loaders are suspended too: batches prepared during the pause would make the
+    next block look faster than training is.
 
     Args:
-        ready: Called once, with the Trainer, when the first step could begin.
-        wait: Blocks, and returns how many steps to take now; 0 ends the run.
-        deliver: Given the steps of a block when it has ended.
+        ready: Called once, with the Trainer, before the first step.
+        receive: Blocks, and returns the number of steps of the next block; 0 ends the run.
+        deliver: Called with the steps of each block when it has ended.
     """
 
     def __init__(
         self,
         ready: Callable[[pl.Trainer], None],
-        wait: Callable[[], int],
+        receive: Callable[[], int],
         deliver: Callable[[list[Step]], None],
     ) -> None:
-        self._ready, self._wait, self._deliver = ready, wait, deliver
-        self._granted = 0
-        self._ranks: Any = None
-        self._ends: list[float] = []
+        self._ready, self._receive, self._deliver = ready, receive, deliver
+        self._block_steps = 0
+        self._clock: StepClock | None = None
+        self._group: Any = None
         self._losses: list[Any] = []
         self._samples: list[int] = []
 
     def __deepcopy__(self, memo: dict[int, Any]) -> pl.Callback:
-        return pl.Callback()  # in trials of batch sizes nobody tells it to go on
+        return pl.Callback()  # trials of batch sizes copy callbacks, and must not wait here
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Say that all is set up."""
-        if trainer.world_size > 1:  # NCCL would have the GPU busy with waiting
-            self._ranks = dist.new_group(backend="gloo", timeout=LONGEST)
+        """Report that the run is ready, and wait for the first block."""
+        if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
+            self._group = dist.new_group(backend="gloo", timeout=LONGEST_PAUSE)
+        self._clock = StepClock(trainer.strategy.root_device)
         self._ready(trainer)
-        self._open(trainer)
+        self._start_block(trainer)
 
     def on_train_batch_end(
         self,
@@ -104,52 +103,57 @@ class StepGate(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Read the clock; at the end of a block hand the steps over and wait."""
+        """Time the step; at the end of a block deliver its steps and wait for the next one."""
+        assert self._clock is not None
         self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
         self._samples.append(samples_in(batch) * trainer.world_size)
-        if len(self._losses) == self._granted:
+        block_ended = len(self._losses) == self._block_steps
+        if block_ended:
             wait_for(trainer.strategy.root_device)
-        self._ends.append(time.perf_counter())
-        if len(self._losses) == self._granted:
-            self._open(trainer)
-        to_the_same_cpu(trainer)
+        self._clock.stop()
+        if block_ended:
+            self._start_block(trainer)
+        start_on_first_cpu(trainer)
 
     def flush(self, trainer: pl.Trainer) -> None:
-        """Hand over what there is of the block."""
+        """Deliver the steps of the current block so far."""
         if not self._losses:
             return
-        count = len(self._losses)
-        seconds = [end - start for start, end in zip(self._ends, self._ends[1:], strict=False)]
-        if trainer.strategy.root_device.type != "cpu":
-            seconds = [math.fsum(seconds) / count] * count
-        losses = [float(loss) for loss in self._losses]  # the device has been waited for
+        assert self._clock is not None
+        device = trainer.strategy.root_device
+        seconds = self._clock.read(wait=True)
+        if device.type not in ("cpu", "cuda"):
+            seconds = [math.fsum(seconds) / len(seconds)] * len(seconds)
+        losses = [float(loss) for loss in self._losses]
         steps = [Step(*step) for step in zip(seconds, losses, self._samples, strict=True)]
-        self._losses, self._samples, self._ends = [], [], []
-        if trainer.strategy.root_device.type == "cpu":
-            time.sleep(SPINNING)
+        self._losses, self._samples = [], []
+        if device.type == "cpu":
+            time.sleep(SPIN_SECONDS)
         self._deliver(steps)
 
-    def _open(self, trainer: pl.Trainer) -> None:
+    def _start_block(self, trainer: pl.Trainer) -> None:
+        assert self._clock is not None
         with _children_suspended():
             self.flush(trainer)
-            granted = self._wait() if trainer.is_global_zero else 0
-            if trainer.world_size > 1:  # the others wait here, not in the middle of a step
-                granted = self._broadcast(granted)
-        if granted < 1:
+            steps = self._receive() if trainer.is_global_zero else 0
+            if trainer.world_size > 1:  # other ranks wait here, not in the middle of a step
+                steps = self._broadcast(steps)
+        if steps < 1:
             raise Stopped
-        self._granted = granted
+        self._block_steps = steps
         wait_for(trainer.strategy.root_device)
-        self._ends = [time.perf_counter()]
+        self._clock.pause()
+        self._clock.start()
 
-    def _broadcast(self, granted: int) -> int:
-        told = torch.tensor(granted)
-        dist.broadcast(told, 0, self._ranks)
-        return int(told)
+    def _broadcast(self, steps: int) -> int:
+        value = torch.tensor(steps)
+        dist.broadcast(value, 0, self._group)
+        return int(value)
 
 
 @contextlib.contextmanager
 def _children_suspended() -> Iterator[None]:
-    """Stop the processes that multiprocessing has started from here, and let them go on."""
+    """Suspend the processes that multiprocessing has started from here, until the end."""
     import psutil
 
     stopped = []
@@ -166,11 +170,11 @@ def _children_suspended() -> Iterator[None]:
                 process.resume()
 
 
-def to_the_same_cpu(trainer: pl.Trainer) -> None:
-    """Move this thread to the CPU where other runs have theirs; it is free to leave again.
+def start_on_first_cpu(trainer: pl.Trainer) -> None:
+    """Move this thread to the CPU on which the other runs start their steps, without pinning it.
 
-    CPUs of a shared machine differ in speed by a tenth for seconds, and a thread mostly stays where
-    it is. It is not held there, since what training starts would be held too: threads and workers.
+    CPUs of a shared machine differ in speed by a tenth for seconds, and a thread mostly stays on
+    its CPU. Pinning would also pin the threads and workers that training starts.
     """
     if trainer.strategy.root_device.type == "cpu" and hasattr(os, "sched_setaffinity"):
         allowed = allowed_cpus()
@@ -185,19 +189,19 @@ def _loss_of(outputs: Any, accumulated: int) -> Any:
     return math.nan
 
 
-class _Lenient(pl.Callback):
-    """Has schedulers leave the rate alone where the metric that they look at is not there."""
+class _LenientSchedulers(pl.Callback):
+    """Lets learning rate schedulers skip updates whose monitored metric is missing."""
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         for scheduler in trainer.lr_scheduler_configs:
             scheduler.strict = False
 
 
-def short_run(arguments: dict[str, Any]) -> list[pl.Callback]:
-    """Take the callbacks from a Trainer's arguments, and return those for a run of some steps.
+def take_callbacks(arguments: dict[str, Any]) -> list[pl.Callback]:
+    """Remove the callbacks from a Trainer's arguments, and return those that a short run can have.
 
-    Without checkpoints Lightning refuses what saves them. What ends a run early, or lowers its
-    learning rate, looks at a validation that there is none of.
+    Lightning rejects checkpoint callbacks where checkpoints are disabled, and early stopping needs
+    validation.
     """
     given = arguments.pop("callbacks", None) or []
     needs = {Checkpoint: "enable_checkpointing", EarlyStopping: "limit_val_batches"}
@@ -206,7 +210,7 @@ def short_run(arguments: dict[str, Any]) -> list[pl.Callback]:
         for callback in ([given] if isinstance(given, pl.Callback) else given)
         if all(arguments.get(name) for kind, name in needs.items() if isinstance(callback, kind))
     ]
-    return [*kept, _Lenient()]
+    return [*kept, _LenientSchedulers()]
 
 
 def run(
@@ -217,29 +221,28 @@ def run(
     seed: int,
     on_device: Callable[[torch.device], None],
 ) -> pl.Trainer:
-    """Train until the gate says stop, or until the data or the user's own limits end it.
+    """Train until the gate ends the run, or its data or the user's limits do.
 
-    Trainer, model, data and training begin from the same seed each.
+    The seed is set before the Trainer, the model, the data and the training are created.
 
     Args:
         model: Makes the LightningModule.
-        data: Makes what it is trained on.
-        settings: Of the Trainer.
-        gate: Joins the callbacks as the last of them.
+        data: Makes the data.
+        settings: Arguments of the Trainer.
+        gate: Added as the last callback.
         seed: Of the random numbers of Python, NumPy and torch.
-        on_device: Called with the device of this process when only the Trainer is made.
+        on_device: Called with the device of this process before the model is created.
 
     Raises:
-        TypeError: If the model is no LightningModule.
-        ValueError: If the strategy starts its processes in a way that cannot be told to step, or on
-            several nodes.
+        TypeError: If the model is not a LightningModule.
+        ValueError: If the strategy spawns or forks its processes, or for several nodes.
     """
-    begin_alike = partial(pl.seed_everything, seed, workers=True, verbose=False)
-    begin_alike()
-    arguments = {**QUIET, **make_settings(settings)}
-    if arguments["logger"]:  # nobody would look for such a run there
+    reseed = partial(pl.seed_everything, seed, workers=True, verbose=False)
+    reseed()
+    arguments = {**RUN_DEFAULTS, **make_settings(settings)}
+    if arguments["logger"]:  # measurements must not appear among the user's runs
         arguments["logger"] = DummyLogger()
-    trainer = pl.Trainer(callbacks=[*short_run(arguments), gate], **arguments)
+    trainer = pl.Trainer(callbacks=[*take_callbacks(arguments), gate], **arguments)
     if isinstance(trainer.strategy.launcher, _MultiProcessingLauncher):
         raise ValueError(
             f"The strategy {arguments.get('strategy')!r} spawns or forks its processes, which "
@@ -251,16 +254,16 @@ def run(
             "measure on one node, with num_nodes=1."
         )
     on_device(trainer.strategy.root_device)
-    to_the_same_cpu(trainer)  # its memory will be near to it
-    begin_alike()
+    start_on_first_cpu(trainer)  # so that memory is allocated near that CPU
+    reseed()
     made = make("model", model)
     if not isinstance(made, pl.LightningModule):
         raise TypeError(
             f"model must make a LightningModule (of lightning.pytorch), got {type(made).__name__}."
         )
-    begin_alike()
+    reseed()
     loader = make("data", data)
-    begin_alike()
+    reseed()
     datamodule = loader if isinstance(loader, pl.LightningDataModule) else None
     with contextlib.suppress(Stopped):
         trainer.fit(made, None if datamodule else loader, datamodule=datamodule)

@@ -1,4 +1,4 @@
-"""Models, data and Trainer settings as recipes, from which a new process can make them."""
+"""Functions and import paths from which a new process makes the model, the data and the Trainer."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ SHORT_NAMES = (
     "lightning_opt", "lightning.pytorch.callbacks", "lightning.pytorch.strategies",
     "lightning.pytorch.plugins", "lightning.pytorch.loggers", "lightning.pytorch.profilers",
 )  # fmt: skip
-"""Where a ``class_path`` without a module is looked for."""
+"""Modules that are searched for a ``class_path`` without a module."""
 
 
 def check_factory(name: str, given: Any) -> Any:
-    """Return a factory that can be one; what its path names is found out only when it is made.
+    """Return ``given`` if it may be a factory. Import paths are resolved later, by :func:`make`.
 
     Args:
-        name: Of the argument, for the error.
-        given: What the user gave.
+        name: The argument's name, for the error.
+        given: The user's value.
 
     Raises:
-        TypeError: If it is no factory, above all if it is the made thing itself.
+        TypeError: If it is not a factory, for example the model itself.
         ValueError: If it is a string without a colon.
     """
     if isinstance(given, str):
@@ -48,12 +48,7 @@ def check_factory(name: str, given: Any) -> Any:
 
 
 def check_settings(name: str, given: Any) -> Any:
-    """Return Trainer settings that can be such.
-
-    Raises:
-        TypeError: If they are neither a mapping nor a factory.
-        ValueError: If they are a string without a colon.
-    """
+    """Return Trainer settings as a dict or a factory; errors as in :func:`check_factory`."""
     if given is None:
         return {}
     return dict(given) if isinstance(given, Mapping) else check_factory(name, given)
@@ -62,8 +57,7 @@ def check_settings(name: str, given: Any) -> Any:
 def _check_callable(name: str, given: Any) -> None:
     import torch
 
-    made = isinstance(given, torch.nn.Module)  # callable, but it is not called to make one
-    if made or not callable(given):
+    if isinstance(given, torch.nn.Module) or not callable(given):  # modules are no factories
         raise TypeError(
             f"{name} must be a function without arguments that makes it, or its import path such "
             f"as 'package.module:attribute', because each process makes its own. Got an object of "
@@ -72,11 +66,11 @@ def _check_callable(name: str, given: Any) -> None:
 
 
 def make(name: str, factory: Factory) -> Any:
-    """Find what the factory is, if it is a path, and call it.
+    """Import the factory, if it is a path, and call it.
 
     Raises:
-        ImportError: If the path leads nowhere.
-        TypeError: If it leads to something that cannot be called.
+        ImportError: If nothing is found at the path.
+        TypeError: If the object found cannot be called.
     """
     found = find(factory) if isinstance(factory, str) else factory
     _check_callable(name, found)
@@ -84,10 +78,10 @@ def make(name: str, factory: Factory) -> Any:
 
 
 def make_settings(given: Settings) -> dict[str, Any]:
-    """Return the settings, with what ``class_path`` and ``init_args`` describe made.
+    """Return the settings, with objects in place of their ``class_path`` descriptions.
 
     Raises:
-        TypeError: If a factory returns no mapping.
+        TypeError: If a factory does not return a mapping.
     """
     settings = given if isinstance(given, Mapping) else make("settings", given)
     if not isinstance(settings, Mapping):
@@ -99,7 +93,7 @@ def make_settings(given: Settings) -> dict[str, Any]:
 
 
 def find(path: str) -> Any:
-    """Return what ``"package.module:attribute"`` or ``"path/to/file.py:attribute"`` names.
+    """Import the object at ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
 
     Raises:
         ImportError: If there is none.
@@ -125,7 +119,7 @@ def _module_of_file(path: str) -> ModuleType:
     if not file.exists():
         raise ImportError(f"There is no file {str(path)!r}.")
     if str(file.parent) not in sys.path:
-        sys.path.insert(0, str(file.parent))  # of its neighbours, as in a script
+        sys.path.insert(0, str(file.parent))  # as in a script, for its imports
     spec = importlib.util.spec_from_file_location(name, file)
     assert spec is not None
     assert spec.loader is not None
@@ -140,9 +134,9 @@ def _module_of_file(path: str) -> ModuleType:
 
 
 def instantiate(value: Any) -> Any:
-    """Make what ``{"class_path": ..., "init_args": {...}}`` describes, inside lists and dicts too.
+    """Create objects from ``{"class_path": ..., "init_args": {...}}``, inside lists and dicts too.
 
-    It is what a LightningCLI makes of such an entry, but for its conversion of types.
+    As LightningCLI does, except for its conversion of types.
     """
     if isinstance(value, Mapping):
         made = {key: instantiate(item) for key, item in value.items()}

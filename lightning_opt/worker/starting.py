@@ -1,6 +1,6 @@
-"""Processes that train: how they start, and that they end with all that they have started.
+"""Starting processes that train, and killing them with all that they have started.
 
-To import torch and Lightning takes seconds of CPU in each new interpreter, which is more than many
+Importing torch and Lightning takes seconds of CPU in each new interpreter, more than many
 measurements. On Linux the standard library's fork server imports them once, and forks from there.
 """
 
@@ -23,47 +23,47 @@ from unittest import mock
 
 import torch
 
-RANKS = (
+RANK_VARIABLES = (
     "GROUP_RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "NODE_RANK",
     "RANK", "WORLD_SIZE",
 )  # fmt: skip
-"""Variables by which a process knows that it is one of several: the new training is not."""
+"""Environment variables of a rank, removed because the new training is not a rank of this one."""
 
-CLUSTERS = ("SLURM_", "TORCHELASTIC_")
-"""How others of the kind begin."""
+CLUSTER_PREFIXES = ("SLURM_", "TORCHELASTIC_")
+"""Prefixes of further such variables."""
 
-READ_EARLY = (
+EARLY_PREFIXES = (
     "CUDA", "GOMP", "KMP", "LD_", "MALLOC", "MKL", "NUM", "NVIDIA", "OMP", "OPENBLAS", "PYTHON",
     "PYTORCH", "TORCH",
 )  # fmt: skip
-"""How variables begin that Python, libraries or torch may read when they start, and not again."""
+"""Prefixes of variables that Python, libraries or torch may read only when they start."""
 
 _lock = threading.Lock()
 _environment_of_server: dict[str, str] = {}
 
 
 def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Connection]:
-    """Start a process that knows nothing of ranks and has never touched CUDA.
+    """Start a process that is not a rank and has never used CUDA.
 
     Args:
         run: A function of a module, called in the process with its end of a connection, a
-            :class:`Place` to settle in, and the arguments.
+            :class:`Place` to enter, and the arguments.
         *arguments: Of the function; they are pickled.
 
     Returns:
-        The process, and our end of the connection.
+        The process, and this end of the connection.
     """
     path = [entry or os.getcwd() for entry in sys.path]  # noqa: PTH109 - as Python writes it
     environment = {
         name: value
         for name, value in os.environ.items()
-        if name not in RANKS and not name.startswith(CLUSTERS)
+        if name not in RANK_VARIABLES and not name.startswith(CLUSTER_PREFIXES)
     }
     environment["PYTHONPATH"] = os.pathsep.join(path)
     place = Place(environment, os.getcwd(), multiprocessing.get_start_method(allow_none=True))  # noqa: PTH109
-    with _lock, mock.patch.dict(os.environ, environment, clear=True), _script_left_out():
+    with _lock, mock.patch.dict(os.environ, environment, clear=True), _without_main_script():
         context = _context(environment, run.__module__)
-        get_temp_dir()  # else each process makes one, which stays when it is killed
+        get_temp_dir()  # else each process makes one, which remains when it is killed
         with ctrl_c_held():
             ours, theirs = context.Pipe()
             with theirs:
@@ -73,9 +73,9 @@ def start(run: Callable[..., None], *arguments: Any) -> tuple[BaseProcess, Conne
 
 
 def _context(environment: dict[str, str], module: str) -> Any:
-    """Return the context of the fork server, if what it forks can be as if started anew."""
+    """Return the fork server's context if its forks behave like new processes, else spawn's."""
     if sys.platform == "linux" and not torch.cuda.is_available():
-        early = {n: value for n, value in environment.items() if n.startswith(READ_EARLY)}
+        early = {n: value for n, value in environment.items() if n.startswith(EARLY_PREFIXES)}
         if _environment_of_server in ({}, early):
             context = multiprocessing.get_context("forkserver")
             context.set_forkserver_preload([module])
@@ -87,7 +87,7 @@ def _context(environment: dict[str, str], module: str) -> Any:
 
 
 def _launch_server(context: Any) -> None:
-    """Start the fork server, and wait until it has imported all."""
+    """Start the fork server, and wait until it has imported everything."""
     import psutil
 
     here = psutil.Process()
@@ -96,38 +96,39 @@ def _launch_server(context: Any) -> None:
     with ctrl_c_held():
         forkserver.ensure_running()
     for server in set(here.children()) - set(before):
-        # By itself it would take seconds to end, after whoever started it.
+        # By itself it would end seconds after this process.
         Finalize(None, server.kill, exitpriority=-1)
     context.Process(target=os.getpid).start()
 
 
 @contextlib.contextmanager
 def ctrl_c_held() -> Iterator[None]:
-    """Have Ctrl-C wait until the end, so that what is opened or started has an owner by then.
+    """Defer Ctrl-C until the end, so that opened files and started processes have an owner by then.
 
-    A terminal sends it to all, and it is blocked too: processes started here never hear of it.
+    A terminal sends it to all processes. It is blocked too, so that processes started here inherit
+    the mask and do not receive it.
     """
-    usual = signal.getsignal(signal.SIGINT)
-    here = threading.current_thread() is threading.main_thread()
-    came: list[Any] = []
-    if here and callable(usual):  # whichever thread takes the signal, this one hears of it
-        signal.signal(signal.SIGINT, lambda *call: came.append(call))
-    blocks = hasattr(signal, "pthread_sigmask")
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if blocks else ()
+    handler = signal.getsignal(signal.SIGINT)
+    in_main_thread = threading.current_thread() is threading.main_thread()
+    deferred: list[Any] = []
+    if in_main_thread and callable(handler):  # the handler runs here, whichever thread is signalled
+        signal.signal(signal.SIGINT, lambda *call: deferred.append(call))
+    can_block = hasattr(signal, "pthread_sigmask")
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if can_block else ()
     try:
         yield
     finally:
-        if blocks:
+        if can_block:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
-        if here and callable(usual):
-            signal.signal(signal.SIGINT, usual)
-            if came:
-                usual(*came[0])
+        if in_main_thread and callable(handler):
+            signal.signal(signal.SIGINT, handler)
+            if deferred:
+                handler(*deferred[0])
 
 
 @contextlib.contextmanager
-def _script_left_out() -> Iterator[None]:
-    """Have multiprocessing not run the user's script again, which may lack the usual guard."""
+def _without_main_script() -> Iterator[None]:
+    """Keep multiprocessing from running the user's script again, which may lack the usual guard."""
     main = sys.modules["__main__"]
     sys.modules["__main__"] = ModuleType("__main__")
     try:
@@ -137,33 +138,33 @@ def _script_left_out() -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """Where a new process lives.
+    """The surroundings of a new process.
 
     Attributes:
         environment: Its variables.
-        folder: Where it works.
-        start_method: How it starts workers; None for the system's way.
+        folder: Its working directory.
+        start_method: The start method of its workers; None for the system's default.
     """
 
     environment: dict[str, str]
     folder: str
     start_method: str | None
 
-    def settle_in(self, log: str) -> None:
-        """Make this process independent of whoever started it, and have it print into a file."""
-        _print_into(os.devnull, 0, 1, 2)  # also if the log's folder is gone already
+    def enter(self, log: str) -> None:
+        """Make this process independent of its parent, and redirect its output into a file."""
+        _print_into(os.devnull, 0, 1, 2)  # in case the log's folder is gone already
         _print_into(log, 1, 2)
         if hasattr(os, "setsid"):
             os.setsid()
         if hasattr(signal, "pthread_sigmask"):
-            signal.signal(signal.SIGINT, signal.SIG_IGN)  # forgets what came while it was blocked
+            signal.signal(signal.SIGINT, signal.SIG_IGN)  # discards a pending one
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             signal.signal(signal.SIGINT, signal.default_int_handler)
         os.environ.clear()
         os.environ.update(self.environment)
         os.chdir(self.folder)
         multiprocessing.set_start_method(self.start_method, force=True)
-        _stir()
+        _shift_allocations()
 
 
 def _print_into(path: str, *descriptors: int) -> None:
@@ -175,31 +176,31 @@ def _print_into(path: str, *descriptors: int) -> None:
 _PADDING: list[Any] = []
 
 
-def _stir() -> None:
-    """Move what is allocated from now on by a random distance.
+def _shift_allocations() -> None:
+    """Shift all later allocations by a random distance.
 
-    Forks of one process would otherwise have their memory at the very same places, and how these
-    fall into the caches would favour one of two configurations in every one of them alike.
+    Forks of one process would otherwise have the same addresses, whose place in the caches would
+    favour the same configuration in each of them.
     """
     _PADDING.extend(bytearray(int.from_bytes(os.urandom(2), "big") + 513) for _ in range(8))
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process, the group that it leads, and whatever else descends from it.
+    """Kill a process, the group that it leads, and its other descendants.
 
     Args:
-        pid: Of the process, which may have ended but not have been waited for.
+        pid: Of the process. It may have ended, but must not have been joined.
     """
     import psutil
 
-    below = []
+    descendants = []
     with contextlib.suppress(psutil.Error):
-        below = psutil.Process(pid).children(recursive=True)  # some lead sessions of their own
-    for process in below:
+        descendants = psutil.Process(pid).children(recursive=True)  # some lead their own sessions
+    for process in descendants:
         with contextlib.suppress(psutil.Error):
             process.kill()
     if hasattr(os, "killpg"):
         with contextlib.suppress(ProcessLookupError, PermissionError):
             os.killpg(pid, signal.SIGKILL)
     with contextlib.suppress(psutil.Error):
-        psutil.Process(pid).kill()  # it may not have begun a group yet
+        psutil.Process(pid).kill()  # it may not lead a group yet

@@ -19,7 +19,7 @@ from lightning.pytorch.cli import LightningCLI
 import lightning_opt as lo
 from lightning_opt.cli import main
 from lightning_opt.cli.targets import Recipe, Targets
-from lightning_opt.tuner.search.space import check_candidates
+from lightning_opt.tuner.space import check_candidates
 from tests.cli.small_project import Small, SmallData
 from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch

@@ -10,8 +10,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
-from lightning_opt.profiling.flops import FlopCount, Flops, count_flops
-from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
+from lightning_opt.profiling.flops import FlopCount, Flops, count_flops, multiplied_type, peak_flops
 from tests.helpers.models import assert_same_weights, weights_of
 
 VOCABULARY, WIDTH, LAYERS, HEADS, CONTEXT = 50257, 768, 12, 12, 1024

@@ -128,8 +128,8 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
     finally:
         signal.signal(signal.SIGINT, usual)
     said = capsys.readouterr().err
-    assert f"has {len(killed)} records; going on from there." in said
-    assert f"The same call goes on from {journal}." in said
+    assert f"has {len(killed)} records; continuing from there." in said
+    assert f"The same call continues from {journal}." in said
     assert "Interrupted" not in said, "whoever catches it says so"
     assert "share 9: " in said
     assert "from the journal" in said
@@ -179,7 +179,7 @@ def test_a_budget_is_seconds_or_a_text(text: str | float, seconds: float) -> Non
         ({"budget": "0s"}, "budget must be seconds"),
         ({"budget": -1}, "budget must be a finite number above 0"),
         ({"objective": "speed"}, "objective must be one of 'throughput', 'memory'"),
-        ({"candidates": ["fusd"]}, "'fusd', which the tuner does not know; did you mean 'fused'"),
+        ({"candidates": ["fusd"]}, "'fusd', not a switch of the tuner; did you mean 'fused'"),
         ({"min_gain": 1.0}, "min_gain must be a number of at least 0 and below 1"),
         ({"max_slowdown": 0}, "max_slowdown must be"),
         ({"timeout": 0}, "timeout must be"),

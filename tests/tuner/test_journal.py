@@ -25,7 +25,7 @@ def test_records_are_there_for_the_next_search(tmp_path: Path) -> None:
     content = written(path)
     journal = Journal(path, KEY)
     assert journal.records == RECORDS
-    assert "2 records; going on" in journal.note
+    assert "2 records; continuing" in journal.note
     journal.add({"kind": "trial", "switches": ["c"]})
     assert path.read_bytes().startswith(content)
     assert len(Journal(path, KEY).records) == 3
@@ -56,7 +56,7 @@ def test_another_machine_or_setting_begins_anew_and_says_what_differs(tmp_path: 
     other = {**KEY, "settings": "xyz", "more": 1}
     journal = Journal(path, other)
     assert journal.records == []
-    assert journal.note == "This search begins anew, since it differs in settings, more."
+    assert journal.note == "This search starts over, since it differs in settings, more."
     journal.add(RECORDS[0])
     assert path.read_bytes().startswith(content), "both searches keep what they have"
     assert Journal(path, other).records == [RECORDS[0]]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 import lightning_opt as lo
-from lightning_opt.tuner.search.objective import Objective
+from lightning_opt.tuner.trial import Objective
 from lightning_opt.tuner.tuning import Plan
 
 
@@ -17,13 +17,17 @@ def plan(budget: float, timeout: float | None = None) -> Plan:
 @pytest.mark.parametrize("budget", [10.0, 60.0, 600.0, 7200.0])
 def test_the_limit_follows_from_the_baselines_own_start(budget: float) -> None:
     """A model that takes a minute to start is no failure, however short the budget is."""
-    assert plan(budget).patience(0.0) >= max(300.0, budget)
-    assert plan(budget).patience(60.0) >= 240.0
-    assert 30.0 <= plan(budget).patience(1.0) <= 300.0
+    assert plan(budget).timeout_after(0.0) >= max(300.0, budget)
+    assert plan(budget).timeout_after(60.0) >= 240.0
+    assert 30.0 <= plan(budget).timeout_after(1.0) <= 300.0
 
 
 def test_what_is_asked_for_holds() -> None:
-    assert plan(60.0, timeout=7.0).patience(0.0) == plan(60.0, timeout=7.0).patience(60.0) == 7.0
+    assert (
+        plan(60.0, timeout=7.0).timeout_after(0.0)
+        == plan(60.0, timeout=7.0).timeout_after(60.0)
+        == 7.0
+    )
 
 
 def factory(depth: int = 3) -> int:

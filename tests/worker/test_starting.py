@@ -12,6 +12,7 @@ import pytest
 import torch
 from lightning.pytorch.demos.boring_classes import BoringModel
 
+from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.worker import gate, starting
 from lightning_opt.worker.gate import StepGate
 
@@ -81,12 +82,13 @@ def test_ranks_wait_on_the_cpu_while_others_have_their_turn(
     distributed = Distributed()
     monkeypatch.setattr(gate, "dist", distributed)
     monkeypatch.setattr(gate, "wait_for", lambda device: None)
+    monkeypatch.setattr(gate, "StepClock", lambda device: StepClock(torch.device("cpu")))
     held = StepGate(lambda trainer: None, lambda: 99, lambda steps: None)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 1))
     trainer: Any = SimpleNamespace(world_size=2, is_global_zero=False, strategy=strategy)
     held.on_train_start(trainer, None)  # type: ignore[arg-type]
     assert distributed.asked == ["gloo", ("cpu", 0, "the group")]
-    assert held._granted == 5
+    assert held._block_steps == 5
 
 
 @pytest.mark.parametrize(("device", "rests"), [("cpu", ["rest"]), ("cuda", [])])
@@ -97,6 +99,7 @@ def test_threads_have_come_to_rest_when_the_next_one_has_its_turn(
     done: list[str] = []
     monkeypatch.setattr(gate.time, "sleep", lambda seconds: done.append("rest"))
     monkeypatch.setattr(gate, "wait_for", lambda device: None)
+    monkeypatch.setattr(gate, "StepClock", lambda device: StepClock(torch.device("cpu")))
 
     def wait() -> int:
         done.append("wait")
@@ -143,13 +146,13 @@ def test_runs_that_are_compared_go_to_the_same_cpu_and_are_not_held_there(
     for name in ("sched_getaffinity", "sched_setaffinity"):
         monkeypatch.setattr(os, name, getattr(cpus, name), raising=False)
     strategy = SimpleNamespace(root_device=torch.device(device))
-    gate.to_the_same_cpu(SimpleNamespace(strategy=strategy, local_rank=rank))  # type: ignore[arg-type]
+    gate.start_on_first_cpu(SimpleNamespace(strategy=strategy, local_rank=rank))  # type: ignore[arg-type]
     assert cpus.asked == asked
 
 
 def test_every_step_begins_on_the_same_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[str] = []
-    monkeypatch.setattr(gate, "to_the_same_cpu", lambda trainer: moved.append("moved"))
+    monkeypatch.setattr(gate, "start_on_first_cpu", lambda trainer: moved.append("moved"))
     granted = iter([2, 2, 0])
     held = StepGate(lambda trainer: None, lambda: next(granted), lambda steps: None)
     data = BoringModel().train_dataloader

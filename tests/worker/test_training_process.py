@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.data import DataLoader
 
 from lightning_opt.worker.recipes import find, instantiate
-from lightning_opt.worker.training_process import Fit, FitFailed, Step
+from lightning_opt.worker.training_process import FitFailed, Step, TrainingProcess
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 from tests.profiling import fitting
@@ -50,8 +50,8 @@ def losses_without_us(epochs: int = 2) -> list[float]:
 
 
 @pytest.fixture(scope="module")
-def fit() -> Iterator[Fit]:
-    with Fit(Net, rows, CPU) as fit:
+def fit() -> Iterator[TrainingProcess]:
+    with TrainingProcess(Net, rows, CPU) as fit:
         yield fit
 
 
@@ -97,7 +97,7 @@ def test_waiting_takes_no_cpu(fit):
 
 def test_time_between_blocks_is_no_step_s():
     """The wait for the next block is left out, what callbacks and loaders do is in."""
-    with Fit(Net, rows, {**CPU, "callbacks": [Waits(0.1)]}) as fit:
+    with TrainingProcess(Net, rows, {**CPU, "callbacks": [Waits(0.1)]}) as fit:
         fit.advance(1)
         time.sleep(1.0)
         steps = fit.advance(3)
@@ -110,14 +110,17 @@ def test_peak_of_memory_counts_the_model():
         net.more = nn.Parameter(torch.ones(25_000_000))  # 100 MB
         return net
 
-    with Fit(large, rows, CPU) as large_fit, Fit(Net, rows, CPU) as small_fit:
+    with (
+        TrainingProcess(large, rows, CPU) as large_fit,
+        TrainingProcess(Net, rows, CPU) as small_fit,
+    ):
         large_fit.advance(1)
         small_fit.advance(1)
         assert 95e6 < large_fit.peak_bytes - small_fit.peak_bytes < 130e6
 
 
 def test_samples_and_loss_with_accumulated_gradients():
-    with Fit(Net, rows, {**CPU, "accumulate_grad_batches": 2}) as fit:
+    with TrainingProcess(Net, rows, {**CPU, "accumulate_grad_batches": 2}) as fit:
         steps = fit.advance(2)
     # The weights have not changed yet, and the loss is not divided.
     assert [step.loss for step in steps] == pytest.approx(
@@ -137,10 +140,11 @@ def losses_with_the_first_weights(count: int) -> list[float]:
 
 
 def test_the_user_s_own_limit_ends_it():
-    with Fit(Net, rows, {**CPU, "max_steps": 5}) as fit:
+    with TrainingProcess(Net, rows, {**CPU, "max_steps": 5}) as fit:
         assert len(fit.advance(3)) == 3
-        assert len(fit.advance(3)) == 2
-        assert fit.advance(3) == []
+        with pytest.raises(FitFailed, match="ended after 5 steps") as failure:
+            fit.advance(3)
+        assert failure.value.kind == "error"
 
 
 def test_settings_are_made_in_the_process():
@@ -150,7 +154,7 @@ def test_settings_are_made_in_the_process():
         waits = {"class_path": "tests.profiling.fitting.Waits", "init_args": {"seconds": 0.05}}
         return {**CPU, "callbacks": [waits], "strategy": {"class_path": "SingleDeviceStrategy"}}
 
-    with Fit("tests.profiling.fitting:Net", rows, settings) as fit:
+    with TrainingProcess("tests.profiling.fitting:Net", rows, settings) as fit:
         assert all(step.seconds > 0.05 for step in fit.advance(2))
 
 
@@ -158,13 +162,13 @@ def test_settings_are_made_in_the_process():
 def test_a_variable_that_is_read_early_is_obeyed(fit, monkeypatch):
     """The process is not forked then from a server that has imported torch without it."""
     monkeypatch.setenv("OMP_THREAD_LIMIT", "3")
-    with Fit(lambda: Net(), rows, CPU) as fresh:
+    with TrainingProcess(lambda: Net(), rows, CPU) as fresh:
         assert [step.loss for step in fresh.advance(5)] == losses_without_us()[:5]
         assert is_forked(fit)
         assert not is_forked(fresh)
 
 
-def is_forked(fit: Fit) -> bool:
+def is_forked(fit: TrainingProcess) -> bool:
     return "forkserver" in " ".join(psutil.Process(fit.summary["pid"]).cmdline())
 
 
@@ -185,7 +189,9 @@ class Counted(Rows):
 def test_workers_make_nothing_ready_while_training_is_held(tmp_path):
     """Training that waits for data would look faster than it is after each pause."""
     file = tmp_path / "made"
-    with Fit(Net, lambda: DataLoader(Counted(file), batch_size=8, num_workers=1), CPU) as fit:
+    with TrainingProcess(
+        Net, lambda: DataLoader(Counted(file), batch_size=8, num_workers=1), CPU
+    ) as fit:
         for _ in range(2):
             fit.advance(2)
             time.sleep(0.05)  # what was being written
@@ -200,13 +206,13 @@ def leave_one_open() -> tuple[int, int, str]:
     """In a process that is one of several, as a cluster starts them."""
     multiprocessing.current_process().daemon = False  # which may not have children
     os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes"}
-    fit = Fit(Net, rows, CPU)
+    fit = TrainingProcess(Net, rows, CPU)
     fit.advance(2)
     LEFT_OPEN.append(fit)
     return fit.summary["pid"], fit.summary["devices"], os.environ["LOCAL_RANK"]
 
 
-LEFT_OPEN: list[Fit] = []
+LEFT_OPEN: list[TrainingProcess] = []
 
 
 def test_a_process_ends_that_has_left_one_open_and_its_rank_does_not_matter():
@@ -219,7 +225,7 @@ def test_a_process_ends_that_has_left_one_open_and_its_rank_does_not_matter():
 @pytest.mark.distributed
 def test_two_ranks_wait_and_step_together():
     settings = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
-    with Fit(Net, rows, settings) as fit:
+    with TrainingProcess(Net, rows, settings) as fit:
         steps = fit.advance(3)
         fit.advance(2)
         assert {step.samples for step in steps} == {8}
@@ -243,7 +249,7 @@ def test_two_ranks_wait_and_step_together():
     ],
 )
 def test_failures_have_a_kind_and_one_sentence(what, kind, message):
-    with Fit(Net, rows, lambda: mishap(what)) as fit:
+    with TrainingProcess(Net, rows, lambda: mishap(what)) as fit:
         assert len(fit.advance(2)) == 2
         with pytest.raises(FitFailed, match=message) as failure:
             fit.advance(2)
@@ -257,7 +263,7 @@ def test_failures_have_a_kind_and_one_sentence(what, kind, message):
 
 
 def test_a_hang_ends_with_the_place_where_it_hung():
-    with Fit(Net, rows, lambda: mishap("hangs"), timeout=60) as fit:
+    with TrainingProcess(Net, rows, lambda: mishap("hangs"), timeout=60) as fit:
         pid = fit.summary["pid"]
         with pytest.raises(FitFailed, match=r"more than 1 s") as failure:
             fit.advance(3, timeout=1)
@@ -284,7 +290,7 @@ def broken() -> Net:
 )
 def test_what_cannot_begin_says_why(model, data, settings, message):
     with pytest.raises(FitFailed, match=message) as failure:
-        Fit(model, data, settings)
+        TrainingProcess(model, data, settings)
     assert failure.value.kind == "setup"
 
 
@@ -300,18 +306,18 @@ def test_what_cannot_begin_says_why(model, data, settings, message):
 )
 def test_impossible_arguments_are_refused_at_once(arguments, error, message):
     with pytest.raises(error, match=message):
-        Fit(*arguments)
+        TrainingProcess(*arguments)
 
 
 # --- that it ends -------------------------------------------------------------------------------
 
 
-def children_of(fit: Fit) -> list[int]:
+def children_of(fit: TrainingProcess) -> list[int]:
     return [child.pid for child in psutil.Process(fit.summary["pid"]).children(recursive=True)]
 
 
 def test_closing_ends_workers_too():
-    fit = Fit(Net, rows_with_workers, CPU)
+    fit = TrainingProcess(Net, rows_with_workers, CPU)
     fit.advance(2)
     pids = [fit.summary["pid"], *children_of(fit)]
     assert len(pids) == 2
@@ -327,24 +333,25 @@ def test_a_training_told_to_end_tidies_up(tmp_path):
         def on_exception(self, *_: Any) -> None:
             (tmp_path / "tidy").touch()
 
-    with Fit(Net, rows, lambda: {**CPU, "callbacks": [Leaves()]}) as fit:
+    with TrainingProcess(Net, rows, lambda: {**CPU, "callbacks": [Leaves()]}) as fit:
         fit.advance(1)
     assert (tmp_path / "tidy").exists()
 
 
 def test_a_forgotten_one_is_ended():
-    fit = Fit(Net, rows, CPU)
+    fit = TrainingProcess(Net, rows, CPU)
     pid = fit.summary["pid"]
     del fit
     assert gone(pid)
 
 
 PARENT = """
-from lightning_opt.worker.training_process import Fit
+from lightning_opt.worker.training_process import TrainingProcess
 from tests.profiling.fitting import CPU, Net, rows_with_workers, mishap
 import psutil
 print("run")
-fits = [Fit(Net, rows_with_workers, CPU), Fit(Net, rows_with_workers, lambda: mishap("hangs"))]
+settings = [CPU, lambda: mishap("hangs")]
+fits = [TrainingProcess(Net, rows_with_workers, one) for one in settings]
 fits[0].advance(2)
 children = psutil.Process().children(recursive=True)
 print(*[child.pid for child in children], flush=True)
@@ -353,7 +360,7 @@ fits[1].advance(5)  # hangs
 
 
 def test_ctrl_c_ends_a_training_that_hangs():
-    fit = Fit(Net, rows, lambda: mishap("hangs"))
+    fit = TrainingProcess(Net, rows, lambda: mishap("hangs"))
     pid = fit.summary["pid"]
     # A shell has what it starts in the background ignore the signal.
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -441,5 +448,5 @@ def test_loss_is_nan_where_there_is_none():
         def training_step(self, batch, batch_idx):
             return None
 
-    with Fit(Silent, rows, CPU) as fit:
+    with TrainingProcess(Silent, rows, CPU) as fit:
         assert all(math.isnan(step.loss) for step in fit.advance(2))

@@ -1,42 +1,38 @@
-"""How long functions take beside each other, and whether they differ."""
+"""Functions timed in turns."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
 import json
-import time
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from typing import Any
 
 import torch
 
 from lightning_opt.core.arguments import at_least, between, positive, share
-from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.measure.timing import time_calls, time_in_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.output.report import Report
-from lightning_opt.profiling.comparing.measured import (
-    Measured,
-    format_seconds,
-    ratio_columns,
-    verdict_note,
-)
+from lightning_opt.profiling.comparing.result import Measured, ratio_columns, verdict_note
 
 OFFSET = 0.005
-"""By how much two equal functions of one process may differ for good, by their memory: a guess."""
+"""Assumed standard deviation of the lasting difference between two equal functions of a process,
+from where their memory lies."""
 
-_MAX_CALLS = 1 << 20
+MAX_CALLS = 1 << 20
 
 
 class BenchmarkResult(Measured):
     """The result of :func:`benchmark`.
 
     Attributes:
-        report: A row a function: median and quartiles of the seconds of a call, the ratio to the
-            first with its interval, and a verdict.
+        report: A row per function: median and quartiles of the seconds of a call, the ratio to the
+            first function with its interval, and a verdict.
         seconds: For each function the seconds of one call, one number a round.
-        ratios: For each function but the first its :class:`Ratio` to the first.
-        calls: For each function how many calls were timed together.
+        ratios: For each function except the first its :class:`Ratio` to the first.
+        calls: For each function the number of calls in one timing.
     """
 
     def __init__(
@@ -60,8 +56,7 @@ class BenchmarkResult(Measured):
             if ratios:
                 row |= ratio_columns(ratios.get(name))
             rows.append(row)
-        report = Report("Seconds of a call", rows, notes)
-        super().__init__(report, ratios)
+        super().__init__(Report("Seconds of a call", rows, notes), ratios)
 
     def to_json(self) -> str:
         """Return report and timings as JSON."""
@@ -80,32 +75,32 @@ def benchmark(
     confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> BenchmarkResult:
-    """Time functions, interleaved, and tell whether they differ.
+    """Time functions in turns, and test whether they differ.
 
-    Each is timed once a round, in an order that rotates, so that a slow moment of the machine hits
-    all of them. The ratio to the first is the centre of the ratios within rounds. Its interval
-    allows for outliers, for rounds that depend on each other, and for the half percent by which
-    two equal functions of a process differ for good.
+    Each function is timed once a round, in an order that rotates, so that a slow moment of the
+    machine hits all of them. The ratio to the first is the median of the ratios within rounds. Its
+    interval allows for outliers, for rounds that depend on each other, and for the half percent by
+    which two equal functions of a process differ permanently.
 
     ``"no difference"`` means that the interval contains 1, or that the ratio is within
-    ``tolerance`` of 1. It does not mean that the two are equal: a difference that lies within the
-    interval may well be there.
+    ``tolerance`` of 1. It does not prove that the two are equal: a difference as small as the
+    interval is possible.
 
     Args:
-        functions: One function without arguments, or several by name; the first is what others
-            are compared with.
-        warmup: Rounds that are not kept.
-        iterations: Calls that are timed together, for all functions. None: for each as many as take
-            ``min_seconds``.
-        min_seconds: How long a timing takes at least.
+        functions: One function without arguments, or several by name; the first is the reference.
+        warmup: Rounds whose timings are discarded.
+        iterations: Calls per timing, for all functions. None: as many as take ``min_seconds``, for
+            each function.
+        min_seconds: The least duration of a timing.
         rounds: Timings of each function.
-        device: What to wait for at both ends of a timing. None: the GPU in use, if one is.
+        device: The device to wait for at both ends of a timing. None: the GPU if torch has
+            initialized one, else the CPU.
         confidence: Of the interval.
-        tolerance: Differences below this are called none: 0.01 is one percent.
+        tolerance: Smaller differences count as none: 0.01 is one percent.
 
     Raises:
         TypeError: If there is no function.
-        ValueError: For an impossible number.
+        ValueError: For a number out of range.
 
     Example:
         >>> import lightning_opt as lo, torch
@@ -120,8 +115,8 @@ def benchmark(
     positive("min_seconds", min_seconds)
     share("confidence", confidence)
     between("tolerance", tolerance, 0.0, 1.0)
-    place = _device(device)
-    with _no_collection():
+    place = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
+    with _automatic_collection_off():
         for function in named.values():
             for _ in range(max(1, warmup)):
                 function()
@@ -129,23 +124,22 @@ def benchmark(
             calls = {name: _calls(function, min_seconds, place) for name, function in named.items()}
         else:
             calls = dict.fromkeys(named, at_least("iterations", iterations, 1))
-        seconds: dict[str, list[float]] = {name: [] for name in named}
-        names = list(named)
-        for number in range(-warmup, rounds):
-            turn = number % len(names)
-            for name in names[turn:] + names[:turn]:
-                taken = _time(named[name], calls[name], place)
-                if number >= 0:
-                    seconds[name].append(taken / calls[name])
-            gc.collect(0)  # between timings, as it may not run within them
-    first = names[0]
+        seconds = time_in_turns(
+            named,
+            rounds=rounds,
+            calls=calls,
+            device=place,
+            warmup=warmup,
+            after_round=partial(gc.collect, 0),
+        )
+    first, *others = named
     ratios = {}
-    for name in names[1:]:
+    for name in others:
         pairs = list(zip(seconds[first], seconds[name], strict=True))
         ratio = compare_pairs([pairs], confidence=confidence, offset=OFFSET, tolerance=tolerance)
         if ratio is not None:
             ratios[name] = ratio
-    notes = [f"{rounds} rounds, each function once a round; garbage collected between timings."]
+    notes = [f"{rounds} rounds, each function once a round; garbage collected between rounds."]
     if ratios:
         notes.append(verdict_note(ratios, confidence, tolerance))
     return BenchmarkResult(seconds, ratios, calls, notes)
@@ -154,11 +148,7 @@ def benchmark(
 def _named(functions: Any) -> dict[str, Callable[[], object]]:
     if callable(functions):
         return {getattr(functions, "__name__", "function"): functions}
-    if (
-        isinstance(functions, Mapping)
-        and functions
-        and all(callable(function) for function in functions.values())
-    ):
+    if isinstance(functions, Mapping) and functions and all(map(callable, functions.values())):
         return {str(name): function for name, function in functions.items()}
     raise TypeError(
         "benchmark takes a function without arguments, or a dict of such functions by name, got "
@@ -166,26 +156,11 @@ def _named(functions: Any) -> dict[str, Callable[[], object]]:
     )
 
 
-def _device(device: torch.device | str | None) -> torch.device:
-    if device is not None:
-        return torch.device(device)
-    return torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-
-
-def _time(function: Callable[[], object], calls: int, device: torch.device) -> float:
-    wait_for(device)
-    start = time.perf_counter()
-    for _ in range(calls):
-        function()
-    wait_for(device)
-    return time.perf_counter() - start
-
-
 def _calls(function: Callable[[], object], seconds: float, device: torch.device) -> int:
-    """Return how many calls take ``seconds``: what the shorter of two timings says."""
+    """Return the number of calls that take ``seconds``, by the shorter of two timings."""
     calls = 1
-    while calls < _MAX_CALLS:
-        taken = min(_time(function, calls, device) for _ in range(2))
+    while calls < MAX_CALLS:
+        taken = calls * min(time_calls(function, calls, device) for _ in range(2))
         if taken >= seconds:
             break
         calls = max(calls + 1, min(calls * 8, int(1.1 * calls * seconds / max(taken, 1e-9))))
@@ -193,7 +168,7 @@ def _calls(function: Callable[[], object], seconds: float, device: torch.device)
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
+def _automatic_collection_off() -> Iterator[None]:
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -201,3 +176,11 @@ def _no_collection() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+def format_seconds(seconds: float) -> str:
+    """Return seconds as text, in s, ms, us or ns."""
+    for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
+        if seconds >= size:
+            return f"{seconds / size:.4g} {unit}"
+    return f"{seconds / 1e-9:.4g} ns"

@@ -1,4 +1,4 @@
-"""Configurations of the Trainer beside each other: their time, memory and loss."""
+"""Trainer configurations timed in turns: step time, memory and loss."""
 
 from __future__ import annotations
 
@@ -9,12 +9,13 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from lightning_opt.core.arguments import at_least, between, positive, share
-from lightning_opt.profiling.comparing.result import Comparison, Run
+from lightning_opt.core.measure.timing import rotated
+from lightning_opt.profiling.comparing.result import Comparison, Run, Training
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
-from lightning_opt.worker.training_process import Fit, FitFailed
+from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 TURN = 0.1
-"""Seconds that a turn takes at least, where nothing is said about steps."""
+"""The least seconds of a turn if ``steps`` is None."""
 
 
 def compare(
@@ -32,46 +33,46 @@ def compare(
     confidence: float = 0.95,
     tolerance: float = 0.01,
 ) -> Comparison:
-    """Train under several Trainer configurations, interleaved, and tell whether they differ.
+    """Train under several Trainer configurations in turns, and test whether they differ.
 
-    Each configuration is a real run in its own process. All are alive at once and take turns of a
-    few steps, in rotating order, so that a slow minute of the machine hits all of them. Then all
-    processes are restarted, ``starts`` times in all, because one process may be a little faster
-    than another for its whole life, with the same settings. A configuration that fails becomes a
-    row that says how; the others continue.
+    Each configuration is a real run in its own process. All processes are alive at once and take
+    turns of a few steps, in rotating order, so that a slow minute of the machine hits all of them.
+    Then all processes are restarted, ``starts`` times in all, because one process may be a little
+    faster than another for its whole life, with the same settings. A configuration that fails
+    becomes a row with its failure; the others continue.
 
     ``"no difference"`` means that the confidence interval of the ratio to the first configuration
-    contains 1, or that the ratio is within ``tolerance`` of 1. It does not mean that the two are
-    equal: the interval, and a note below the table, say how small a difference could be seen.
+    contains 1, or that the ratio is within ``tolerance`` of 1. It does not prove that the two are
+    equal: the interval, and a note below the table, give the smallest difference that could be
+    seen.
 
-    A step is a batch. Time counts from the end of one batch to the end of the next as the Trainer
-    makes it: data and callbacks are in, validation and checkpoints only where the settings ask for
-    them; loggers write nothing. The first step after a pause is not timed; workers of a loader
-    pause too. Ratios come from means of turns, so that what happens every few steps is in them, but
-    not what is so rare that most turns lack it.
+    A step is a batch. It is timed from the end of one batch to the end of the next: data and
+    callbacks are included, validation and checkpoints only if the settings enable them; loggers
+    write nothing. The first step after a pause is not timed; workers of a loader pause too. Ratios
+    come from means of turns, so they include work that happens every few steps, but not work so
+    rare that most turns lack it.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
         data: The same for a LightningDataModule or a DataLoader.
         configurations: By name the arguments of the Trainer, or functions that return them (called
-            for each run, so that callbacks are new). The first is what others are compared
-            with.
-        steps: Timed steps of each run. None: as many as fill turns of a tenth of a second,
-            and 2 a turn at least.
-        rounds: Turns of each run in which it takes them.
-        starts: How often all are started anew.
+            for each run, so that callbacks are new). The first is the reference.
+        steps: Timed steps of each run. None: enough for turns of a tenth of a second, and at least
+            2 per turn.
+        rounds: Turns of each run.
+        starts: Starts of each configuration's process.
         warmup: Steps at the start of each run that are not timed.
-        seed: Of everything random; the same for all, so that losses can be compared.
-        seconds: Stop after so long, with what has been measured until then; at least two turns of
-            each are taken.
+        seed: Seed of all random numbers; the same for all, so that losses can be compared.
+        seconds: Stop after this time with the measurements so far; each run takes at least two
+            turns.
         timeout: Seconds that the start of a run or one turn may take.
         confidence: Of the interval.
-        tolerance: Differences below this are called none: 0.01 is one percent.
+        tolerance: Smaller differences count as none: 0.01 is one percent.
 
     Raises:
-        TypeError: If a factory is none.
-        ValueError: Without configurations, or for an impossible number.
+        TypeError: If model, data or settings are not factories.
+        ValueError: Without configurations, or for a number out of range.
 
     Example:
         >>> result = lo.compare(  # doctest: +SKIP
@@ -102,26 +103,17 @@ def compare(
     between("tolerance", tolerance, 0.0, 1.0)
     if seconds is not None:
         positive("seconds", seconds)
-    end = None if seconds is None else time.monotonic() + seconds
+    end = math.inf if seconds is None else time.monotonic() + seconds
     runs = {name: Run(name) for name in named}
-    recipe = {"model": model, "data": data, "seed": seed}
+    recipe = {"model": model, "data": data, "seed": seed, "timeout": timeout}
     for start in range(starts):
         alive = {name: s for name, s in named.items() if runs[name].failure is None}
-        ends = None if end is None else _share_of_time(end, starts - start)
-        _train_in_turns(recipe, alive, runs, start, steps, rounds, warmup, timeout, ends)
-        if end is not None and time.monotonic() >= end:
+        now = time.monotonic()
+        start_end = now + max(0.0, end - now) / (starts - start)
+        _train_in_turns(recipe, alive, runs, start, steps, rounds, warmup, start_end)
+        if time.monotonic() >= end:
             break
     return Comparison(runs, confidence=confidence, tolerance=tolerance)
-
-
-def _share_of_time(end: float, starts: int) -> float:
-    now = time.monotonic()
-    return now + max(0.0, end - now) / starts
-
-
-def _turned(names: list[str], number: int) -> list[str]:
-    turn = number % len(names) if names else 0
-    return names[turn:] + names[:turn]
 
 
 def _train_in_turns(
@@ -132,43 +124,44 @@ def _train_in_turns(
     steps: int | None,
     rounds: int,
     warmup: int,
-    timeout: float,
-    end: float | None,
+    end: float,
 ) -> None:
-    """Train all in turns, from their start to their end."""
+    """Start a process for each configuration, let them train in turns, and end them."""
     with contextlib.ExitStack() as stack:
-        fits: dict[str, Fit] = {}
-        for name in _turned(list(settings), start):
-            with _recorded(runs[name], fits):
-                fits[name] = stack.enter_context(
-                    Fit(**recipe, settings=settings[name], timeout=timeout)
+        processes: dict[str, TrainingProcess] = {}
+        paces: list[float] = []
+        for name in rotated(list(settings), start):
+            with _failure_recorded(runs[name], processes):
+                processes[name] = process = stack.enter_context(
+                    TrainingProcess(**recipe, settings=settings[name])
                 )
-                runs[name].begin(fits[name].summary)
-                runs[name].add(fits[name].advance(warmup), warmup)
-        turns = _turns(steps, rounds, [runs[name].pace() for name in fits])
-        for number, length in enumerate(turns):
-            for name in _turned([name for name in settings if name in fits], number + start):
-                with _recorded(runs[name], fits):
-                    runs[name].add(fits[name].advance(1 + length), 1 + length, number)
-                    runs[name].peak = max(runs[name].peak or 0, fits[name].peak_bytes)
-            if number >= 1 and end is not None and time.monotonic() >= end:
+                runs[name].summary = dict(process.summary)
+                runs[name].trainings.append(Training(process.steps))
+                paces.append(min(step.seconds for step in process.advance(warmup)))
+        for number, length in enumerate(_turns(steps, rounds, paces)):
+            for name in rotated([name for name in settings if name in processes], number + start):
+                run, process = runs[name], processes[name]
+                with _failure_recorded(run, processes):
+                    run.trainings[-1].turns[number] = process.advance(1 + length)[1:]
+                    run.peak = max(run.peak or 0, process.peak_bytes)
+            if number >= 1 and time.monotonic() >= end:
                 break
-        for fit_of_name in fits.values():
-            fit_of_name.ask_to_end()  # all at once, and then each is waited for
+        for process in processes.values():
+            process.ask_to_end()  # all at once; the stack then waits for each
 
 
 @contextlib.contextmanager
-def _recorded(run: Run, fits: dict[str, Fit]) -> Iterator[None]:
-    """Have a failure end this run alone."""
+def _failure_recorded(run: Run, processes: dict[str, TrainingProcess]) -> Iterator[None]:
+    """End only this run if it fails."""
     try:
         yield
     except FitFailed as failure:
         run.failure = failure
-        fits.pop(run.name, None)
+        processes.pop(run.name, None)
 
 
 def _turns(steps: int | None, rounds: int, paces: list[float]) -> list[int]:
-    """Return the timed steps of each turn."""
+    """Return the number of timed steps of each turn."""
     if steps is None:
         slowest = max(paces, default=1.0)
         steps = rounds * max(2, math.ceil(TURN / max(slowest, 1e-6)))

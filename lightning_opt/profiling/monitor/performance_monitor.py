@@ -16,13 +16,13 @@ from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.profiling.durations import Work
 from lightning_opt.profiling.monitor.gpu import find_gpu
 from lightning_opt.profiling.monitor.record import Record, means
 from lightning_opt.profiling.monitor.report import build_report, describe, judge
 from lightning_opt.profiling.monitor.sampling import Sampler
 from lightning_opt.profiling.monitor.slowdown import Fall, Throughput
 from lightning_opt.profiling.monitor.step_times import StepTime, StepTimer
-from lightning_opt.profiling.work import Work
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 
+from lightning_opt.profiling.durations import Work
 from lightning_opt.profiling.monitor.step_times import StepTime
-from lightning_opt.profiling.work import Work
 
 
 class Record:

@@ -1,4 +1,4 @@
-"""What Lightning tells no profiler: forward, loss, the wait for gradients, logging, validation."""
+"""Hooks for phases that Lightning reports to no profiler: forward, loss, communication, logging."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from lightning_opt.core.modules.batches import samples_in, tokens_in
 from lightning_opt.core.modules.compiling import hooks_are_compiled
-from lightning_opt.profiling.steps.step_clock import StepClock
+from lightning_opt.core.modules.patching import replaced
+from lightning_opt.profiling.steps.phase_clock import PhaseClock
 from lightning_opt.profiling.steps.step_phases import (
     BACKWARD,
     COMMUNICATION,
@@ -28,49 +29,57 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class Watch:
-    """Is on the model and the Trainer's parts during an epoch, and at no other time.
+class EpochHooks:
+    """Hooks on the model and the Trainer's parts during one epoch.
 
-    An epoch is one of Lightning's actions, whose end comes also after an exception, which other
-    ends do not. So nothing can stay behind.
+    Lightning reports the end of an epoch to profilers even after an exception, unlike other ends.
+    So the hooks are always removed.
 
     Args:
-        clock: What to tell.
+        clock: The clock to control.
         trainer: The Trainer.
-        tokens: How tokens are counted, if they are.
+        tokens: How to count tokens, or None.
 
     Attributes:
-        samples: In the batch that was moved to the device last.
-        tokens: Likewise.
-        separate: Whether the forward pass can be told from the rest of ``training_step``.
-        seen: Whether a forward pass was seen since this was last set to False.
+        samples: Samples of the batch that was last moved to the device.
+        tokens: Its tokens.
+        separates_forward: Whether the forward pass can be separated from the rest of
+            ``training_step``.
+        saw_forward: Set by each forward pass.
     """
 
-    def __init__(self, clock: StepClock, trainer: pl.Trainer, tokens: int | str | None) -> None:
+    def __init__(self, clock: PhaseClock, trainer: pl.Trainer, tokens: int | str | None) -> None:
         self.clock, self._trainer, self._tokens = clock, trainer, tokens
         self._module = trainer.lightning_module
-        # The LightningModule and the modules that it calls itself, but losses and metrics.
+        # The LightningModule and the modules that it calls itself, except losses and metrics.
         modules = [self._module, *_children(self._module)]
-        self.separate = not any(map(hooks_are_compiled, modules))
-        self.seen = False
+        self.separates_forward = not any(map(hooks_are_compiled, modules))
+        self.saw_forward = False
         self.samples = self.tokens = 0
         self._open: nn.Module | None = None
         with ExitStack() as stack:
-            self._attach(stack, modules if self.separate else [])
-            self.detach = stack.pop_all().close
-            """Leave everything as it was."""
+            self._attach(stack, modules if self.separates_forward else [])
+            self.remove = stack.pop_all().close
+            """Remove all hooks."""
 
     def _attach(self, stack: ExitStack, modules: list[nn.Module]) -> None:
-        trainer, timed = self._trainer, self._timed
+        trainer = self._trainer
         loop = trainer.fit_loop.epoch_loop
-        replace(stack, loop, "on_run_start", timed(DATA))  # starts the workers of the loader
-        replace(stack, loop.val_loop, "run", timed(VALIDATION))
+
+        def wrap(owner: Any, name: str, around: Callable[..., Any]) -> None:
+            inner = getattr(owner, name, None)
+            if inner is not None:  # this version of Lightning has it
+                wrapped = functools.wraps(inner)(functools.partial(around, inner))
+                stack.enter_context(replaced(owner, **{name: wrapped}))
+
+        wrap(loop, "on_run_start", self._timed(DATA))  # starts the workers of the loader
+        wrap(loop.val_loop, "run", self._timed(VALIDATION))
         for logger in trainer.loggers:
-            replace(stack, logger, "log_metrics", timed(LOGGING))
+            wrap(logger, "log_metrics", self._timed(LOGGING))
         if trainer.world_size > 1:
-            replace(stack, loop, "_broadcast_sigterm_tensor", timed(RANKS))
-        replace(stack, trainer.strategy, "batch_to_device", self._look_at_batch)
-        replace(stack, trainer.precision_plugin, "backward", self._backward)
+            wrap(loop, "_broadcast_sigterm_tensor", self._timed(RANKS))
+        wrap(trainer.strategy, "batch_to_device", self._batch_to_device)
+        wrap(trainer.precision_plugin, "backward", self._backward)
         enter, leave = _Hook(self._enter_forward), _Hook(self._leave_forward)
         for module in modules:
             stack.callback(module.register_forward_pre_hook(enter).remove)
@@ -88,7 +97,7 @@ class Watch:
 
         return around
 
-    def _look_at_batch(
+    def _batch_to_device(
         self, inner: Callable[..., Any], batch: Any, *args: Any, **kwargs: Any
     ) -> Any:
         if self._trainer.training:
@@ -99,17 +108,17 @@ class Watch:
 
     # --- forward and loss -----------------------------------------------------------------------
 
-    def begin_step(self) -> None:
-        """A ``training_step`` begins."""
+    def start_training_step(self) -> None:
+        """Reset the state of the forward pass."""
         self._open = None
 
     def _enter_forward(self, module: nn.Module, *_: Any) -> None:
         if self.clock.phase == LOSS:
-            if module is self._module and _is_redirected(module):
-                return  # DDP and others call `training_step` by way of `forward`
+            if module is self._module and _calls_training_step(module):
+                return
             self._open = module
             self.clock.enter(FORWARD, self)
-            self.seen = True
+            self.saw_forward = True
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
         if module is self._open:
@@ -122,60 +131,33 @@ class Watch:
         self, inner: Callable[..., Any], loss: Any, model: Any, optimizer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        self.clock.enter(BACKWARD, Watch)
+        self.clock.enter(BACKWARD, EpochHooks)
         handle = None
         try:
-            if self._reduces() and isinstance(loss, Tensor) and loss.requires_grad:
-                handle = loss.register_hook(self._begin_backward)
+            if self._reduces_gradients() and isinstance(loss, Tensor) and loss.requires_grad:
+                handle = loss.register_hook(self._queue_communication)
             return inner(loss, model, optimizer, *args, **kwargs)
         finally:
             if handle is not None:
                 handle.remove()
-            self.clock.leave(Watch)
+            self.clock.leave(EpochHooks)
 
-    def _reduces(self) -> bool:
+    def _reduces_gradients(self) -> bool:
         if self._trainer.world_size == 1:
             return False
         return bool(getattr(self._trainer.strategy.model, "require_backward_grad_sync", True))
 
-    def _begin_backward(self, gradient: Tensor) -> None:
-        # Callbacks of the engine run when all gradients are computed, in the order in which they
-        # were queued. DDP and FSDP queue theirs, in which they wait for communication, later in
-        # the same backward pass.
-        torch.autograd.Variable._execution_engine.queue_callback(self._computed)
+    def _queue_communication(self, gradient: Tensor) -> None:
+        # The engine runs such callbacks when all gradients are computed, in the order in which they
+        # were queued. DDP and FSDP queue theirs, which wait for communication, later.
+        torch.autograd.Variable._execution_engine.queue_callback(self._enter_communication)
 
-    def _computed(self) -> None:
+    def _enter_communication(self) -> None:
         self.clock.enter(COMMUNICATION, self)
 
 
-def replace(stack: ExitStack, owner: Any, name: str, around: Callable[..., Any]) -> None:
-    """Put something around a method of one object, until the stack is closed.
-
-    Args:
-        stack: What puts the method back.
-        owner: The object.
-        name: Of its method; nothing happens if it has none.
-        around: Takes the method and its arguments, and returns what it returns.
-    """
-    inner = getattr(owner, name, None)
-    if inner is None:
-        return  # another version of Lightning
-    attributes, ours = vars(owner), functools.wraps(inner)(functools.partial(around, inner))
-    before = attributes.get(name)
-
-    def put_back() -> None:
-        if attributes.get(name) is not ours:
-            return  # somebody else's by now, who will put back what was theirs
-        del attributes[name]
-        if before is not None:
-            attributes[name] = before
-
-    attributes[name] = ours
-    stack.callback(put_back)
-
-
 class _Hook:
-    """A hook on a module that does nothing on copies of the module."""
+    """A module hook whose copies do nothing."""
 
     def __init__(self, function: Callable[..., None]) -> None:
         self._function = function
@@ -183,7 +165,7 @@ class _Hook:
     def __call__(self, *args: Any) -> None:
         self._function(*args)
 
-    def __reduce__(self) -> Any:  # for copies too
+    def __reduce__(self) -> Any:  # for copy.deepcopy too
         return _Hook, (_do_nothing,)
 
 
@@ -208,6 +190,7 @@ def _is_loss_or_metric(name: str, module: nn.Module) -> bool:
     return "loss" in words or "criterion" in words
 
 
-def _is_redirected(module: nn.Module) -> bool:
+def _calls_training_step(module: nn.Module) -> bool:
+    """Return whether ``forward`` runs ``training_step``: DDP and others redirect it like that."""
     name = getattr(module.forward, "__qualname__", "")
     return name.startswith("_ForwardRedirection.")

@@ -1,4 +1,4 @@
-"""What a profiled run comes to: throughput, FLOPs, bandwidth, ranks, and the table of phases."""
+"""The measurements of a profiled run: phases, throughput, FLOPs, bandwidth, ranks."""
 
 from __future__ import annotations
 
@@ -6,51 +6,51 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from lightning_opt.core.output.report import Report
-from lightning_opt.profiling.durations import Durations
+from lightning_opt.profiling.durations import Durations, Work
 from lightning_opt.profiling.flops import Flops
-from lightning_opt.profiling.steps.step_clock import StepClock
+from lightning_opt.profiling.steps.phase_clock import HOST, PhaseClock
 from lightning_opt.profiling.steps.step_phases import CALLBACK, NOT_OF_A_STEP, OTHER
-from lightning_opt.profiling.work import Work
 
 
 @dataclass
 class Ranks:
-    """How long each rank was busy in a step, waits for the others left out."""
+    """Seconds per step that each rank was busy, without waits for other ranks."""
 
     busy: list[float]
 
     @property
     def slowest(self) -> int:
-        """The rank that the others wait for."""
+        """The rank with the most busy time, which the others wait for."""
         return max(range(len(self.busy)), key=self.busy.__getitem__)
 
     @property
     def lag(self) -> float:
-        """Seconds a step by which the slowest rank is behind the mean of the others."""
+        """Seconds per step by which the slowest rank exceeds the mean of the others."""
         others = [value for rank, value in enumerate(self.busy) if rank != self.slowest]
         return self.busy[self.slowest] - sum(others) / max(1, len(others))
 
 
 @dataclass
 class Measures:
-    """Everything measured in one run, by numbers of fixed memory.
+    """All measurements of one run, in bounded memory.
 
     Attributes:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         clock: Durations by phase, and the steps that count.
-        wall: Seconds of the run, None while it goes on.
+        wall: Seconds of the run, None while it runs.
         batches: Batches trained on.
         optimizer_steps: Updates.
-        flops: Of one batch, None where not counted.
-        flops_samples: Samples, or tokens where they are counted, of that batch.
-        peak: FLOP a second that the device can do, None where unknown.
-        bytes: That regions have moved, by their names.
-        ranks: None with a single one.
-        notes: What the reader has to know.
+        flops: Of the first batch, None if not counted.
+        flops_samples: Tokens of that batch, or its samples if tokens are not counted.
+        peak: The device's peak of operations per second, None if unknown.
+        world_size: The number of ranks.
+        bytes: Bytes moved in regions, by their names.
+        ranks: None with one rank.
+        notes: Further notes for the report.
     """
 
     stage: str
-    clock: StepClock
+    clock: PhaseClock
     wall: float | None = None
     batches: int = 0
     optimizer_steps: int = 0
@@ -63,7 +63,7 @@ class Measures:
     notes: list[str] = field(default_factory=list)
 
     def rates_of(self, work: Work) -> dict[str, float]:
-        """Return what some steps did a second, of this rank: samples, tokens, FLOPs and MFU."""
+        """Return samples, tokens, FLOPs per second and MFU of some steps of this rank."""
         flops = None
         if self.flops is not None and self.flops_samples:
             amount = work.tokens or work.samples
@@ -72,10 +72,10 @@ class Measures:
 
     @property
     def rates(self) -> dict[str, float]:
-        """The same while it trained: validation, checkpoints and the start left out.
+        """Rates of this rank while it trained, without validation, checkpoints and the start.
 
-        Keys are ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` (what the model
-        needs) and ``mfu`` (model FLOPs utilisation, of the peak), as far as they are known.
+        Keys are ``samples_per_second``, ``tokens_per_second``, ``flops_per_second`` (without
+        recomputation) and ``mfu`` (model FLOPs utilisation, of the peak), as far as known.
         """
         return self.rates_of(self.clock.work)
 
@@ -86,7 +86,7 @@ class Measures:
         return {names[phase]: d.total for phase, d in self.clock.durations.items()}
 
     def split_step(self) -> tuple[dict[str, float], dict[str, float]]:
-        """Return the seconds of the phases of a step, and apart those of callbacks, by name."""
+        """Return the seconds of the phases of steps, and separately those of callbacks, by name."""
         names = self.clock.phases.names
         own: dict[str, float] = {}
         callbacks: dict[str, float] = {}
@@ -105,7 +105,7 @@ class Measures:
         return named / self.wall
 
     def report(self) -> Report:
-        """Return one row a phase, the longest first, and what they sum up to."""
+        """Return a table with a row per phase, the longest first."""
         names, wall = self.clock.phases.names, self.wall or sum(self.seconds.values())
         device = self.clock.device.durations if self.clock.device is not None else None
         ordered = sorted(self.clock.durations.items(), key=lambda item: -item[1].total)
@@ -115,10 +115,10 @@ class Measures:
             if device is not None:
                 row["device ms"] = _milliseconds(device[phase].mean) if phase in device else None
             rows.append(row)
-        if device is not None and -1 in device:
+        if device is not None and HOST in device:
             row = dict.fromkeys(rows[0]) if rows else {}
             rows.append({**row, "phase": "device: between those", "device ms":
-                         _milliseconds(device[-1].mean)})  # fmt: skip
+                         _milliseconds(device[HOST].mean)})  # fmt: skip
         steps = self.clock.work.steps
         title = f"StepProfiler: {self.stage}, {wall:.2f} s"
         if steps.count:

@@ -1,4 +1,4 @@
-"""The phases of a run that a person knows, and which of Lightning's actions belongs to which."""
+"""The phases of a run, and the phase of each of Lightning's profiled actions."""
 
 from __future__ import annotations
 
@@ -40,19 +40,19 @@ NAMES = (
 ) = range(len(NAMES))  # fmt: skip
 
 CALLBACK = "callback "
-"""How the names of callbacks' phases begin."""
+"""Prefix of the names of callbacks' phases."""
 
 IGNORED, EPOCH, BATCH, FETCH, STEP, TRAIN_END = -1, -2, -3, -4, -5, -6
-"""Actions that are no phase: left to what encloses them, or with a meaning of their own."""
+"""Actions that are not phases: part of the enclosing phase, or handled specially."""
 
-MOST_PHASES = 200
-"""So many names are told apart; callbacks, regions and actions beyond those are ``other``."""
+MAX_PHASES = 200
+"""The most phases; further callbacks, regions and actions count as ``other``."""
 
 NOT_OF_A_STEP = frozenset((VALIDATION, CHECKPOINT, SETUP, BETWEEN, TEARDOWN, PROFILER, OTHER))
-"""Phases whose time is not that of a training step."""
+"""Phases that are not part of a training step."""
 
 WAITS = frozenset((COMMUNICATION, RANKS))
-"""Phases in which a rank waits for others."""
+"""Phases in which a rank waits for other ranks."""
 
 _ON_DEVICE = frozenset(
     (TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
@@ -85,13 +85,13 @@ _EVALUATION = ("validation_step", "test_step", "predict_step")
 
 
 class Phases:
-    """Numbers for names: the fixed ones, then callbacks, regions and a user's own actions.
+    """Numbers for names: the fixed ones, then callbacks, regions and the user's own actions.
 
     Attributes:
         names: By number.
-        on_device: Whether a phase gives a device work, so that its time there is of interest.
-        level: How strongly a phase asserts itself within another one.
-        cap: From which level on a phase within this one is told apart; others belong to it.
+        on_device: Whether a phase gives a device work.
+        level: The level of a phase inside another one.
+        cap: The lowest level that is separate inside this phase; lower levels count for this one.
     """
 
     def __init__(self) -> None:
@@ -104,26 +104,26 @@ class Phases:
         self._numbers = {name: number for number, name in enumerate(NAMES)}
 
     def number(self, name: str, on_device: bool) -> int:
-        """Return the number of a phase, a new one if the name is new."""
+        """Return the number of a phase, a new one for a new name."""
         found = self._numbers.get(name)
         if found is None:
-            if len(self.names) >= MOST_PHASES:
+            if len(self.names) >= MAX_PHASES:
                 return OTHER
             found = self._numbers[name] = len(self.names)
             self.names.append(name)
             self.on_device.append(on_device)
             self.level.append(1)
-            self.cap.append(1)  # a region around the forward pass is the region's
+            self.cap.append(1)  # a forward pass inside a region counts for the region
         elif on_device:
             self.on_device[found] = True
         return found
 
     def of(self, action: str, trainer: pl.Trainer) -> int:
-        """Return the phase of one of Lightning's actions, or what it means.
+        """Return the phase of one of Lightning's actions, or its special meaning.
 
         Args:
-            action: As Lightning names it, such as ``"[Callback]EarlyStopping{...}.on_fit_start"``.
-            trainer: Whose; a hook that nobody has overridden is ``IGNORED``.
+            action: Its name, such as ``"[Callback]EarlyStopping{...}.on_fit_start"``.
+            trainer: The Trainer. Hooks that its parts do not override are ``IGNORED``.
         """
         fixed = {
             "run_training_epoch": EPOCH,
@@ -155,7 +155,7 @@ class Phases:
         known = {"training_step": STEP, "batch_to_device": TRANSFER, "on_train_end": TRAIN_END}
         if hook in _EVALUATION:
             return VALIDATION if training else FORWARD
-        return known.get(hook, IGNORED)  # the backward pass is looked at more closely: `Watch`
+        return known.get(hook, IGNORED)  # `EpochHooks` times the backward pass
 
     def _of_callback(self, key: str, hook: str, trainer: pl.Trainer) -> int:
         callbacks = trainer.callbacks  # type: ignore[attr-defined]
@@ -175,13 +175,13 @@ def _of_module(owner: str, hook: str, trainer: pl.Trainer) -> int:
         return phase
     if phase == CLIPPING and trainer.gradient_clip_val:
         return phase
-    thing: Any = (
+    owner_object: Any = (
         trainer.lightning_module if owner == "[LightningModule" else trainer.datamodule  # type: ignore[attr-defined]
     )
     base = LightningModule if owner == "[LightningModule" else LightningDataModule
-    return phase if _overrides(thing, hook, base) else IGNORED
+    return phase if _overrides(owner_object, hook, base) else IGNORED
 
 
-def _overrides(thing: Any, hook: str, base: type) -> bool:
-    own = getattr(thing, hook, None)
+def _overrides(owner: Any, hook: str, base: type) -> bool:
+    own = getattr(owner, hook, None)
     return getattr(own, "__func__", own) is not getattr(base, hook, None)

@@ -1,4 +1,4 @@
-"""Where the time of a run goes, in phases that a person knows."""
+"""The profiler of a run's phases."""
 
 from __future__ import annotations
 
@@ -15,52 +15,48 @@ from lightning_opt.core.arguments import at_least, positive
 from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.profiling.peak_flops import multiplied_type, peak_flops
+from lightning_opt.profiling.flops import multiplied_type, peak_flops
 from lightning_opt.profiling.steps.step_measures import Measures
 from lightning_opt.profiling.steps.step_phases import DATA, NAMES
-from lightning_opt.profiling.steps.step_run import StepRun
-from lightning_opt.profiling.steps.trace import Trace
+from lightning_opt.profiling.steps.step_run import StepRun, Trace
 
 DATA_BOUND = 0.2
-"""Share of a step's time from which waiting for data is too much."""
+"""Share of a step from which waiting for data is reported as a problem."""
 
 
 class StepProfiler(Profiler):
     """Shows where the time of a run goes, in phases that add up to the wall time.
 
-    Phases have familiar names, unlike Lightning's hooks: data wait, transfer,
-    forward, loss, backward, gradient communication, clipping, each callback by name, optimizer
-    step, logging, validation, checkpoint, and Lightning's own loop. Time counts only towards the
-    innermost phase. On CUDA the device's time of each phase is measured too, by events that are
-    read some steps later, so nothing in a step waits for the device. Memory does not grow with the
-    run.
+    The phases are data wait, transfer, forward, loss, backward, gradient communication, clipping,
+    each callback by name, optimizer step, logging, validation, checkpoint, and Lightning's own
+    loop. Time counts only for the innermost phase. On CUDA the device's time of each phase is
+    measured too, by events that are read some steps later, so no step waits for the device. Memory
+    does not grow with the run.
 
-    At the end of a run rank 0 prints the table; :meth:`report` returns it. Under several processes
+    At the end of a run rank 0 prints the table; :meth:`report` returns it. With several processes
     every rank needs one. Logged every ``log_every_n_steps`` batches and at the end of a fit:
 
     ============================== =============================================================
-    ``time/<phase>_ms``            milliseconds a batch of each phase since the last time
-    ``time/step_ms``               their sum: a batch, without validation and checkpoints
+    ``time/<phase>_ms``            milliseconds per batch of each phase since the last report
+    ``time/step_ms``               their sum, without validation and checkpoints
     ``time/samples_per_second``    of this rank
     ``time/tokens_per_second``     of this rank, with ``tokens``
-    ``time/flops_per_second``      FLOPs of the model
+    ``time/flops_per_second``      FLOPs of the model, without recomputation
     ``time/mfu``                   the same, as a share of the device's peak
     ============================== =============================================================
 
     Args:
         dirpath: Folder for files; by default the logger's.
-        filename: Write ``<filename>.md`` and ``.json`` at the end of each run; by default nothing
-            is written.
-        log_every_n_steps: Batches from one logging to the next; 0 for none.
-        tokens: What is counted besides samples: the name of the tensor in batches that are dicts
-            whose elements are tokens, or the number of tokens in each sample.
-        flops: Whether to count the FLOPs of the first batch. It takes longer, and is left out of
-            the phases.
-        peak_flops: FLOP a second that the device can do at best, in the run's precision; by default
-            what its maker states, where that is known.
+        filename: Write ``<filename>.md`` and ``.json`` at the end of each run; by default no files.
+        log_every_n_steps: Batches between two reports to the logger; 0 for none.
+        tokens: Counts tokens too: the name of the tensor of tokens in batches that are dicts, or
+            the number of tokens per sample.
+        flops: Count the FLOPs of the first batch. It takes longer, and is excluded from the phases.
+        peak_flops: The device's peak of FLOPs per second in the run's precision; by default the
+            manufacturer's figure, if known.
         trace: The first and the last batch, from 0, that ``torch.profiler`` records to
             ``trace_<first>_<last>.json`` on rank 0. It ends with its epoch at the latest.
-        print_table: Whether to print the table at the end of a run.
+        print_table: Print the table at the end of a run.
 
     Raises:
         ValueError: For arguments out of range.
@@ -97,10 +93,10 @@ class StepProfiler(Profiler):
         self._runs: dict[str, Measures] = {}
         self._last: Measures | None = None
 
-    # --- what the Trainer calls -----------------------------------------------------------------
+    # --- called by the Trainer ------------------------------------------------------------------
 
     def setup(self, stage: str, local_rank: int | None = None, log_dir: str | None = None) -> None:
-        """Begin to measure; called by the Trainer before everything else of a run."""
+        """Start measuring. The Trainer calls this before everything else in a run."""
         self._end_run()
         self.dirpath = self._given_dirpath
         super().setup(stage, local_rank, log_dir)
@@ -124,7 +120,7 @@ class StepProfiler(Profiler):
         measures.peak = self.peak_flops or peak_flops(root, kind)
 
     def start(self, action_name: str) -> None:
-        """Begin one of the Trainer's actions."""
+        """Start one of the Trainer's actions."""
         if self._run is not None:
             self._run.start(action_name)
 
@@ -134,7 +130,7 @@ class StepProfiler(Profiler):
             self._run.stop(action_name)
 
     def describe(self) -> None:
-        """End the run: on rank 0 print the table and write the files; called by the Trainer."""
+        """End the run; rank 0 prints the table and writes the files."""
         run, self._run = self._run, None
         if run is None:
             return
@@ -156,7 +152,7 @@ class StepProfiler(Profiler):
         (folder / f"{stem}.json").write_text(report.to_json() + "\n")
 
     def teardown(self, stage: str | None) -> None:
-        """Leave nothing behind on the model and the Trainer."""
+        """Remove all hooks from the model and the Trainer."""
         self._end_run()
         super().teardown(stage)
 
@@ -166,25 +162,25 @@ class StepProfiler(Profiler):
             run.end_epoch()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out what belongs to a run, so that it can be sent to a new process."""
+        """Drop the state of the run, so that it can be sent to a new process."""
         state = {**self.__dict__, "_run": None, "_last": None, "_runs": {}}
         state.pop("_lightning_module", None)
         return state
 
-    # --- what you call --------------------------------------------------------------------------
+    # --- called by the user ---------------------------------------------------------------------
 
     def region(
         self,
         name: str,
-        bytes: float | None = None,  # noqa: A002 - what it is
+        bytes: float | None = None,  # noqa: A002 - the plain name
     ) -> AbstractContextManager[None]:
-        """Measure a part of the step as a phase of its own, taken out of the one it lies in.
+        """Measure a part of the step as a phase of its own, excluded from the enclosing phase.
 
-        Outside of a run, and in other threads than the Trainer's, it does nothing.
+        It has no effect outside of a run, and in other threads than the Trainer's.
 
         Args:
-            name: Of the phase ``region <name>``.
-            bytes: That one call moves; the report then says GB/s.
+            name: The phase is named ``region <name>``.
+            bytes: Bytes moved by one call; the report then includes GB/s.
 
         Example:
             >>> import lightning_opt as lo
@@ -197,7 +193,7 @@ class StepProfiler(Profiler):
         return self._run.region(name, bytes)
 
     def measures(self, stage: str | None = None) -> Measures:
-        """Return the numbers behind the table.
+        """Return the measurements behind the table.
 
         Args:
             stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``: the last run of that
@@ -209,36 +205,36 @@ class StepProfiler(Profiler):
         found = self._runs.get("fit", self._last) if stage is None else self._runs.get(stage)
         if found is None:
             raise RuntimeError(
-                f"StepProfiler has not seen such a run yet, only {sorted(self._runs) or 'none'}: "
-                "give it to a Trainer as profiler=."
+                f"StepProfiler has measured no such run yet, only {sorted(self._runs) or 'none'}: "
+                "pass it to a Trainer as profiler=."
             )
         return found
 
     def report(self, stage: str | None = None) -> Report:
-        """Return the table: one row a phase, the longest first. Arguments as :meth:`measures`."""
+        """Return a table with a row per phase, the longest first. Arguments as :meth:`measures`."""
         return self.measures(stage).report()
 
     def diagnose(self) -> list[Verdict]:
-        """Return that it was profiled, what takes longest, and whether it waits for data."""
+        """Return verdicts on the longest phase and on waiting for data."""
         found = self._runs.get("fit")
         if found is None:
-            finding = "StepProfiler has seen no fit yet."
-            return [Verdict("profile", "unknown", finding, "Ask again after fit.")]
+            finding = "StepProfiler has measured no fit yet."
+            return [Verdict("profile", "unknown", finding, "Call it again after fit.")]
         seconds, callbacks = found.split_step()
         if not sum(seconds.values()):
-            finding = "StepProfiler has seen no training step."
-            return [Verdict("profile", "unknown", finding, "Train on.")]
-        total, theirs = sum(seconds.values()), sum(callbacks.values())
+            finding = "StepProfiler has measured no training step."
+            return [Verdict("profile", "unknown", finding, "Train longer.")]
+        total, callback_seconds = sum(seconds.values()), sum(callbacks.values())
         longest = max(seconds, key=seconds.__getitem__)
         finding = f"{longest!r} takes longest, {seconds[longest] / total:.0%} of a step"
-        beside = ""
-        if theirs:
+        note = ""
+        if callback_seconds:
             most = max(callbacks, key=callbacks.__getitem__)
-            share = theirs / (theirs + total)
+            share = callback_seconds / (callback_seconds + total)
             finding += " without callbacks"
-            beside = f" Callbacks take {share:.0%} of the whole, {most} most."
+            note = f" Callbacks take {share:.0%} of the whole, {most} most."
         waiting = seconds.get(NAMES[DATA], 0.0) / total
-        verdicts = [Verdict("profile", "ok", f"{finding}.{beside}", callbacks=beside)]
+        verdicts = [Verdict("profile", "ok", f"{finding}.{note}", callbacks=note)]
         finding = f"StepProfiler: {waiting:.0%} of a step is waiting for data."
         if waiting > DATA_BOUND:
             advice = "Add DataPipelineTuner(), which measures how many workers the loader needs."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,9 +14,8 @@ import torch.distributed as dist
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
-from lightning_opt.profiling.steps.device_clock import DeviceClock
-from lightning_opt.profiling.steps.hooks import Watch
-from lightning_opt.profiling.steps.step_clock import StepClock
+from lightning_opt.profiling.steps.hooks import EpochHooks
+from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
 from lightning_opt.profiling.steps.step_measures import Measures, Ranks
 from lightning_opt.profiling.steps.step_phases import (
     BATCH,
@@ -36,22 +36,58 @@ from lightning_opt.profiling.steps.step_phases import (
     TRAIN_END,
     Phases,
 )
-from lightning_opt.profiling.steps.trace import Trace
 
-MOST_ACTIONS = 2000
-"""So many names of actions are known; a name that is new each time would fill the memory."""
+MAX_ACTIONS = 2000
+"""The most names of actions; names that are new each time would fill the memory."""
+
+
+class Trace:
+    """Records batches ``first`` to ``last`` with `torch.profiler`, for Perfetto or TensorBoard.
+
+    Args:
+        first: Number of the first batch, from 0.
+        last: Number of the last batch.
+        folder: Gets ``trace_<first>_<last>.json``.
+    """
+
+    def __init__(self, first: int, last: int, folder: Path) -> None:
+        self.first, self.last = first, last
+        self._path = folder / f"trace_{first}_{last}.json"
+        self._profile: Any = None
+
+    @property
+    def running(self) -> bool:
+        """Whether it records."""
+        return self._profile is not None
+
+    def start(self) -> None:
+        """Start recording."""
+        activities = [torch.profiler.ProfilerActivity.CPU]
+        if torch.cuda.is_available():
+            activities.append(torch.profiler.ProfilerActivity.CUDA)
+        self._profile = torch.profiler.profile(activities=activities)
+        self._profile.__enter__()
+
+    def stop(self) -> None:
+        """Stop and write the file. No effect if it does not record."""
+        profile, self._profile = self._profile, None
+        if profile is None:
+            return
+        profile.__exit__(None, None, None)
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        profile.export_chrome_trace(str(self._path))
 
 
 class StepRun:
-    """Turns Lightning's actions into phases and steps, and looks at the batches.
+    """Translates Lightning's actions into phases and steps.
 
     Args:
         stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
         trainer: The Trainer.
-        log_every_n_steps: Batches from one logging to the next; 0 for none.
-        tokens: How tokens are counted, if they are.
-        flops: Whether to count those of the first batch.
-        trace: What records some batches, or None.
+        log_every_n_steps: Batches between two reports to the logger; 0 for none.
+        tokens: How to count tokens, or None.
+        flops: Count the FLOPs of the first batch.
+        trace: Records some batches, or None.
     """
 
     def __init__(
@@ -67,13 +103,13 @@ class StepRun:
         self.trainer = trainer
         root = trainer.strategy.root_device
         device = DeviceClock(root) if root.type == "cuda" else None
-        self.clock = StepClock(Phases(), SETUP, device)
+        self.clock = PhaseClock(Phases(), SETUP, device)
         self.measures = Measures(stage, self.clock, world_size=trainer.world_size)
         self._every, self._tokens, self._flops = log_every_n_steps, tokens, flops
         self._trace = trace
         self._thread = threading.get_ident()
         self._phase_of: dict[str, int] = {}
-        self._watch: Watch | None = None
+        self._hooks: EpochHooks | None = None
         self._counter: FlopCount | None = None
         self._trained = False
         self._epoch_depth = 0
@@ -81,14 +117,14 @@ class StepRun:
     # --- actions --------------------------------------------------------------------------------
 
     def start(self, action: str) -> None:
-        """Begin an action."""
+        """Start an action."""
         phase = self._phase_of.get(action)
         if phase is None:
             phase = self._resolve(action)
         if phase >= 0:
             self.clock.enter(phase, action)
         elif phase != IGNORED:
-            self._begin(phase, action)
+            self._start_special(phase, action)
 
     def stop(self, action: str) -> None:
         """End an action."""
@@ -98,22 +134,22 @@ class StepRun:
         if phase >= 0:
             self.clock.leave(action)
         else:
-            self._end(phase, action)
+            self._stop_special(phase, action)
 
     def _resolve(self, action: str) -> int:
-        if len(self._phase_of) >= MOST_ACTIONS:
+        if len(self._phase_of) >= MAX_ACTIONS:
             return IGNORED
         phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
         if phase == DATA and self.clock.depth == 0:  # the first batch of an evaluation
-            self.clock.rest(LOOP)
+            self.clock.set_rest(LOOP)
         return phase
 
-    def _begin(self, phase: int, action: str) -> None:
-        clock, watch = self.clock, self._watch
+    def _start_special(self, phase: int, action: str) -> None:
+        clock, hooks = self.clock, self._hooks
         if phase == STEP:
-            if watch is not None:
-                watch.begin_step()
-            separate = watch is not None and watch.separate
+            if hooks is not None:
+                hooks.start_training_step()
+            separate = hooks is not None and hooks.separates_forward
             clock.enter(LOSS if separate else FORWARD_AND_LOSS, action)
         elif phase == FETCH:
             if self._trained and clock.depth == self._epoch_depth:
@@ -122,18 +158,18 @@ class StepRun:
         elif phase == BATCH:
             if self._trained:  # batches are fetched within `training_step`
                 self._end_step()
-            self._begin_batch(action)
+            self._start_batch(action)
         elif phase == EPOCH:
             clock.end_step(trained=False)
             if clock.depth == 0:
-                clock.rest(BETWEEN)
+                clock.set_rest(BETWEEN)
             clock.enter(LOOP, action)
             self._epoch_depth = clock.depth
-            self._watch = Watch(clock, self.trainer, self._tokens)
+            self._hooks = EpochHooks(clock, self.trainer, self._tokens)
 
-    def _end(self, phase: int, action: str) -> None:
+    def _stop_special(self, phase: int, action: str) -> None:
         if phase == BATCH:
-            self._end_counting()
+            self._stop_counting()
         elif phase == EPOCH:
             self.end_epoch()
         self.clock.leave(action)
@@ -142,13 +178,13 @@ class StepRun:
 
     # --- a batch --------------------------------------------------------------------------------
 
-    def _begin_batch(self, action: str) -> None:
+    def _start_batch(self, action: str) -> None:
         measures, self._trained = self.measures, True
         if self._trace is not None and measures.batches == self._trace.first:
             self._count_for(PROFILER, self._trace.start)
         measures.batches += 1
         counting = self._flops and measures.batches == 1
-        # Under a counter torch would leave the first call uncompiled, and then all others too.
+        # Torch would not compile the first call under a counter, and then no other either.
         if counting and has_compiled_parts(self.trainer.lightning_module):
             measures.notes.append("FLOPs were not counted: the model is compiled.")
             counting = False
@@ -157,33 +193,33 @@ class StepRun:
             self._counter = FlopCount()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
 
-    def _end_counting(self) -> None:
+    def _stop_counting(self) -> None:
         counter, self._counter = self._counter, None
         if counter is None:
             return
         counter.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         measures = self.measures
         measures.flops = counter.flops
-        if self._watch is not None:
-            measures.flops_samples = self._watch.tokens or self._watch.samples
+        if self._hooks is not None:
+            measures.flops_samples = self._hooks.tokens or self._hooks.samples
         for operator, why in counter.failures.items():
             measures.notes.append(f"The FLOPs of {operator} could not be counted ({why}).")
 
     def _end_step(self) -> None:
-        clock, measures, watch = self.clock, self.measures, self._watch
+        clock, measures, hooks = self.clock, self.measures, self._hooks
         self._trained = False
-        if watch is not None and watch.separate:
-            if not watch.seen:
+        if hooks is not None and hooks.separates_forward:
+            if not hooks.saw_forward:
                 clock.move(LOSS, FORWARD_AND_LOSS)
-            watch.seen = False
+            hooks.saw_forward = False
         if self._trace is not None and measures.batches - 1 == self._trace.last:
             self._count_for(PROFILER, self._trace.stop)
-        samples, tokens = (0, 0) if watch is None else (watch.samples, watch.tokens)
+        samples, tokens = (0, 0) if hooks is None else (hooks.samples, hooks.tokens)
         if clock.end_step(True, samples, tokens) >= self._every > 0:
             self._log()
 
     def _count_for(self, phase: int, function: Callable[..., Any], *args: Any) -> None:
-        """Do something that takes time, and count it for a phase."""
+        """Call a function inside a phase."""
         self.clock.enter(phase, self)
         try:
             function(*args)
@@ -193,22 +229,22 @@ class StepRun:
     # --- the end of epochs and of the run -------------------------------------------------------
 
     def end_epoch(self) -> None:
-        """Take everything off the model, the Trainer and the process; also after an exception."""
-        self._end_counting()
+        """Remove all hooks, the counter and the trace, also after an exception."""
+        self._stop_counting()
         try:
             if self._trace is not None and self._trace.running:
                 self._count_for(PROFILER, self._trace.stop)
         finally:
-            if self._watch is not None:
-                self._watch.detach()
+            if self._hooks is not None:
+                self._hooks.remove()
         if self._trained:
             self._end_step()
-        self._watch = None
+        self._hooks = None
 
     def _end_training(self) -> None:
         trainer, measures = self.trainer, self.measures
         if self.clock.depth == 0:
-            self.clock.rest(TEARDOWN)
+            self.clock.set_rest(TEARDOWN)
         measures.optimizer_steps = trainer.global_step
         self._compare_ranks()
         self._log()
@@ -221,7 +257,7 @@ class StepRun:
         own = torch.tensor([busy], dtype=torch.float64, device=device)
         everyone = [torch.zeros_like(own) for _ in range(dist.get_world_size())]
         dist.all_gather(everyone, own)
-        # Waits for the device, once, when training has ended.
+        # Waits for the device, once per fit.
         self.measures.ranks = Ranks(torch.cat(everyone).tolist())
 
     def _log(self) -> None:
@@ -239,7 +275,7 @@ class StepRun:
         self._count_for(LOGGING, log_scalars, self.trainer, scalars)
 
     def finish(self) -> Measures:
-        """End the run and return what it came to. This waits for the device."""
+        """End the run and return its measurements. This waits for the device."""
         clock, measures = self.clock, self.measures
         clock.end_step(trained=False)
         measures.wall = clock.elapsed
@@ -251,7 +287,7 @@ class StepRun:
 
     @contextmanager
     def region(self, name: str, size: float | None) -> Iterator[None]:
-        """Measure a user's region; see ``StepProfiler.region``."""
+        """Measure a region; see ``StepProfiler.region``."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -262,6 +298,6 @@ class StepRun:
             yield
         finally:
             clock.leave(key)
-            if size and phase != OTHER:  # which it is if there are too many names
+            if size and phase != OTHER:  # there are not too many names
                 moved = self.measures.bytes
                 moved[name] = moved.get(name, 0.0) + size

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import lightning_opt as lo
-from lightning_opt.profiling.comparing import benchmark as module
-from lightning_opt.profiling.comparing.measured import format_seconds
+from lightning_opt.core.measure import timing
+from lightning_opt.profiling.comparing.benchmark import format_seconds
 
 
 class Clock:
@@ -36,7 +36,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch) -> Clock:
     clock = Clock()
-    monkeypatch.setattr(module.time, "perf_counter", lambda: clock.now)
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: clock.now)
     return clock
 
 

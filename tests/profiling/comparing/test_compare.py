@@ -10,9 +10,9 @@ from lightning.pytorch import Callback
 
 import lightning_opt as lo
 from lightning_opt.profiling.comparing.compare import _turns
-from lightning_opt.profiling.comparing.result import Comparison, Run
+from lightning_opt.profiling.comparing.result import Comparison, Run, Training
 from lightning_opt.worker.gate import Step
-from lightning_opt.worker.training_process import Fit
+from lightning_opt.worker.training_process import TrainingProcess
 from tests.profiling.fitting import CPU, Net, Waits, mishap, rows
 
 QUICK = {"steps": 8, "rounds": 4, "starts": 2, "warmup": 1}
@@ -78,7 +78,7 @@ def test_one_that_dies_is_a_row_and_the_others_go_on(comparison):
 
 def test_losses_after_equal_steps_are_those_of_one_training(comparison):
     """Each start trains from the same seed, so all agree, whatever is between the steps."""
-    with Fit(Net, rows, CPU) as fit:
+    with TrainingProcess(Net, rows, CPU) as fit:
         losses = [step.loss for step in fit.advance(1 + 4 * (1 + 2))]
     for name in ("plain", "slower"):
         for training in comparison.runs[name].trainings:
@@ -117,16 +117,15 @@ def test_without_the_first_nothing_is_compared():
     result = lo.compare(Net, rows, named, steps=4, rounds=2, starts=1)
     assert result.ratios == {}
     assert row_of(result, "plain")["verdict"] == "nothing to compare with"
-    assert "'broken', with which others are compared, has failed." in str(result)
+    assert "'broken', the reference of the ratios, has failed." in str(result)
 
 
 def run_of(name: str, seconds: list[float], losses: list[float], samples: int = 4) -> Run:
     run = Run(name)
-    run.begin({})
     steps = [Step(s, loss, samples) for s, loss in zip(seconds, losses, strict=True)]
-    run.add(steps[:1], 1)
-    for number in range(1, len(steps) - 2, 3):
-        run.add(steps[number : number + 3], 3, number)
+    training = Training(steps)
+    training.turns = {n: steps[n + 1 : n + 3] for n in range(1, len(steps) - 2, 3)}
+    run.trainings.append(training)
     return run
 
 
@@ -148,7 +147,7 @@ def test_batches_of_different_size_are_compared_by_the_sample():
     double = run_of("double", [1.5] * 9, [1.0] * 9, samples=8)
     result = compared(plain, double)
     assert result.ratios["double"].value == pytest.approx(0.75)
-    assert "seconds for a sample" in str(result)
+    assert "seconds per sample" in str(result)
 
 
 def test_a_loss_that_is_not_finite_is_no_number():

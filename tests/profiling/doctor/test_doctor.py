@@ -18,7 +18,7 @@ from lightning_opt.core.measure import machine
 from lightning_opt.core.output.verdicts import TOPICS, Verdict
 from lightning_opt.profiling.doctor import checks
 from lightning_opt.profiling.doctor.doctor import MEASURES
-from lightning_opt.profiling.steps import step_clock
+from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -132,7 +132,7 @@ def test_a_profiler_tells_as_well():
 
 def test_what_takes_longest_is_no_callback_that_was_added_to_find_out(monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(step_clock, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(phase_clock, "perf_counter", lambda: now[0])
 
     class Probe(Callback):
         def on_train_batch_end(self, *args):

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 import lightning_opt as lo
-from lightning_opt.profiling.steps import step_clock
+from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.footprint import model_footprint, process_footprint, trainer_footprint
 from tests.helpers.models import AdversarialNet, SmallNet, assert_same_weights
 from tests.helpers.processes import launch
@@ -65,7 +65,7 @@ class Timers:
         self.seconds[name] += seconds
 
     def install(self, patch: pytest.MonkeyPatch) -> "Timers":
-        patch.setattr(step_clock, "perf_counter", self)
+        patch.setattr(phase_clock, "perf_counter", self)
         return self
 
 
@@ -621,12 +621,12 @@ def test_table_files_and_loggers(tmp_path, capsys):
     assert trainer.callback_metrics["time/forward_ms"] > 0
     trainer.validate(model, verbose=False)
     assert (tmp_path / "steps_validate.json").exists()
-    with pytest.raises(RuntimeError, match="seen such a run"):
+    with pytest.raises(RuntimeError, match="no such run"):
         watched.report("test")
 
 
 def test_without_a_run_it_says_where_it_belongs():
-    with pytest.raises(RuntimeError, match="give it to a Trainer"):
+    with pytest.raises(RuntimeError, match="pass it to a Trainer"):
         profiler().report()
 
 

@@ -14,12 +14,11 @@ from typing import Any
 import pytest
 import torch
 
-from lightning_opt.tuner.search.objective import Objective
-from lightning_opt.tuner.search.search import TimeIsUp
-from lightning_opt.tuner.search.space import Facts
-from lightning_opt.tuner.trial import Switches, Trial
-from lightning_opt.tuner.trials.arena import Arena, Racer
-from lightning_opt.tuner.trials.baseline import Baseline, BaselineFailed
+from lightning_opt.tuner.arena import Arena, Candidate
+from lightning_opt.tuner.baseline import Baseline, BaselineFailed
+from lightning_opt.tuner.facts import Facts
+from lightning_opt.tuner.search import TimeIsUp
+from lightning_opt.tuner.trial import Objective, Switches, Trial
 from lightning_opt.worker.training_process import FitFailed, Step
 
 
@@ -77,7 +76,8 @@ class Pretended:
     def __init__(self, world: World, switches: Switches, role: str, file: Path) -> None:
         self.world, self.switches, self.role, self.file = world, switches, role, file
         self.plan = plan = world.plans[switches]
-        self.taken, self.open = 0, True
+        self.steps: list[Step] = []
+        self.open = True
         self.peak_bytes, self.timeout = plan.peak, 100.0
         world.alive += 1
 
@@ -87,14 +87,18 @@ class Pretended:
             raise FitFailed("out of memory", "no room")
         if self.plan.fails and self.taken + count > self.plan.fails[0]:
             raise FitFailed(self.plan.fails[1], "planted", "trace")
-        steps = range(self.taken, self.taken + count)
-        self.taken += count
+        drift = 1 + 0.01 * ((self.taken + count) % 3)
+        seconds = self.plan.seconds * drift * self.world.load
+        numbers = range(self.taken, self.taken + count)
+        self.steps += [Step(seconds, self.plan.loss(number), 8) for number in numbers]
         self.world.turns.append(count)
         self.world.whose.append(self.switches)
         self.write()
-        drift = 1 + 0.01 * (self.taken % 3)
-        seconds = self.plan.seconds * drift * self.world.load
-        return [Step(seconds, self.plan.loss(step), 8) for step in steps]
+        return self.steps[-count:]
+
+    @property
+    def taken(self) -> int:
+        return len(self.steps)
 
     def write(self) -> None:
         eager = self.plan.eager
@@ -293,12 +297,14 @@ def test_three_rounds_decide_only_what_is_hopeless() -> None:
     """In a slow phase of the machine three call what gains a tenth surely slower."""
 
     def decided(*own: float) -> bool:
-        fit: Any = SimpleNamespace(timeout=9.0)
-        racer = Racer(Trial(("a",)), fit, Path(), alone=False, deadline=0.0)
+        process: Any = SimpleNamespace(timeout=9.0)
+        candidate = Candidate(Trial(("a",)), process, Path(), alone=False, deadline=0.0)
         for seconds in own:
-            racer.add(1.0, seconds)
-        return racer.decided
+            candidate.add_round(1.0, seconds)
+        return candidate.decided
 
+    assert not decided(1.4)
+    assert not decided(1.4, 1.4)
     assert not decided(1.1, 1.1, 1.12)
     assert decided(1.4, 1.4, 1.42)
     assert decided(1.1, 1.1, 1.1, 1.1)

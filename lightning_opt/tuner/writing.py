@@ -1,4 +1,4 @@
-"""The answer as a configuration file and as Python."""
+"""Trainer arguments as YAML and as Python."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 
 def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
-    """Return a configuration that LightningCLI reads: the Trainer's arguments under ``trainer``."""
+    """Return a LightningCLI configuration with the arguments under ``trainer``."""
     import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
     content = {"trainer": json.loads(json.dumps(settings))}  # tuples as lists
@@ -17,7 +17,7 @@ def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
 
 
 def to_python(settings: Mapping[str, Any], head: str = "") -> str:
-    """Return a script that makes the Trainer."""
+    """Return a script that creates the Trainer."""
     imports = {"import lightning as L"}
     arguments = "".join(
         f"    {name}={_source(value, imports, 1)},\n" for name, value in settings.items()

@@ -1,4 +1,4 @@
-"""Which configurations to try, in which order, and when to stop: decisions alone, from outcomes."""
+"""Which configurations to try, in which order, and when to stop; it only sees outcomes."""
 
 from __future__ import annotations
 
@@ -7,46 +7,28 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from lightning_opt.tuner.trial import Switches
+from lightning_opt.tuner.trial import Outcome, Switches
 
 HOPELESS = 1.15
-"""Score alone from which a switch is not tried with others that it interacts with."""
+"""Score alone from which a switch is not tried together with others."""
 
 SURPRISE = 1.04
-"""How far above the product of its parts a combination has to be for its parts to be doubted."""
+"""Ratio of a combination's score to the product of its parts from which dropping parts is tried."""
 
 SURE = 0.8
-"""Score below which an answer is not measured a second time."""
+"""Answers with scores below this are not measured again."""
 
-ROUNDS = 4
-"""How often at most the neighbours of the best are tried."""
+MAX_IMPROVEMENTS = 4
+"""The most times that the neighbours of the best configuration are tried."""
 
-STARTS = 3
-"""How many more times something undecided is measured."""
+MAX_REPEATS = 3
+"""The most repeated measurements of an undecided configuration."""
 
 TIE = 0.01
-"""Difference in score that is no reason to try anything further."""
+"""Differences in score up to this do not matter."""
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """What came of a configuration.
-
-    Attributes:
-        score: Against the baseline, below 1 is better; infinity if it did not run or is not
-            accepted.
-        low: Lower end of the score's interval.
-        high: Upper end.
-        retry: Whether it failed in a way that another switch may cure, as out of memory.
-    """
-
-    score: float
-    low: float = 0.0
-    high: float = math.inf
-    retry: bool = False
-
-
-class TimeIsUp(Exception):  # noqa: N818 - no error: it ends the search with what is known
+class TimeIsUp(Exception):  # noqa: N818 - a way to end the search, not an error
     """The budget does not allow another trial."""
 
 
@@ -54,25 +36,25 @@ class TimeIsUp(Exception):  # noqa: N818 - no error: it ends the search with wha
 class Search:
     """Finds the best configuration with few trials.
 
-    Each switch is tried alone. What gains is put together at once, since most gains multiply. Then
-    the best is tried with one more switch, with another one instead, or without one, where that may
-    surprise or the parts promise it: switches may gain nothing alone but do so beside what was
-    found (``interacts``), and the whole may be worse than the product of its parts.
+    Each switch is tried alone. All gains are then combined at once, since most gains multiply. Then
+    neighbours of the best configuration are tried: with one more switch, with another one instead,
+    or without one, if the parts promise a gain, if switches interact (one that gains nothing alone
+    may gain beside another), or if the whole is worse than the product of its parts.
 
     Args:
-        measure: Yields the outcomes of several configurations, in order, which may be measured
-            side by side. It may raise :class:`TimeIsUp`.
-        switches: Names, those that are thought to gain most first.
-        allows: Whether switches can be on at once.
-        interacts: Whether the effect of two together may be far from the product.
-        min_gain: Share that a configuration must gain to be preferred to the baseline.
-        first: What matters most: the others are tried beside it, even where it gains nothing by
-            itself.
-        late: Switches that take long to start: tried last, and beside all that gains.
+        measure: Yields the outcomes of several configurations, in order. It may raise
+            :class:`TimeIsUp`.
+        switches: Names, those with the largest expected gain first.
+        allows: Whether switches can be on together.
+        interacts: Whether the effect of two switches together may be far from the product.
+        min_gain: The least share that a configuration must gain over the baseline.
+        first: The most important switch: others are tried beside it, even if it gains nothing
+            alone.
+        late: Switches that start slowly: tried last, beside all that gain.
 
     Attributes:
-        outcomes: All that was measured.
-        complete: Whether the search ended by itself.
+        outcomes: All outcomes so far.
+        complete: Whether the search ended before its time was up.
     """
 
     measure: Callable[[Sequence[Switches]], Iterable[Outcome]]
@@ -87,7 +69,7 @@ class Search:
     _beside: dict[str, Switches] = field(default_factory=dict)
 
     def run(self) -> Switches:
-        """Return the best configuration; empty where none beats the baseline."""
+        """Return the best configuration; empty if none beats the baseline."""
         self.outcomes[()] = Outcome(1.0, 1.0, 1.0)
         try:
             self._search()
@@ -99,12 +81,12 @@ class Search:
     def _search(self) -> None:
         if self.first:
             self._try([(self.first,)])
-        self._try_beside(name for name in self.switches if name not in self.late)
-        self._try(self._unions())  # the late ones may take the rest of the time, and gain nothing
-        self._try_beside(self.late)
+        self._try_beside_gains(name for name in self.switches if name not in self.late)
+        self._try(self._unions())  # before late switches, which may take the rest of the time
+        self._try_beside_gains(self.late)
         self._try((name,) for name in self.late if self._alone(name).score == math.inf)
         self._try(self._unions())
-        for _ in range(ROUNDS):
+        for _ in range(MAX_IMPROVEMENTS):
             before = self.best()
             self._try(self._neighbours(before))
             if self.best() == before:
@@ -116,9 +98,9 @@ class Search:
         return min(scored, key=lambda names: (scored[names], len(names)))
 
     def winner(self) -> Switches:
-        """Return the best configuration whose gain is sure, or nothing.
+        """Return the best configuration with a certain gain, or nothing.
 
-        Each switch has to gain ``min_gain``, by which the simpler of two that are alike wins.
+        Each switch has to gain ``min_gain``, so that the simpler of two similar ones wins.
         """
         gains = {
             names: outcome.score * (1 + self.min_gain) ** len(names)
@@ -127,33 +109,33 @@ class Search:
         }
         return min(gains, key=gains.__getitem__, default=())
 
-    def undecided(self, best: Switches, measured: Mapping[Switches, int]) -> Switches | None:
-        """Return what is to be measured again, or None.
+    def undecided(self, best: Switches, repeats: Mapping[Switches, int]) -> Switches | None:
+        """Return the next configuration to measure again, or None.
 
-        A small gain for the first time; then, the most promising first, what may well be better
-        than the answer, but not surely.
+        First the answer itself, once, if its gain is small; then configurations that may be better
+        than the answer, the most promising first.
 
         Args:
             best: The answer so far.
-            measured: How many times configurations were measured again.
+            repeats: How often each configuration was measured again.
         """
         score = self.outcomes[best].score
-        if best and score >= SURE and not measured.get(best):
+        if best and score >= SURE and not repeats.get(best):
             return best
         target = score * (1 - TIE) if best else 1 - self.min_gain
-        may = [
+        candidates = [
             names
             for names, outcome in self.outcomes.items()
             if names
             and names != best
             and outcome.low < target
             and outcome.score <= target * (1 + TIE)
-            and measured.get(names, 0) < STARTS
+            and repeats.get(names, 0) < MAX_REPEATS
         ]
-        return min(may, key=lambda names: self.outcomes[names].score, default=None)
+        return min(candidates, key=lambda names: self.outcomes[names].score, default=None)
 
-    def _try_beside(self, names: Iterable[str]) -> None:
-        """Try each beside what gains so far."""
+    def _try_beside_gains(self, names: Iterable[str]) -> None:
+        """Try each switch beside the switches that gain so far."""
         gaining = self._gaining()
         for name in names:
             beside = [other for other in gaining if other != name and self.allows((other, name))]
@@ -161,7 +143,7 @@ class Search:
         self._try((*beside, name) for name, beside in self._beside.items())
 
     def _alone(self, name: str) -> Outcome:
-        """Return what came of a switch alone, or beside others as a share of what they gain."""
+        """Return the outcome of a switch alone, or of adding it to the switches beside it."""
         alone, beside = self.outcomes.get((name,)), self._beside.get(name, ())
         both = self.outcomes.get(self._ordered((*beside, name)))
         if alone or not both:
@@ -176,21 +158,21 @@ class Search:
         wanted = set(names)
         return tuple(name for name in self.switches if name in wanted)
 
-    def _try(self, wanted: Iterable[Iterable[str]]) -> None:
-        """Measure what is allowed and has not been measured."""
-        ordered = (self._ordered(names) for names in wanted)
+    def _try(self, configurations: Iterable[Iterable[str]]) -> None:
+        """Measure the configurations that are allowed and have no outcome yet."""
+        ordered = (self._ordered(names) for names in configurations)
         new = [
             names
             for names in dict.fromkeys(ordered)
             if names and names not in self.outcomes and self.allows(names)
         ]
         if new:
-            # One by one: what came before the time was up is kept.
+            # One by one: outcomes from before the time is up are kept.
             for names, outcome in zip(new, self.measure(new), strict=True):
                 self.outcomes[names] = outcome
 
     def _gaining(self) -> list[str]:
-        """Return the switches that gain alone, or may well, the best first."""
+        """Return the switches that gain alone, or well may, the best first."""
         alone = {name: self._alone(name) for name in self.switches}
         found = [
             name
@@ -202,9 +184,12 @@ class Search:
         return sorted(found, key=lambda name: alone[name].score)
 
     def _unions(self) -> list[Switches]:
-        """Return all gains at once; and for two that exclude each other the next best such."""
+        """Return the two best unions of switches that gain.
+
+        Each starts from the best switch, or from one that excludes it, since the second best of two
+        that exclude each other may be compatible with more of the others.
+        """
         gaining = self._gaining()
-        # The second best of two that exclude each other may go with more of the others.
         starts = [name for name in gaining if not self.allows([*gaining[:1], name])]
         unions = []
         for start in [*gaining[:1], *starts]:
@@ -216,8 +201,8 @@ class Search:
         return sorted(unions, key=self._product)[:2]
 
     def _neighbours(self, best: Switches) -> list[Switches]:
-        """Return the best with one more, with one other and without one; and pairs of losers."""
-        spoilt = self.outcomes[best].score > SURPRISE * self._product(best)
+        """Return configurations that differ from the best by a switch or an interacting pair."""
+        worse_than_parts = self.outcomes[best].score > SURPRISE * self._product(best)
         outside = [
             name
             for name in self.switches
@@ -226,16 +211,16 @@ class Search:
         found = [
             tuple(other for other in best if other != name)
             for name in best
-            if len(best) > 1 and (spoilt or self._alone(name).score > 1 - self.min_gain)
+            if len(best) > 1 and (worse_than_parts or self._alone(name).score > 1 - self.min_gain)
         ]
         for name in outside:
             rest = [other for other in best if self.allows([name, other])]
-            clashing = [other for other in best if other not in rest]
-            meets = any(self.interacts(name, other) for other in rest)
-            # In the place of another one it may be near, and get on better with the rest.
-            gain = self._alone(name).score / self._product(clashing)
-            promising = gain <= (1 + 5 * TIE if clashing else 1 - 2 * TIE)
-            if len(clashing) < 2 and (meets or promising) and (rest or not clashing):
+            excluded = [other for other in best if other not in rest]
+            interacts = any(self.interacts(name, other) for other in rest)
+            # In place of an excluded switch it may be slightly worse alone, and better in company.
+            gain = self._alone(name).score / self._product(excluded)
+            promising = gain <= (1 + 5 * TIE if excluded else 1 - 2 * TIE)
+            if len(excluded) < 2 and (interacts or promising) and (rest or not excluded):
                 found.append((*rest, name))
         for one, other in itertools.combinations(outside, 2):
             curable = self._alone(one).retry or self._alone(other).retry

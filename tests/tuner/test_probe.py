@@ -11,7 +11,7 @@ from torch import nn
 import lightning_opt as lo
 from benchmarks.tuner import numerics
 from benchmarks.tuner.numerics import FAULTS, NETS, OPTIMIZERS, Planted, observe, usual, why_not
-from lightning_opt.tuner.trials.numerics import compare_gradients
+from lightning_opt.tuner.numerics import compare_gradients
 
 TASKS = list(itertools.product(NETS, OPTIMIZERS, (False, True)))
 TASK = ("ConvNet", "AdamW", False)
@@ -80,7 +80,7 @@ def test_wrappers_leave_the_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -
 def test_a_profiler_says_where_the_steps_go_until_that_is_steady(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lightning_opt.tuner.trials.probe.SECONDS", 0.0)
+    monkeypatch.setattr("lightning_opt.tuner.probe.SECONDS", 0.0)
     profiler = lo.StepProfiler(log_every_n_steps=0, flops=False, print_table=False)
     seen: list[bool] = []
 

@@ -1,11 +1,10 @@
-"""Whether a faster run still learns the same: what its steps do, beside the baseline's.
+"""Checks that a faster run learns the same as the baseline.
 
-All trainings start from equal weights and see equal batches. So the first gradients are those of
-eager float32 up to rounding, whatever the learning rate and the user's own precision, and are
-compared parameter by parameter in direction and length. Afterwards the weights must move about as
-far as the baseline's, and the losses must stay near: what goes wrong later, or in the optimizer,
-shows there. Where the model itself draws random numbers (dropout), the scale of gradients and
-losses is how far the baseline's own differ when it draws others.
+All trainings start from equal weights and see equal batches. The first gradients must equal those
+of eager float32 up to rounding, in direction and length, parameter by parameter. Afterwards the
+weights must move about as far as the baseline's, and the losses must stay near: faults of the
+optimizer, and later ones, appear there. For models with random numbers (dropout), the tolerance of
+gradients and losses comes from a run of the baseline with other random numbers.
 """
 
 from __future__ import annotations
@@ -19,60 +18,60 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from lightning_opt.tuner.trials.baseline import Observed
+    from lightning_opt.tuner.probe import Observed
 
 Gradients = Mapping[str, Tensor]
 """Sampled elements of each parameter's gradient, by the parameter's name."""
 
-TURNED = 0.7
-"""Cosine below which two gradients of a parameter are not the same: rounding to bfloat16 leaves
+MIN_COSINE = 0.7
+"""Cosine below which two gradients of a parameter differ: rounding to bfloat16 leaves
 0.95 even where much cancels, an unrelated gradient has 0, one of the wrong sign has -1."""
 
-LONGER = 1.5
-"""How many times as long one of two gradients of a parameter may be."""
+MAX_LENGTH_RATIO = 1.5
+"""The most that the lengths of two gradients of a parameter may differ, as a factor."""
 
 CANCELLED = 0.02
-"""Share of the largest gradient of its module, an element each, by which a parameter's may be off
-in any case: that of a bias before a normalisation is nothing but rounding."""
+"""Allowed error of a gradient, as a share of the largest gradient of its module, root mean square
+per element: the gradient of a bias before a normalisation is only rounding."""
 
-MOVED = 64
-"""Steps after which the ways of the weights are compared at the latest."""
+MAX_MOVED_STEPS = 64
+"""The most steps after which the distances of the weights are compared."""
 
-FARTHER = 4.0
-"""How many times as far the weights of one of two runs may have moved. Optimizers that divide
-by the gradient's size turn rounding into steps, and a loss scale that is found skips some."""
+MAX_DISTANCE_RATIO = 4.0
+"""The most that the distances of two runs' weights may differ, as a factor. Optimizers that divide
+by the gradient's size turn rounding into steps, and the search for a loss scale skips steps."""
 
-FLOOR = 2e-2
-"""Share of the loss by which it may always differ."""
+LOSS_SHARE = 2e-2
+"""Allowed difference in loss, as a share of the loss."""
 
-PROGRESS = 0.2
-"""Share of the baseline's progress that may be lost."""
+PROGRESS_SHARE = 0.2
+"""Allowed difference in loss, as a share of the baseline's progress."""
 
-DRAWS = 4.0
-"""Standard errors of the mean loss that other random numbers in the model may make."""
+NOISE_ERRORS = 4.0
+"""Allowed difference in mean loss, in standard errors of the model's own randomness."""
 
 
 def judge(
-    own: Observed, baseline: Observed, another: Callable[[str], Observed]
+    own: Observed, baseline: Observed, other_run: Callable[[str], Observed]
 ) -> tuple[float | None, str]:
-    """Judge whether a candidate learns what the baseline learns.
+    """Judge whether a candidate learns the same as the baseline.
 
     Args:
-        own: Of the candidate.
+        own: Observations of the candidate.
         baseline: Of the baseline.
-        another: Returns what another run of the baseline tells: in eager ``"float32"``, or with
-            other random numbers in the model, ``"noise"``, which is asked for only if it decides.
+        other_run: Returns the observations of another run of the baseline: in eager ``"float32"``,
+            or with other random numbers in the model, ``"noise"``, which is run only if it decides.
 
     Returns:
-        The cosine of :func:`compare_gradients`, and why not; empty if it does.
+        The cosine of :func:`compare_gradients`, and the difference; empty if there is none.
     """
-    exact = another("float32").gradients
+    exact = other_run("float32").gradients
     agreement, why = compare_gradients(own.gradients, exact)
     if why:
-        agreement, why = compare_gradients(own.gradients, exact, another("noise").gradients)
-    why = why or compare_paths(own.moved, baseline.moved)
+        agreement, why = compare_gradients(own.gradients, exact, other_run("noise").gradients)
+    why = why or compare_distances(own.moved, baseline.moved)
     if not why and compare_losses(own.losses, baseline.losses):
-        why = compare_losses(own.losses, baseline.losses, another("noise").losses)
+        why = compare_losses(own.losses, baseline.losses, other_run("noise").losses)
     return agreement, why
 
 
@@ -82,16 +81,15 @@ def compare_gradients(
     """Compare the gradients of the first steps.
 
     Args:
-        own: Of the candidate, one mapping a step.
+        own: Of the candidate, one mapping per update.
         reference: Of eager float32, on the same batches.
         noise: Of the baseline, on the same batches, with other random numbers.
 
     Returns:
-        The least cosine of a parameter, None if there was nothing to compare, and why the candidate
-        does not learn the same; empty if it does. Each parameter counts at the first step at which
-        the reference has a gradient for it and both are finite: the weights are equal only at the
-        first, but a layer that begins with zeros sends none back then, and a loss scale that is
-        still too large makes infinities.
+        The least cosine of a parameter, None if nothing was compared, and the first difference;
+        empty if there is none. Each parameter is compared at the first update with a finite,
+        non-zero gradient: usually the first, where the weights are equal. A zero-initialized layer
+        sends no gradient back then, and a loss scale that is still too large makes infinities.
     """
     least: float | None = None
     seen: set[str] = set()
@@ -115,10 +113,10 @@ def compare_gradients(
             if _size(values - target) <= floor:
                 continue
             wanted, spread = _cosine(usual.get(name, torch.zeros_like(target)), target)
-            # A cosine of few elements is no more exact than this.
-            if cosine < TURNED * wanted - 2 / math.sqrt(len(target)) or not values.any():
-                return cosine, _turned(name, cosine, values)
-            allowed = LONGER * max(spread, 1 / spread if spread else math.inf)
+            # The cosine of few elements is uncertain by this much.
+            if cosine < MIN_COSINE * wanted - 2 / math.sqrt(len(target)) or not values.any():
+                return cosine, _direction_difference(name, cosine, values)
+            allowed = MAX_LENGTH_RATIO * max(spread, 1 / spread if spread else math.inf)
             if not 1 / allowed <= length <= allowed:
                 return cosine, (
                     f"the gradient of {name} is {length:.3g} times as long as that of eager "
@@ -127,7 +125,7 @@ def compare_gradients(
     return least, ""
 
 
-def _turned(name: str, cosine: float, own: Tensor) -> str:
+def _direction_difference(name: str, cosine: float, own: Tensor) -> str:
     if not own.any():
         return f"{name} gets no gradient, and the baseline trains it"
     return (
@@ -142,30 +140,30 @@ def _size(values: Tensor) -> float:
 
 
 def _cosine(own: Tensor, reference: Tensor) -> tuple[float, float]:
-    """Return the cosine between two vectors, and the length of the first in units of the second."""
+    """Return the cosine between two vectors, and the ratio of their lengths."""
     own, reference = own.double(), reference.double()
     length, unit = float(own.norm()), float(reference.norm())
     return float(own @ reference) / (length * unit) if length * unit else 0.0, length / unit
 
 
-def compare_paths(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
-    """Return why the way that the weights have gone speaks against a candidate; empty if not.
+def compare_distances(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
+    """Return how the distances of the weights from their start differ; empty if they are similar.
 
     Args:
-        own: How far each parameter is from its start, by name, after so many steps.
+        own: The candidate's distance of each parameter by name, for each number of steps.
         reference: The same of the baseline.
     """
-    # Later a training may have converged, whatever its way.
-    steps = max((own.keys() & reference.keys()).intersection(range(MOVED + 1)), default=0)
+    # Later both may have converged.
+    steps = max((own.keys() & reference.keys()).intersection(range(MAX_MOVED_STEPS + 1)), default=0)
     mine, theirs = own.get(steps, {}), reference.get(steps, {})
     if not any(mine.values()) or not any(theirs.values()):
-        return ""  # nothing moved yet, as when a loss scale is being found or the rate is still 0
+        return ""  # nothing moved yet: the loss scale is still searched, or the learning rate is 0
     lost = [name for name in theirs if theirs[name] and not mine.get(name)]
     if lost:
         named = ", ".join(lost[:3]) + (f" and {len(lost) - 3} more" if len(lost) > 3 else "")
         return f"after {steps} steps it has not changed {named}, which the baseline trains"
     ratio = math.hypot(*mine.values()) / math.hypot(*theirs.values())
-    if not 1 / FARTHER <= ratio <= FARTHER:
+    if not 1 / MAX_DISTANCE_RATIO <= ratio <= MAX_DISTANCE_RATIO:
         return f"after {steps} steps its weights have moved {ratio:.2g} times as far"
     return ""
 
@@ -173,11 +171,10 @@ def compare_paths(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
 def compare_losses(
     own: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
 ) -> str:
-    """Return why the losses speak against a candidate; empty if they do not.
+    """Return how the losses differ; empty if they are similar.
 
-    The mean of the last third of the common steps may differ by a share of the loss, by a part of
-    what the baseline has learned until then, by the noise of the batches, or by what the random
-    numbers of the model make of it.
+    The mean of the last third of the common steps may differ by a share of the loss, by a share of
+    the baseline's progress, by the noise of the batches, or by the randomness of the model.
 
     Args:
         own: Of the candidate.
@@ -185,20 +182,20 @@ def compare_losses(
         noise: Of the baseline, on the same batches, with other random numbers.
     """
     steps = min(len(own), len(reference))
-    for step, (loss, usual) in enumerate(zip(own, reference, strict=False)):
+    for step, (loss, baseline) in enumerate(zip(own, reference, strict=False)):
         if not math.isfinite(loss):
-            known = math.isfinite(usual)
-            return f"its loss is {loss} at step {step}, and the baseline's is not" if known else ""
+            finite = math.isfinite(baseline)
+            return f"its loss is {loss} at step {step}, and the baseline's is not" if finite else ""
     if not steps or not all(map(math.isfinite, reference[:steps])):
         return ""
     last = max(1, steps // 3)
     theirs = reference[steps - last : steps]
     mean = statistics.fmean(theirs)
-    # Of all its steps, since a few of them say little of their spread; each draws anew.
+    # Over all steps, as a few are too few for a spread; each draws new random numbers.
     pairs = [one - other for one, other in zip(noise, reference, strict=False)]
-    drawn = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
-    error = max(3 * statistics.pstdev(theirs), DRAWS * drawn) / math.sqrt(last)
-    allowed = max(FLOOR * abs(mean), PROGRESS * abs(reference[0] - mean), error)
+    randomness = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
+    error = max(3 * statistics.pstdev(theirs), NOISE_ERRORS * randomness) / math.sqrt(last)
+    allowed = max(LOSS_SHARE * abs(mean), PROGRESS_SHARE * abs(reference[0] - mean), error)
     difference = statistics.fmean(own[steps - last : steps]) - mean
     if abs(difference) <= allowed:
         return ""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.tuner.trials.numerics import compare_gradients, compare_losses, compare_paths
+from lightning_opt.tuner.numerics import compare_distances, compare_gradients, compare_losses
 
 Step = dict[str, Tensor]
 
@@ -143,23 +143,25 @@ def test_nothing_to_compare() -> None:
 def test_a_parameter_that_no_longer_moves_is_named() -> None:
     near = dict.fromkeys("abcdef", 1.0)
     reference = {2: {**near, "c": 0.0}, 4: near}
-    assert compare_paths({2: {**near, "c": 0.0}, 4: near}, reference) == ""
-    assert "after 4 steps it has not changed b," in compare_paths(
+    assert compare_distances({2: {**near, "c": 0.0}, 4: near}, reference) == ""
+    assert "after 4 steps it has not changed b," in compare_distances(
         {4: {**near, "b": 0.0}}, reference
     )
-    assert compare_paths({2: dict.fromkeys(near, 0.0)}, reference) == "", "a loss scale is sought"
-    assert compare_paths({}, reference) == ""
-    assert compare_paths({4: near}, {4: dict.fromkeys(near, 0.0)}) == "", "its rate is still 0"
-    assert "b, c, d and 2 more" in compare_paths({4: {"a": 1.0}}, reference)
+    assert compare_distances({2: dict.fromkeys(near, 0.0)}, reference) == "", (
+        "a loss scale is sought"
+    )
+    assert compare_distances({}, reference) == ""
+    assert compare_distances({4: near}, {4: dict.fromkeys(near, 0.0)}) == "", "its rate is still 0"
+    assert "b, c, d and 2 more" in compare_distances({4: {"a": 1.0}}, reference)
 
 
 def test_weights_that_move_far_less_or_more_are_seen() -> None:
     """A tenth of the learning rate leaves the gradients as they are."""
     reference = {8: {"a": 1.0, "b": 2.0}}
-    assert compare_paths({8: {"a": 0.5, "b": 1.4}}, reference) == ""
+    assert compare_distances({8: {"a": 0.5, "b": 1.4}}, reference) == ""
     for factor in (0.1, 10.0):
         own = {8: {"a": factor, "b": 2 * factor}}
-        assert f"moved {factor:g} times as far" in compare_paths(own, reference)
+        assert f"moved {factor:g} times as far" in compare_distances(own, reference)
 
 
 FALLING = [1 + 4 * math.exp(-0.1 * step) for step in range(30)]

@@ -8,8 +8,8 @@ import pytest
 from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.steps import step_phases as phases
 from lightning_opt.profiling.steps.step_phases import Phases
-from lightning_opt.tuner import account as parts
-from lightning_opt.tuner.account import account
+from lightning_opt.tuner import facts as parts
+from lightning_opt.tuner.facts import account
 
 
 def clock(device: dict[int, float] | None = None) -> Any:

@@ -12,9 +12,8 @@ import torch
 from lightning.pytorch import LightningDataModule, LightningModule
 
 from lightning_opt.profiling.durations import Durations
-from lightning_opt.profiling.steps import step_clock
-from lightning_opt.profiling.steps.device_clock import DeviceClock
-from lightning_opt.profiling.steps.step_clock import StepClock
+from lightning_opt.profiling.steps import phase_clock
+from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
 from lightning_opt.profiling.steps.step_phases import (
     BACKWARD,
     CHECKPOINT,
@@ -24,7 +23,7 @@ from lightning_opt.profiling.steps.step_phases import (
     IGNORED,
     LOOP,
     LOSS,
-    MOST_PHASES,
+    MAX_PHASES,
     OPTIMIZER,
     OTHER,
     PROFILER,
@@ -53,11 +52,11 @@ class Time:
 @pytest.fixture
 def passing(monkeypatch: pytest.MonkeyPatch) -> Time:
     made_up = Time()
-    monkeypatch.setattr(step_clock, "perf_counter", made_up)
+    monkeypatch.setattr(phase_clock, "perf_counter", made_up)
     return made_up
 
 
-def totals(clock: StepClock) -> dict[int, float]:
+def totals(clock: PhaseClock) -> dict[int, float]:
     return {phase: round(d.total, 9) for phase, d in clock.durations.items()}
 
 
@@ -89,7 +88,7 @@ def test_quantiles_of_few():
 
 
 def test_each_moment_counts_once_for_the_innermost_phase(passing):
-    clock = StepClock(Phases(), SETUP)
+    clock = PhaseClock(Phases(), SETUP)
     passing.pass_by(1.0)
     clock.enter(LOOP, "epoch")
     passing.pass_by(0.1)
@@ -113,7 +112,7 @@ def test_each_moment_counts_once_for_the_innermost_phase(passing):
 
 
 def test_an_exception_closes_what_is_open(passing):
-    clock = StepClock(Phases(), SETUP)
+    clock = PhaseClock(Phases(), SETUP)
     clock.leave("of before")
     clock.enter(LOOP, "epoch")
     clock.enter(OPTIMIZER, "update")  # Lightning ends this one only if nothing was raised
@@ -130,7 +129,7 @@ def test_an_exception_closes_what_is_open(passing):
 def test_what_belongs_to_the_phase_around_it(passing):
     phases = Phases()
     callback, region = phases.number("callback X", False), phases.number("region r", True)
-    clock = StepClock(phases, SETUP)
+    clock = PhaseClock(phases, SETUP)
 
     def spend(*within: int) -> dict[int, float]:
         for place, phase in enumerate(within):
@@ -150,7 +149,7 @@ def test_what_belongs_to_the_phase_around_it(passing):
 
 
 def test_steps_in_which_the_profiler_worked_do_not_count(passing):
-    clock = StepClock(Phases(), SETUP)
+    clock = PhaseClock(Phases(), SETUP)
     for phase in (FORWARD, PROFILER):
         clock.enter(phase, "it")
         passing.pass_by(1.0)
@@ -187,7 +186,7 @@ def test_memory_does_not_grow(passing, monkeypatch):
 
     first = take(3000)
     assert take(6000) < 1.5 * first
-    assert len(run.clock.phases.names) == MOST_PHASES
+    assert len(run.clock.phases.names) == MAX_PHASES
     assert run.measures.batches == 9000
     run.stop("run_training_epoch")
     measures = run.finish()
@@ -306,7 +305,7 @@ def test_device_time_is_read_later_and_never_waited_for(device, behind):
 
 
 def test_device_phases_follow_those_of_the_host(device, passing):
-    clock = StepClock(Phases(), SETUP, DeviceClock(torch.device("cuda")))
+    clock = PhaseClock(Phases(), SETUP, DeviceClock(torch.device("cuda")))
     for _ in range(40):
         clock.enter(DATA, "data")
         device.work(0.5)  # what of the last update is still to do

@@ -1,17 +1,24 @@
-"""What the tuner can switch on: additions to the Trainer's arguments, where they make sense."""
+"""The switches: additions to the Trainer's arguments that may pay for a model."""
 
 from __future__ import annotations
 
 import functools
 import itertools
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_opt.core.arguments import did_you_mean
-from lightning_opt.tuner.account import BACKWARD, FORWARD, OPTIMIZER, WAITING
-from lightning_opt.tuner.search.settings import (
+from lightning_opt.tuner.facts import (
+    BACKWARD,
+    CALLBACKS,
+    FORWARD,
+    OPTIMIZER,
+    REST,
+    WAITING,
+    Facts,
+)
+from lightning_opt.tuner.settings import (
     LISTS,
     clash,
     classes,
@@ -28,75 +35,23 @@ INTERACTING = (
     {"compile", "checkpointing"},
     {"batch", "checkpointing"},
     {"compile", "layout"},
-    {"compile", "runtime"},  # threads speed up products most, and so leave more to fusing
-    {"compile", "optimizer"},  # more of what is left of a step is the optimizer's
+    {"compile", "runtime"},  # threads speed up products, so fusing matters more
+    {"compile", "optimizer"},  # the optimizer's share of a compiled step is larger
 )
-"""Kinds whose effects are known not to multiply; precision and a user's own meet everything."""
+"""Kinds whose effects do not multiply; precision and the user's own interact with all kinds."""
 
-BEARS_ON = {
+SHORTENS = {
     "optimizer": (OPTIMIZER,),
     "data": (WAITING,),
     **dict.fromkeys(("layout", "precision", "compile"), (FORWARD, BACKWARD)),
     "runtime": (FORWARD, BACKWARD, OPTIMIZER),
 }
-"""What changes of a kind can make shorter."""
+"""The groups of a step that switches of a kind can shorten."""
 
-PAYS = 0.03
-"""Share of a step below which it does not pay to make it shorter."""
+MIB = 2**20
 
-STARVED = 0.5
-"""Share of a step from which on waiting for data matters most."""
-
-
-@dataclass(frozen=True)
-class Facts:
-    """What the baseline's process has found out about the model and the machine.
-
-    Attributes:
-        device: ``"cpu"``, ``"cuda"`` or another type of device.
-        no_bf16: Why the device is not fast in bfloat16; empty if it is.
-        threads: Threads that torch uses now.
-        cpus: CPUs that this process may use.
-        blocks: Repeated blocks of the model.
-        convolutions: Convolutions over two or three dimensions.
-        fused: Whether all optimizers are fused already.
-        automatic: Whether Lightning optimises, instead of the module.
-        samples: Samples in a batch.
-        loader: Whether the data comes from a ``torch.utils.data.DataLoader``.
-        workers: Of that.
-        eager: Whether it trains in float32, and nothing is compiled.
-        account: Seconds of a step by what they go into; empty if unknown.
-        busy: Share of the CPUs that was used in these steps.
-        room: Bytes of memory that are free.
-        steady: Whether the account is that of steps as they go on.
-    """
-
-    device: str = "cpu"
-    no_bf16: str = ""
-    threads: int = 1
-    cpus: int = 1
-    blocks: int = 0
-    convolutions: int = 0
-    fused: bool = False
-    automatic: bool = True
-    samples: int = 0
-    loader: bool = True
-    workers: int = 0
-    eager: bool = True
-    account: dict[str, float] = field(default_factory=dict)
-    busy: float = 0.0
-    room: float = math.inf
-    steady: bool = True
-
-    def share(self, *groups: str) -> float | None:
-        """Return the share of a step that goes into some groups, None if unknown."""
-        total = sum(self.account.values())
-        return sum(self.account[group] for group in groups) / total if total else None
-
-    @property
-    def starved(self) -> bool:
-        """Whether data are what a step waits for."""
-        return (self.share(WAITING) or 0.0) > STARVED
+MIN_SHARE = 0.03
+"""Share of a step below which shortening a group does not pay."""
 
 
 @dataclass(frozen=True)
@@ -105,11 +60,11 @@ class Switch:
 
     Attributes:
         name: Unique within a space.
-        settings: What it adds.
-        kind: What it is about; two of one kind exclude each other, unless it is ``""``.
-        about: What it does and costs, in one sentence.
-        objective: For which it is tried unless asked otherwise; ``""`` for all.
-        unfit: Why it makes no sense here; empty if it does.
+        settings: Trainer arguments that it adds.
+        kind: Its topic; two of one kind exclude each other, unless it is ``""``.
+        about: Its effect and its cost, in one phrase.
+        objective: The objective for which it is tried by default; ``""`` for all.
+        unsuitable: Why it is useless here; empty if it is not.
     """
 
     name: str
@@ -117,11 +72,11 @@ class Switch:
     kind: str = ""
     about: str = ""
     objective: str = ""
-    unfit: str = ""
+    unsuitable: str = ""
 
 
 def added(name: str, **arguments: Any) -> dict[str, Any]:
-    """Return a callback of this package as in a LightningCLI configuration."""
+    """Return Trainer arguments that add a callback of this package, as in a YAML configuration."""
     callback: dict[str, Any] = {"class_path": f"lightning_opt.{name}"}
     if arguments:
         callback["init_args"] = arguments
@@ -129,18 +84,18 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def built_in(facts: Facts) -> list[Switch]:
-    """Return all switches that the tuner knows, those that cost little to try first."""
+    """Return the tuner's own switches, those that are cheap to try first."""
     quiet: dict[str, Any] = {"matmul_precision": None, "cudnn_benchmark": None, "allocator": None}
     no_cuda = _unless(facts.device == "cuda", f"it is for CUDA, and the device is {facts.device}")
     no_cpu = _unless(facts.device == "cpu", "the device is not a CPU")
     no_blocks = _unless(facts.blocks, "the model has no repeated blocks")
     one, every = "torch uses one thread already", "torch uses all CPUs already"
-    parts = _unless(facts.automatic, "the module optimises by itself; micro_batches is for that")
+    parts = _unless(facts.automatic, "the module uses manual optimization; use micro_batches")
     parts = parts or _unless(facts.samples >= 4, f"a batch has {facts.samples} samples")
     return [
         Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates", "",
                _unless(not facts.fused, "the optimizers are fused already")),
-        # Not by ChannelsLast's own measurement, three steps: the trial is there to measure it.
+        # "always": the trial measures it better than ChannelsLast's own three steps.
         Switch("channels_last", added("ChannelsLast", policy="always"), "layout",
                "convolutions in channels_last", "throughput",
                _unless(facts.convolutions, "the model has no convolutions in 2D or 3D")),
@@ -168,23 +123,23 @@ def built_in(facts: Facts) -> list[Switch]:
                  f"the gradient of a batch from {count} parts of it", "memory", parts)
           for name, count in (("half_batches", 2), ("quarter_batches", 4))),
         *(Switch(name, added("ActivationCheckpointing", policy=policy), "checkpointing",
-                 f"{what} computed twice, and not kept", "memory", no_blocks)
-          for name, policy, what in CHECKPOINTING),
+                 f"{part} recomputed instead of kept", "memory", no_blocks)
+          for name, policy, part in CHECKPOINTING),
     ]  # fmt: skip
 
 
 CHECKPOINTING = (
-    ("checkpointing", "every_layer", "what is in a block is"),
-    ("checkpointing_sqrt", "sqrt", "what is in a segment of blocks is"),
-    ("checkpointing_selective", "selective", "but for dear operators, what is in a block is"),
+    ("checkpointing", "every_layer", "activations inside blocks are"),
+    ("checkpointing_sqrt", "sqrt", "activations inside segments of blocks are"),
+    ("checkpointing_selective", "selective", "except for expensive operators, activations are"),
 )
 
 
-def cannot_pay(kind: str, facts: Facts) -> str:
-    """Return why changes of a kind cannot make a step faster here; empty if they may."""
-    groups = BEARS_ON.get(kind, ())
+def _cannot_pay(kind: str, facts: Facts) -> str:
+    """Return why switches of a kind cannot make a step faster here; empty if they may."""
+    groups = SHORTENS.get(kind, ())
     share = facts.share(*groups)
-    if not groups or share is None or share >= PAYS:
+    if not groups or share is None or share >= MIN_SHARE:
         return ""
     return f"only {share:.1%} of a step goes into {' and '.join(groups)}"
 
@@ -194,25 +149,24 @@ def _unless(fits: object, reason: str) -> str:
 
 
 class Space:
-    """The switches that can be tried, and what can be joined with what.
+    """The switches to try, and which of them can be combined.
 
     Args:
-        objective: What is tuned for.
+        objective: The objective.
         facts: Of the model and the machine.
-        candidates: None for what the tuner knows for the objective. A list says exactly which:
-            names of the tuner's switches, and mappings from own names to settings. A mapping
-            changes the tuner's own choice: from a name to settings for a switch of one's own, to
-            True for one of the tuner's that is not tried by itself, to None or False for one to
-            leave out.
-        base: The Trainer's arguments that hold for all.
+        candidates: None for the tuner's switches for the objective. A list is exact: names of the
+            tuner's switches, and mappings from own names to settings. A mapping changes the default
+            choice: from a name to settings for an own switch, to True for a switch of the tuner
+            that is not tried by default, to None or False to exclude one.
+        base: Trainer arguments of all trials.
 
     Attributes:
         facts: Of the model and the machine.
         switches: By name, in the order in which they are tried.
-        left_out: Why those that were thought of are not there, by name.
+        left_out: Reasons why other switches are not tried, by name.
 
     Raises:
-        ValueError: For a name that the tuner does not know, and settings that are none.
+        ValueError: For an unknown name, and for settings that are not Trainer arguments.
     """
 
     def __init__(
@@ -226,13 +180,13 @@ class Space:
         known = {switch.name: switch for switch in built_in(facts)}
         self.switches: dict[str, Switch] = {}
         self.left_out: dict[str, str] = {}
-        for switch in choose(known, candidates, objective):
-            idle = cannot_pay(switch.kind, facts) if objective == "throughput" else ""
-            if reason := switch.unfit or self._in_base(switch) or idle:
+        for switch in _choose(known, candidates, objective):
+            idle = _cannot_pay(switch.kind, facts) if objective == "throughput" else ""
+            if reason := switch.unsuitable or self._in_base(switch) or idle:
                 self.left_out[switch.name] = reason
             else:
                 self.switches[switch.name] = switch
-        self._refused = [
+        self._incompatible = [
             {one.name, other.name}
             for one, other in itertools.combinations(self.switches.values(), 2)
             if _exclude_each_other(one, other)
@@ -248,19 +202,45 @@ class Space:
         return None
 
     def allows(self, names: Iterable[str]) -> bool:
-        """Return whether the switches can all be on at once."""
+        """Return whether the switches can be on together."""
         wanted = set(names)
-        return not any(pair <= wanted for pair in self._refused)
+        return not any(pair <= wanted for pair in self._incompatible)
 
     def interacts(self, one: str, other: str) -> bool:
         """Return whether the effect of two switches together may be far from the product."""
         kinds = {self.switches[one].kind, self.switches[other].kind}
         return bool({"precision", ""} & kinds) or kinds in INTERACTING
 
+    def describe(self, seconds: float, peak: int) -> str:
+        """Return where the baseline's step spends its time, and the switches to try.
+
+        Args:
+            seconds: Of a step of the baseline.
+            peak: Its peak bytes.
+        """
+        facts, switches = self.facts, f"Tried will be: {', '.join(self.switches) or 'nothing'}."
+        if not facts.account:
+            return switches
+        shares = ", ".join(f"{group} {facts.share(group) or 0:.0%}" for group in facts.account)
+        used = f"{facts.busy:.0%} of {facts.cpus} CPU{'s' * (facts.cpus > 1)}"
+        if facts.device != "cpu":
+            idle = facts.share(WAITING, CALLBACKS, REST) or 0.0
+            used = f"the device ({facts.device}) {1 - idle:.0%} of the time"
+        return "\n".join(
+            [
+                f"A step takes {1e3 * seconds:.3g} ms: {shares}.",
+                "The bottleneck is {} ({:.0%}).".format(*facts.bottleneck),
+                f"It uses {used}.",
+                f"It takes {peak / MIB:,.0f} MiB at its peak; "
+                f"{facts.room / MIB:,.0f} MiB are free.",
+                switches,
+            ]
+        )
+
     def settings(self, names: Iterable[str], *more: Settings) -> Settings:
         """Return the Trainer's arguments with these switches on, and with more added.
 
-        A mapping where all parts are mappings, else a function that returns it anew.
+        A mapping if all parts are mappings, else a function that returns new arguments.
         """
         parts = [self.base, *(self.switches[name].settings for name in names), *more]
         fixed = [part for part in parts if isinstance(part, Mapping)]
@@ -273,40 +253,41 @@ class Space:
 
 
 def check_candidates(candidates: Candidates | None) -> None:
-    """Refuse candidates that are none, before anything is trained.
+    """Check candidates before any training.
 
     Raises:
-        ValueError: For a name that the tuner does not know, and settings that are none.
+        ValueError: For an unknown name, and for settings that are not Trainer arguments.
     """
-    choose({switch.name: switch for switch in built_in(Facts())}, candidates, "")
+    _choose({switch.name: switch for switch in built_in(Facts())}, candidates, "")
 
 
-def choose(
+def _choose(
     known: Mapping[str, Switch], candidates: Candidates | None, objective: str
 ) -> list[Switch]:
-    """Return the switches that are wanted, whether or not they make sense here."""
+    """Return the chosen switches, suitable here or not."""
     goals = ("", "memory" if objective == "batch" else objective)
-    # Batches in parts fit at any size.
-    never = "batch" if objective == "batch" else None
-    usual = {n: s for n, s in known.items() if s.objective in goals and s.kind != never}
+    # Split batches fit at any size, so they are no candidates for the largest batch.
+    excluded = "batch" if objective == "batch" else None
+    chosen = {n: s for n, s in known.items() if s.objective in goals and s.kind != excluded}
     if isinstance(candidates, str):
         raise ValueError(f"candidates must be a list or a mapping, got the string {candidates!r}.")
     if candidates is not None and not isinstance(candidates, Mapping):
         given = [item if isinstance(item, Mapping) else {item: True} for item in candidates]
-        usual, candidates = {}, {name: value for item in given for name, value in item.items()}
+        chosen = {}
+        candidates = {name: value for item in given for name, value in item.items()}
     for name, value in (candidates or {}).items():
         if value is None or value is False:
-            usual.pop(_known(known, name).name, None)
+            chosen.pop(_known(known, name).name, None)
         else:
-            usual[name] = _known(known, name) if value is True else _own(name, value)
-    return list(usual.values())
+            chosen[name] = _known(known, name) if value is True else _own(name, value)
+    return list(chosen.values())
 
 
 def _known(known: Mapping[str, Switch], name: str) -> Switch:
     if name not in known:
         raise ValueError(
-            f"candidates names {name!r}, which the tuner does not know{did_you_mean(name, known)} "
-            f"It knows {', '.join(known)}; for one of your own give its Trainer arguments: "
+            f"candidates names {name!r}, not a switch of the tuner{did_you_mean(name, known)} "
+            f"It has {', '.join(known)}; for one of your own give its Trainer arguments: "
             "candidates={'my own': {'callbacks': [...]}}."
         )
     return known[name]
@@ -325,7 +306,7 @@ def _own(name: str, value: Any) -> Switch:
 def _exclude_each_other(one: Switch, other: Switch) -> bool:
     if one.kind and one.kind == other.kind:
         return True
-    # It looks at single operators, which a compiled graph does not have.
+    # Selective checkpointing works on single operators, which a compiled graph does not have.
     kinds, selective = {one.kind, other.kind}, "checkpointing_selective"
     if kinds == {"compile", "checkpointing"} and selective in (one.name, other.name):
         return True

@@ -1,4 +1,4 @@
-"""Trainer arguments as plain values: how they are joined, compared, and made into objects."""
+"""Trainer arguments as plain values: joining and comparing them."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from lightning_opt.kernels.compiling.compile_model import CompileModel
 from lightning_opt.worker.recipes import Settings, make, make_settings
 
 LISTS = ("callbacks", "plugins")
-"""Arguments that add up; of any other the last one counts."""
+"""Arguments whose values are concatenated; of other arguments the last value counts."""
 
 
 def join_made(parts: Sequence[Settings]) -> dict[str, Any]:
-    """Return Trainer arguments joined from parts, of which functions are called anew."""
+    """Return Trainer arguments joined from parts, after calling those that are functions."""
     return join(map(plain, parts))
 
 
 def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return Trainer arguments with lists added up and other values replaced by later ones."""
+    """Return Trainer arguments with lists concatenated and other values replaced by later ones."""
     joined: dict[str, Any] = {}
     for part in parts:
         for name, value in part.items():
@@ -32,9 +32,9 @@ def join(parts: Iterable[Mapping[str, Any]]) -> dict[str, Any]:
 
 
 def in_float32(settings: Settings) -> dict[str, Any]:
-    """Return Trainer arguments for eager float32, made from others; for the process that trains."""
+    """Return objects for the Trainer with eager float32; to be called in the training process."""
     if hasattr(torch.compiler, "set_stance"):  # from torch 2.6 on
-        torch.compiler.set_stance("force_eager")  # whatever the model compiles itself
+        torch.compiler.set_stance("force_eager")  # for parts that the model compiles itself
     made = make_settings(settings)
     plugins = [
         plugin for plugin in listed(made.get("plugins")) if not isinstance(plugin, Precision)
@@ -44,14 +44,14 @@ def in_float32(settings: Settings) -> dict[str, Any]:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return what may be one thing, a list of things, or None, as a list."""
+    """Return a list of a single value, a list or None."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
 def plain(settings: Settings) -> Mapping[str, Any]:
-    """Return the arguments themselves; what a function or its path returns."""
+    """Return the arguments as a mapping, after calling them if they are a function or its path."""
     found = settings if isinstance(settings, Mapping) else make("settings", settings)
     if not isinstance(found, Mapping):
         raise TypeError(
@@ -73,7 +73,7 @@ def classes(settings: Mapping[str, Any]) -> set[str]:
 
 
 def clash(one: Settings, other: Settings) -> bool:
-    """Return whether two parts give an argument other values, or both a callback of a class."""
+    """Return whether two parts differ in an argument, or both add a callback of one class."""
     first, second = plain(one), plain(other)
     shared = first.keys() & second.keys() - set(LISTS)
     return any(first[name] != second[name] for name in shared) or bool(

@@ -1,39 +1,43 @@
-"""What a search has found, and its forms: a table, sentences, Python, YAML and JSON."""
+"""The result of a search: a table, an explanation, and settings as Python, YAML and JSON."""
 
 from __future__ import annotations
 
 import difflib
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 from lightning_opt.core.output.report import Report
-from lightning_opt.tuner.report.explaining import explain
-from lightning_opt.tuner.report.writing import to_python, to_yaml
-from lightning_opt.tuner.search.settings import plain
-from lightning_opt.tuner.search.space import Space
-from lightning_opt.tuner.trial import Switches, Trial
+from lightning_opt.tuner.facts import COMMUNICATION, OVERHEAD, WAITING, Facts
+from lightning_opt.tuner.settings import plain
+from lightning_opt.tuner.space import MIB, Space
+from lightning_opt.tuner.trial import OBJECTIVES, Switches, Trial
+from lightning_opt.tuner.writing import to_python, to_yaml
 from lightning_opt.worker.recipes import instantiate
 
-MIB = 2**20
+REMEDIES = {
+    WAITING: "a faster disk, more CPUs for workers, or items that take less to load",
+    COMMUNICATION: "a faster network, or fewer exchanges",
+    OVERHEAD: "a larger batch, since these take as long for any batch",
+}
 
 
 @dataclass(repr=False, eq=False)
 class TuneResult:
-    """The answer of :func:`~lightning_opt.autotune`, with all that led to it.
+    """The answer of :func:`~lightning_opt.autotune`, with all its trials.
 
     Attributes:
-        objective: What was tuned for.
-        space: What could be switched on.
+        objective: ``"throughput"``, ``"memory"`` or ``"batch"``.
+        space: The switches that could be tried.
         trials: All trials, the baseline first.
-        switches: What is switched on in the answer; nothing where it is better to leave things as
-            they are.
-        complete: Whether the search ended by itself, and not with its budget.
-        facts: Of machine and versions.
-        seconds: Time that the search took.
-        batches: Samples of the largest batches that were found, by what was on.
+        switches: The switches of the answer; empty if nothing should change.
+        complete: Whether the search ended before its budget did.
+        facts: Machine and versions.
+        seconds: Duration of the search.
+        batches: Samples of the largest batches found, by the switches that were on.
     """
 
     objective: str
@@ -47,23 +51,23 @@ class TuneResult:
 
     @property
     def best(self) -> Trial:
-        """The trial of the answer; the baseline's where nothing is better."""
+        """The trial of the answer; the baseline's if nothing is better."""
         return next(trial for trial in self.trials if trial.switches == self.switches)
 
     @property
     def improved(self) -> bool:
-        """Whether the answer is anything but to leave things as they are."""
+        """Whether the answer changes anything."""
         return bool(self.switches)
 
     @property
     def table(self) -> Report:
-        """Every trial, the best first, then those that were not accepted.
+        """Every trial: the answer first, then by verdict and time.
 
         ============= ==========================================================================
         ``time``      of a step, as a share of the baseline's, with its interval at 90%
         ``memory``    peak, as a share of the baseline's
-        ``gradient``  cosine to the baseline's, in the module in which they differ most
-        ``start s``   seconds that the first step took longer than a later one
+        ``gradient``  cosine to the baseline's, of the parameter in which they differ most
+        ``start s``   seconds of the first step minus those of a later one
         ============= ==========================================================================
         """
         order = {"accepted": 0, "baseline": 0, "no gain": 0, "too slow": 1, "rejected": 2}
@@ -96,17 +100,62 @@ class TuneResult:
 
     def _table_notes(self) -> list[str]:
         machine = ", ".join(f"{name} {value}" for name, value in self.facts.items())
-        held = "On a CPU freed tensors may stay resident: recomputing can save more than is seen."
+        cpu_note = "On a CPU freed tensors may stay resident: recomputing can save more than shown."
         return [
             "time, memory: shares of the baseline's; the interval is at 90%. gradient: cosine to "
-            "the baseline's from equal weights and batches, where they differ most.",
+            "the baseline's from equal weights and batches, of the parameter that differs most.",
             f"Trials: {len(self.trials) - 1}, in {self.seconds:.0f} s; {machine}.",
-            *[held] * (self.objective != "throughput" and self.facts.get("device") == "cpu"),
+            *[cpu_note] * (self.objective != "throughput" and self.facts.get("device") == "cpu"),
         ]
 
     def explain(self) -> str:
-        """Return in sentences what was tried, what came of it, and why the answer is what it is."""
-        return explain(self)
+        """Return paragraphs, one per line: the answer first, then its reasons and the trials."""
+        space, best, objective = self.space, self.best, self.objective
+        tried = [trial for trial in self.trials if trial.switches]
+        lines = [_answer(objective, best, bool(tried))]
+        if best.switches:
+            lines += [f"{name}: {space.switches[name].about}" for name in best.switches]
+            if best.startup and best.startup > 1:
+                lines.append(f"The first step takes {best.startup:.0f} s longer than a later one.")
+        lines += [
+            f"Rejected, since it changes the result: {trial.name}; {trial.why}."
+            for trial in tried
+            if trial.verdict == "rejected"
+        ]
+        lines += [
+            f"Failed ({trial.verdict}): {trial.name}. {trial.why}"
+            for trial in tried
+            if trial.failed
+        ]
+        lines += [
+            f"Undecided: {trial.name} takes {trial.ratio:.2f} of the time (from {trial.low:.2f} to "
+            f"{trial.high:.2f})."
+            for trial in tried
+            if trial is not best and trial.verdict == "accepted" and (trial.high or 0) >= 1
+        ]
+        if space.left_out:
+            left = "; ".join(f"{name} ({why})" for name, why in space.left_out.items())
+            lines.append(f"Not tried: {left}.")
+        lines += self._further_lines()
+        if not self.complete:
+            lines.append("The budget ended before the search did; a longer one may find more.")
+        return "\n".join(lines)
+
+    def _further_lines(self) -> list[str]:
+        """Return the line of the objective: the largest batch, the largest model, or a remedy."""
+        best, facts = self.best, self.space.facts
+        if self.batches:
+            named = {" + ".join(names): size for names, size in self.batches.items()}
+            sizes = ", ".join(
+                f"{size} {'with ' + name if name else 'as it is'}" for name, size in named.items()
+            )
+            return [f"Largest batch, tried: {sizes}."]
+        if self.objective == "memory" and best.switches and best.peak_ratio:
+            larger = 1 / best.peak_ratio
+            return [f"Largest model: by the peak about {larger:.2g} times as large as without."]
+        if self.objective == "throughput" and facts.account:
+            return [_remedy(facts)]
+        return []
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
         """Return the arguments for ``Trainer(**...)``, base included, with new callbacks each time.
@@ -122,13 +171,13 @@ class TuneResult:
         """The Trainer's arguments, base included, as plain values.
 
         Raises:
-            ValueError: If something in them is an object or a function.
+            ValueError: If they contain objects or functions.
         """
         if not self.space.is_written(self.switches):
             raise ValueError(
-                "The settings have objects or functions in them, which cannot be written down. In "
-                "base and candidates describe them instead: {'class_path': "
-                "'package.module.Class', 'init_args': {...}}. trainer_kwargs() works as it is."
+                "The settings contain objects or functions, which cannot be written down. In base "
+                "and candidates describe them instead: {'class_path': 'package.module.Class', "
+                "'init_args': {...}}. trainer_kwargs() works without that."
             )
         return dict(plain(self.space.settings(self.switches)))
 
@@ -149,7 +198,7 @@ class TuneResult:
         return to_python(self.settings, self._headline())
 
     def diff(self) -> str:
-        """Return the change of the Trainer's call, as Python and as YAML; empty where none is.
+        """Return the change of the Trainer's call, as Python and as YAML; empty if none.
 
         Raises:
             ValueError: If the settings cannot be written down.
@@ -162,7 +211,7 @@ class TuneResult:
         return found
 
     def to_json(self) -> str:
-        """Return everything: answer, settings, trials, facts."""
+        """Return answer, settings, trials and facts as JSON."""
         content = {
             "objective": self.objective,
             "improved": self.improved,
@@ -179,7 +228,7 @@ class TuneResult:
     def save(self, folder: str | Path) -> list[Path]:
         """Write all forms into a folder, and return the files.
 
-        ``result.json``, ``report.md`` and, where they can be made, ``trainer.yaml``,
+        ``result.json``, ``report.md`` and, if the settings can be written down, ``trainer.yaml``,
         ``trainer.py`` and ``trainer.diff``.
         """
         folder = Path(folder)
@@ -210,3 +259,23 @@ class TuneResult:
 
 def _rounded(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)
+
+
+def _answer(objective: str, best: Trial, tried: bool) -> str:
+    if not tried:
+        return "Change nothing: nothing was tried."
+    if not best.switches:
+        return f"Change nothing: no candidate gains enough in {OBJECTIVES[objective]} to be sure."
+    ratio, low, high = best.interval
+    return (
+        f"Take {best.name}: a step takes {ratio:.2f} of the time (from {low:.2f} to {high:.2f}), "
+        f"peak memory is {best.peak_ratio or math.nan:.2f} of what it was."
+    )
+
+
+def _remedy(facts: Facts) -> str:
+    part, share = facts.bottleneck
+    better = "a faster device, or more of them"
+    if facts.device != "cuda" or facts.no_bf16:
+        better = "a GPU with bf16"
+    return f"More would take {REMEDIES.get(part, better)}: {part} takes {share:.0%} of a step."

@@ -8,8 +8,9 @@ import pytest
 from lightning.pytorch.callbacks import LearningRateMonitor, Timer
 
 import lightning_opt as lo
-from lightning_opt.tuner.search.settings import is_written, join, plain
-from lightning_opt.tuner.search.space import Facts, Space, built_in
+from lightning_opt.tuner.facts import Facts
+from lightning_opt.tuner.settings import is_written, join, plain
+from lightning_opt.tuner.space import Space, built_in
 
 ACCOUNT = {"waiting for data": 0.2, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
 NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, account=ACCOUNT)
@@ -104,7 +105,7 @@ def test_memory_has_switches_of_its_own() -> None:
     part = space.switches["half_batches"].settings
     assert plain(part)["callbacks"][0]["init_args"] == {"size": 16}
     manual = Space("memory", Facts(automatic=False, samples=8))
-    assert "micro_batches is for that" in manual.left_out["half_batches"]
+    assert "use micro_batches" in manual.left_out["half_batches"]
 
 
 def test_every_switch_can_be_made() -> None:
@@ -134,10 +135,10 @@ def test_a_mapping_changes_the_choice() -> None:
     [
         (
             ["warp drive"],
-            "'warp drive', which the tuner does not know. It knows fused, channels_last,",
+            "'warp drive', not a switch of the tuner. It has fused, channels_last,",
         ),
-        ({"warp drive": None}, "does not know"),
-        (["compile-regions"], "does not know; did you mean 'compile_regions'"),
+        ({"warp drive": None}, "not a switch"),
+        (["compile-regions"], "not a switch of the tuner; did you mean 'compile_regions'"),
         ({"own": {}}, "candidates\\['own'\\] must be Trainer arguments such as {'precision'"),
         ({"own": 3}, "must be Trainer arguments"),
         ("compile", "must be a list or a mapping, got the string 'compile'"),

@@ -2,6 +2,7 @@
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +12,11 @@ from lightning.pytorch.callbacks import Timer
 from lightning.pytorch.cli import LightningCLI
 
 import lightning_opt as lo
-from lightning_opt.tuner.report.result import TuneResult
-from lightning_opt.tuner.search.objective import Objective
-from lightning_opt.tuner.search.space import Facts, Space
-from lightning_opt.tuner.trial import Switches, Trial
+from lightning_opt.tuner import facts as parts
+from lightning_opt.tuner.facts import Facts
+from lightning_opt.tuner.result import TuneResult
+from lightning_opt.tuner.space import Space
+from lightning_opt.tuner.trial import Objective, Switches, Trial
 from tests.helpers.models import SmallNet
 
 FACTS = Facts(blocks=3, convolutions=1, samples=8, cpus=2)
@@ -187,6 +189,63 @@ def test_the_explanation_says_what_happened() -> None:
     assert not result(()).improved
 
 
+# --- the step and its bottleneck ---------------------------------------------------------------
+
+GROUPS = (*parts.GROUPS, parts.REST)
+STEP_FACTS = Facts(threads=2, cpus=2, busy=0.5, room=2**30, account=dict.fromkeys(GROUPS, 0.008))
+BASELINE = Trial((), "baseline", seconds=0.1, peak=2**25)
+
+
+def facts(group: str, **other: object) -> Facts:
+    return replace(STEP_FACTS, account={**STEP_FACTS.account, group: 0.952}, **other)  # type: ignore[arg-type]
+
+
+def test_step_is_described_in_five_lines() -> None:
+    lines = Space("throughput", facts(parts.WAITING)).describe(0.1, 2**25)
+    assert lines.splitlines() == [
+        "A step takes 100 ms: waiting for data 95%, forward 1%, backward 1%, optimizer 1%, "
+        "communication 1%, callbacks 1%, Lightning and the rest 1%.",
+        "The bottleneck is waiting for data (95%).",
+        "It uses 50% of 2 CPUs.",
+        "It takes 32 MiB at its peak; 1,024 MiB are free.",
+        "Tried will be: data_pipeline.",
+    ]
+    on_gpu = Space("throughput", facts(parts.WAITING, device="cuda")).describe(0.1, 2**25)
+    assert on_gpu.splitlines()[2] == "It uses the device (cuda) 3% of the time."
+
+
+@pytest.mark.parametrize(
+    ("group", "more", "part", "remedy"),
+    [
+        (parts.WAITING, {}, "waiting for data", "a faster disk"),
+        (parts.BACKWARD, {}, "computing", "a GPU with bf16"),
+        (parts.BACKWARD, {"device": "cuda", "no_bf16": "old"}, "computing", "a GPU with bf16"),
+        (parts.FORWARD, {"device": "cuda"}, "computing", "a faster device, or more of them"),
+        (parts.COMMUNICATION, {}, "communication", "a faster network"),
+        (parts.CALLBACKS, {}, "Lightning and callbacks", "a larger batch"),
+    ],
+)
+def test_explanation_ends_with_the_remedy_of_the_bottleneck(
+    group: str, more: dict[str, str], part: str, remedy: str
+) -> None:
+    known = facts(group, **more)
+    assert known.bottleneck[0] == part
+    result = TuneResult("throughput", Space("throughput", known), [BASELINE], ())
+    last = result.explain().splitlines()[-1]
+    assert f"More would take {remedy}" in last
+    assert f"{part} takes 9" in last
+
+
+def test_explanation_has_the_largest_batch_or_model() -> None:
+    best = Trial(("fused",), "accepted", ratio=1.1, peak_ratio=0.5)
+    space = Space("batch", STEP_FACTS)
+    trials, sizes = [BASELINE, best], {(): 32, ("fused",): 96}
+    batch = TuneResult("batch", space, trials, ("fused",), batches=sizes)
+    assert "Largest batch, tried: 32 as it is, 96 with fused." in batch.explain()
+    memory = TuneResult("memory", space, trials, ("fused",))
+    assert "by the peak about 2 times as large" in memory.explain()
+
+
 # --- numbers ------------------------------------------------------------------------------------
 
 
@@ -236,4 +295,4 @@ def test_on_a_cpu_the_memory_of_recomputation_is_not_all_seen() -> None:
     found = result()
     assert "stay resident" not in found.table.to_markdown()
     found.objective, found.facts = "memory", {"device": "cpu"}
-    assert "recomputing can save more than is seen" in found.table.to_markdown()
+    assert "recomputing can save more than shown" in found.table.to_markdown()

@@ -7,7 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 
 import pytest
 
-from lightning_opt.tuner.search.search import Outcome, Search, TimeIsUp
+from lightning_opt.tuner.search import Search, TimeIsUp
+from lightning_opt.tuner.trial import Outcome
 
 Names = tuple[str, ...]
 
@@ -250,6 +251,16 @@ def test_what_may_well_gain_is_in_the_union() -> None:
     search = Search(measure, ("a", "b", "c", "d"), interacts=lambda one, other: False)
     assert search.run() == ("a", "b")
     assert tried[4:] == [("a", "b")]
+
+
+def test_interval_beside_others_is_a_share_of_their_gain() -> None:
+    """A switch that surely gains nothing beside a gain of a half does not join the union."""
+    machine = Machine({"data": 0.5, "a": 0.8, "b": 1.01})
+    search = machine.search()
+    search.interacts = lambda one, other: False
+    search.first = "data"
+    assert search.run() == ("data", "a")
+    assert ("data", "a", "b") not in machine.tried
 
 
 def test_what_starts_slowly_comes_last_and_beside_what_gains() -> None:

@@ -1,12 +1,13 @@
-"""What the tuner wants to know from inside of a trial: model, first gradients, where weights go.
+"""Observations in the process of a trial: facts, first gradients, distances of the weights.
 
-It travels into the process of a trial as a callback, and answers through a file.
+A callback in that process writes them into a file, which the tuner reads.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -26,29 +27,55 @@ from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
 from lightning_opt.kernels.channels_last.convolutions import Convolutions
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
-from lightning_opt.tuner.account import account
+from lightning_opt.tuner.facts import Facts, account
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 SAMPLED = 4096
-"""Elements of each parameter that are looked at, evenly spaced."""
+"""Elements kept of each parameter, evenly spaced."""
 
-LOOKED_AT = 4
+COMPARED_UPDATES = 4
 """Updates of each optimizer whose gradients are kept."""
 
 ACCOUNTED, SECONDS = 64, 2.0
 """Batches, or seconds and at least 8 batches, after which queues of loaders are empty or full."""
 
 
+@dataclass
+class Observed:
+    """The observations of a process.
+
+    Attributes:
+        facts: Of the model and the machine.
+        gradients: Samples of the first gradients, one mapping per update.
+        moved: Distance of each parameter from its start, after powers of two of steps.
+        losses: Of its steps.
+    """
+
+    facts: Facts = field(default_factory=Facts)
+    gradients: list[dict[str, Tensor]] = field(default_factory=list)
+    moved: dict[int, dict[str, float]] = field(default_factory=dict)
+    losses: Sequence[float] = ()
+
+    @classmethod
+    def read(cls, file: Path, losses: Sequence[float] = ()) -> Observed:
+        """Return the contents of a file, empty if there is none yet, with the given losses."""
+        if not file.exists():
+            return cls()
+        content = torch.load(file, weights_only=True)
+        return cls(Facts(**content["facts"]), content["gradients"], content["moved"], losses)
+
+
 class TrialWatch(Callback):
-    """Writes facts about the model, its first gradients, and how far its weights have moved.
+    """Writes facts about the model, its first gradients, and the distance of its weights.
+
+    If the Trainer's profiler is a StepProfiler, it times the groups of the first steps, until
+    loaders' queues have settled, and is then removed.
 
     Args:
-        file: Where to; it is replaced at each power of two of steps.
-        reseed: Which other random numbers the model draws, from the first batch on; 0 for its own.
-
-    A StepProfiler of the Trainer says where the first steps go, until that is steady.
+        file: The file to write; it is replaced at each power of two of steps.
+        reseed: Added to the seed of the model's random numbers from the first batch on; 0 for none.
     """
 
     def __init__(self, file: str = "watch.pt", reseed: int = 0) -> None:
@@ -59,10 +86,10 @@ class TrialWatch(Callback):
         self._start: dict[str, Tensor] = {}
         self._updates: dict[int, int] = {}
         self._batches = 0
-        self._begun = self._used = 0.0
+        self._started = self._cpu_seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at the model before the first step."""
+        """Describe the model before the first step."""
         self._start = {
             name: _sample(parameter)
             for name, parameter in _named(pl_module)
@@ -73,7 +100,7 @@ class TrialWatch(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look at the first batch."""
+        """Record the number of samples and of workers at the first batch."""
         if self._batches == 0:
             if self._reseed:
                 seed_everything(torch.initial_seed() % 2**31 + self._reseed, verbose=False)
@@ -83,14 +110,14 @@ class TrialWatch(Callback):
                 self._facts["samples"] = 0
             # Callbacks may have changed the loader since the start.
             self._facts["workers"] = getattr(trainer.train_dataloader, "num_workers", 0)
-            self._begun, self._used = time.perf_counter(), time.process_time()
+            self._started, self._cpu_seconds = time.perf_counter(), time.process_time()
 
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Keep samples of the first gradients."""
         update = self._updates[id(optimizer)] = self._updates.get(id(optimizer), -1) + 1
-        if update >= LOOKED_AT:
+        if update >= COMPARED_UPDATES:
             return
         while len(self._gradients) <= update:
             self._gradients.append({})
@@ -108,7 +135,7 @@ class TrialWatch(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Write, at powers of two from the second batch on."""
+        """Write the file, at powers of two from the second batch on."""
         self._batches += 1
         if self._batches >= 2 and self._batches & (self._batches - 1) == 0:
             profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
@@ -122,9 +149,9 @@ class TrialWatch(Callback):
             self._write()
 
     def _account(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
-        """Say where the steps since the last time went, and end that when it is steady."""
+        """Record the time of a step by group, and remove the profiler when that is steady."""
         clock = profiler.measures("fit").clock
-        done = self._batches >= ACCOUNTED or time.perf_counter() - self._begun > SECONDS
+        done = self._batches >= ACCOUNTED or time.perf_counter() - self._started > SECONDS
         steady = self._batches >= 8 and done
         if steady:
             profiler.teardown("fit")
@@ -133,7 +160,7 @@ class TrialWatch(Callback):
                 clock.device.finish()  # waits for the device, once
         window, work = clock.end_window()
         found = account(clock, window, work.steps.count)
-        used, self._used = time.process_time() - self._used, time.process_time()
+        used, self._cpu_seconds = time.process_time() - self._cpu_seconds, time.process_time()
         wall = sum(found.values()) * max(1, work.steps.count) * available_cpus()
         self._facts |= {
             "account": found,
@@ -146,11 +173,11 @@ class TrialWatch(Callback):
         content = {"facts": self._facts, "gradients": self._gradients, "moved": self._moved}
         partial = self._file.with_suffix(".partial")
         torch.save(content, partial)
-        partial.replace(self._file)  # whoever reads sees the old or the new one, whole
+        partial.replace(self._file)  # readers never see a half-written file
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by the names that they have in a module which nothing wraps."""
+    """Yield parameters by their names without the prefixes of wrappers."""
     return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
 
 
@@ -161,7 +188,7 @@ def _sample(values: Tensor) -> Tensor:
 
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    """Return those of the ``Facts`` of the search space that are known at the start."""
+    """Return the ``Facts`` that are known before the first step."""
     device = trainer.strategy.root_device
     fused = [
         all(group.get("fused") for group in optimizer.param_groups)

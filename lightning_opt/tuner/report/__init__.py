@@ -1,1 +1,0 @@
-"""What is said, drawn and written."""

@@ -1,1 +1,0 @@
-"""A race of runs against the baseline."""
