@@ -1,6 +1,6 @@
-"""Record the demo: what README and `make demo` show, with the machine that it ran on.
+"""Record the demo of README and `make demo`, with its machine.
 
-Claim: each act of `examples/demo.py` ends as its picture says. `--act 3` records one act anew.
+Claim: each act of `examples/demo.py` ends as its picture shows. `--act 3` records only one act.
 """
 
 from __future__ import annotations

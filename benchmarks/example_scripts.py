@@ -1,6 +1,6 @@
-"""Record the tables of the example scripts, which `docs/examples.md` shows.
+"""Record the tables of the example scripts for `docs/examples.md`, or only those given.
 
-Claim: each optimised run of an example agrees with its plain run. Name records to make only those.
+Claim: each optimised run of an example agrees with its plain run.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SCRIPTS = {
     "example_curvature": {"steps": 300},
 }  # fmt: skip
 NOT_INTERLEAVED = ("step ms", "of original", "of plain")
-"""Step times of runs one after the other, which a busy machine makes worthless."""
+"""Step times of consecutive runs, which are not comparable on a busy machine."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,4 +1,4 @@
-"""GPT-2 as it is usually written, in the sizes that people know and one that a CPU rehearses."""
+"""GPT-2 in two of its sizes, and a tiny one for tests on a CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model with its loss: called with tokens, it returns the mean over places.
+    """A language model with its loss: called with tokens, it returns the mean over positions.
 
     Args:
         size: A key of ``SIZES``.
@@ -53,7 +53,7 @@ class GPT(nn.Module):
         nn.init.normal_(self.tokens.weight, std=0.02)
 
     def batch(self, samples: int, device: str) -> Tensor:
-        """Return random tokens, one more than places in each row."""
+        """Return random tokens, one more per row than positions."""
         return torch.randint(self.vocabulary, (samples, self.length + 1), device=device)
 
     def forward(self, batch: Tensor) -> Tensor:
@@ -66,5 +66,5 @@ class GPT(nn.Module):
 
 
 def size_for(device: str, wanted: str) -> str:
-    """Return the size to measure: the wanted one on a GPU, the tiny one in a rehearsal."""
+    """Return the wanted size on a GPU, else the tiny one."""
     return wanted if device.startswith("cuda") else "tiny"

@@ -1,15 +1,14 @@
-"""Run everything that wants a GPU inside one budget, and leave one bundle of results.
+"""Run all GPU tests and GPU benchmarks within one time budget, and write one set of results.
 
-For a machine with a GPU and no network, where torch and Lightning are installed for the system's
-Python; the package is read from the source tree. First run the tests marked ``gpu`` (from the files
-that speak of a GPU: the others need not even be importable here), then the benchmarks of ``PARTS``,
-what is worth most first, and then every other one that says ``GPU = True`` at module level and
-takes ``--device`` and ``--out``. Each runs in a process of its own under a limit of its own, and
-what one leaves unused the later ones may take. One failure does not stop the others, and what a
-part has found is kept once it ends, however it ends. A CPU rehearses all of it with few rounds.
+Needs torch and Lightning in the running Python and no network; the package is imported from the
+source tree. First run the tests marked ``gpu``, then the benchmarks of ``PARTS``, then every other
+script that sets ``GPU = True`` at module level and takes ``--device`` and ``--out``. Each runs in
+its own process under its own time limit; later ones get the time that earlier ones did not use.
+A failure does not stop the others, and the results of each are kept. ``--device cpu`` tests this
+script itself, with few rounds.
 
-However many there are, three files come out, so that they are easily carried home: ``gpu.md`` (the
-machine, what ran, every table), ``summary.json`` (the same with every number) and ``gpu.log``.
+The output is three files: ``gpu.md`` (the machine, the runs, every table), ``summary.json`` (the
+same with every number) and ``gpu.log``.
 """
 
 import argparse
@@ -37,15 +36,15 @@ PARTS: tuple[tuple[str, float, tuple[str, ...]], ...] = (
     ("strategies.codecs", 20, ()),
     ("strategies.nccl_pair", 40, ()),
 )
-"""Module below ``benchmarks``, seconds, and options; the rest of ``WHOLE`` is for the others."""
+"""Module below ``benchmarks``, seconds, and options; the others share the rest of ``WHOLE``."""
 WHOLE = 570.0
-REHEARSED = {
+ON_CPU = {
     "kernels.kernels": ("--models", "ConvNet", "--switches", "FusedOptimizer", "ChannelsLast"),
     "tuner.grid": ("--models", "tiny MLP", "--budget", "10"),
 }
 """Options on a CPU, where compilers take minutes."""
 
-# In a process of its own, so that this one holds no memory of the device while the others measure.
+# Run in another process, so that this one holds no memory of the device.
 READ_MACHINE = """
 import json, platform, sys
 import lightning, torch
@@ -72,7 +71,7 @@ json.dump(facts, sys.stdout)
 
 
 def declares_gpu(script: Path) -> bool:
-    """Whether the script says ``GPU = True`` at module level, read without running it."""
+    """Return whether the script sets ``GPU = True`` at module level, without running it."""
     return any(
         isinstance(node, ast.Assign)
         and any(isinstance(target, ast.Name) and target.id == "GPU" for target in node.targets)
@@ -83,7 +82,7 @@ def declares_gpu(script: Path) -> bool:
 
 
 def planned(scripts: list[Path]) -> list[tuple[str, float, tuple[str, ...]]]:
-    """Return ``PARTS`` and, with equal shares of what they leave, the other scripts."""
+    """Return ``PARTS`` and the other scripts, with equal shares of the remaining time."""
     modules = [".".join(script.relative_to(ROOT).with_suffix("").parts[1:]) for script in scripts]
     others = [module for module in modules if module not in {name for name, *_ in PARTS}]
     left = WHOLE - TESTS - sum(seconds for _, seconds, _ in PARTS)
@@ -91,10 +90,10 @@ def planned(scripts: list[Path]) -> list[tuple[str, float, tuple[str, ...]]]:
 
 
 def pytest_command(files: list[Path]) -> list[str]:
-    """Pytest over the given files, under whatever versions this machine has."""
+    """Return a command that runs pytest on files with any versions of torch and Lightning."""
     return [
         *(sys.executable, "-m", "pytest", "-m", "gpu", "-v", "-ra", "--durations=10"),
-        # Another torch and Lightning warn about other things, and plugins may be missing.
+        # Other versions have other warnings, and plugins may be missing.
         *("-W", "default", "-o", "addopts=--import-mode=importlib", "-p", "no:cacheprovider"),
         *map(str, files),
     ]
@@ -104,7 +103,7 @@ def run(command: list[str], log: Path, limit: float) -> tuple[str, float]:
     """Run a command with its output appended to ``log``.
 
     Returns:
-        ``"passed"``, or what went wrong in a few words, and the seconds it took.
+        ``"passed"`` or a short description of the failure, and the seconds.
     """
     start = time.monotonic()
     with log.open("a") as sink:
@@ -125,13 +124,13 @@ def run(command: list[str], log: Path, limit: float) -> tuple[str, float]:
         except subprocess.TimeoutExpired:
             outcome = f"stopped after {limit:.0f} s"
         finally:
-            # Also what the command itself started, or it would hold the device for the next.
+            # Child processes of the command would keep the device.
             end_group(process)
     return outcome, round(time.monotonic() - start, 1)
 
 
 def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Kill a process and its descendants, as far as they are still there."""
+    """Kill a process and its descendants that still run."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
@@ -140,18 +139,18 @@ def end_group(process: subprocess.Popen[bytes]) -> None:
 
 
 def read_results(folder: Path) -> tuple[dict[str, Any], list[str]]:
-    """What a benchmark wrote: its JSON files by name, and its tables."""
+    """Return the JSON files of a benchmark by name, and its tables."""
     results: dict[str, Any] = {}
     for path in sorted(folder.glob("*.json")):
         try:
             results[path.name] = json.loads(path.read_text())
-        except ValueError:  # it was stopped while it wrote
+        except ValueError:  # stopped while writing
             results[path.name] = path.read_text()
     return results, [path.read_text().strip() for path in sorted(folder.glob("*.md"))]
 
 
 class Bundle:
-    """What has come out so far, rewritten after every job: whoever stops us keeps the rest."""
+    """The results so far, written after every job."""
 
     def __init__(self, out: Path, machine: dict[str, Any]) -> None:
         self.out = out
@@ -161,13 +160,13 @@ class Bundle:
 
     @property
     def passed(self) -> bool:
-        """Whether nothing has failed."""
+        """Whether no job has failed."""
         return all(job["outcome"].startswith(("passed", "not run")) for job in self.jobs)
 
     def add(
         self, name: str, outcome: str, seconds: float = 0.0, folder: Path | None = None
     ) -> None:
-        """Record one job, with the results it left in ``folder``, and write everything."""
+        """Record one job with its results in ``folder``, and write all results."""
         results, tables = read_results(folder) if folder else ({}, [])
         self.jobs.append({"name": name, "outcome": outcome, "seconds": seconds, "results": results})
         self.tables += tables
@@ -182,18 +181,18 @@ class Bundle:
         sections = [
             "## On a GPU",
             "\n".join(f"- {key}: {value}" for key, value in self.machine.items()),
-            "\n".join(["| what | outcome | seconds |", "|---|---|---:|", *rows]),
+            "\n".join(["| job | outcome | seconds |", "|---|---|---:|", *rows]),
             *self.tables,
         ]
         (self.out / "gpu.md").write_text("\n\n".join(sections) + "\n")
 
 
 def main() -> int:
-    """Run all and return the exit status: 0 when everything passed."""
+    """Run all jobs and return the exit status: 0 if all passed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "benchmarks" / "results")
     parser.add_argument("--budget", type=float, default=570.0, help="seconds for everything")
-    parser.add_argument("--device", default="cuda", help="'cpu' rehearses this on any machine")
+    parser.add_argument("--device", default="cuda", help="'cpu' tests this script on any machine")
     arguments = parser.parse_args()
     deadline = time.monotonic() + arguments.budget
     out: Path = arguments.out.resolve()
@@ -224,7 +223,7 @@ def main() -> int:
     if importlib.util.find_spec("pytest") is None:
         bundle.add("tests", "not run: pytest is not installed")
     elif not tests:
-        bundle.add("tests", "not run: none speaks of a GPU")
+        bundle.add("tests", "not run: no test mentions a GPU")
     else:
         bundle.add("tests", *run(pytest_command(tests), log, arguments.budget * TESTS / WHOLE))
 
@@ -232,12 +231,12 @@ def main() -> int:
     rest = planned(scripts)
     while rest:
         (name, own, options), *rest = rest
-        # Its own seconds, and its share of what those before it have left.
+        # Its seconds, and its share of the time that earlier parts did not use.
         limit = (deadline - time.monotonic()) * own / (own + sum(seconds for _, seconds, _ in rest))
         with tempfile.TemporaryDirectory() as folder:
             command = [sys.executable, "-m", f"benchmarks.{name}", "--device", arguments.device]
             if arguments.device == "cpu":
-                options = (*REHEARSED.get(name, options), "--quick")
+                options = (*ON_CPU.get(name, options), "--quick")
             command += ["--out", folder, *options]
             bundle.add(f"benchmarks.{name}", *run(command, log, limit), Path(folder))
 

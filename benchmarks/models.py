@@ -1,4 +1,4 @@
-"""The models that several benchmarks train."""
+"""Models of several benchmarks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader
 
 
 class Regression(L.LightningModule):
-    """Any network, trained to give zero; what it computes does not matter to a stopwatch."""
+    """Any network, trained to return zero."""
 
     def __init__(self, network: nn.Module, batch: Tensor, fused: bool | None = None) -> None:
         super().__init__()
@@ -25,7 +25,7 @@ class Regression(L.LightningModule):
 
 
 def forty_tensor_mlp(device: str = "cpu") -> Regression:
-    """Twenty linear layers of 64: 40 tensors, about 0.8 ms a step on one thread."""
+    """Twenty linear layers of 64: 40 tensors, about 0.8 ms per step on one thread."""
     layers = [layer for _ in range(20) for layer in (nn.Linear(64, 64), nn.ReLU())]
     return Regression(nn.Sequential(*layers), torch.randn(32, 64)).to(device)
 
@@ -40,7 +40,7 @@ def ten_million_transformer(device: str = "cpu") -> Regression:
 
 
 def fit_two_steps(module: Regression, device: str) -> L.Trainer:
-    """Train for two steps, so that optimizer state is there, and return the Trainer."""
+    """Train for two steps, which creates the optimizer state, and return the Trainer."""
     trainer = L.Trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
         devices=1,

@@ -1,4 +1,4 @@
-"""How the documentation is built: `make docs`, with warnings as errors."""
+"""Configuration of Sphinx: `make docs`, with warnings as errors."""
 
 import json
 import re
@@ -49,21 +49,20 @@ autodoc_typehints_description_target = "documented"
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False
-# The examples in docstrings are run by pytest, those written into pages as {testcode} here.
+# pytest runs the examples in docstrings, Sphinx those in pages.
 doctest_test_doctest_blocks = ""
 
-# Our own public names must resolve. Other projects' need a network to look up, and the modules in
-# which ours are defined are not where a reader finds them.
+# Only public names of the package must resolve.
 nitpick_ignore_regex = [("py:.*", r"(?!lightning_opt\.[A-Z]\w*$).*")]
 
 
 def collect() -> None:
-    """Bring the notebooks to where Sphinx looks for pages."""
+    """Copy the notebooks to the folder of Sphinx's pages."""
     shutil.rmtree(GENERATED, ignore_errors=True)
     (GENERATED / "examples").mkdir(parents=True)
     for notebook in sorted((ROOT / "examples").glob("*.ipynb")):
         contents = json.loads(notebook.read_text())
-        # The first cell has lines for the shell, which only IPython's lexer knows.
+        # The first cell has shell commands, which only IPython's lexer supports.
         contents["metadata"]["language_info"]["pygments_lexer"] = "ipython3"
         (GENERATED / "examples" / notebook.name).write_text(json.dumps(contents))
 
@@ -72,15 +71,15 @@ LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>[^)#\s:]+)(?P<anchor>#[^)\s]+
 SIGNATURE = re.compile(r"<!-- signature: (\w+) -->\n.*?<!-- end -->", re.S)
 FENCE = re.compile(r"^```(?:python|text) (testcode|testoutput)(?: (\+\w+))?$", re.M)
 ELSEWHERE = {"contributing": ROOT / "CONTRIBUTING.md", "changelog": ROOT / "CHANGELOG.md"}
-"""Pages that on GitHub only say where the text is."""
+"""Pages whose text is elsewhere; on GitHub they only link to it."""
 
 
 def prepare(app: Sphinx, name: str, source: list[str]) -> None:
-    """Add to plain Markdown, which reads everywhere, what only Sphinx can do.
+    """Convert plain Markdown to Sphinx's.
 
     Tested code becomes directives of ``sphinx.ext.doctest``, signatures are replaced by the whole
-    docstring, and the index gets its navigation. A link that leads out of the documentation, to
-    code and tests, becomes text; GitHub's readers can follow it.
+    docstring, and the index gets its navigation. Links to code and tests, outside of the
+    documentation, become text.
     """
     page = ELSEWHERE.get(name, Path(app.env.doc2path(name)))
     text = page.read_text() if name in ELSEWHERE else source[0]
@@ -133,12 +132,12 @@ def _tree(caption: str, names: list[str]) -> str:
 def name_others(
     _: Sphinx, _what: str, _name: str, _thing: Any, _options: Any, lines: list[str]
 ) -> None:
-    """Let docstrings refer to torch and Lightning."""
+    """Link names of torch and Lightning in docstrings."""
     references.cross_reference(lines)
 
 
 def resolve(_: Sphinx, _env: Any, wanted: nodes.Element, shown: nodes.Element) -> nodes.Node | None:
-    """Link what docstrings and annotations name of torch and Lightning, without a network."""
+    """Resolve names of torch and Lightning in docstrings and annotations, without a network."""
     name = references.defined_name(wanted["reftarget"])
     if name is None:
         return None

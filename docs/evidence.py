@@ -1,4 +1,4 @@
-"""The README's table: what each feature gains and costs, read from the committed records."""
+"""Generates the README's table of gains and costs from the committed records."""
 
 import json
 import statistics
@@ -9,7 +9,7 @@ RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 
 
 def find(name: str, **where: object) -> dict[str, Any]:
-    """Return the one row of a record that has these values."""
+    """Return the only row of a record that has these values."""
     rows = json.loads((RESULTS / f"{name}.json").read_text())["rows"]
     found = [row for row in rows if all(row.get(key) == value for key, value in where.items())]
     if len(found) != 1:
@@ -30,7 +30,7 @@ def record(name: str, text: str) -> str:
 
 
 def more(ratio: float) -> str:
-    """Return a ratio as what is added, in per cent; what lies within noise as nothing."""
+    """Format a ratio as added cost in per cent; 0% below half a per cent."""
     return f"{100 * (ratio - 1):.0f}%" if ratio >= 1.005 else "0%"
 
 

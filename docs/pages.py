@@ -1,7 +1,7 @@
-"""What is made from code and records, and committed so that it reads on GitHub too.
+"""Generates pages and parts of pages from code and records: ``make pages``.
 
-``make pages`` writes it: the parts of pages between ``<!-- begin: NAME -->`` and ``<!-- end -->``,
-and the pages below ``docs/api``. The tests compare.
+These are the parts between ``<!-- begin: NAME -->`` and ``<!-- end -->``, and the pages below
+``docs/api``. They are committed, so that GitHub shows them.
 """
 
 import inspect
@@ -39,10 +39,10 @@ AREAS = {
     "data": "Data",
     "profiling": "Measuring",
 }
-"""What the packages of ``lightning_opt`` are called for a reader, in the order of the pages."""
+"""Titles of the packages of ``lightning_opt``, in the order of the pages."""
 
 ALONE = "Demo, examples and advice"
-"""What the scripts directly below ``benchmarks`` measure."""
+"""Title of the scripts directly below ``benchmarks``."""
 
 # --- features -----------------------------------------------------------------------------------
 
@@ -62,7 +62,7 @@ COMING_FROM = tuple(f"migration/{page.stem}" for page in sorted((DOCS / "migrati
 REFERENCE = ("api", "compatibility", "zoo", "changelog", "contributing")
 MEASUREMENTS = ("benchmarks", "advice")
 CONTRIBUTORS = ("capabilities", "private_names")
-"""Pages for contributors, below that on contributing."""
+"""Pages below the one on contributing."""
 
 
 def navigation() -> dict[str, list[str]]:
@@ -114,7 +114,7 @@ def public_functions() -> list[str]:
 
 
 def api_table() -> str:
-    """Return the table of public names, an area each, with what they are for."""
+    """Return a table of public names and their summaries per area."""
     parts = []
     areas: dict[str, list[str]] = {}
     for name in sorted((*public_classes(), *public_functions()), key=str.lower):
@@ -129,7 +129,7 @@ def api_table() -> str:
 
 
 def api_pages() -> dict[str, str]:
-    """Return the page of each public class, and the one of all functions, by file name."""
+    """Return a page per public class and one page of all functions, by file name."""
     made = {f"{name}.md": f"# {name}\n\n{_reference(name)}" for name in public_classes()}
     functions = (f"## {name}\n\n{_reference(name)}" for name in public_functions())
     made["functions.md"] = "# Functions\n\n" + "\n".join(functions)
@@ -218,7 +218,7 @@ STRATEGIES = {
 
 
 def matrix_tables(rows: Mapping[str, Any]) -> str:
-    """Return the tables of ``docs/matrix.json``, a strategy each, and what refusals say."""
+    """Return a table per strategy of ``docs/matrix.json``, and the errors of refused cells."""
     refusals: dict[str, list[str]] = {}
     parts = []
     for strategy, title in STRATEGIES.items():
@@ -250,7 +250,7 @@ def _cell(
 
 
 def _refusals(refusals: Mapping[str, Sequence[str]]) -> str:
-    lines = ["### What the refusals say", "", "| | error |", "|---|---|"]
+    lines = ["### Errors of refused cells", "", "| | error |", "|---|---|"]
     for number, message in enumerate(refusals, start=1):
         text = message.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
         lines.append(f"| ✗{number} | {text} |")
@@ -261,7 +261,7 @@ def _refusals(refusals: Mapping[str, Sequence[str]]) -> str:
 
 
 def benchmark_tables(folder: Path = RESULTS) -> str:
-    """Return every recorded result, by area, with the machines that they were measured on."""
+    """Return every recorded result, by area, and the machines."""
     found: dict[str, list[tuple[str, dict[str, Any]]]] = {}
     for file in sorted(folder.glob("*.json")):
         content = json.loads(file.read_text())
@@ -298,7 +298,7 @@ def _benchmark(stem: str, content: Mapping[str, Any], machine: int) -> str:
 
 
 def script_of(stem: str) -> str | None:
-    """Return the script that writes these results, from ``benchmarks/`` on."""
+    """Return the path below ``benchmarks`` of the script that writes these results."""
     quoted = f'"{stem.removesuffix("_cuda")}"'
     for script in sorted((ROOT / "benchmarks").rglob("*.py")):
         if quoted in script.read_text():
@@ -317,7 +317,7 @@ def _machine(content: Mapping[str, Any]) -> str:
 
 
 def switch_table(switch: str) -> str:
-    """Return what a switch of ``compute.json`` does to each model."""
+    """Return the rows of one switch of ``compute.json``."""
     rows = [
         {name: row[name] for name in ("model", "switch", "time", "times faster", "peak")}
         for row in json.loads((RESULTS / "compute.json").read_text())["rows"]
@@ -356,19 +356,19 @@ def _part(name: str) -> str:
 
 
 def sources() -> list[Path]:
-    """Return the pages that are written by hand."""
+    """Return the hand-written pages."""
     built = {"_build", "_generated", "api"}
     return [p for p in sorted(DOCS.rglob("*.md")) if not built & set(p.relative_to(DOCS).parts)]
 
 
 def made() -> dict[Path, str]:
-    """Return what every generated page and every page with generated parts should hold."""
+    """Return the current text of every generated page and every page with generated parts."""
     pages = {page: fill(page) for page in (*sources(), ROOT / "README.md")}
     return pages | {DOCS / "api" / name: text for name, text in api_pages().items()}
 
 
 def main() -> None:
-    """Write what is not as it should be."""
+    """Write outdated pages."""
     wanted = made()
     (DOCS / "api").mkdir(exist_ok=True)
     for page in (DOCS / "api").glob("*.md"):

@@ -1,6 +1,6 @@
-"""Where the documentation of torch and Lightning is, for the names that ours mentions.
+"""Addresses of names in the documentation of torch and Lightning.
 
-Nothing is looked up while the documentation is built, so the addresses stand here.
+They are listed here, so that building the documentation needs no network.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ PAGES = {
     "lightning.pytorch.Trainer": "common/trainer.html",
     "lightning.pytorch.cli.LightningCLI": "cli/lightning_cli.html",
 }
-"""Where a name is not described on a page of its own that bears its name."""
+"""Addresses of names without their own page."""
 
 PLAIN = {
     "LBFGS": "torch.optim.LBFGS",
@@ -41,7 +41,7 @@ PLAIN = {
     "LightningDataModule": "lightning.pytorch.LightningDataModule",
     "DistributedSampler": "torch.utils.data.DistributedSampler",
 }
-"""What pages also name without backticks."""
+"""Names that pages also mention without backticks."""
 
 NAMES = (
     *("torch.Tensor", "torch.autocast", "torch.compile", "torch.profiler", "torch.topk"),
@@ -63,11 +63,11 @@ NAMES = (
     *("lightning.pytorch.strategies.DDPStrategy", "lightning.pytorch.strategies.FSDPStrategy"),
     *("lightning.pytorch.strategies.ModelParallelStrategy",),
 )
-"""What a reader may want to look up."""
+"""Names that are linked."""
 
 
 def address_of(name: str) -> str | None:
-    """Return where torch or Lightning describes a name, given in full."""
+    """Return the address of a full name, if it is in ``NAMES``."""
     package = name.partition(".")[0]
     base = {"torch": TORCH, "lightning": LIGHTNING}.get(package)
     if base is None or name not in NAMES:
@@ -87,7 +87,7 @@ AMBIGUOUS = {
     "grad",
     "profiler",
 }
-"""Last parts that pages use for other things too."""
+"""Last parts with other meanings."""
 
 SHORT = {last: name for last, name in LAST.items() if last not in AMBIGUOUS}
 SHORT |= {f"nn.{last}": name for last, name in LAST.items() if name.startswith("torch.nn.")}
@@ -95,13 +95,13 @@ SHORT["L.Trainer"] = LAST["Trainer"]
 
 
 def full_name(text: str) -> str | None:
-    """Return the name in full of what a page calls ``DDPStrategy`` or ``torch.compile(...)``."""
+    """Return the full name of a mention such as ``DDPStrategy`` or ``torch.compile(...)``."""
     called = text.partition("(")[0]
     return called if called in NAMES else SHORT.get(called)
 
 
 def defined_name(path: str) -> str | None:
-    """Return the public name of what is defined at a path, as annotations name it."""
+    """Return the public name of an annotation's full path."""
     public = LAST.get(path.rpartition(".")[2])
     return public if public and public.partition(".")[0] == path.partition(".")[0] else None
 
@@ -110,7 +110,7 @@ KEPT = (
     r"^(?P<fence>`{3,}).*?^(?P=fence)`*\s*$|<!-- begin: .*?<!-- end -->|^\#.*?$"
     r"|\[(?P<linked>(?:[^\[\]]|\[[^\]]*\])*)\]\([^)]*\)"
 )
-"""Where nothing is linked: code, what is generated, headings, and links."""
+"""Text without new links: code, generated parts, headings, and links."""
 
 MENTION = re.compile(
     rf"{KEPT}|`(?P<code>[^`\n]+)`"
@@ -120,7 +120,7 @@ MENTION = re.compile(
 
 
 def link_names(text: str) -> str:
-    """Return a page of Markdown in which the first mention of each name is a link."""
+    """Return Markdown in which the first mention of each name is a link."""
     seen: set[str] = set()
 
     def link(found: re.Match[str]) -> str:
@@ -137,7 +137,7 @@ def link_names(text: str) -> str:
 
 
 def mentioned(docstring: str) -> dict[str, str]:
-    """Return what a docstring names in backticks or roles, and where it is described."""
+    """Return names in backticks or roles of a docstring, with their addresses."""
     names = dict.fromkeys(full_name(called) for called in re.findall(r"`~?([\w.]+)", docstring))
     return {name: address for name in names if name and (address := address_of(name))}
 

@@ -1,14 +1,12 @@
-"""A byte-level GPT, and the source of Python's standard library as its data.
+"""A byte-level GPT and its data, the source of Python's standard library.
 
-This is what the demo and the notebooks train. Nothing is downloaded: the text is the ``.py`` files
-of the running interpreter in sorted order, so one version of Python always gives the same batches.
+The demo and the notebooks train it. Nothing is downloaded: the text is the ``.py`` files of the
+running interpreter in sorted order, so each version of Python always gives the same batches.
 
-The data is as dirty as a crawl that nobody filtered. A share of the training batches comes each
-from one damaged file, read from front to back, as happens where a loader does not shuffle across
-files. The damage is done to real files of the library in one of four ways (``DAMAGES``): the file
-is compressed, is in UTF-16, was filled with zeros by a crash, or repeats its longest line for ever.
-The model is trained on those bytes as on all others. No loss and no gradient is scaled or replaced:
-where a gradient norm jumps, it is the model's answer to what it read.
+The data is as dirty as an unfiltered crawl. A share of the training batches comes from one damaged
+file each, read in order, as without shuffling across files. Files are damaged in one of four ways
+(``DAMAGES``): compressed, converted to UTF-16, filled with zeros, or repeating their longest line.
+No loss or gradient is modified: jumps of the gradient norm are the model's response to the data.
 """
 
 from __future__ import annotations
@@ -31,13 +29,13 @@ Batch = tuple[Tensor, bool]
 def read_sources(folder: str | Path | None = None) -> list[bytes]:
     """Return the ``.py`` files under ``folder``, by default the standard library, sorted by path.
 
-    Tests, installed packages and files under 1 KiB are left out.
+    Tests, installed packages and files under 1 KiB are skipped.
     """
     root = Path(folder or sysconfig.get_path("stdlib"))
-    left_out = {"site-packages", "dist-packages", "test", "tests"}
+    skipped = {"site-packages", "dist-packages", "test", "tests"}
     paths = [path.relative_to(root) for path in root.rglob("*.py")]
     sources = [
-        (root / path).read_bytes() for path in sorted(paths) if left_out.isdisjoint(path.parts)
+        (root / path).read_bytes() for path in sorted(paths) if skipped.isdisjoint(path.parts)
     ]
     sources = [source for source in sources if len(source) >= 1024]
     if not sources:
@@ -46,22 +44,22 @@ def read_sources(folder: str | Path | None = None) -> list[bytes]:
 
 
 def compressed(source: bytes) -> bytes:
-    """An archive that was taken for text."""
+    """An archive read as text."""
     return zlib.compress(source)
 
 
 def widened(source: bytes) -> bytes:
-    """A file in UTF-16 that was read byte by byte: every other byte is zero."""
+    """A file in UTF-16 read byte by byte: every other byte is zero."""
     return source.decode("latin-1").encode("utf-16")
 
 
 def zeroed(source: bytes) -> bytes:
-    """A file whose blocks were allocated, and not yet written when the machine crashed."""
+    """A file whose blocks were allocated but not written before a crash."""
     return bytes(len(source))
 
 
 def stuck(source: bytes) -> bytes:
-    """A file that repeats one line for ever: the longest of the source."""
+    """A file that repeats the longest line of the source."""
     return max(source.splitlines(keepends=True), key=len)
 
 
@@ -69,16 +67,16 @@ DAMAGES: tuple[Callable[[bytes], bytes], ...] = (compressed, widened, zeroed, st
 
 
 class SourceBatches(Dataset[Batch]):
-    """Batches of windows of bytes. A batch depends on the seed and its index alone.
+    """Batches of windows of bytes. A batch depends only on the seed and its index.
 
     An item is a pair: the windows, int64 of shape ``(batch_size, window + 1)``, and whether they
-    come from a damaged file, which reports look at and training does not.
+    come from a damaged file, which only reports use.
 
     Args:
         sources: Contents of the files to draw from.
         length: Number of batches.
-        batch_size: Windows in a batch.
-        window: Bytes that the model reads. A window carries one more, the last byte to predict.
+        batch_size: Windows per batch.
+        window: Length of the model's input. A window has one more byte, the last to predict.
         damaged: Share of the batches that come from a damaged file, from 0 to 1.
         seed: Seed of all draws.
     """
@@ -102,7 +100,7 @@ class SourceBatches(Dataset[Batch]):
         return self.length
 
     def __getitem__(self, index: int) -> Batch:
-        if not 0 <= index < self.length:  # also what ends `for batch in batches`
+        if not 0 <= index < self.length:  # also ends iteration
             raise IndexError(f"batch {index} of {self.length}")
         draw = torch.Generator().manual_seed(self.seed * self.length + index)
         damaged = torch.rand((), generator=draw).item() < self.damaged
@@ -118,20 +116,20 @@ class SourceBatches(Dataset[Batch]):
         source = self.sources[int(torch.randint(len(self.sources), (), generator=draw))]
         content = DAMAGES[int(torch.randint(len(DAMAGES), (), generator=draw))](source)
         size = self.batch_size * (self.window + 1)
-        content *= -(-size // len(content))  # a short file is read again from its start
+        content *= -(-size // len(content))  # a short file is repeated
         return as_tensor(content[:size]).view(self.batch_size, -1)
 
 
 def as_tensor(content: bytes) -> Tensor:
-    """Return the bytes as a uint8 tensor of their own."""
+    """Copy bytes to a uint8 tensor."""
     return torch.frombuffer(bytearray(content), dtype=torch.uint8)
 
 
 class SourceData(L.LightningDataModule):
-    """Nine files of ten for training, some batches damaged; the tenth, clean, for validation.
+    """Nine of ten files for training, with damaged batches; the tenth, undamaged, for validation.
 
     Args:
-        steps: Training batches, each seen once.
+        steps: Number of training batches.
         damaged: Share of the training batches that come from a damaged file.
         seed: Seed of the training batches; validation is the same for every seed.
     """
@@ -206,11 +204,11 @@ class ByteGPT(L.LightningModule):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif parameter.dim() == 2:  # as GPT-2 starts
+            elif parameter.dim() == 2:  # the initialisation of GPT-2
                 nn.init.normal_(parameter, std=0.02)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return logits ``(batch, time, 256)`` of the byte that follows each of ``tokens``."""
+        """Return logits ``(batch, time, 256)`` for the byte after each of ``tokens``."""
         x = self.tokens(tokens) + self.positions[: tokens.shape[1]]
         return self.head(self.norm(self.blocks(x)))
 

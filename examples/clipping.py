@@ -1,8 +1,8 @@
-"""Train a small GPT with and without adaptive clipping: one seed, the same batches, one picture.
+"""Train a small GPT with and without adaptive clipping, from one seed on the same batches.
 
-One batch in 25 comes from a damaged file (see ``byte_gpt.py``), and the model answers it with a
-gradient many times as large as usual. There are three runs: plain, with ``AdaptiveClipping()``, and
-with the commonest alternative, ``Trainer(gradient_clip_val=1.0)``.
+One batch in 25 comes from a damaged file (see ``byte_gpt.py``), whose gradient is many times larger
+than usual. The three runs are plain, with ``AdaptiveClipping()``, and with the common alternative
+``Trainer(gradient_clip_val=1.0)``.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ COLOURS = {
     PLAIN: "#D55E00",
     ADAPTIVE: "#0072B2",
     FIXED: "#7F7F7F",
-}  # told apart by colour-blind eyes
+}  # distinguishable for colour-blind readers
 SPIKE = 3.0  # times the median norm of the 50 steps before
 
 
 class TimedClipping(lo.AdaptiveClipping):
-    """AdaptiveClipping with a stopwatch on its hook."""
+    """AdaptiveClipping that measures the time of its hook."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,17 +49,17 @@ class TimedClipping(lo.AdaptiveClipping):
 
 
 class Recorder(L.Callback):
-    """Writes down what each step did. It must come before the callback that clips.
+    """Records norms, losses and times of each step. Must come before the callback that clips.
 
     Args:
-        clipping: The callback that clips in this run, if one does.
+        clipping: The run's clipping callback, if it has one.
 
     Attributes:
         damaged: Whether the step's batch came from a damaged file.
         norms: Total gradient norm of each step, before any clipping.
-        thresholds: What norms were clipped to at each step; infinity where nothing clips.
-        probe_losses: Loss after each step on one fixed batch of clean files not trained on.
-        seconds: Time of each step, without the recorder's own.
+        thresholds: Clipping threshold of each step; infinity without clipping.
+        probe_losses: Loss after each step on a fixed batch of undamaged validation files.
+        seconds: Time of each step, without the recorder's.
         val_losses: Step and loss of each validation.
     """
 
@@ -106,14 +106,14 @@ class Recorder(L.Callback):
         return [i for i, norm in enumerate(self.norms) if norm > self.thresholds[i]]
 
     def spikes(self) -> list[int]:
-        """Return the steps, from the 50th, whose norm is far above the median before it."""
+        """Return the steps, from the 50th, whose norm far exceeds the median of those before."""
         steps = range(50, len(self.norms))
         return [i for i in steps if self.norms[i] > SPIKE * median(self.norms[i - 50 : i])]
 
     def excursions(self) -> list[float]:
-        """Return how far the loss on the probe rose within 10 steps of each damaged batch.
+        """Return the rise of the probe loss within 10 steps of each damaged batch.
 
-        From the 50th step on, when the loss no longer falls much within 10 steps.
+        Starts at step 50: before, the loss falls too much within 10 steps.
         """
         return [
             max(self.probe_losses[step : step + 10]) - self.probe_losses[step - 1]
@@ -130,7 +130,7 @@ def train(
     clipping: lo.AdaptiveClipping | None = None,
     gradient_clip_val: float | None = None,
 ) -> Recorder:
-    """Train one model for ``steps`` batches and return what was recorded."""
+    """Train one model for ``steps`` batches and return its record."""
     L.seed_everything(seed, verbose=False)
     recorder = Recorder(clipping)
     trainer = L.Trainer(
@@ -149,7 +149,7 @@ def train(
 
 
 def summarise(runs: dict[str, Recorder], title: str) -> lo.Report:
-    """Return a table with one row a run."""
+    """Return a table with one row per run."""
     rows = [
         {
             "run": name,
@@ -191,7 +191,7 @@ def cost_of_clipping(run: Recorder) -> float | None:
 
 
 def draw(runs: dict[str, Recorder]) -> Figure:
-    """Draw the losses of all runs above the norms of the first two."""
+    """Draw the losses of all runs, and below them the norms of the first two."""
     figure = Figure(figsize=(9.0, 8.0), dpi=120, layout="constrained")
     losses, *norms = figure.subplots(3, 1, sharex=True, height_ratios=(3, 2, 2))
     for name, run in runs.items():
@@ -224,7 +224,7 @@ def draw_norms(axes: Axes, run: Recorder, name: str) -> None:
 
 
 def silence_advice() -> None:
-    """Keep what Lightning has to say about the machine and about toy data out of the output."""
+    """Silence Lightning's advice about the machine and toy data."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)

@@ -1,11 +1,10 @@
-"""A plain optimizer loop becomes a Trainer, and then takes steps by curvature.
+"""A plain optimizer loop becomes a Trainer, and then divides gradients by the curvature.
 
-A linear model predicts from sensors whose units differ, so that the loss is ten thousand times as
-steep along one axis as along another. The loop accumulates two batches for each step of SGD and
-clips the gradient at the mean plus two standard deviations of the norms so far, all by hand. Then
-the same loop with ``GradientAccumulator`` and ``GradientClipper``, the same as a Trainer with
-``AdaptiveClipping``, and a Trainer with ``CurvaturePreconditioner``: gradients divided by the
-Hessian's diagonal.
+A linear model predicts from sensors with different units, so the loss is ten thousand times steeper
+along one axis than along another. The loop accumulates two batches per step of SGD and clips the
+gradient at the mean plus two standard deviations of previous norms, by hand. It is compared with
+the same loop with ``GradientAccumulator`` and ``GradientClipper``, a Trainer with
+``AdaptiveClipping``, and a Trainer with ``CurvaturePreconditioner``.
 
     python curvature.py
 """
@@ -29,13 +28,13 @@ import lightning_opt as lo
 from measuring import largest_difference, quiet_trainer, silence_advice
 
 SENSORS, SAMPLES, PART = 40, 4096, 64
-PARTS = 2  # batches that are accumulated for a step
+PARTS = 2  # batches per step
 
 Batches = list[tuple[Tensor, Tensor]]
 
 
 class Regression(L.LightningModule):
-    """A linear model of all sensors, by SGD with momentum."""
+    """A linear model of all sensors, trained by SGD with momentum."""
 
     def __init__(self, lr: float) -> None:
         super().__init__()
@@ -54,7 +53,7 @@ class Regression(L.LightningModule):
 
 
 def measurements(seed: int = 0) -> tuple[Tensor, Tensor]:
-    """Return what the sensors read, each in its unit, and what is to be predicted."""
+    """Return the readings of the sensors, each in its unit, and the targets."""
     draw = torch.Generator().manual_seed(seed)
     units = torch.logspace(0, -2, SENSORS)
     x = torch.randn(SAMPLES, SENSORS, generator=draw)
@@ -63,7 +62,7 @@ def measurements(seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def draw_batches(steps: int, seed: int = 0) -> Batches:
-    """Return ``PARTS`` batches for each step."""
+    """Return ``PARTS`` batches per step."""
     x, y = measurements(seed)
     draw = torch.Generator().manual_seed(seed)
     places = [torch.randint(SAMPLES, (PART,), generator=draw) for _ in range(steps * PARTS)]
@@ -87,7 +86,7 @@ class Curve:
 
 
 def loop_by_hand(lr: float, batches: Batches) -> Curve:
-    """Train with nothing but torch."""
+    """Train with torch only."""
     model = Regression(lr)
     optimizer, norms, curve, everything = (
         model.configure_optimizers(),
@@ -108,7 +107,7 @@ def loop_by_hand(lr: float, batches: Batches) -> Curve:
 
 
 def loop_with_parts(lr: float, batches: Batches) -> Curve:
-    """The same loop, with the parts of this package that need no Trainer."""
+    """Train in the same loop, with classes of this package that need no Trainer."""
     model = Regression(lr)
     optimizer, curve, everything = model.configure_optimizers(), Curve.of(model), measurements()
     accumulator, clipper = lo.GradientAccumulator(model), lo.GradientClipper(model, "mean_std")
@@ -124,7 +123,7 @@ def loop_with_parts(lr: float, batches: Batches) -> Curve:
 
 
 class Watch(L.Callback):
-    """Looks at the loss after each step of the optimizer."""
+    """Records the loss on all measurements after each step of the optimizer."""
 
     def __init__(self, curve: Curve) -> None:
         self.curve, self.everything = curve, measurements()
@@ -135,7 +134,7 @@ class Watch(L.Callback):
 
 
 def with_trainer(lr: float, batches: Batches, *callbacks: L.Callback) -> Curve:
-    """Train with a Trainer: the loop is gone, and what it did besides are arguments."""
+    """Train with a Trainer, whose arguments replace accumulation and clipping by hand."""
     model = Regression(lr)
     curve = Curve.of(model)
     trainer = quiet_trainer([*callbacks, Watch(curve)], max_epochs=1, accumulate_grad_batches=PARTS)
@@ -154,7 +153,7 @@ def curved(lr: float, batches: Batches) -> Curve:
 def best(
     train: Callable[[float, Batches], Curve], rates: list[float], batches: Batches
 ) -> tuple[float, Curve]:
-    """Return the rate with the lowest loss at the end, and its run."""
+    """Return the learning rate with the lowest final loss, and its run."""
     tried = [(rate, train(rate, batches)) for rate in rates]
     return min(
         (entry for entry in tried if math.isfinite(entry[1].losses[-1])),
@@ -163,12 +162,12 @@ def best(
 
 
 def steps_to(curve: Curve, target: float) -> int | None:
-    """Return after how many steps the loss was at most ``target``."""
+    """Return the number of steps until the loss was at most ``target``."""
     return next((step for step, loss in enumerate(curve.losses, 1) if loss <= target), None)
 
 
 def compare(steps: int) -> lo.Report:
-    """Return a table: the loop, its three successors, and steps to where the loop ends."""
+    """Return a table of the loop and the three variants, with the steps to the loop's loss."""
     batches = draw_batches(steps)
     rates = [3.0, 1.0, 0.3, 0.1, 0.03]
     rate, original = best(loop_by_hand, rates, batches)

@@ -1,11 +1,11 @@
-"""Four things that end a run or slow it down, each plain and with lightning_opt beside it.
+"""Four problems that end a run or slow it down, each without and with lightning_opt.
 
 1. A bad batch: one loss is a spike, a later one is NaN.
 2. Out of memory: a GPT under a hard limit that its batch does not fit.
 3. Half the memory: a GPT whose activations dominate.
 4. A slow link: two processes, joined at 100 Mbit/s.
 
-Everything runs on a CPU, in processes of its own, without a download. ``--act 2`` runs one act.
+Everything runs on a CPU in separate processes. Nothing is downloaded. ``--act 2`` runs one act.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ CODE = {
 
 
 def play(act: int, quick: bool) -> Found:
-    """Run an act, and return what each of its sides saw."""
+    """Run an act, and return the results of its sides."""
     if act == 4:
         return slow_link(quick)
     name, sides = SIDES[act]
@@ -69,7 +69,7 @@ def play(act: int, quick: bool) -> Found:
 
 def start(name: str, side: str, out: Path, quick: bool) -> subprocess.Popen[str]:
     command = [sys.executable, str(HERE / "demo_acts.py"), name, side, str(out)]
-    # A fixed threshold gives memory back when it is freed, so that peaks are those of the run.
+    # With a fixed threshold, freed memory returns to the system, so that peaks are accurate.
     settings = {"OMP_NUM_THREADS": "1", "MALLOC_MMAP_THRESHOLD_": "131072"}
     paths = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
     return subprocess.Popen(
@@ -82,7 +82,7 @@ def start(name: str, side: str, out: Path, quick: bool) -> subprocess.Popen[str]
 
 
 def slow_link(quick: bool) -> Found:
-    """Time a step between two network namespaces, or take the recorded run."""
+    """Time a step between two network namespaces, or return the recorded run."""
     from benchmarks.strategies import compression, diloco
 
     reason = compression.why_not()
@@ -95,11 +95,11 @@ def slow_link(quick: bool) -> Found:
     return {**recorded, "recorded": f"no slow link can be made here ({reason})"}
 
 
-# --- telling ------------------------------------------------------------------------------------
+# --- text ---------------------------------------------------------------------------------------
 
 
 def outcomes(act: int, found: Found) -> dict[str, str]:
-    """Describe what became of each side."""
+    """Describe the outcome of each side."""
     if act == 1:
         return {
             {"plain": "plain", "ours": "NonFiniteGuard"}[side]: (
@@ -128,7 +128,7 @@ def outcomes(act: int, found: Found) -> dict[str, str]:
         label: f"{found[name]:.2f} s a step"
         + ("" if name == "dense" else f", {found['dense'] / found[name]:.1f} times faster")
         for name, label in LINKS.items()
-        if name in found  # a record may be older than a link
+        if name in found  # an older record may lack a strategy
     }
 
 
@@ -145,7 +145,7 @@ TITLES = {1: "A bad batch", 2: "Out of memory", 3: "Half the memory", 4: "A slow
 
 
 def draw(acts: dict[int, Found]) -> Figure:
-    """Draw one panel an act."""
+    """Draw one panel per act."""
     many = len(acts) > 1
     figure = Figure(figsize=(12.4, 8.2) if many else (6.6, 4.4), dpi=130, layout="constrained")
     panels = figure.subplots(2, 2).flat if many else [figure.subplots()]
@@ -252,7 +252,7 @@ def draw_link(axes: Axes, found: Found) -> None:
 
 
 def run(acts: Sequence[int], quick: bool) -> dict[int, Found]:
-    """Run the acts one after the other, and print what became of each side."""
+    """Run the acts in order, and print the outcome of each side."""
     found = {}
     for act in acts:
         print(f"\n{act}. {TITLES[act]}", flush=True)
@@ -269,7 +269,7 @@ def run(acts: Sequence[int], quick: bool) -> dict[int, Found]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--act", type=int, choices=TITLES, action="append", help="all by default")
-    parser.add_argument("--quick", action="store_true", help="few steps: does it run at all?")
+    parser.add_argument("--quick", action="store_true", help="few steps, as a test of the script")
     parser.add_argument("--out", type=Path, default=Path("demo.png"), help="picture (%(default)s)")
     arguments = parser.parse_args()
     began = time.perf_counter()

@@ -1,9 +1,8 @@
-"""A byte-level transformer with everything that large ones are trained with, one thing at a time.
+"""A byte-level transformer with the usual techniques for large models, alone and together.
 
-The text is the source of Python's standard library (see ``byte_gpt.py``). Each run starts from the
-same weights and reads the same windows: plain, then mixed precision, checkpointing of the square
-root of the layers, gradient accumulation and diagnostics alone, then all of them together. The
-learning rate warms up over the first steps in all runs.
+The text is the source of Python's standard library (see ``byte_gpt.py``). All runs start from the
+same weights, read the same windows and warm up the learning rate: plain, with mixed precision,
+checkpointing of sqrt(layers) segments, gradient accumulation, diagnostics, and with all together.
 
     python language_model.py             # bfloat16
     python language_model.py --half fp16 # float16 with a dynamic loss scale
@@ -30,7 +29,7 @@ MB = 2**20
 
 
 class LanguageModel(ByteGPT):
-    """The GPT of ``byte_gpt.py``, deeper and narrower, with a warm-up of any length."""
+    """The GPT of ``byte_gpt.py``, deeper and narrower, with warm-up."""
 
     def __init__(self, warmup: int = 10, lr: float = 1e-3) -> None:
         super().__init__(width=48, depth=9, heads=4, window=WINDOW, lr=lr)
@@ -45,7 +44,7 @@ class LanguageModel(ByteGPT):
 
 
 def windows(steps: int, seed: int = 0) -> TensorDataset:
-    """Return the windows of so many batches, in order."""
+    """Return the windows of ``steps`` batches, in order."""
     drawn = SourceBatches(read_sources(), steps, BATCH, WINDOW, seed=seed)
     return TensorDataset(torch.cat([batch for batch, _ in drawn]))
 
@@ -55,10 +54,10 @@ class Variant:
     """One way to train the same model on the same windows.
 
     Attributes:
-        name: In the table.
-        callbacks: Makes new callbacks for a run.
-        settings: Makes further arguments of the Trainer.
-        accumulate: Parts that a batch is trained in, with one step of the optimizer.
+        name: Its name in the table.
+        callbacks: Creates the callbacks of a run.
+        settings: Creates further Trainer arguments.
+        accumulate: Parts of a batch per step of the optimizer.
     """
 
     name: str
@@ -68,7 +67,7 @@ class Variant:
 
 
 def variants(half: str) -> list[Variant]:
-    """Return the plain run, each technique alone, and all of them.
+    """Return the plain run, each technique alone, and all together.
 
     Args:
         half: ``"bf16"``, or ``"fp16"`` with a loss scale.
@@ -99,7 +98,7 @@ def train(variant: Variant, data: TensorDataset, warmup: int, seed: int) -> dict
     """Train once over ``data``; return the record, the model, the memory profile and callbacks."""
     L.seed_everything(seed, verbose=False)
     model, record, callbacks = LanguageModel(warmup), Record(), variant.callbacks()
-    # One batch in 5 is profiled: too few for the median time to notice.
+    # One batch in 5 is profiled, which does not affect the median time.
     memory = lo.MemoryProfiler(every_n_steps=5, figure=None, file=None)
     trainer = quiet_trainer(
         [*callbacks, memory, record],
@@ -112,13 +111,13 @@ def train(variant: Variant, data: TensorDataset, warmup: int, seed: int) -> dict
 
 
 def step_peak_mb(memory: lo.MemoryProfiler) -> float:
-    """Return the highest memory of a forward and backward pass, beyond what was there before."""
+    """Return the peak memory of a forward and backward pass, above the level before."""
     peak = max(memory.profile.peaks[phase][-1] for phase in ("forward", "backward"))
     return (peak - memory.profile.latest("step_start").live) / MB
 
 
 def compare(steps: int, warmup: int, half: str, seed: int) -> tuple[lo.Report, str]:
-    """Return a table with one row a variant, and what the last run's diagnostics say."""
+    """Return a table with one row per variant, and the diagnosis of the last run."""
     data = windows(steps, seed)
     rows: list[dict[str, Any]] = []
     reference: list[float] = []

@@ -10,10 +10,9 @@
 
     srun python many_machines.py                               # in a SLURM job
 
-What torchrun or SLURM have started is found in the environment, so the script is the same. It
-trains the small GPT of ``byte_gpt.py`` from one seed with each strategy in turn. A step takes the
-same 8 windows on any number of processes, each its share, so that losses can be compared.
-docs/many_machines.md says more.
+The script reads the layout from the environment of torchrun or SLURM. It trains the small GPT of
+``byte_gpt.py`` from one seed with each strategy in turn. The processes share the same 8 windows per
+step, so losses can be compared. See docs/many_machines.md.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ import lightning_opt as lo
 from byte_gpt import ByteGPT, SourceBatches, read_sources
 from measuring import Record, quiet_trainer, silence_advice
 
-BATCH = 8  # windows of a step, of all processes together
+BATCH = 8  # windows per step, over all processes
 COMPRESSORS = {
     "ddp_topk": "topk",
     "ddp_threshold": "threshold",
@@ -47,10 +46,10 @@ COMPRESSORS = {
 
 
 def find_layout(devices: int) -> tuple[int, int]:
-    """Return the number of machines and of processes on each, as they were started.
+    """Return the number of machines and of processes per machine.
 
     Args:
-        devices: What to start on this machine, where nothing was started from outside.
+        devices: Number of processes without torchrun or SLURM.
     """
     environment = os.environ
     if "TORCHELASTIC_RUN_ID" in environment:  # torchrun
@@ -63,16 +62,16 @@ def find_layout(devices: int) -> tuple[int, int]:
 
 
 def make_strategy(name: str, processes: int) -> Strategy | str:
-    """Return what ``Trainer(strategy=...)`` gets: the string itself would do."""
+    """Return the argument of ``Trainer(strategy=...)``; the string itself works too."""
     if processes == 1:
-        return "auto"  # there is nobody to send to
+        return "auto"  # no other process
     if name in COMPRESSORS:
         return lo.CompressedDDPStrategy(COMPRESSORS[name], every_n_steps=10)  # reports more often
     return name
 
 
 class Traffic(Logger):
-    """Keeps what the strategy logs of its bytes."""
+    """Records the bytes that the strategy logs."""
 
     name, version = "traffic", 0
 
@@ -88,7 +87,7 @@ class Traffic(Logger):
 
 
 class DistributedGPT(ByteGPT):
-    """The small GPT with its data: each process reads its share of each batch."""
+    """The small GPT with its data; each process reads its share of each batch."""
 
     def __init__(self, steps: int) -> None:
         super().__init__(width=96, depth=3, heads=4)
@@ -105,13 +104,13 @@ class DistributedGPT(ByteGPT):
 
     @torch.no_grad()
     def held_out_loss(self) -> float:
-        """Return the loss on windows that were not trained on, seed 1 instead of 0."""
+        """Return the loss on windows of another seed."""
         windows, _ = SourceBatches(read_sources(), 1, 64, seed=1)[0]
         return self.loss(windows).item()
 
 
 def train(name: str, steps: int, nodes: int, devices: int) -> dict[str, Any]:
-    """Train once with a strategy, in each process; return one row of the table."""
+    """Train with a strategy in each process, and return one row of the table."""
     L.seed_everything(0, verbose=False)
     model, record, traffic = DistributedGPT(steps), Record(), Traffic()
     processes = nodes * devices
@@ -127,12 +126,12 @@ def train(name: str, steps: int, nodes: int, devices: int) -> dict[str, Any]:
     )
     trainer.fit(model)
     weights = torch.cat([parameter.detach().flatten() for parameter in model.parameters()])
-    # What a ring all-reduce sends: each process the gradient twice, but for its own part.
+    # In a ring all-reduce, each process sends the gradient twice except its own part.
     dense = 2 * (processes - 1) / processes * weights.numel() * weights.element_size()
     sent = [report["comm/bytes"] for report in traffic.reports]
     chosen = getattr(trainer.strategy, "describe", lambda: None)()
     if chosen is not None and trainer.is_global_zero:
-        chosen.print()  # what was measured of the network, and how gradients go
+        chosen.print()  # the measured network and the chosen compressor
     return {
         "strategy": name if processes > 1 else "one process",
         "loss": model.held_out_loss(),
@@ -145,7 +144,7 @@ def train(name: str, steps: int, nodes: int, devices: int) -> dict[str, Any]:
 
 
 def are_equal(weights: torch.Tensor) -> bool:
-    """Return whether the weights have the same bits in all processes."""
+    """Return whether the weights are bit-identical in all processes."""
     if not dist.is_initialized():
         return True
     largest, smallest = weights.clone(), weights.clone()
@@ -155,7 +154,7 @@ def are_equal(weights: torch.Tensor) -> bool:
 
 
 def find_processes() -> list[str]:
-    """Return host and process number of all processes, by rank."""
+    """Return host and process id of all processes, by rank."""
     mine = f"{socket.gethostname()}:{os.getpid()}"
     if not dist.is_initialized():
         return [mine]
@@ -193,7 +192,7 @@ def main() -> None:
             args.out.parent.mkdir(parents=True, exist_ok=True)
             args.out.write_text(json.dumps({**report.to_dict(), "processes": processes}))
     if dist.is_initialized():
-        dist.barrier()  # a process that leaves early is an error for the others
+        dist.barrier()  # an early exit is an error for the other processes
         dist.destroy_process_group()
 
 

@@ -1,4 +1,4 @@
-"""What the example scripts share: a Trainer that says nothing, and a record of each step."""
+"""Shared by the example scripts: a quiet Trainer, and a record of each step."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from torch import Tensor
 
 
 class Record(L.Callback):
-    """Loss and time of each batch of training.
+    """Records loss and time of each training batch.
 
     Attributes:
-        losses: What ``training_step`` returned, one a batch.
-        seconds: From the start of a batch to its end, the optimizer's step included.
+        losses: The loss of each batch.
+        seconds: The time of each batch, including the optimizer's step.
     """
 
     def __init__(self) -> None:
@@ -29,24 +29,24 @@ class Record(L.Callback):
         self._start = time.perf_counter()
 
     def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, *_: Any) -> None:
-        # Waits for the device, so this is for examples. Lightning divides by the window's batches.
+        # This waits for the device. Lightning has divided the loss by the batches of the window.
         self.losses.append(float(outputs["loss"]) * trainer.accumulate_grad_batches)
         self.seconds.append(time.perf_counter() - self._start)
 
     def step_losses(self, batches: int = 1) -> list[float]:
-        """Return one loss for each optimizer step of ``batches`` batches, their mean."""
+        """Return the mean loss of each optimizer step of ``batches`` batches."""
         whole = len(self.losses) // batches * batches
         return [sum(self.losses[i : i + batches]) / batches for i in range(0, whole, batches)]
 
     def step_ms(self, batches: int = 1, skip: int = 3) -> float:
-        """Return the median milliseconds of an optimizer step, without the first ``skip``."""
+        """Return the median milliseconds of an optimizer step, without the first ``skip`` steps."""
         whole = len(self.seconds) // batches * batches
         steps = [sum(self.seconds[i : i + batches]) for i in range(0, whole, batches)]
         return 1e3 * median(steps[skip:] or steps)
 
 
 def quiet_trainer(callbacks: Sequence[L.Callback] = (), **settings: Any) -> L.Trainer:
-    """Return a Trainer on one device without output, logger and checkpoints, unless asked for."""
+    """Return a Trainer on one device, by default without output, logger and checkpoints."""
     quiet: dict[str, Any] = {
         "accelerator": "auto",
         "devices": 1,
@@ -66,7 +66,7 @@ def largest_difference(losses: Sequence[float], reference: Sequence[float]) -> f
 
 
 def same_weights(first: L.LightningModule, second: L.LightningModule) -> bool:
-    """Return whether all weights and buffers have the same bits."""
+    """Return whether all weights and buffers are bit-identical."""
     mine, others = first.state_dict(), second.state_dict()
     return mine.keys() == others.keys() and all(
         bool((value == others[name]).all()) for name, value in mine.items()
@@ -75,7 +75,7 @@ def same_weights(first: L.LightningModule, second: L.LightningModule) -> bool:
 
 
 def silence_advice() -> None:
-    """Keep what Lightning has to say about the machine and about toy data out of the output."""
+    """Silence Lightning's advice about the machine and toy data."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", message=".*does not have many workers")
     warnings.filterwarnings("ignore", message=".*LeafSpec", category=FutureWarning)

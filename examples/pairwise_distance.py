@@ -1,13 +1,11 @@
-"""A network that learns distances between samples, where one distance takes long to compute.
+"""A network that learns distances between samples, whose targets are expensive to compute.
 
-The samples are scikit-learn's digits. The distance of two is the least work that turns the ink of
-one into the ink of the other, ink times pixels moved (the earth mover's distance), by linear
-programming: milliseconds a pair, where the network needs less for a whole batch. A batch is cut
-into halves, and each sample of the first is compared with each of the second, so its size has to be
-even, that of the last batch too.
+The samples are scikit-learn's digits. Their distance is the earth mover's distance of their ink, by
+linear programming: milliseconds per pair, more than the network needs for a batch. Each sample of a
+batch's first half is compared with each of its second, so every batch size must be even.
 
-The original computes each distance whenever it is asked for. With ``cached`` each pair is computed
-once, in either order; on the disk also for the runs that follow.
+The original computes each distance at each use. With ``cached`` each pair is computed once, in
+either order; with a cache on disk, also for later runs.
 
     python pairwise_distance.py
 """
@@ -39,19 +37,19 @@ Distance = Callable[[bytes, bytes], float]
 
 
 def earth_movers_distance(first: bytes, second: bytes) -> float:
-    """Return the mean way, in pixels, that the ink of one 8 x 8 image goes to become the other's.
+    """Return the earth mover's distance of two 8 x 8 images: the mean distance in pixels.
 
     Args:
-        first: The 64 grey values, a byte each.
-        second: The same of the other image.
+        first: 64 grey values, one byte each.
+        second: The same for the other image.
     """
     ink = [np.frombuffer(image, dtype=np.uint8).astype(float) for image in (first, second)]
     places = [np.flatnonzero(grey) for grey in ink]
     shares = [grey[place] / grey.sum() for grey, place in zip(ink, places, strict=True)]
     sources, goals = (np.stack(np.unravel_index(place, (8, 8)), axis=1) for place in places)
     ways = np.linalg.norm(sources[:, None] - goals[None], axis=-1)
-    # What leaves each source is its share, and so is what arrives at each goal. One of these
-    # follows from all others.
+    # The flow out of each source and into each target equals its share of the ink. One of these
+    # equations follows from the others.
     leaves = kron(eye_array(len(sources)), np.ones((1, len(goals))))
     arrives = kron(np.ones((1, len(sources))), eye_array(len(goals)))
     found = linprog(
@@ -64,11 +62,11 @@ def earth_movers_distance(first: bytes, second: bytes) -> float:
 
 
 class EvenBatches(Sampler[list[int]]):
-    """Batches with an even number of samples, the last one too, which may lose one.
+    """Batches with an even number of samples; the last batch may drop one.
 
     Args:
-        sampler: Of the samples; its order may depend on the epoch.
-        batch_size: Even.
+        sampler: Sampler of indices; its order may depend on the epoch.
+        batch_size: An even number.
     """
 
     def __init__(self, sampler: DistributedSampler[Any], batch_size: int) -> None:
@@ -92,10 +90,10 @@ class EvenBatches(Sampler[list[int]]):
 
 
 class DistanceNetwork(L.LightningModule):
-    """Places images in a plane so that their distances there are those that are asked for.
+    """Embeds images in a plane with given distances.
 
     Args:
-        distance: Of two images as bytes.
+        distance: The distance of two images, given as bytes.
     """
 
     def __init__(self, distance: Distance, lr: float = 3e-3) -> None:
@@ -110,7 +108,7 @@ class DistanceNetwork(L.LightningModule):
         return self.network(images / 16.0)
 
     def targets(self, images: Tensor) -> Tensor:
-        """Return the distance of each image of the first half to each of the second."""
+        """Return the distances between the images of the two halves."""
         first, second = ([bytes(image) for image in half.byte().flatten(1).tolist()]
                          for half in images.chunk(2))  # fmt: skip
         return torch.tensor([[self.distance(a, b) for b in second] for a in first])
@@ -125,7 +123,7 @@ class DistanceNetwork(L.LightningModule):
 
 @dataclass(frozen=True)
 class Run:
-    """What a run left behind."""
+    """Results of a run."""
 
     model: DistanceNetwork
     record: Record
@@ -134,7 +132,7 @@ class Run:
 
 
 def train(distance: Distance, samples: int, batch_size: int, epochs: int, seed: int) -> Run:
-    """Train once. ``calls`` of the run are those of ``distance``."""
+    """Train once. ``calls`` counts the calls of ``distance``."""
     L.seed_everything(seed, verbose=False)
     images = torch.tensor(load_digits().images[:samples], dtype=torch.float32)
     dataset = TensorDataset(images)
@@ -154,7 +152,7 @@ def train(distance: Distance, samples: int, batch_size: int, epochs: int, seed: 
 
 
 def compare(samples: int, batch_size: int, epochs: int, seed: int) -> lo.Report:
-    """Return a table: computed each time, cached in memory, and cached on the disk, twice."""
+    """Return a table: without a cache, cached in memory, and two runs with a cache on disk."""
     settings = {"samples": samples, "batch_size": batch_size, "epochs": epochs, "seed": seed}
     rows: list[dict[str, Any]] = []
     original: Run | None = None

@@ -1,9 +1,9 @@
-"""A small image classifier with rotary attention, as it is often written and as it can be.
+"""A small image classifier with rotary attention, original and optimised.
 
-The network is like Vision-BDH: the same round of attention several times over, between positive,
-sparse codes that are queries and keys at once, and a gate. It reads scikit-learn's 8 x 8 digits, a
-token a pixel. The original computes the rotary angles at each call and attention by hand, and
-AdamW runs as torch runs it by default. Then each optimisation alone, then all together:
+The network resembles Vision-BDH: a round of attention between positive, sparse codes, which are
+both queries and keys, and a gate; it runs several times. The data are scikit-learn's 8 x 8 digits,
+one token per pixel. The original computes rotary angles at each call and attention by hand, with
+torch's default AdamW. Each optimisation is compared alone, then all together:
 
     python vision_attention.py                           # the table, with a check of the losses
     python vision_attention.py --train --deterministic   # the optimised one, with a checkpoint
@@ -35,7 +35,7 @@ TRAINING, TESTING = 22 * BATCH, 389  # of 1797 images
 
 
 class RecomputedRotary(nn.Module):
-    """Rotary positions the way they are often written: angles, cosines and sines at each call."""
+    """Rotary positions that compute angles, cosines and sines at each call."""
 
     def __init__(self, dim: int) -> None:
         super().__init__()
@@ -51,13 +51,13 @@ class RecomputedRotary(nn.Module):
 
 
 def attention_by_hand(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Attention that keeps the whole matrix of scores."""
+    """Attention that computes the whole matrix of scores."""
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
     return scores.softmax(-1) @ value
 
 
 class Round(nn.Module):
-    """One round: codes attend to codes, what they find opens gates, and the result is added."""
+    """One round: attention between codes, a gate, and a residual."""
 
     def __init__(self, width: int, heads: int, cached: bool, sdpa: bool) -> None:
         super().__init__()
@@ -73,7 +73,7 @@ class Round(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         codes = F.relu(self.encode(x)).unflatten(-1, (self.heads, -1)).transpose(1, 2)
         turned = self.rotary(codes)  # (batch, heads, places, width)
-        # Looked up at each call, so that AttentionBackend sees it.
+        # Looked up at each call, so that AttentionBackend can replace it.
         attend = F.scaled_dot_product_attention if self.sdpa else attention_by_hand
         found = attend(turned, turned, x[:, None].expand_as(codes))
         gated = codes * F.relu(self.gate(self.found_norm(found)))
@@ -81,15 +81,15 @@ class Round(nn.Module):
 
 
 class VisionBDH(L.LightningModule):
-    """Two convolutions make tokens, one round runs ``depth`` times, and all tokens are read.
+    """Two convolutions create tokens, one round runs ``depth`` times, and a head classifies.
 
     Args:
-        cached: Rotary tables that are computed once, instead of at each call.
-        sdpa: torch's fused attention, instead of attention by hand.
-        width: Features of a token.
-        heads: Codes of a token.
-        depth: How often the round runs.
-        lr: Of AdamW.
+        cached: Compute the rotary tables once, instead of at each call.
+        sdpa: Use torch's fused attention, instead of attention by hand.
+        width: Features per token.
+        heads: Codes per token.
+        depth: Number of rounds.
+        lr: Learning rate of AdamW.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class VisionBDH(L.LightningModule):
 
 
 def digits() -> tuple[TensorDataset, TensorDataset]:
-    """Return the images for training and those for testing."""
+    """Return the training and the test images."""
     data = load_digits()
     images = torch.tensor(data.images, dtype=torch.float32)[:, None] / 16
     labels = torch.tensor(data.target)
@@ -135,7 +135,7 @@ def digits() -> tuple[TensorDataset, TensorDataset]:
 
 
 def batches(dataset: TensorDataset, size: int) -> DataLoader[Any]:
-    """Return a loader whose order depends on the epoch alone, so that a resumed run has it too."""
+    """Return a loader whose order depends only on the epoch, so that a resumed run has the same."""
     return DataLoader(dataset, size, sampler=DistributedSampler(dataset, num_replicas=1, rank=0))
 
 
@@ -150,11 +150,11 @@ class Variant:
     """One way to train the same network on the same batches.
 
     Attributes:
-        name: In the table.
-        callbacks: Makes new callbacks for a run.
+        name: Its name in the table.
+        callbacks: Creates the callbacks of a run.
         cached: See :class:`VisionBDH`.
         sdpa: See :class:`VisionBDH`.
-        accumulate: Parts that a batch is trained in, with one step of the optimizer.
+        accumulate: Parts of a batch per step of the optimizer.
     """
 
     name: str
@@ -169,10 +169,10 @@ class Variant:
 
 
 def variants(backend: str) -> list[Variant]:
-    """Return the original, each optimisation alone, and all of them.
+    """Return the original, each optimisation alone, and all together.
 
     Args:
-        backend: That torch.compile uses, or "none" to leave it out.
+        backend: The backend of torch.compile, or "none" to skip it.
     """
 
     def compiled() -> list[L.Callback]:
@@ -199,7 +199,7 @@ def train(
 ) -> tuple[VisionBDH, Record, list[L.Callback]]:
     """Train for a number of optimizer steps; return the model, the losses and the callbacks."""
     model, record, callbacks = variant.model(seed), Record(), variant.callbacks()
-    if deterministic:  # first, since ChannelsLast then does not decide by the clock
+    if deterministic:  # before ChannelsLast, which then does not measure times
         callbacks.insert(0, lo.Runtime(deterministic=True))
     trainer = quiet_trainer(
         [*callbacks, record],
@@ -212,7 +212,7 @@ def train(
 
 
 def compare(steps: int, seed: int, deterministic: bool, backend: str) -> lo.Report:
-    """Return a table with one row a variant, all from the same weights on the same batches."""
+    """Return a table with one row per variant, all from the same weights on the same batches."""
     _, test = digits()
     rows: list[dict[str, Any]] = []
     notes = [
@@ -240,7 +240,7 @@ def compare(steps: int, seed: int, deterministic: bool, backend: str) -> lo.Repo
 
 
 def found_by(callback: L.Callback, run: str) -> list[str]:
-    """Return what a callback found and decided, a sentence each."""
+    """Return the decisions of a callback, one sentence each."""
     if isinstance(callback, lo.FusedOptimizer):
         return [
             f"{run}: the optimizer is {row['implementation']}." for row in callback.report().rows
@@ -261,13 +261,13 @@ def found_by(callback: L.Callback, run: str) -> list[str]:
 def train_and_keep(
     folder: Path, epochs: int, seed: int, deterministic: bool, resume: bool, backend: str
 ) -> VisionBDH:
-    """Train the optimised model, and keep ``last.ckpt`` in ``folder``; or go on from there."""
+    """Train the optimised model and save ``last.ckpt`` in ``folder``, or resume from it."""
     last = folder / "last.ckpt"
     if resume and not last.exists():
         raise SystemExit(f"There is no {last} to resume from: run without --resume first.")
     variant = variants(backend)[-1]
     model, callbacks = variant.model(seed), variant.callbacks()
-    if deterministic:  # first, since ChannelsLast then does not decide by the clock
+    if deterministic:  # before ChannelsLast, which then does not measure times
         callbacks.insert(0, lo.Runtime(deterministic=True))
     kept = ModelCheckpoint(folder, save_last=True, save_top_k=0, enable_version_counter=False)
     trainer = quiet_trainer([*callbacks, kept], max_epochs=epochs, enable_checkpointing=True)
