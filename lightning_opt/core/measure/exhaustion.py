@@ -73,8 +73,8 @@ def _keep_large_blocks_apart() -> None:
     """Make glibc map blocks of at least 256 KB separately and unmap them when they are freed.
 
     By default glibc raises this threshold, up to 32 MB, whenever a larger block is freed. Tensors
-    then lie inside the heap between small blocks, which fragments it. Separate blocks cost page faults,
-    so this is only done after the first out-of-memory error, for the rest of the process.
+    then lie inside the heap between small blocks, which fragments it. Separate blocks cost page
+    faults, so this is only done after the first out-of-memory error. It lasts for the process.
     """
     mallopt = libc_function("mallopt")  # musl has none
     if mallopt is not None:

@@ -60,7 +60,7 @@ class Gradients:
         return (sum(map(_written, self.tensors)), *map(id, map(_grad, self.parameters)))
 
     def scale_(self, coefficient: Scalar) -> None:
-        """Multiply every gradient by ``coefficient``, in place and without waiting for the device."""
+        """Multiply every gradient by ``coefficient`` in place, without waiting for the device."""
         if isinstance(coefficient, Tensor):
             for (device, dtype), places in by_kind(self.tensors).items():
                 # A factor of the gradients' dtype keeps the fused kernel, and 1 is exact in it.
