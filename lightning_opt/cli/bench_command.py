@@ -1,4 +1,4 @@
-"""``lightning-opt bench``: presets and configurations beside plain Lightning, measured."""
+"""``lightning-opt bench``: measure presets and configurations against plain Lightning."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from jsonargparse.typing import PositiveInt
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_opt.cli.errors import FAILED, OK, UsageError
+from lightning_opt.cli.main import FAILED, OK, UsageError
 from lightning_opt.cli.parsing import (
     Job,
     add_options,
@@ -26,8 +26,8 @@ from lightning_opt.profiling.comparing.compare import compare
 
 DESCRIPTION = """\
 Trains your model under several presets and configurations, each in a process of its own,
-alternating every few steps, and says which differ in time, memory and loss, with confidence
-intervals. The first is plain Lightning with the --trainer arguments that you give."""
+alternating every few steps, and reports differences in time, memory and loss, with confidence
+intervals. The first is plain Lightning with your --trainer arguments."""
 
 EXAMPLES = """\
   lightning-opt bench train.py
@@ -44,20 +44,20 @@ def parser() -> LightningArgumentParser:
         made,
         ("--preset", str | None, None, "NAMES",
          f"With commas, of {list_of_presets()}; 'basic,advanced' if there is no --against."),
-        ("--without", str | None, None, "NAMES", "Parts to leave out of all of them."),
+        ("--without", str | None, None, "NAMES", "Parts to leave out of all presets."),
         ("--against", str | None, None, "FILES",
          "Configurations of LightningCLI, with commas, whose trainer section is measured too."),
-        ("--seconds", float | None, 120.0, "", "Time for all, starting included."),
-        ("--steps", PositiveInt | None, None, "", "Timed steps of each; by default turns."),
+        ("--seconds", float | None, 120.0, "", "Total time, including startup."),
+        ("--steps", PositiveInt | None, None, "", "Timed steps of each run, instead of --rounds."),
         ("--rounds", PositiveInt, 12, "", "Turns of each run."),
-        ("--starts", PositiveInt, 3, "", "New processes for each."),
-        ("--out", str | None, None, "FOLDER", "Where to write JSON and table."),
+        ("--starts", PositiveInt, 3, "", "Process starts of each run."),
+        ("--out", str | None, None, "FOLDER", "Where to write the table and JSON."),
     )  # fmt: skip
     return made
 
 
-def run(words: Sequence[str]) -> int:
-    """Run the command."""
+def run_bench(words: Sequence[str]) -> int:
+    """Run ``lightning-opt bench``."""
     made = parser()
     job = parse_job(made, words)
     options = job.options
@@ -81,7 +81,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict[str, Any]]:
-    """Return what is compared, by name: plain Lightning, presets, files.
+    """Return the Trainer arguments to compare, by name: plain Lightning, presets, files.
 
     Raises:
         UsageError: For an unknown preset or file.

@@ -8,7 +8,7 @@ from typing import Any
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCLI
 
-from lightning_opt.cli.errors import OK, UsageError, begin
+from lightning_opt.cli.main import OK, UsageError, interrupt_gracefully
 from lightning_opt.cli.parsing import (
     HelpFormatter,
     add_options,
@@ -22,10 +22,10 @@ from lightning_opt.presets.parts import Chosen
 from lightning_opt.presets.preset import join
 
 DESCRIPTION = """\
-Trains as LightningCLI does, with a preset of lightning_opt. All of LightningCLI is there: --config,
---model, --data, --trainer.*, --optimizer, --lr_scheduler, --ckpt_path to resume, --print_config.
-What is given by --trainer.* wins over the preset. The configuration that is saved beside the logs
-has the preset written out, and runs under any LightningCLI."""
+Trains as LightningCLI does, with a preset of lightning_opt. It has all of LightningCLI's options:
+--config, --model, --data, --trainer.*, --optimizer, --lr_scheduler, --ckpt_path to resume,
+--print_config. --trainer.* overrides the preset. The configuration saved next to the logs spells
+the preset out, and runs under any LightningCLI."""
 
 USAGE = "lightning-opt fit [options] [model | config.yaml] [--data data]"
 
@@ -37,26 +37,26 @@ examples:
   lightning-opt fit config.yaml --ckpt_path last.ckpt
   lightning-opt fit train.py --preset basic --trainer.strategy ddp_topk --trainer.devices 2
 
-A name with a colon is a module or a file and a class in it; LightningCLI's own way of naming,
+module:Class names a class in a module, file.py:Class one in a file. LightningCLI's own notation,
 package.module.Class, works too.
 """
 
 
 class Fit(LightningCLI):
-    """A LightningCLI with ``--preset`` and ``--without``, and no other subcommand than ``fit``."""
+    """A LightningCLI with ``--preset`` and ``--without``, and only the subcommand ``fit``."""
 
     @staticmethod
     def subcommands() -> dict[str, set[str]]:
-        """Return what the command can do."""
+        """Return the subcommand."""
         return {"fit": LightningCLI.subcommands()["fit"]}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the words without LightningCLI's warning of the arguments of this process."""
+        """Parse the words without LightningCLI's warning about ``sys.argv``."""
         self.config = parser.parse_args(args)  # type: ignore[arg-type]
 
     def before_instantiate_classes(self) -> None:
-        """Have Ctrl-C end the training in good order from now on."""
-        begin()
+        """Let Ctrl-C stop the training gracefully from now on."""
+        interrupt_gracefully()
 
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options."""
@@ -64,15 +64,15 @@ class Fit(LightningCLI):
         add_options(
             group,
             ("--preset", str | None, None, "", "Callbacks and Trainer arguments that fit this "
-             f"machine: {list_of_presets()}. `lightning-opt presets <name>` says what is in one."),
+             f"machine: {list_of_presets()}. `lightning-opt presets <name>` explains one."),
             ("--without", str | None, None, "",
              "Parts of the preset to leave out, with commas: MicroBatching,CompileModel."),
         )  # fmt: skip
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
-        """Make the Trainer with the preset's callbacks and arguments."""
+        """Create the Trainer with the preset's callbacks and arguments."""
         config = self.config.fit
-        # What is saved is read by a LightningCLI that knows neither.
+        # Removed, because a plain LightningCLI that reads the saved configuration has neither.
         name, without = config.pop("preset"), config.pop("without")
         if name is None:
             return super().instantiate_trainer(**kwargs)
@@ -86,22 +86,22 @@ class Fit(LightningCLI):
         return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
 
 
-def run(words: Sequence[str]) -> int:
-    """Run the command."""
+def run_fit(words: Sequence[str]) -> int:
+    """Run ``lightning-opt fit``."""
     targets = Targets()
     translated = targets.translate(words)
     if targets.functions:
         kind, target = next(iter(targets.functions.items()))
         raise UsageError(
-            f"--{kind} {target} is a function, and fit needs a class, whose arguments can be given "
-            f"as --{kind}.<name>."
+            f"--{kind} {target} is a function, and fit needs a class, so that its arguments can be "
+            f"given as --{kind}.<name>."
         )
     Fit(
         args=["fit", *translated],
         seed_everything_default=0,
         parser_kwargs={
             "prog": "lightning-opt",
-            "formatter_class": HelpFormatter,  # of the subcommand, too
+            "formatter_class": HelpFormatter,  # also for the subcommand
             "fit": {"usage": USAGE, "description": DESCRIPTION, "epilog": EXAMPLES},
         },
     )

@@ -1,6 +1,6 @@
-"""From the words of a command line to an exit code: no traceback unless it is asked for.
+"""The entry point: dispatches commands and turns errors into one sentence and an exit code.
 
-Little is imported here, since Ctrl-C is Python's own affair until :func:`main` begins.
+It imports little, because Ctrl-C prints a traceback until :func:`main` runs.
 """
 
 from __future__ import annotations
@@ -13,24 +13,19 @@ import signal
 import sys
 from collections.abc import Iterator, Sequence
 
-from lightning_opt.cli.errors import (
-    FAILED,
-    INTERRUPTED,
-    MISSING,
-    OK,
-    USAGE,
-    UsageError,
-    end_at_once,
-    say_interrupted,
-)
+OK = 0
+FAILED = 1
+USAGE = 2
+MISSING = 3
+INTERRUPTED = 130
 
 COMMANDS = {
     "fit": "train as LightningCLI does, with a preset",
-    "presets": "list presets, say what is in one here and why, write one as YAML",
-    "tune": "try optimisations on your model and data, and write down what pays",
+    "presets": "list presets, explain one on this machine, write one as YAML",
+    "tune": "try optimisations on your model and data, and save the ones that pay",
     "bench": "measure presets and configurations against plain Lightning",
-    "profile": "say where the time of a step goes",
-    "doctor": "train some steps and say what to look at",
+    "profile": "measure where the time of a step goes",
+    "doctor": "train some steps and report problems",
 }
 
 HELP = f"""usage: lightning-opt [-h] [--version] <command> ...
@@ -48,55 +43,76 @@ configuration of LightningCLI:
   lightning-opt tune train.py --budget 2m --out tuned
   lightning-opt fit --config config.yaml --config tuned/trainer.yaml
 
-lightning-opt <command> --help says more. --debug, anywhere, shows the traceback of an error.
+lightning-opt <command> --help lists options. --debug, anywhere, shows the traceback of an error.
 
-exit codes: {OK} done; {FAILED} it was tried and failed; {USAGE} not understood; {MISSING} a package
-is missing; {INTERRUPTED} interrupted.
+exit codes: {OK} done; {FAILED} the run failed; {USAGE} wrong usage; {MISSING} a package is missing;
+{INTERRUPTED} interrupted.
 """
+
+
+class UsageError(ValueError):
+    """The command line is wrong."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        arguments: Without the name of the program; None for those of this process.
+        arguments: The words after the program's name; None for those of this process.
     """
     if arguments is not None:
         return _run(arguments)
     codes: list[int] = []
-    atexit.register(_leave, codes)  # the first to be registered is the last to run
+    atexit.register(_leave, codes)  # registered first, it runs last
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
-        signal.signal(signal.SIGINT, end_at_once)
+        signal.signal(signal.SIGINT, _exit_on_interrupt)
     codes.append(_run(sys.argv[1:]))
     return codes[0]
 
 
 def _leave(codes: list[int]) -> None:
-    """End an interrupted process at once: to take its modules apart takes seconds."""
+    """Exit an interrupted process without unloading its modules, which takes seconds."""
     if codes == [INTERRUPTED]:
         sys.stdout.flush()
         os._exit(INTERRUPTED)
+
+
+def _exit_on_interrupt(*_: object) -> None:
+    """Handle Ctrl-C during imports: some modules swallow a KeyboardInterrupt."""
+    os._exit(_report_interrupt())
+
+
+def interrupt_gracefully() -> None:
+    """Make Ctrl-C raise KeyboardInterrupt from now on, so that a run can clean up."""
+    if signal.getsignal(signal.SIGINT) is _exit_on_interrupt:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+def _report_interrupt() -> int:
+    sys.stderr.write("Interrupted.\n")
+    sys.stderr.flush()
+    return INTERRUPTED
 
 
 def _run(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
     words = [word for word in arguments if word != "--debug"]
     try:
-        with _surroundings():
+        with _environment():
             return _dispatch(words)
     except SystemExit as end:
-        # Lightning ends the process when it is interrupted; parsers do so for --help and mistakes.
+        # Raised by Lightning when it is interrupted, and by parsers for --help and wrong usage.
         if isinstance(end.__context__, KeyboardInterrupt):
-            return say_interrupted()
+            return _report_interrupt()
         return end.code if isinstance(end.code, int) else (OK if end.code is None else FAILED)
     except KeyboardInterrupt:
-        return say_interrupted()
-    except Exception as error:  # noqa: BLE001 - a sentence for whatever comes out of a run
+        return _report_interrupt()
+    except Exception as error:  # noqa: BLE001 - every error of a run becomes one sentence
         if debug:
             import traceback
 
             traceback.print_exc()
-        return _say(error, debug)
+        return _report_error(error, debug)
 
 
 def _dispatch(words: list[str]) -> int:
@@ -114,7 +130,7 @@ def _dispatch(words: list[str]) -> int:
 
         raise UsageError(
             f"There is no command {name!r}{did_you_mean(name, COMMANDS)} There are "
-            f"{', '.join(COMMANDS)}; lightning-opt --help says what they do."
+            f"{', '.join(COMMANDS)}; lightning-opt --help describes them."
         )
     if importlib.util.find_spec("jsonargparse") is None:
         sys.stderr.write(
@@ -122,31 +138,32 @@ def _dispatch(words: list[str]) -> int:
             "pip install 'lightning-opt[cli]'.\n"
         )
         return MISSING
-    command = importlib.import_module(f"lightning_opt.cli.{name}_command")
-    return int(command.run(words[1:]))
+    file = "short_runs" if name in ("profile", "doctor") else f"{name}_command"
+    command = importlib.import_module(f"lightning_opt.cli.{file}")
+    return int(getattr(command, f"run_{name}")(words[1:]))
 
 
 @contextlib.contextmanager
-def _surroundings() -> Iterator[None]:
-    """Have modules of the working directory found, and Lightning's use of jsonargparse be quiet."""
-    from unittest import mock  # which takes long, so only when Ctrl-C is heard
+def _environment() -> Iterator[None]:
+    """Add the working directory to `sys.path` and silence Lightning's jsonargparse warnings."""
+    from unittest import mock  # slow, so it is imported after Ctrl-C is handled
 
-    path, folder = sys.path, os.getcwd()  # noqa: PTH109 - as it is written, not resolved
+    path, folder = sys.path, os.getcwd()  # noqa: PTH109 - not resolved
     path = path if {folder, ""} & {*path} else [folder, *path]
     quiet = {"JSONARGPARSE_DEPRECATION_WARNINGS": "off"} | os.environ
     with mock.patch.object(sys, "path", path), mock.patch.dict(os.environ, quiet):
         yield
 
 
-def _say(error: Exception, debug: bool) -> int:
+def _report_error(error: Exception, debug: bool) -> int:
     if isinstance(error, UsageError):
         sys.stderr.write(f"error: {error}\n")
         return USAGE
-    text = str(error).strip() or "it gave no reason"
+    text = str(error).strip() or "no message"
     kind = type(error).__name__
-    # Errors of this package are sentences; of others the kind says as much as the text.
+    # Messages of this package are sentences. For other errors the type is part of the message.
     sentence = text if kind in ("ValueError", "FitFailed", "BaselineFailed") else f"{kind}: {text}"
     sys.stderr.write(f"error: {sentence}\n")
     if not debug:
-        sys.stderr.write("The same command with --debug shows where it came from.\n")
+        sys.stderr.write("Run the same command with --debug for the traceback.\n")
     return FAILED

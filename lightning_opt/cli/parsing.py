@@ -1,4 +1,4 @@
-"""The parsers of the commands that train something for a short while."""
+"""Parsers of the commands that train: tune, bench, profile, doctor."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.cli import LightningArgumentParser, LRSchedulerTypeTuple
 from torch.optim import Optimizer
 
-from lightning_opt.cli.errors import UsageError, begin
+from lightning_opt.cli.main import UsageError, interrupt_gracefully
 from lightning_opt.cli.targets import BASES, Recipe, Targets, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
@@ -29,10 +29,10 @@ from lightning_opt.worker.recipes import find
 
 TARGETS = """\
 model and data:
-  module:Class, path/to/file.py:Class, or path/to/file.py if there is only one in it. Instead of the
-  class it may be a function without arguments that makes it; for data also one that makes a
-  DataLoader. Arguments of a class follow its name: --model.width 64. Without --data the model's own
-  loaders serve. --config takes a configuration of LightningCLI with all of this.
+  module:Class, path/to/file.py:Class, or path/to/file.py if it has only one. A function without
+  arguments that returns the model works too; for data also one that returns a DataLoader. Arguments
+  of a class: --model.width 64. Without --data the model's own loaders are used. --config takes a
+  configuration of LightningCLI with all of this.
 """
 
 
@@ -42,17 +42,17 @@ DEFAULTS = inspect.signature(Trainer).parameters
 
 
 class HelpFormatter(argparse.RawDescriptionHelpFormatter, DefaultHelpFormatter):
-    """Leaves examples as they are written."""
+    """Keeps the line breaks of examples."""
 
 
 class Job(NamedTuple):
-    """What is to be trained.
+    """A parsed command line.
 
     Attributes:
-        model: Makes the LightningModule.
-        data: Makes the data; nothing where the model brings its own.
-        trainer: Arguments of the Trainer that were given, as plain values.
-        seed: Of everything random.
+        model: Creates the LightningModule.
+        data: Creates the data; None if the model has its own loaders.
+        trainer: The given arguments of the Trainer, as plain values.
+        seed: The random seed.
         options: The command's own options.
     """
 
@@ -64,9 +64,9 @@ class Job(NamedTuple):
 
 
 def make_parser(command: str, description: str, examples: str) -> LightningArgumentParser:
-    """Return a parser for model, data, Trainer and what else a configuration of LightningCLI has.
+    """Return a parser of everything that a configuration of LightningCLI has.
 
-    Its help shows the command's own options, which are to be added.
+    Its help hides these options, so that it shows the command's own, which the caller adds.
     """
     parser = LightningArgumentParser(
         prog=f"lightning-opt {command}",
@@ -100,24 +100,24 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
 
 
 def add_options(parser: Any, *options: tuple[str, Any, Any, str, str]) -> None:
-    """Add options: the name, type, default, placeholder (empty for the usual) and help of each."""
+    """Add options, each as name, type, default, placeholder (or empty) and help text."""
     for name, kind, default, placeholder, text in options:
         shown: dict[str, Any] = {"metavar": placeholder} if placeholder else {}
         parser.add_argument(name, type=kind, default=default, help=text, **shown)
 
 
 def hide_all(parser: LightningArgumentParser) -> None:
-    """Leave out of the help what has been added so far, but for --help itself."""
+    """Hide the options added so far from the help, except --help."""
     for action in parser._actions:
         if action.dest != "help":
             action.help = argparse.SUPPRESS
-    for group in parser._action_groups[2:]:  # argparse's own two come first
+    for group in parser._action_groups[2:]:  # after argparse's own two
         if all(action.help == argparse.SUPPRESS for action in group._group_actions):
             group.title = group.description = None
 
 
 def add_preset(parser: LightningArgumentParser, default: str | None) -> None:
-    """Add the choice of a preset."""
+    """Add --preset and --without."""
     add_options(
         parser,
         ("--preset", str | None, default, "NAME", f"Preset to train with: {list_of_presets()}."),
@@ -126,7 +126,7 @@ def add_preset(parser: LightningArgumentParser, default: str | None) -> None:
 
 
 def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
-    """Return what the words ask for.
+    """Parse the command line.
 
     Raises:
         UsageError: If there is no model.
@@ -135,7 +135,7 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
     try:
         config = parser.parse_args(targets.translate(words))
     except ArgumentError as error:
-        raise UsageError(f"{say_shortly(str(error))} {parser.prog} --help says more.") from error
+        raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
     optimizer = plain(config.pop("optimizer", None))
     scheduler = plain(config.pop("lr_scheduler", None))
     model = targets.recipe(
@@ -150,17 +150,17 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
     own = getattr(find(model.target), "train_dataloader", None)
     if data is None and own is LightningModule.train_dataloader:
         raise UsageError(
-            f"{model} brings no train_dataloader. Name its data, --data module:Class, or a "
-            "function that makes a DataLoader."
+            f"{model} has no train_dataloader. Name its data, --data module:Class, or a "
+            "function that returns a DataLoader."
         )
     trainer = given_arguments(config.pop("trainer"))
     seed = config.pop("seed_everything")
-    begin()
+    interrupt_gracefully()
     return Job(model, data or no_data, trainer, 0 if isinstance(seed, bool) else seed, config)
 
 
-def say_shortly(text: str) -> str:
-    """Return what a parser says without the types that it has tried."""
+def _shorten(text: str) -> str:
+    """Return a parser's error without the list of types that it has tried."""
     found = re.search(
         r"Problem with given class_path '(.+?)':\s*(.*?)\s*(?=\n\s*- |\Z)", text, re.S
     )
@@ -171,7 +171,7 @@ def say_shortly(text: str) -> str:
 
 
 def given_arguments(trainer: Namespace) -> dict[str, Any]:
-    """Return the arguments of the Trainer that are not the defaults, as plain values."""
+    """Return the arguments of the Trainer that differ from the defaults, as plain values."""
     return {
         name: plain(value)
         for name, value in vars(trainer).items()
@@ -180,7 +180,7 @@ def given_arguments(trainer: Namespace) -> dict[str, Any]:
 
 
 def plain(value: Any) -> Any:
-    """Return namespaces as dicts, inside of lists and dicts too."""
+    """Convert namespaces to dicts, also inside lists and dicts."""
     if isinstance(value, Namespace):
         return {name: plain(inner) for name, inner in vars(value).items()}
     if isinstance(value, Mapping):
@@ -189,7 +189,7 @@ def plain(value: Any) -> Any:
 
 
 def preset_of(name: str, without: str | None = None) -> Preset:
-    """Return a preset without the callbacks of a list with commas.
+    """Return a preset without the parts listed in ``without``, separated by commas.
 
     Raises:
         UsageError: For an unknown name.
@@ -201,47 +201,50 @@ def preset_of(name: str, without: str | None = None) -> Preset:
 
 
 def names_of(listed: str | None) -> list[str]:
-    """Return the names of a list with commas."""
+    """Split a list of names at commas."""
     return [name.strip() for name in (listed or "").split(",") if name.strip()]
 
 
 def list_of_presets() -> str:
-    """Return the names of all presets, for a help text."""
+    """Return the names of all presets as text."""
     return ", ".join(preset_names())
 
 
 def settings_of(job: Job, name: str | None, without: str | None = None) -> dict[str, Any]:
-    """Return the job's arguments of the Trainer with those of a preset, if there is one."""
+    """Return the job's arguments of the Trainer, merged with those of a preset if one is given."""
     if name is None:
         return dict(job.trainer)
     preset = preset_of(name, without)
-    model = outline(job.model)
+    model = _without_weights(job.model)
     if model is not None:
         preset = preset.for_model(model)
-    # Runs that are measured have no logger unless it is asked for.
+    # Measured runs have no logger by default.
     return preset.to_dict(**{"logger": False, **job.trainer})
 
 
-def outline(recipe: Recipe) -> LightningModule | None:
-    """Return the model without its numbers, so that it takes no memory; None if it cannot be."""
+def _without_weights(recipe: Recipe) -> LightningModule | None:
+    """Create the model on the meta device, without memory; return None if that fails."""
     try:
         with torch.device("meta"):
             made = recipe()
-    except Exception as error:  # noqa: BLE001 - whatever a model does that wants numbers
-        log.info("The model is not looked at before it is trained: %s", error)
+    except Exception as error:  # noqa: BLE001 - the constructor may need real weights
+        log.info(
+            "The preset ignores the model, which fails on the meta device: %s",
+            error,
+        )
         return None
     return made if isinstance(made, LightningModule) else None
 
 
 def folder_of(path: str) -> Path:
-    """Return a folder for results, which is made.
+    """Create a folder for results.
 
     Raises:
-        UsageError: If it cannot be.
+        UsageError: If it cannot be created.
     """
     folder = Path(path)
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"The folder {path} cannot be made: {error.strerror}.") from error
+        raise UsageError(f"The folder {path} cannot be created: {error.strerror}.") from error
     return folder

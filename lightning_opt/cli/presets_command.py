@@ -1,4 +1,4 @@
-"""``lightning-opt presets``: what they are, here and now."""
+"""``lightning-opt presets``: list, explain and export presets."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from lightning.pytorch import Trainer
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_opt.cli.errors import OK, UsageError
+from lightning_opt.cli.main import OK, UsageError
 from lightning_opt.cli.parsing import (
     HelpFormatter,
     add_options,
@@ -22,9 +22,9 @@ from lightning_opt.presets.registry import preset, preset_names
 
 EXAMPLES = """\
 examples:
-  lightning-opt presets                              what there is
-  lightning-opt presets advanced                     what is in it on this machine, and why
-  lightning-opt presets ultra --trainer.devices 4    and what it would be on four devices
+  lightning-opt presets                              list all presets
+  lightning-opt presets advanced                     what it contains on this machine, and why
+  lightning-opt presets ultra --trainer.devices 4    what it would contain on four devices
   lightning-opt presets --yaml advanced > trainer.yaml
                                                      a section for any LightningCLI: --config
 """
@@ -35,16 +35,16 @@ def make_parser() -> LightningArgumentParser:
     parser = LightningArgumentParser(
         prog="lightning-opt presets",
         usage="lightning-opt presets [preset] [options]",
-        description="Lists presets, says what is in one here and why, writes one as YAML.",
+        description="Lists presets, explains one on this machine, writes one as YAML.",
         epilog=EXAMPLES,
         formatter_class=HelpFormatter,
     )
     parser.add_lightning_class_args(Trainer, "trainer")
     hide_all(parser)
     group = parser._action_groups[-1]
-    group.title = "where it is to be"
-    group.description = "--trainer.<argument>: of the Trainer, such as --trainer.strategy ddp."
-    parser.add_argument("preset", nargs="?", help="Say what is in it, and why.")
+    group.title = "situation"
+    group.description = "--trainer.<argument>: any argument, such as --trainer.strategy ddp."
+    parser.add_argument("preset", nargs="?", help="Preset to explain.")
     add_options(
         parser,
         ("--yaml", str | None, None, "PRESET", "Write it as YAML."),
@@ -54,12 +54,12 @@ def make_parser() -> LightningArgumentParser:
     return parser
 
 
-def run(words: Sequence[str]) -> int:
-    """Run the command."""
+def run_presets(words: Sequence[str]) -> int:
+    """Run ``lightning-opt presets``."""
     parser = make_parser()
     config = parser.parse_args(words)
     if config.preset and config.yaml:
-        raise UsageError("Give one preset, to describe it or to write it as YAML.")
+        raise UsageError("Name one preset, either to explain it or to write it as YAML.")
     trainer = given_arguments(config.trainer)
     if config.yaml:
         chosen = preset_of(config.yaml, config.without)
@@ -77,7 +77,7 @@ def run(words: Sequence[str]) -> int:
 
 
 def overview() -> Report:
-    """Return one row a preset."""
+    """Return a table with one row per preset."""
     rows = []
     for name in preset_names():
         chosen = preset(name).choose()
@@ -89,5 +89,5 @@ def overview() -> Report:
                 "left out": ", ".join(choice.part.name for choice in chosen if not choice.is_on),
             }
         )
-    note = f"lightning-opt presets <name> says why. Presets: {list_of_presets()}."
+    note = f"lightning-opt presets <name> gives the reasons. Presets: {list_of_presets()}."
     return Report("Presets on this machine", rows, [note])

@@ -1,4 +1,4 @@
-"""Models and data as they are written on a command line."""
+"""Models and data named on a command line, and how to create them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from unittest import mock
 
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
-from lightning_opt.cli.errors import UsageError
+from lightning_opt.cli.main import UsageError
 from lightning_opt.worker.recipes import find, instantiate
 
 BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
@@ -25,13 +25,13 @@ CONFIGURATIONS = (".yaml", ".yml", ".json")
 
 @dataclass(repr=False, eq=False)
 class Recipe:
-    """Makes a model or data anew, in this process or in another one.
+    """Creates a model or data, in this process or in another one.
 
     Args:
         target: ``"module:attribute"`` or ``"/path/to/file.py:attribute"``.
-        settings: Its arguments, where ``class_path`` and ``init_args`` describe objects.
-        optimizer: Of a model, as LightningCLI's ``--optimizer`` has it.
-        scheduler: Of a model, as LightningCLI's ``--lr_scheduler`` has it.
+        settings: Constructor arguments; ``class_path`` and ``init_args`` describe objects.
+        optimizer: The model's optimizer, in the format of LightningCLI's ``--optimizer``.
+        scheduler: Its scheduler, in the format of LightningCLI's ``--lr_scheduler``.
     """
 
     target: str
@@ -40,11 +40,11 @@ class Recipe:
     scheduler: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        # A journal of the tuner is for this very file, and not for what it is edited to later.
+        # The tuner does not continue a journal after the file has been edited.
         self.version = _version(self.target)
 
     def __call__(self) -> Any:
-        """Make it."""
+        """Create the object."""
         made = find(self.target)(**instantiate(self.settings))
         if self.optimizer is not None:
             _set_optimizer(made, self.optimizer, self.scheduler)
@@ -57,19 +57,19 @@ class Recipe:
 def _version(target: str) -> str:
     try:
         content = Path(inspect.getfile(find(target))).read_bytes()
-    except (OSError, TypeError):  # made in an interpreter, or compiled
+    except (OSError, TypeError):  # defined in an interpreter, or an extension module
         return ""
     return hashlib.sha256(content).hexdigest()[:16]
 
 
 def no_data() -> None:
-    """Stand for the loaders that the model brings itself."""
+    """Return None, for a model with its own loaders."""
 
 
 def _set_optimizer(
     model: LightningModule, optimizer: Mapping[str, Any], scheduler: Mapping[str, Any] | None
 ) -> None:
-    """Do as LightningCLI does with an optimizer of its configuration."""
+    """Set the optimizer as LightningCLI does."""
     from lightning.pytorch.cli import LightningCLI, instantiate_class
 
     made = instantiate_class((model.parameters(),), dict(optimizer))
@@ -80,10 +80,10 @@ def _set_optimizer(
 
 
 class Targets:
-    """Translates what a user writes into what LightningCLI reads, and remembers where it was.
+    """Translates targets of the command line into import paths for LightningCLI.
 
     Attributes:
-        functions: Functions that were named instead of classes, by ``"model"`` and ``"data"``.
+        functions: Targets that are functions instead of classes, by ``"model"`` and ``"data"``.
     """
 
     def __init__(self) -> None:
@@ -91,12 +91,13 @@ class Targets:
         self._places: dict[str, str] = {}
 
     def translate(self, words: Sequence[str]) -> list[str]:
-        """Return the words with a first one that stands alone as an option, and targets resolved.
+        """Return the words in LightningCLI's notation.
 
-        ``file.py:Class`` becomes ``--model file.Class``, ``config.yaml`` ``--config config.yaml``.
+        A first word ``file.py:Class`` becomes ``--model file.Class``, and ``config.yaml`` becomes
+        ``--config config.yaml``.
 
         Raises:
-            UsageError: For a target that is not there.
+            UsageError: For a target that does not exist.
         """
         words = list(words)
         if words and not words[0].startswith("-"):
@@ -123,7 +124,7 @@ class Targets:
         return found
 
     def recipe(self, kind: str, entry: Any, **more: Any) -> Recipe | None:
-        """Return how to make what the parsed configuration has under ``"model"`` or ``"data"``."""
+        """Return a recipe for the entry ``"model"`` or ``"data"`` of the parsed configuration."""
         if kind in self.functions:
             return Recipe(self.functions[kind])
         if entry is None:
@@ -134,12 +135,12 @@ class Targets:
         return Recipe(place, entry.get("init_args") or {}, **more)
 
     def _resolve(self, option: str, value: str) -> list[str]:
-        """Return the option with an import path; nothing for a function, which is kept apart."""
+        """Return the option with an import path; nothing for a function, which is stored."""
         kind = option.removeprefix("--")
         if value.endswith(".py"):
             value = only_class(kind, value)
         if ":" not in value or value.startswith("{"):
-            return [option, value]  # as LightningCLI takes it: an import path, a name, JSON
+            return [option, value]  # LightningCLI's own notation: an import path, a name, JSON
         found, (place, _, name) = look_up(value), value.rpartition(":")
         target = f"{Path(place).resolve()}:{name}" if place.endswith(".py") else value
         if inspect.isclass(found) and issubclass(found, BASES[kind]):
@@ -147,13 +148,13 @@ class Targets:
             self._places[path] = target
             return [option, path]
         if not callable(found):
-            raise UsageError(f"{value} is no class and no function, so it makes no {kind}.")
+            raise UsageError(f"{value} is not a class or function, so it cannot create a {kind}.")
         self.functions[kind] = target
         return []
 
 
 def only_class(kind: str, path: str) -> str:
-    """Return the target of the one class of a kind that a file has.
+    """Return the target of the only class of a kind in a file.
 
     Raises:
         UsageError: If there is none, or more than one.
@@ -169,7 +170,7 @@ def only_class(kind: str, path: str) -> str:
 
 
 def classes_of(module: ModuleType, base: type = object) -> list[type]:
-    """Return the classes that a module defines itself, abstract ones left out."""
+    """Return the classes that a module defines, except abstract ones."""
     return [
         value
         for value in vars(module).values()
@@ -181,11 +182,11 @@ def classes_of(module: ModuleType, base: type = object) -> list[type]:
 
 
 def look_up(target: str) -> Any:
-    """Return what a target names.
+    """Return the object that a target names.
 
     Raises:
-        UsageError: If it is not there.
-        ImportError: If there is a module, but it cannot be imported.
+        UsageError: If it does not exist.
+        ImportError: If its module exists but cannot be imported.
     """
     place, _, name = target.rpartition(":")
     module = find_module(place)
@@ -202,14 +203,14 @@ def find_module(place: str) -> ModuleType:
     """Import a module by its name or its file.
 
     Raises:
-        UsageError: If there is none.
+        UsageError: If it does not exist.
         ImportError: If it cannot be imported.
     """
     is_file = place.endswith(".py")
     if is_file and not Path(place).is_file():
         raise UsageError(f"There is no file {place}.")
     try:
-        with mock.patch.object(Trainer, "fit", partial(_refuse_to_train, place)):
+        with mock.patch.object(Trainer, "fit", partial(_raise_on_fit, place)):
             name = find(f"{Path(place).resolve()}:__name__") if is_file else place
             return importlib.import_module(name)
     except UsageError:
@@ -224,8 +225,8 @@ def find_module(place: str) -> ModuleType:
         raise ImportError(f"{place} cannot be imported: {type(error).__name__}: {error}") from error
 
 
-def _refuse_to_train(place: str, *args: Any, **kwargs: Any) -> NoReturn:
+def _raise_on_fit(place: str, *args: Any, **kwargs: Any) -> NoReturn:
     raise UsageError(
         f"{place} trains when it is imported, and would do so in each process. Put its call of "
-        "fit, and what goes with it, under: if __name__ == '__main__':"
+        "fit, and the code that prepares it, under: if __name__ == '__main__':"
     )

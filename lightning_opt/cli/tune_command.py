@@ -1,4 +1,4 @@
-"""``lightning-opt tune``: which optimisations pay, tried and written down."""
+"""``lightning-opt tune``: try optimisations and save the ones that pay."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from lightning.pytorch.cli import LightningArgumentParser
 
-from lightning_opt.cli.errors import OK, UsageError
+from lightning_opt.cli.main import OK, UsageError
 from lightning_opt.cli.parsing import (
     add_options,
     add_preset,
@@ -20,8 +20,8 @@ from lightning_opt.cli.parsing import (
 
 DESCRIPTION = """\
 Tries optimisations on your model and data, each in a process of its own, alternating with your
-unmodified baseline. Combines what pays, rejects whatever changes what the model learns, and writes
-the answer as Python, YAML and JSON, with a table of every trial. Sometimes the answer is: change
+unmodified baseline. Combines those that pay, rejects those that change what the model learns, and
+writes the result as Python, YAML and JSON, with a table of every trial. The result may be to change
 nothing. After an interruption, the same command continues where it stopped."""
 
 EXAMPLES = """\
@@ -40,19 +40,19 @@ def parser() -> LightningArgumentParser:
         ("--objective", str, "throughput", "NAME",
          "What to improve: throughput (steps a second), memory (its peak) or batch (the largest)."),
         ("--budget", str | float, "10m", "", "Time for the search: 90s, 10m, 1h."),
-        ("--out", str, "tuned", "FOLDER", "Where to write the answer."),
+        ("--out", str, "tuned", "FOLDER", "Where to write the result."),
         ("--candidates", str | None, None, "NAMES",
-         "What to try, with commas, instead of all that may pay."),
-        ("--max_slowdown", float, 1.5, "", "Of a step, unless for throughput."),
-        ("--timeout", float | None, None, "", "Seconds a trial may take to start, or to answer."),
+         "Optimisations to try, with commas, instead of all that may pay."),
+        ("--max_slowdown", float, 1.5, "", "Largest slowdown of a step for the other objectives."),
+        ("--timeout", float | None, None, "", "Seconds a trial may take to start or to respond."),
     )  # fmt: skip
     add_preset(made, None)
     made.add_argument("--quiet", action="store_true", help="No progress.")
     return made
 
 
-def run(words: Sequence[str]) -> int:
-    """Run the command."""
+def run_tune(words: Sequence[str]) -> int:
+    """Run ``lightning-opt tune``."""
     from lightning_opt.tuner.autotune import autotune
 
     job = parse_job(parser(), words)
@@ -71,7 +71,7 @@ def run(words: Sequence[str]) -> int:
             timeout=options.timeout,
             progress=not options.quiet,
         )
-    except ValueError as error:  # of the arguments: what fails in a trial is no ValueError here
+    except ValueError as error:  # wrong arguments; failed trials raise other errors
         raise UsageError(str(error)) from error
     result.table.print()
     sys.stdout.write(f"\n{result.explain()}\n\n")

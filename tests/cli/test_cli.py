@@ -44,7 +44,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:GPU available but not used")
 
 @pytest.fixture(autouse=True)
 def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
-    """In an empty folder, with what a command leaves in the process put back."""
+    """Run in an empty folder, and restore the process state that a command changes."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.argv", ["lightning-opt"])
     modules, before = set(sys.modules), {name: os.environ.get(name) for name in ("PL_GLOBAL_SEED",)}
@@ -62,7 +62,7 @@ def _elsewhere(tmp_path, monkeypatch) -> Iterator[None]:
 
 
 def fails(arguments: list[str], capsys: Any) -> tuple[int, str]:
-    """Return exit code and what was said on standard error, which is no traceback."""
+    """Return exit code and standard error, which must not be a traceback."""
     path = list(sys.path)
     code = main(arguments)
     assert sys.path == path
@@ -75,7 +75,7 @@ def fails(arguments: list[str], capsys: Any) -> tuple[int, str]:
 # --- help and mistakes ----------------------------------------------------------------------------
 
 
-def test_without_anything_it_says_what_there_is(capsys):
+def test_bare_command_lists_the_commands(capsys):
     assert main([]) == 2
     text = capsys.readouterr().out
     for command in ("fit", "presets", "tune", "bench", "profile", "doctor"):
@@ -85,8 +85,8 @@ def test_without_anything_it_says_what_there_is(capsys):
     assert lo.__version__ in capsys.readouterr().out
 
 
-def test_ctrl_c_is_heard_before_much_is_imported():
-    """Until the command begins Python answers it, with a traceback."""
+def test_main_imports_no_slow_module():
+    """Ctrl-C prints a traceback until `main` runs."""
     program = "import sys; from lightning_opt.cli import main; print(*sys.modules)"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, "-c", program]
@@ -95,8 +95,7 @@ def test_ctrl_c_is_heard_before_much_is_imported():
 
 
 @pytest.mark.parametrize("words", [["--help"], ["--version"], ["tun"], []])
-def test_what_trains_nothing_loads_no_torch(words):
-    """Torch and Lightning take seconds to import, which an answer of one line is not worth."""
+def test_help_and_version_import_no_torch(words):
     program = (
         "import sys; from lightning_opt.cli import main; main(sys.argv[1:])\n"
         "print(sorted({'torch', 'lightning', 'numpy', 'jsonargparse'} & set(sys.modules)))"
@@ -108,17 +107,17 @@ def test_what_trains_nothing_loads_no_torch(words):
 
 
 @pytest.mark.parametrize("command", ["fit", "presets", "tune", "bench", "profile", "doctor"])
-def test_help_teaches(command, capsys):
+def test_help_has_examples_and_own_options_only(command, capsys):
     assert main([command, "--help"]) == 0
     text = capsys.readouterr().out
     assert "\nexamples:\n" in text
     assert f"  lightning-opt {command} " in text
-    if command != "fit":  # where the Trainer's many arguments would bury the command's own
+    if command != "fit":  # fit lists the Trainer's arguments
         assert "--trainer.max_epochs" not in text
         assert len(text.splitlines()) < 80
 
 
-def test_the_helps_own_examples_name_candidates_that_there_are(capsys):
+def test_examples_in_the_help_name_existing_candidates(capsys):
     assert main(["tune", "--help"]) == 0
     examples = re.findall(r"--candidates ([a-z]\S+)", capsys.readouterr().out)
     assert examples
@@ -137,27 +136,27 @@ def test_the_helps_own_examples_name_candidates_that_there_are(capsys):
         (["tune", "no_such_module:Model"], "There is no module 'no_such_module' here"),
         (["tune", "no_such_file.py:Model"], "There is no file no_such_file.py"),
         (["tune", "PROJECT:Smal"], "its classes are Small, SmallData"),
-        (["tune", "PROJECT:NOT_A_MODEL"], "is no class and no function"),
+        (["tune", "PROJECT:NOT_A_MODEL"], "is not a class or function"),
         (["tune", "PROJECT", "--budget", "soon"], "soon"),
         (["tune", "PROJECT", "--candidates", "bf16,compil"], "did you mean 'compile'?"),
         (["tune", "PROJECT", "--objective", "speed"], "one of 'throughput', 'memory', 'batch'"),
         (["bench", "PROJECT", "--preset", "none"], "There is no preset 'none'"),
         (["bench", "PROJECT", "--without", "Nothing"], "has no 'Nothing'"),
         (["bench", "PROJECT", "--against", "no.yaml"], "There is no file no.yaml"),
-        (["profile", "PROJECT", "--trainer.max_steps=3"], "--steps says how many"),
+        (["profile", "PROJECT", "--trainer.max_steps=3"], "--steps sets the number"),
         (["fit", "PROJECT:make_small"], "is a function, and fit needs a class"),
         (["fit", "PROJECT:Small", "--model.widht", "3"], "widht"),
         (["fit", "PROJECT:Small", "--modle", "3"], "unrecognized arguments: --modle 3"),
         (["fit", "PROJECT:Small", "--preset", "none", *BARE], "There is no preset 'none'"),
         (["profile", "PROJECT", "--steps", "0"], "steps"),
-        (["doctor", "PROJECT:Small"], "brings no train_dataloader. Name its data, --data module:"),
+        (["doctor", "PROJECT:Small"], "has no train_dataloader. Name its data, --data module:"),
         (["tune", "PROJECT", "--model.width", "big"], "Expected a <class 'int'>. Got value: big"),
         (["bench", "PROJECT", "--model.widht", "3"], "Small: Option 'widht' is not accepted."),
         (["fit", "--model"], "--model must be followed by"),
     ],
     ids=lambda value: " ".join(value[:6]) if isinstance(value, list) else "",
 )
-def test_mistakes_are_sentences_and_exit_with_2(arguments, sentence, capsys):
+def test_wrong_usage_is_one_sentence_and_exit_code_2(arguments, sentence, capsys):
     words = [word.replace("PROJECT", str(PROJECT)) for word in arguments]
     code, said = fails(words, capsys)
     assert code == 2
@@ -165,7 +164,7 @@ def test_mistakes_are_sentences_and_exit_with_2(arguments, sentence, capsys):
     assert len(said.splitlines()) < 15, "no list of all options"
 
 
-def test_files_that_cannot_be_imported(capsys, tmp_path):
+def test_import_errors_of_the_users_files_are_reported(capsys, tmp_path):
     (tmp_path / "user_broken.py").write_text("import no_such_thing\n")
     assert "No module named 'no_such_thing'" in fails(["tune", "user_broken.py:Model"], capsys)[1]
     (tmp_path / "user_wrong.py").write_text("1 / 0\n")
@@ -179,7 +178,7 @@ def test_files_that_cannot_be_imported(capsys, tmp_path):
     assert "user_two.py:A, user_two.py:B" in fails(["tune", "user_two.py"], capsys)[1]
 
 
-def test_an_argument_of_a_class_that_is_missing(capsys, tmp_path):
+def test_missing_constructor_argument_is_named(capsys, tmp_path):
     data = "import lightning as L\n\n\nclass Needs(L.LightningDataModule):\n"
     data += "    def __init__(self, root: str):\n        super().__init__()\n"
     (tmp_path / "user_needs.py").write_text(data)
@@ -188,8 +187,7 @@ def test_an_argument_of_a_class_that_is_missing(capsys, tmp_path):
     assert said.startswith("error: user_needs.Needs must be given root.")
 
 
-def test_a_script_that_trains_when_it_is_imported(capsys, tmp_path):
-    """Each process of a trial would import it, and so train it."""
+def test_script_that_trains_on_import_is_rejected(capsys, tmp_path):
     script = f"from {MODULE} import *\nL.Trainer(logger=False).fit(Small(), SmallData())\n"
     (tmp_path / "user_script.py").write_text(script)
     code, said = fails(["tune", "user_script.py"], capsys)
@@ -198,14 +196,14 @@ def test_a_script_that_trains_when_it_is_imported(capsys, tmp_path):
     assert "if __name__ == '__main__':" in said
 
 
-def test_without_the_extra(capsys, monkeypatch):
+def test_missing_extra_exits_with_3(capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "jsonargparse", None)
     code, said = fails(["presets"], capsys)
     assert code == 3
     assert "pip install 'lightning-opt[cli]'" in said
 
 
-def test_a_training_that_fails(capsys):
+def test_failed_training_exits_with_1(capsys):
     code, said = fails([*FIT, "--model.fail_at=2", "--trainer.max_steps=4", *BARE], capsys)
     assert code == 1
     assert "ArithmeticError: planted" in said
@@ -214,7 +212,7 @@ def test_a_training_that_fails(capsys):
     assert "Traceback" in capsys.readouterr().err
 
 
-def test_a_training_that_is_interrupted(capsys):
+def test_interrupted_training_exits_with_130(capsys):
     stop = f"--trainer.callbacks={MODULE}.Interrupt"
     assert main([*FIT, stop, "--trainer.max_steps=4", *BARE]) == 130
     assert capsys.readouterr().err.count("Interrupted.") == 1
@@ -223,7 +221,7 @@ def test_a_training_that_is_interrupted(capsys):
 # --- targets --------------------------------------------------------------------------------------
 
 
-def test_targets():
+def test_targets_become_import_paths():
     assert Targets().translate(["a.yaml", "--x"]) == ["--config", "a.yaml", "--x"]
     assert Targets().translate(["pkg.Model"]) == ["--model", "pkg.Model"]
     assert Targets().translate([f"{MODULE}:Small", f"--data={MODULE}:SmallData"]) == [
@@ -235,7 +233,7 @@ def test_targets():
     ]  # fmt: skip
 
 
-def test_recipes_make_what_the_command_line_says():
+def test_recipe_creates_model_and_optimizer():
     targets = Targets()
     targets.translate([f"{PROJECT}:Small"])
     model = targets.recipe(
@@ -251,8 +249,8 @@ def test_recipes_make_what_the_command_line_says():
     assert len(Recipe(f"{MODULE}:make_loader")().dataset) == 64
 
 
-def test_recipes_differ_where_a_journal_must_not_go_on(tmp_path):
-    """The tuner tells tasks apart by what is plain in a recipe."""
+def test_recipe_version_changes_with_the_file(tmp_path):
+    """The tuner compares the plain attributes of recipes to continue a journal."""
     file = tmp_path / "user_edited.py"
     file.write_text("def make(): return 1\n")
     first = vars(Recipe(f"{file}:make"))
@@ -264,7 +262,7 @@ def test_recipes_differ_where_a_journal_must_not_go_on(tmp_path):
 # --- presets and fit ------------------------------------------------------------------------------
 
 
-def test_presets_are_listed_and_described(capsys):
+def test_presets_lists_and_explains(capsys):
     assert main(["presets", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["rows"]
     assert [row["preset"] for row in rows][:3] == ["basic", "advanced", "ultra"]
@@ -285,7 +283,7 @@ def _quiet_jsonargparse(monkeypatch) -> None:
 
 
 @pytest.mark.usefixtures("_quiet_jsonargparse")
-def test_a_preset_as_yaml_runs_under_plain_lightning_cli(capsys, tmp_path):
+def test_exported_preset_runs_under_lightning_cli(capsys, tmp_path):
     written = ["presets", "--yaml", "ultra", "--without", "CompileModel"]
     assert main([*written, "--trainer.max_epochs=1", *BARE]) == 0
     file = tmp_path / "trainer.yaml"
@@ -304,7 +302,7 @@ def weights_in(folder: Path) -> dict[str, torch.Tensor]:
 
 
 @pytest.mark.usefixtures("_quiet_jsonargparse")
-def test_fit_is_the_same_training_as_in_python(tmp_path):
+def test_fit_gives_the_same_weights_as_python(tmp_path):
     arguments = ["--preset=basic", "--without=MemoryCleanup", "--model.width=5", *QUIET]
     own = ["--trainer.callbacks=lightning_opt.AdaptiveClipping", "--trainer.callbacks.rule=zclip"]
     short = ["--trainer.precision=64-true", "--trainer.deterministic=true", "--seed_everything=3"]
@@ -322,7 +320,7 @@ def test_fit_is_the_same_training_as_in_python(tmp_path):
     assert found.keys() == model.state_dict().keys()
     assert all(torch.equal(found[name], value) for name, value in model.state_dict().items())
 
-    # What is saved has the preset written out, and any LightningCLI reads it.
+    # The saved configuration spells the preset out, and any LightningCLI can read it.
     (saved,) = tmp_path.rglob("config.yaml")
     content = yaml.safe_load(saved.read_text())
     callbacks = [entry["class_path"] for entry in content["trainer"]["callbacks"]]
@@ -344,7 +342,7 @@ def test_fit_is_the_same_training_as_in_python(tmp_path):
 
 
 @pytest.mark.filterwarnings("ignore:The dirpath has changed")
-def test_fit_resumes(tmp_path):
+def test_fit_resumes_from_a_checkpoint(tmp_path):
     once, first, resumed = tmp_path / "once", tmp_path / "first", tmp_path / "resumed"
     start = [*FIT, "--preset=basic", *QUIET]
     assert main([*start, "--trainer.max_epochs=2", f"--trainer.default_root_dir={once}"]) == 0
@@ -356,7 +354,7 @@ def test_fit_resumes(tmp_path):
     assert all(torch.equal(found[name], value) for name, value in expected.items())
 
 
-def test_a_preset_in_a_configuration_file(tmp_path, capsys):
+def test_fit_reads_the_preset_from_a_configuration_file(tmp_path, capsys):
     file = tmp_path / "user.yaml"
     content = {
         "preset": "basic",
@@ -370,7 +368,7 @@ def test_a_preset_in_a_configuration_file(tmp_path, capsys):
     assert "preset: basic" in capsys.readouterr().out
 
 
-def test_fit_looks_at_the_model_before_it_takes_a_preset():
+def test_fit_adapts_the_preset_to_the_model():
     words = [
         "fit",
         "tests.helpers.models:AdversarialNet",
@@ -427,7 +425,7 @@ def under_plain_lightning_cli(file: str) -> tuple[Any, ...]:
 
 
 @pytest.mark.distributed
-def test_a_whole_configuration_runs_on_two_processes_under_plain_lightning_cli(tmp_path):
+def test_configuration_runs_on_two_processes_under_lightning_cli(tmp_path):
     file = tmp_path / "whole.yaml"
     file.write_text(yaml.safe_dump(WHOLE))
     first, second = launch(under_plain_lightning_cli, str(file))
@@ -438,8 +436,7 @@ def test_a_whole_configuration_runs_on_two_processes_under_plain_lightning_cli(t
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_the_command_starts_the_processes_of_ddp(tmp_path):
-    """Lightning starts the command anew for the second process."""
+def test_fit_starts_the_second_ddp_process(tmp_path):
     words = [f"{PROJECT}", "--preset=basic", "--trainer.strategy=ddp_topk", "--trainer.devices=2"]
     quiet = [word for word in QUIET if "devices" not in word]
     command = [sys.executable, "-m", "lightning_opt", "fit", *words, *quiet]
@@ -459,7 +456,7 @@ def test_the_command_starts_the_processes_of_ddp(tmp_path):
 # --- commands that measure ------------------------------------------------------------------------
 
 
-def test_profile(capsys, tmp_path):
+def test_profile_reports_phases(capsys, tmp_path):
     words = ["profile", f"{PROJECT}:make_small", "--data", f"{PROJECT}:make_loader"]
     assert main([*words, "--steps=6", "--out=there", "--preset=basic", *QUIET]) == 0
     assert "forward" in capsys.readouterr().out
@@ -500,10 +497,7 @@ lr_scheduler:
         pytest.param("bench --preset=basic --starts=1 --rounds=2", marks=pytest.mark.slow),
     ],
 )
-def test_a_configuration_that_saves_stops_early_and_looks_at_a_validation(
-    command, capsys, tmp_path
-):
-    """A short run has no validation, saves nothing, and a search logs nothing either."""
+def test_short_runs_save_nothing_and_skip_validation(command, capsys, tmp_path):
     Path("watched.yaml").write_text(WATCHED)
     name, *options = command.split()
     words = [name, "--config", "watched.yaml", "--model", f"{PROJECT}:Small"]
@@ -512,26 +506,26 @@ def test_a_configuration_that_saves_stops_early_and_looks_at_a_validation(
     assert name == "profile" or not (tmp_path / "logged").exists()
 
 
-def test_doctor(capsys):
+def test_doctor_reports_findings(capsys):
     words = ["doctor", str(PROJECT), "--model.width=4", "--steps=20", "--json", *QUIET]
     assert main([*words, "--strict"]) == 1
     text = capsys.readouterr().out
     found = {row["topic"]: row for row in json.loads(text[text.index("{") :])["rows"]}
     assert found["gradients"]["verdict"] == "ok"
     assert found["optimizer"]["verdict"] == "look"  # AdamW could be fused
-    assert "checkpoints" not in found  # a short training has none, which says nothing of the job
+    assert "checkpoints" not in found  # the short run has none
     assert "takes longest" in found["profile"]["finding"]
-    assert "Callbacks take" not in found["profile"]["finding"]  # they are this command's own
+    assert "Callbacks take" not in found["profile"]["finding"]  # these are the command's own
 
 
-def test_a_model_that_brings_its_own_data(capsys):
+def test_model_with_its_own_loaders_needs_no_data(capsys):
     path = f"{SmallNet.__module__}:SmallNet"
     assert main(["profile", path, "--model.lr=0.01", "--steps=2", *QUIET]) == 0
     assert "backward" in capsys.readouterr().out
 
 
 @pytest.mark.slow
-def test_bench(capsys, tmp_path):
+def test_bench_writes_table_and_json(capsys, tmp_path):
     config = tmp_path / "other.yaml"
     config.write_text(yaml.safe_dump({"trainer": {"accumulate_grad_batches": 2}}))
     words = ["bench", str(PROJECT), "--preset=basic", f"--against={config}", "--out=there"]
@@ -545,12 +539,12 @@ def test_bench(capsys, tmp_path):
 
 
 @pytest.mark.slow
-def test_tune(capsys, tmp_path):
+def test_tune_writes_a_configuration(capsys, tmp_path):
     words = ["tune", str(PROJECT), "--candidates=fused", "--budget=20s"]
     assert main([*words, "--quiet", "--trainer.accumulate_grad_batches=2", *BARE]) == 0
     assert "baseline" in capsys.readouterr().out
     result = json.loads((tmp_path / "tuned" / "result.json").read_text())
     assert result["settings"]["accumulate_grad_batches"] == 2
-    # The answer is a configuration for the next command.
+    # The result is a configuration for the next command.
     answer = tmp_path / "tuned" / "trainer.yaml"
     assert main([*FIT, f"--config={answer}", "--trainer.max_steps=1", *QUIET]) == 0

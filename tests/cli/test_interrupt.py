@@ -1,4 +1,4 @@
-"""Ctrl-C at any moment of a search: heard once, at once, and nothing is left behind."""
+"""Ctrl-C during a search: one message, a quick exit, no processes or files left."""
 
 import os
 import signal
@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 ROOT = Path(__file__).parents[2]
-# A shell has what it starts in the background ignore the signal.
+# Processes that a shell starts in the background ignore the signal by default.
 COMMAND = """
 import signal, sys
 signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -27,17 +27,17 @@ from pathlib import Path
 from torch.utils.data import DataLoader
 from tests.tuner.subjects import Sleeper as Model, batches
 
-class TakenApart:
-    def __del__(self, note=Path(os.environ["INTERRUPTED_BY"], "taken apart")):
+class Unloaded:
+    def __del__(self, note=Path(os.environ["INTERRUPTED_BY"], "unloaded")):
         note.touch()
 
-last = TakenApart()
+last = Unloaded()
 
 if "swallowing" in os.environ:
     print("swallowing", file=sys.stderr, flush=True)
     try:
         time.sleep(60)
-    except BaseException:  # as numpy, torch and others do while they are imported
+    except BaseException:  # numpy, torch and others do this while they are imported
         pass
 
 def data():
@@ -71,16 +71,16 @@ def wait(seconds: float, condition: Callable[[], bool]) -> None:
     ("after", "seconds", "to_all"),
     [
         pytest.param("begun", 0.5, True, id="imports"),
-        pytest.param("swallowing", 0.5, True, id="imports that swallow it"),
+        pytest.param("swallowing", 0.5, True, id="imports that swallow the interrupt"),
         pytest.param("trying baseline", 1.0, True, id="the server's imports"),
-        pytest.param("Tried will be", 2.0, False, id="a trial's start, to the command alone"),
+        pytest.param("Tried will be", 2.0, False, id="start of a trial, command only"),
         pytest.param("trying compile", 6.0, True, id="in a trial"),
     ],
 )
-def test_ctrl_c_is_heard_once_and_leaves_nothing(tmp_path, after, seconds, to_all):
+def test_ctrl_c_exits_once_and_leaves_nothing(tmp_path, after, seconds, to_all):
     project, said = tmp_path / "project.py", tmp_path / "said"
     project.write_text(PROJECT)
-    # Sockets have short names, which pytest's own folder may leave no room for.
+    # Paths of sockets must be short; pytest's folder may be too long.
     with tempfile.TemporaryDirectory(prefix="lo", dir="/tmp") as folder:
         interrupt(tmp_path, project, said, Path(folder), after, seconds, to_all)
 
@@ -105,11 +105,11 @@ def interrupt(tmp_path, project, said, temporary, after, seconds, to_all):
         wait(100, lambda: not alive(str(tmp_path)))
         assert alive(str(tmp_path)) == []
     finally:
-        process.kill()  # with which all the others end
+        process.kill()  # its children end with it
         process.wait()
     text = said.read_text()
     assert text.count("Interrupted.") == 1
     assert "Traceback" not in text
     left = [path.name for path in temporary.iterdir()]
     assert [name for name in left if name.startswith(("lightning_opt", "pymp"))] == []
-    assert not (tmp_path / "taken apart").exists(), "which takes seconds with all of torch"
+    assert not (tmp_path / "unloaded").exists(), "unloading all modules takes seconds"

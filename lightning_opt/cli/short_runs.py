@@ -1,0 +1,153 @@
+"""``lightning-opt profile`` and ``lightning-opt doctor``: a short run in this process, measured."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+import lightning.pytorch as pl
+from jsonargparse.typing import PositiveInt
+from lightning.pytorch import seed_everything
+from lightning.pytorch.profilers import Profiler
+
+from lightning_opt.cli.main import FAILED, OK, UsageError
+from lightning_opt.cli.parsing import (
+    Job,
+    add_preset,
+    folder_of,
+    make_parser,
+    parse_job,
+    preset_of,
+)
+from lightning_opt.data.pipeline.data_monitor import DataMonitor
+from lightning_opt.gradients.health.gradient_health import GradientHealth
+from lightning_opt.memory.leaks.leak_detector import LeakDetector
+from lightning_opt.memory.profiler.memory_profiler import MemoryProfiler
+from lightning_opt.profiling.doctor.doctor import Diagnosis, doctor
+from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
+from lightning_opt.profiling.steps.step_profiler import StepProfiler
+from lightning_opt.worker.gate import RUN_DEFAULTS, take_callbacks
+from lightning_opt.worker.recipes import instantiate
+
+PROFILE = """\
+Trains some steps and reports where their time went, phase by phase: waiting for data, transfer,
+forward, backward, each callback, the optimizer, logging, Lightning's own loop."""
+
+PROFILE_EXAMPLES = """\
+  lightning-opt profile train.py
+  lightning-opt profile my_project:Model --data my_project:Data --steps 200 --out profile
+  lightning-opt profile config.yaml --preset advanced --trainer.devices 2
+  lightning-opt profile train.py --trace 10 12 --out profile    (open in Perfetto)
+"""
+
+DOCTOR = """\
+Trains a few steps under the preset 'basic' with data, memory and time measured, and answers a
+checklist: does training wait for data, is there room in memory, are gradients healthy, does the
+loss fall, can training resume after a crash, ... with advice where something can be improved."""
+
+DOCTOR_EXAMPLES = """\
+  lightning-opt doctor train.py
+  lightning-opt doctor my_project:Model --data my_project:Data --steps 200
+  lightning-opt doctor config.yaml --strict     (exit code 1 if there is a problem)
+"""
+
+
+def run_profile(words: Sequence[str]) -> int:
+    """Run ``lightning-opt profile``."""
+    parser = make_parser("profile", PROFILE, PROFILE_EXAMPLES)
+    parser.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
+    add_preset(parser, None)
+    batches = "Batches, from 0, that torch's profiler records operator by operator."
+    parser.add_argument("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help=batches)
+    parser.add_argument("--out", type=str | None, metavar="FOLDER", help="For table and trace.")
+    job = parse_job(parser, words)
+    folder = folder_of(job.options.out) if job.options.out else None
+    profiler = StepProfiler(
+        dirpath=folder,
+        filename=None if folder is None else "profile",
+        log_every_n_steps=0,
+        trace=job.options.trace,
+        print_table=False,
+    )
+    trainer = _fit(job, profiler)
+    if trainer.is_global_zero:
+        profiler.report().print()
+        if folder is not None:
+            sys.stdout.write(f"Written to {folder}.\n")
+    return OK
+
+
+def run_doctor(words: Sequence[str]) -> int:
+    """Run ``lightning-opt doctor``."""
+    parser = make_parser("doctor", DOCTOR, DOCTOR_EXAMPLES)
+    parser.add_argument("--steps", type=PositiveInt, default=100, help="Optimizer steps to train.")
+    add_preset(parser, "basic")
+    parser.add_argument("--strict", action="store_true", help="Exit with 1 if there is a problem.")
+    parser.add_argument("--json", action="store_true", help="Write the answers as JSON.")
+    job = parse_job(parser, words)
+    steps = job.options.steps
+    every = max(1, steps // 10)
+    trainer = _fit(
+        job,
+        StepProfiler(log_every_n_steps=0, print_table=False),
+        [
+            GradientHealth(every_n_steps=every, figure=None),
+            PerformanceMonitor(every_n_steps=every),
+            DataMonitor(every_n_steps=every),
+            MemoryProfiler(every_n_steps=every, figure=None, file=None),
+            LeakDetector(every_n_steps=max(1, steps // 20), warmup_steps=steps // 5),
+        ],
+    )
+    if not trainer.is_global_zero:
+        return OK
+    diagnosis = _without_own_effects(doctor(trainer), job)
+    answers = diagnosis.to_json() if job.options.json else diagnosis.to_text()
+    sys.stdout.write(answers + "\n")
+    return FAILED if job.options.strict and diagnosis.topics("look") else OK
+
+
+def _fit(job: Job, profiler: Profiler, callbacks: Sequence[pl.Callback] = ()) -> pl.Trainer:
+    """Train ``job.options.steps`` optimizer steps.
+
+    Args:
+        job: The model, the data and the Trainer's arguments.
+        profiler: The Trainer's profiler.
+        callbacks: Added, except those of a class that the job or the preset has.
+
+    Raises:
+        UsageError: If the job sets an argument that the command sets.
+    """
+    for name in ("profiler", "max_steps"):
+        if name in job.trainer:
+            raise UsageError(
+                f"--trainer.{name} is set by this command; --steps sets the number of steps."
+            )
+    seed_everything(job.seed, workers=True, verbose=False)
+    model, data = job.model(), job.data()
+    given = {name: instantiate(value) for name, value in job.trainer.items()}
+    found = take_callbacks(given)
+    kinds = {type(callback) for callback in found}
+    found += [callback for callback in callbacks if type(callback) not in kinds]
+    own = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": found}
+    arguments = {**RUN_DEFAULTS, **given, **own}
+    if job.options.preset:
+        preset = preset_of(job.options.preset, job.options.without).for_model(model)
+        arguments = preset.trainer_kwargs(**arguments)
+    trainer = pl.Trainer(**arguments)
+    trainer.fit(model, data)  # `data` may be a LightningDataModule
+    return trainer
+
+
+def _without_own_effects(diagnosis: Diagnosis, job: Job) -> Diagnosis:
+    """Drop findings that this command causes: no logger, no checkpoints, its own callbacks."""
+    arguments = {"monitoring": "logger", "checkpoints": "enable_checkpointing"}
+    dropped = {topic for topic, argument in arguments.items() if argument not in job.trainer}
+    kept = [
+        replace(verdict, finding=verdict.finding.removesuffix(verdict.callbacks))
+        for verdict in diagnosis.verdicts
+        if verdict.topic not in dropped
+    ]
+    names = " and ".join(sorted(dropped))
+    note = f"Not checked: {names}. This short run has none unless you pass them."
+    return Diagnosis(kept, [*diagnosis.notes, *([note] if dropped else [])])
