@@ -192,7 +192,7 @@ def test_loss_scaler_counts_without_reading() -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for _ in range(3):
         loss = cuda_scalar()
-        scaler.note_loss(loss)
+        scaler.record_loss(loss)
         scaler.scale(loss)
         fake_gradients(model)
         scaler.unscale_(optimizer)

@@ -1,4 +1,4 @@
-"""Mixed precision in float16, with a loss scale that can be watched."""
+"""The precision plugin for float16 mixed precision with an observable loss scale."""
 
 from __future__ import annotations
 
@@ -30,38 +30,38 @@ class DynamicLossScale(MixedPrecision):
     float16 gradients below 6e-8 become zero. So the loss is multiplied by a large scale before the
     backward pass, and gradients are divided by it before the update. If one of them is not finite,
     the update is skipped and the scale is multiplied by ``backoff_factor``; after
-    ``growth_interval`` updates in a row it is multiplied by ``growth_factor``. That is torch's
-    ``GradScaler``, which ``Trainer(precision="16-mixed")`` uses too. What is different here:
+    ``growth_interval`` updates in a row it is multiplied by ``growth_factor``. torch's
+    ``GradScaler``, which ``Trainer(precision="16-mixed")`` uses, does the same. Differences:
 
     - It works on a CPU, where Lightning replaces ``"16-mixed"`` by bf16.
-    - The scale has a floor. A run whose updates are left out ``patience`` times in a row at the
-      floor stops with an error.
-    - It logs, and schedulers do not run ahead.
+    - The scale has a floor. A run with ``patience`` skipped updates in a row at the floor stops
+      with an error.
+    - It logs its values, and schedulers wait for skipped updates.
     - ``Trainer(gradient_clip_val=...)`` works with fused optimizers.
 
     Lightning counts a skipped step in ``global_step``, and steps the learning-rate schedulers of
-    ``interval="step"`` as if it had happened, so a warm-up begins with steps that never took place.
-    With ``hold_schedulers``, these schedulers wait after a skipped update. ``global_step`` still
-    counts it, since loggers, checkpoints and ``max_steps`` depend on it.
+    ``interval="step"``, so a warm-up begins with steps that never took place. With
+    ``hold_schedulers``, these schedulers wait after a skipped update. ``global_step`` still counts
+    it, since loggers, checkpoints and ``max_steps`` depend on it.
 
-    On an accelerator, nothing is read back to the host between reports. What depends on a value
-    there comes later: schedulers are held two steps after the skipped update, and the error of a
-    collapse comes with the next report.
+    On an accelerator, nothing is read back to the host between reports. Reactions come later:
+    schedulers wait two steps after the skipped update, and the error of a collapsed scale comes
+    with the next report.
 
     Logged every ``every_n_steps`` optimizer steps:
 
     ======================== ===================================================================
-    ``loss_scale/scale``     the scale now
+    ``loss_scale/scale``     the current scale
     ``loss_scale/skipped``   updates skipped so far
-    ``loss_scale/overflows`` those of them whose loss was finite (on this rank); the others had a
-                             loss of NaN or infinity, which no scale mends
+    ``loss_scale/overflows`` skipped updates with a finite loss on this rank; the others had a loss
+                             of NaN or infinity at any scale
     ======================== ===================================================================
 
     Args:
-        init_scale: The scale at the beginning.
-        growth_factor: What it is multiplied by when it grows, above 1.
-        backoff_factor: What it is multiplied by at an overflow, in (0, 1).
-        growth_interval: Updates in a row without an overflow from one growth to the next.
+        init_scale: The initial scale.
+        growth_factor: Factor of the scale when it grows, above 1.
+        backoff_factor: Factor of the scale at an overflow, in (0, 1).
+        growth_interval: Updates in a row without an overflow until the scale grows.
         min_scale: Its floor, at most ``init_scale``.
         patience: Consecutive skipped updates at the floor, after which the run stops.
         hold_schedulers: Whether schedulers wait when an update is skipped.
@@ -120,13 +120,13 @@ class DynamicLossScale(MixedPrecision):
     def _reset(self) -> None:
         self.scaler = CountingScaler(self.device, **self._settings)
         self._steps = 0
-        self._owed = 0
+        self._skips_to_hold = 0  # skipped updates for which no scheduler has waited yet
         self._delayed: DelayedReads[None] = DelayedReads()
 
     def connect(
         self, model: nn.Module, optimizers: list[Optimizer], lr_schedulers: list[Any]
     ) -> tuple[nn.Module, list[Optimizer], list[Any]]:
-        """Take hold of model and Trainer, now that they are on their device."""
+        """Connect to model and Trainer, after the model was moved to its device."""
         pl_module = next(
             module
             for module in model.modules()
@@ -134,10 +134,10 @@ class DynamicLossScale(MixedPrecision):
         )
         trainer = pl_module.trainer
         device = trainer.strategy.root_device.type
-        _check(device, model, optimizers)
+        _check_supported(device, model, optimizers)
         self.teardown()
         if self._module is not None and self._module() is not pl_module:
-            self._reset()  # another model: what suited the last one says nothing about it
+            self._reset()  # the scale of another model does not apply
         self._module = ref(pl_module)
         if device != self.device:
             state, self.device = self.scaler.state_dict(), device
@@ -150,8 +150,8 @@ class DynamicLossScale(MixedPrecision):
     def pre_backward(  # type: ignore[override]
         self, tensor: Tensor, module: pl.LightningModule
     ) -> Tensor:
-        """Take note of the loss, and scale it."""
-        self.scaler.note_loss(tensor)
+        """Record whether the loss is finite, and scale it."""
+        self.scaler.record_loss(tensor)
         return super().pre_backward(tensor, module)
 
     def optimizer_step(  # type: ignore[override]
@@ -161,7 +161,7 @@ class DynamicLossScale(MixedPrecision):
         closure: Callable[[], Any],
         **kwargs: Any,
     ) -> Any:
-        """Make an update or leave it out; count, log, and stop where the scale has collapsed."""
+        """Update or skip; count, log, and raise if the scale has collapsed."""
         updates = self.scaler.updates
         result = super().optimizer_step(optimizer, model, closure, **kwargs)
         if self.scaler.updates == updates:
@@ -170,14 +170,14 @@ class DynamicLossScale(MixedPrecision):
         newest = self.scaler.newest
         if isinstance(newest, Tensor):
             self._delayed.push(newest.reshape(1), None)
-            self._hear(self._delayed.due())
+            self._count_skips(self._delayed.due())
         else:
-            self._owed += newest
+            self._skips_to_hold += newest
         due = self._schedule.is_due(self._steps)
         if due:
             log_scalars(model.trainer, self._scalars())
         if due or not isinstance(newest, Tensor):
-            self._stop_if_collapsed()
+            self._raise_if_collapsed()
         return result
 
     def clip_gradients(
@@ -186,7 +186,7 @@ class DynamicLossScale(MixedPrecision):
         clip_val: int | float = 0.0,
         gradient_clip_algorithm: GradClipAlgorithmType = GradClipAlgorithmType.NORM,
     ) -> None:
-        """Clip true gradients, also those that a fused optimizer would divide by itself."""
+        """Unscale gradients if a fused optimizer has not yet, then clip them."""
         optimizer = getattr(optimizer, "optimizer", optimizer)  # without Lightning's wrapper
         if clip_val > 0 and _optimizer_handles_unscaling(optimizer):
             state = self.scaler._per_optimizer_states[id(optimizer)]
@@ -195,58 +195,61 @@ class DynamicLossScale(MixedPrecision):
         Precision.clip_gradients(self, optimizer, clip_val, gradient_clip_algorithm)
 
     def teardown(self) -> None:
-        """Let go of model and Trainer."""
+        """Restore the Trainer, and drop values that were not read yet."""
         self._patches.close()
         self._delayed.clear()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return scale and counts as plain numbers."""
-        self._hear(self._delayed.flush())
-        return {**self.scaler.state_dict(), "steps": self._steps, "owed": self._owed}
+        """Return scale and counts as plain numbers. Waits for the device."""
+        self._count_skips(self._delayed.flush())
+        return {
+            **self.scaler.state_dict(),
+            "steps": self._steps,
+            "skips_to_hold": self._skips_to_hold,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, or the state of Lightning's own plugin."""
+        """Restore the result of :meth:`state_dict`, or the state of Lightning's own plugin."""
         self.scaler.load_state_dict(state_dict)
         self._steps = state_dict.get("steps", 0)
-        self._owed = state_dict.get("owed", 0)
+        self._skips_to_hold = state_dict.get("skips_to_hold", 0)
 
     def on_load_checkpoint(self, checkpoint: dict[str, Any]) -> None:
-        """Go on from a run with ``precision="16-mixed"``."""
+        """Load the scale of a run with ``precision="16-mixed"``."""
         others = checkpoint.get(MixedPrecision.__qualname__)
         if others and type(self).__qualname__ not in checkpoint:
             self.load_state_dict(others)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model, which is there in this process only."""
+        """Drop the reference to the model, which exists only in this process."""
         return {**self.__dict__, "_module": None}
 
     def _scalars(self) -> dict[str, float]:
         state = self.scaler.state_dict()
         return {f"loss_scale/{key}": float(state[key]) for key in ("scale", "skipped", "overflows")}
 
-    def _stop_if_collapsed(self) -> None:
+    def _raise_if_collapsed(self) -> None:
         stuck = int(self.scaler.stuck)
         if stuck < self.patience:
             return
         state = self.scaler.state_dict()
         bad = state["skipped"] - state["overflows"]
         raise FloatingPointError(
-            f"DynamicLossScale: the loss scale has collapsed. The last {stuck} updates were left "
-            f"out because gradients were not finite, although the scale is down to its floor, "
-            f"min_scale={self.scaler.min_scale:g}. Of {state['skipped']} updates left out in all, "
-            f"{bad} had a loss of NaN or infinity on this rank. If there are such, look for their "
-            "cause (GradientHealth names the layer, NonFiniteGuard leaves out bad batches). If "
+            f"DynamicLossScale: the loss scale has collapsed. The last {stuck} updates were "
+            f"skipped because gradients were not finite, although the scale is down to its floor, "
+            f"min_scale={self.scaler.min_scale:g}. Of {state['skipped']} updates skipped in all, "
+            f"{bad} had a loss of NaN or infinity on this rank. If there are any, find their "
+            "cause (GradientHealth names the layer, NonFiniteGuard skips bad batches). If "
             "there are none, float16 is too narrow for this model's activations: use "
             'Trainer(precision="bf16-mixed"), or compute the layer that overflows in float32.'
         )
 
-    def _hear(self, reads: Iterator[tuple[list[float], None]]) -> None:
-        """Take note of updates that were left out, which the device tells only now."""
+    def _count_skips(self, reads: Iterator[tuple[list[float], None]]) -> None:
         for (skipped,), _ in reads:
-            self._owed += int(skipped)
+            self._skips_to_hold += int(skipped)
 
     def _hold_schedulers(self, trainer: pl.Trainer) -> None:
-        """Let Lightning pass over its schedulers once for each update that was left out."""
+        """Make Lightning skip one scheduler step for each skipped update."""
         loop = trainer.fit_loop.epoch_loop
         original = loop.update_lr_schedulers
         holding = False
@@ -254,9 +257,9 @@ class DynamicLossScale(MixedPrecision):
         def update_lr_schedulers(interval: str, update_plateau_schedulers: bool) -> None:
             nonlocal holding
             if interval == "step" and not loop._should_accumulate():
-                if not update_plateau_schedulers:  # comes first; those on a plateau come second
-                    holding = self._owed > 0
-                    self._owed -= holding
+                if not update_plateau_schedulers:  # the first of two calls
+                    holding = self._skips_to_hold > 0
+                    self._skips_to_hold -= holding
                 if holding:
                     return
             original(interval, update_plateau_schedulers=update_plateau_schedulers)
@@ -264,8 +267,7 @@ class DynamicLossScale(MixedPrecision):
         self._patches.enter_context(replaced(loop, update_lr_schedulers=update_lr_schedulers))
 
 
-def _check(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
-    """Refuse what cannot be right."""
+def _check_supported(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
     if device not in ("cpu", "cuda"):
         raise ValueError(
             f"DynamicLossScale works on CUDA devices and CPUs, and this one is {device!r}. Use "
@@ -280,6 +282,6 @@ def _check(device: str, model: nn.Module, optimizers: list[Optimizer]) -> None:
     if any(parameter.dtype is torch.float16 for parameter in model.parameters()):
         raise ValueError(
             "DynamicLossScale needs weights in float32, since updates of float16 weights are "
-            "rounded away; autocast computes in float16. Leave out `.half()`."
+            "rounded away; autocast computes in float16. Remove `.half()`."
         )
     raise_if_lbfgs("DynamicLossScale", optimizers)

@@ -1,4 +1,4 @@
-"""torch's loss scaler with a floor, and with counts that wait for no device."""
+"""torch's loss scaler with a floor, and with counts that stay on the device."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Condition, Scalar, move, to_plain
 
 COUNTS = ("skipped", "overflows", "stuck")
-"""What is counted over a whole run."""
+"""Counts over a whole run."""
 
 
 class CountingScaler(torch.amp.GradScaler):
-    """A ``GradScaler`` that never goes below ``min_scale`` and counts what it leaves out.
+    """A ``GradScaler`` with a minimum scale that counts skipped updates.
 
     Counts are numbers on a CPU and tensors on a device.
 
     Args:
         device: Type of the device.
-        min_scale: Where backing off ends.
+        min_scale: Minimum of the scale.
         **settings: Those of torch's scaler.
 
     Attributes:
-        skipped: Updates left out so far.
-        overflows: Those of them whose loss was finite.
-        stuck: Updates in a row left out at ``min_scale``.
-        newest: Whether the newest update was left out.
-        updates: Updates so far in this process, left out or not.
+        skipped: Skipped updates so far.
+        overflows: Skipped updates with a finite loss.
+        stuck: Consecutive skipped updates at ``min_scale``.
+        newest: Whether the newest update was skipped.
+        updates: Updates so far in this process, including skipped ones.
     """
 
     def __init__(self, device: str, min_scale: float, **settings: Any) -> None:
@@ -43,8 +43,8 @@ class CountingScaler(torch.amp.GradScaler):
         self.updates = 0
         self._finite: Condition = True
 
-    def note_loss(self, loss: Tensor) -> None:
-        """Take note of the loss of a batch before its backward pass."""
+    def record_loss(self, loss: Tensor) -> None:
+        """Record whether the loss of a batch is finite, before its backward pass."""
         finite = torch.isfinite(loss.detach()).all()
         known = bool(finite.item()) if reads_are_free(loss.device) else finite  # on a CPU
         self._finite = self._finite & known
@@ -73,7 +73,7 @@ class CountingScaler(torch.amp.GradScaler):
         self._finite = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what changes in a run, as plain numbers. This waits for the device."""
+        """Return scale and counts as plain numbers. Waits for the device."""
         return {
             "scale": self.get_scale(),
             "_growth_tracker": self._get_growth_tracker(),
@@ -81,7 +81,7 @@ class CountingScaler(torch.amp.GradScaler):
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, or torch's own; settings stay as given here."""
+        """Restore the result of :meth:`state_dict` or of torch's scaler, except settings."""
         self._init_scale = max(state_dict["scale"], self.min_scale)
         self._init_growth_tracker = state_dict["_growth_tracker"]
         if self._scale is not None:

@@ -1,7 +1,9 @@
-"""DynamicLossScale against a loop in plain torch that scales, looks and unscales by hand."""
+"""DynamicLossScale compared with a manual loop in plain torch."""
 
+import json
 import math
 import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,18 +23,18 @@ from tests.helpers.syncs import take_device_path
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 WIDTH, BATCH = 8, 4
-SHARE = 0.02  # of the loss, so that it takes a scale above 65536 to overflow by itself
+SHARE = 0.02  # of the loss, so that only scales above 65536 overflow without planted factors
 
 
 class Net(LightningModule):
-    """Linear, LayerNorm, linear; the loss of some steps is multiplied with what is planted.
+    """Linear, LayerNorm, linear; the loss of some batches is multiplied by planted factors.
 
     Args:
-        steps: Batches of an epoch.
-        planted: Factors by the batch's index; 1e30 overflows for sure, with a finite loss.
-        fused: Whether AdamW is.
-        warmup: Steps of a schedule whose learning rate is their number.
-        rank: The only rank where factors are planted; None: all.
+        steps: Batches per epoch.
+        planted: Factors by batch index; 1e30 overflows, with a finite loss.
+        fused: Whether AdamW is fused.
+        warmup: Whether the learning rate grows by 0.01 per scheduler step.
+        rank: The only rank with planted factors; None: all.
     """
 
     def __init__(
@@ -103,9 +105,9 @@ def fit(net: Net, plugin: Any, *callbacks: Callback, **settings: Any) -> list[fl
 
 
 class Reference:
-    """Mixed precision written out: what is scaled, when it is skipped, how the scale moves."""
+    """Mixed precision in plain torch, with the scales and the skipped steps."""
 
-    def __init__(self, net: Net, scale: float, interval: int, floor: float, ceil: float) -> None:
+    def __init__(self, net: Net, scale: float, interval: int, floor: float) -> None:
         optimizer = net.configure_optimizers()
         self.scales: list[float] = []
         self.skipped, clean = [], 0
@@ -125,7 +127,7 @@ class Reference:
                 optimizer.step()
                 clean += 1
                 if clean == interval:
-                    scale, clean = min(2 * scale, ceil), 0
+                    scale, clean = 2 * scale, 0
             else:
                 scale, clean = max(scale / 2, floor), 0
                 self.skipped.append(index)
@@ -135,28 +137,32 @@ class Reference:
 OVERFLOWS = dict.fromkeys((0, 3, 4, 40, 41, 42, 43, 60, 77, 78, 120, 121, 190), 1e30)
 
 
-@pytest.mark.parametrize("path", ["host", "device"])
-@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_scale_follows_a_reference(fused, path, monkeypatch):
-    """200 steps with planted overflows and a growth interval that runs into natural ones."""
-    if path == "device":
+@pytest.fixture(params=["host", "device"])
+def path(request, monkeypatch):
+    if request.param == "device":
         take_device_path(monkeypatch)
+    return request.param
+
+
+@pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
+def test_scale_matches_a_manual_loop(fused, path):
+    """200 steps with planted overflows, and natural ones due to a short growth interval."""
     logger, plugin = MemoryLogger(), lo.DynamicLossScale(growth_interval=5, every_n_steps=1)
     net = Net(200, OVERFLOWS, fused)
     scales = fit(net, plugin, logger=logger)
     expected = Net(200, OVERFLOWS, fused)
-    reference = Reference(expected, 65536.0, interval=5, floor=1.0, ceil=math.inf)
+    reference = Reference(expected, 65536.0, interval=5, floor=1.0)
     assert scales == reference.scales
     assert logger.series("loss_scale/scale") == reference.scales
     assert len(reference.skipped) > len(OVERFLOWS)  # natural ones too
     counts = [sum(i <= step for i in reference.skipped) for step in range(200)]
     assert logger.series("loss_scale/skipped") == counts
     assert logger.series("loss_scale/overflows") == counts
-    # A fused optimizer divides by the scale within its kernel, in float32 too.
+    # A fused optimizer divides by the scale in its kernel.
     assert_same_weights(net, expected, rtol=0, atol=1e-6 if fused else 0.0)
 
 
-def test_defaults_are_those_promised():
+def test_defaults_match_the_page():
     plugin = lo.DynamicLossScale()
     assert fit(Net(3), plugin) == [65536.0] * 3
     scaler = plugin.scaler
@@ -168,45 +174,36 @@ def test_scale_has_a_floor():
     planted = dict.fromkeys(range(6), 1e30)
     net, expected = Net(20, planted), Net(20, planted)
     scales = fit(net, lo.DynamicLossScale(64.0, growth_interval=3, min_scale=16.0))
-    reference = Reference(expected, 64.0, interval=3, floor=16.0, ceil=math.inf)
+    reference = Reference(expected, 64.0, interval=3, floor=16.0)
     assert scales == reference.scales
     assert scales[:6] == [32.0] + [16.0] * 5
     assert_same_weights(net, expected)
 
 
-@pytest.mark.parametrize("path", ["host", "device"])
 @pytest.mark.parametrize("factor", [1e30, math.nan], ids=["overflow", "nan"])
-def test_collapse_stops_the_run(factor, path, monkeypatch):
-    if path == "device":
-        take_device_path(monkeypatch)
+def test_collapse_at_the_floor_raises(factor, path):
     net = Net(20, dict.fromkeys(range(4, 20), factor))
-    before = {name: value.clone() for name, value in net.state_dict().items()}
     logger, scales = MemoryLogger(), Scales()
     plugin = lo.DynamicLossScale(8.0, patience=5, every_n_steps=3)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[scales], logger=logger)
     with pytest.raises(FloatingPointError, match=r"collapsed.* min_scale=1") as error:
         trainer.fit(net)
-    # 4 good steps, 3 to the floor, then 5 at it; on a device the next report tells.
+    # 4 updates, 3 skipped ones until the floor, 5 at the floor.
     assert len(scales.seen) + 1 == 12
     bad = 8 if math.isnan(factor) else 0
-    assert f"Of 8 updates left out in all, {bad} had a loss of NaN" in str(error.value)
-    assert logger.series("loss_scale/overflows")[-1] == 8 - bad if path == "device" else True
-    assert model_footprint(net) == model_footprint(Net(20, net.planted)) | {
-        "modules": model_footprint(net)["modules"]
-    }
+    assert f"Of 8 updates skipped in all, {bad} had a loss of NaN" in str(error.value)
     good = Net(4)
     fit(good, lo.DynamicLossScale(8.0))
     assert_same_weights(net, good)
-    assert not all(torch.equal(value, before[name]) for name, value in net.state_dict().items())
 
 
-def test_an_overflow_now_and_then_at_the_floor_is_no_collapse():
+def test_separate_overflows_at_the_floor_are_no_collapse():
     planted = dict.fromkeys(range(0, 40, 2), 1e30)
     plugin = lo.DynamicLossScale(1.0, patience=2)
     assert fit(Net(40, planted), plugin) == [1.0] * 40
 
 
-def test_logs_on_its_schedule():
+def test_counts_are_logged_on_schedule():
     logger = MemoryLogger()
     net = Net(20, {2: 1e30, 3: math.inf, 9: 1e30})
     plugin = lo.DynamicLossScale(every_n_steps=4)
@@ -228,14 +225,6 @@ def test_logs_on_its_schedule():
 PLANTED = {0: 1e30, 1: 1e30, 5: 1e30}
 
 
-@pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedulers_of_lightning_run_ahead():
-    """What is documented: a step that is left out moves the schedule and global_step."""
-    net = Net(9, PLANTED, warmup=True)
-    fit(net, MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu")))
-    assert net.rates == pytest.approx([0.01 * k for k in (1, 2, 3, 4, 5, 6, 7, 8, 9)])
-
-
 def test_schedulers_wait_for_updates():
     net = Net(9, PLANTED, warmup=True)
     trainer = quiet_trainer(plugins=[lo.DynamicLossScale()])
@@ -254,14 +243,14 @@ def test_schedulers_wait_two_steps_later_on_a_device(monkeypatch):
 
 
 @pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")
-def test_schedulers_run_ahead_if_asked_to():
+def test_schedulers_advance_without_hold_schedulers():
     net = Net(9, PLANTED, warmup=True)
     fit(net, lo.DynamicLossScale(hold_schedulers=False))
     assert net.rates == pytest.approx([0.01 * k for k in (1, 2, 3, 4, 5, 6, 7, 8, 9)])
 
 
-def test_schedulers_under_accumulation():
-    """The window of batches 2 and 3 overflows; the schedule moves once a window."""
+def test_schedulers_wait_under_accumulation():
+    """The window of batches 2 and 3 overflows; the scheduler steps once per window."""
     net = Net(10, {3: 1e30}, warmup=True)
     fit(net, lo.DynamicLossScale(), accumulate_grad_batches=2)
     assert net.rates == pytest.approx([0.01 * k for k in (1, 1, 2, 2, 2, 2, 3, 3, 4, 4)])
@@ -271,42 +260,48 @@ def test_schedulers_under_accumulation():
 
 
 class Save(Callback):
-    def __init__(self, step: int, file: Any) -> None:
+    """Saves one checkpoint after a number of optimizer steps."""
+
+    def __init__(self, step: int, file: Path) -> None:
         self.step, self.file = step, file
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        if trainer.global_step == self.step:
+        if trainer.global_step == self.step and not self.file.exists():
             trainer.save_checkpoint(self.file)
 
 
-@pytest.mark.parametrize("path", ["host", "device"])
-def test_resumes_bit_exactly(path, tmp_path, monkeypatch):
-    if path == "device":
-        take_device_path(monkeypatch)
-    file, planted = tmp_path / "stopped.ckpt", {5: 1e30, 8: 1e30, 9: math.nan, 14: 1e30}
+@pytest.mark.parametrize(
+    ("planted", "accumulate"),
+    [({5: 1e30, 7: math.nan, 14: 1e30}, 1), ({9: 1e30}, 1), ({19: 1e30}, 2)],
+)
+def test_resume_is_bit_exact(planted, accumulate, path, tmp_path):
+    """The checkpoint lies within a growth interval, or just after a skipped update."""
+    file, settings = tmp_path / "stopped.ckpt", {"accumulate_grad_batches": accumulate}
     whole, resumed = (lo.DynamicLossScale(growth_interval=3) for _ in range(2))
-    net, again = Net(20, planted, warmup=True), Net(20, planted, warmup=True)
-    scales = fit(net, whole, Save(10, file))
-    trainer = quiet_trainer(plugins=[resumed], callbacks=[later := Scales()])
+    net, again = (Net(20 * accumulate, planted, warmup=True) for _ in range(2))
+    scales = fit(net, whole, Save(10, file), **settings)
+    trainer = quiet_trainer(plugins=[resumed], callbacks=[later := Scales()], **settings)
     trainer.fit(again, ckpt_path=file, weights_only=True)
-    assert later.seen == scales[10:]
+    assert later.seen == scales[10 * accumulate :]
     assert_same_weights(again, net)
-    assert_same_state(resumed.state_dict(), whole.state_dict())
-    assert again.rates == net.rates[10:]
+    state = resumed.state_dict()
+    assert_same_state(state, whole.state_dict())
+    assert again.rates == net.rates[10 * accumulate :]
+    (config,) = trainer.lr_scheduler_configs
+    assert config.scheduler.last_epoch == 20 - state["skipped"] + state["skips_to_hold"]
 
 
-def test_settings_given_anew_win_over_those_of_the_checkpoint(tmp_path):
+def test_new_settings_replace_those_of_the_checkpoint(tmp_path):
     file = tmp_path / "end.ckpt"
     fit(Net(4), lo.DynamicLossScale(1024.0), Save(4, file))
-    plugin = lo.DynamicLossScale(growth_interval=2)
+    plugin = lo.DynamicLossScale(growth_interval=200, min_scale=4096.0)
     trainer = quiet_trainer(plugins=[plugin], callbacks=[scales := Scales()], max_epochs=2)
     trainer.fit(Net(4), ckpt_path=file, weights_only=True)
-    # Four clean updates are more than two already.
-    assert plugin.scaler.get_growth_interval() == 2
-    assert scales.seen[0] in (1024.0, 2048.0)
+    assert plugin.scaler.get_growth_interval() == 200
+    assert scales.seen == [4096.0] * 4
 
 
-def test_goes_on_from_lightnings_own_and_back(tmp_path):
+def test_checkpoints_are_compatible_with_the_plugin_of_lightning(tmp_path):
     theirs, ours = tmp_path / "theirs.ckpt", tmp_path / "ours.ckpt"
     plain = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=512.0))
     fit(Net(4), plain, Save(4, theirs))
@@ -321,11 +316,11 @@ def test_goes_on_from_lightnings_own_and_back(tmp_path):
     quiet_trainer(max_epochs=3).fit(other, ckpt_path=ours, weights_only=True)
 
 
-# --- with other parts ---------------------------------------------------------------------------
+# --- with other callbacks -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_adaptive_clipping_sees_true_gradients(fused):
+def test_adaptive_clipping_gets_unscaled_gradients(fused):
     net = Net(30, {4: 1e30, 9: 50.0}, fused)
     fit(net, lo.DynamicLossScale(), lo.AdaptiveClipping(lo.FixedNorm(0.1)))
     expected = Net(30, {4: 1e30, 9: 50.0})
@@ -333,17 +328,7 @@ def test_adaptive_clipping_sees_true_gradients(fused):
     assert_same_weights(net, expected, rtol=0, atol=1e-5)
 
 
-def test_fused_optimizer_and_clipping():
-    """The callback makes the optimizer fused; gradients are true for the clipping all the same."""
-    net, expected = Net(30, {4: 1e30, 9: 50.0}), Net(30, {4: 1e30, 9: 50.0})
-    callbacks = lo.FusedOptimizer(), lo.AdaptiveClipping(lo.FixedNorm(0.1))
-    scales = fit(net, lo.DynamicLossScale(), *callbacks)
-    assert fit(expected, lo.DynamicLossScale(), gradient_clip_val=0.1) == scales
-    assert_same_weights(net, expected, rtol=0, atol=1e-5)
-
-
 def test_gradient_clip_val_works_with_fused_optimizers():
-    """Lightning's own plugin refuses that."""
     net, expected = Net(30, {4: 1e30}, fused=True), Net(30, {4: 1e30})
     scales = fit(net, lo.DynamicLossScale(), gradient_clip_val=0.1)
     assert fit(expected, lo.DynamicLossScale(), gradient_clip_val=0.1) == scales
@@ -354,8 +339,8 @@ def test_gradient_clip_val_works_with_fused_optimizers():
 
 
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_guard_tells_overflows_from_faults(fused):
-    """Both are left out; an overflow is the scaler's business, a NaN the guard's."""
+def test_guard_records_nan_but_no_overflow(fused):
+    """Both updates are skipped."""
     guard = lo.NonFiniteGuard(every_n_steps=1)
     logger = MemoryLogger()
     net = Net(12, {4: 1e30, 7: math.nan}, fused)
@@ -371,7 +356,7 @@ def test_guard_tells_overflows_from_faults(fused):
     assert_same_weights(net, expected)
 
 
-def test_manual_optimisation():
+def test_manual_optimisation_matches_automatic():
     class Manual(Net):
         def __init__(self) -> None:
             super().__init__(10, {3: 1e30})
@@ -388,11 +373,11 @@ def test_manual_optimisation():
     assert_same_weights(net, expected)
 
 
-# --- what it leaves behind, and what it refuses ---------------------------------------------------
+# --- life cycle and errors ----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_leaves_model_and_trainer_as_found(fails):
+def test_model_and_trainer_are_restored(fails):
     class Failing(Net):
         def on_before_zero_grad(self, optimizer: Any) -> None:
             if fails:
@@ -413,7 +398,7 @@ def test_leaves_model_and_trainer_as_found(fails):
     assert run(lo.DynamicLossScale()) == run(plain)
 
 
-def test_validate_and_predict():
+def test_validate_and_predict_run_in_float16():
     class Evaluated(Net):
         def validation_step(self, batch: Any, batch_idx: int) -> None:
             self.found = self.layers(batch[0]).dtype, self.layers[:2](batch[0]).dtype
@@ -429,7 +414,7 @@ def test_validate_and_predict():
         assert net.found == (torch.float16, torch.float16)
 
 
-def test_pickles_before_and_after_a_run():
+def test_plugin_can_be_pickled_before_and_after_a_run():
     plugin = lo.DynamicLossScale(growth_interval=7)
     for _ in range(2):
         twin = pickle.loads(pickle.dumps(plugin))
@@ -438,73 +423,55 @@ def test_pickles_before_and_after_a_run():
     assert fit(Net(3), twin) == [32768.0] * 3
 
 
-def test_another_model_starts_anew():
+def test_another_model_resets_the_scale():
     plugin, net = lo.DynamicLossScale(), Net(3, {1: 1e30})
     assert fit(net, plugin)[-1] == 32768.0
     assert fit(net, plugin)[-1] == 16384.0
     assert fit(Net(3), plugin)[-1] == 65536.0
 
 
-def test_lightning_cli_round_trip(tmp_path, monkeypatch, capsys):
+def test_plugin_can_be_created_by_lightning_cli(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fit"])
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
-    written = tmp_path / "written.yaml"
-    written.write_text(
-        """
-trainer:
-  accelerator: cpu
-  devices: 1
-  max_epochs: 1
-  logger: false
-  enable_checkpointing: false
-  enable_progress_bar: false
-  enable_model_summary: false
-  plugins:
-    - class_path: lightning_opt.DynamicLossScale
-      init_args: {init_scale: 256.0, growth_interval: 4, hold_schedulers: false}
-"""
+    init_args = {"init_scale": 256.0, "growth_interval": 4, "hold_schedulers": False}
+    quiet = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
+    trainer = {"accelerator": "cpu", "devices": 1, "max_epochs": 1, **dict.fromkeys(quiet, False)}
+    trainer["plugins"] = [{"class_path": "lightning_opt.DynamicLossScale", "init_args": init_args}]
+    config = tmp_path / "config.yaml"
+    config.write_text(json.dumps({"trainer": trainer}))
+    found = LightningCLI(
+        Net,
+        args=["fit", "--config", str(config)],
+        save_config_callback=None,
+        seed_everything_default=False,
     )
-
-    def cli(config: Any, *more: str) -> LightningCLI:
-        arguments = ["fit", "--config", str(config), *more]
-        return LightningCLI(
-            Net, args=arguments, save_config_callback=None, seed_everything_default=False
-        )
-
-    with pytest.raises(SystemExit):
-        cli(written, "--print_config")
-    printed = tmp_path / "printed.yaml"
-    printed.write_text(capsys.readouterr().out)
-    found = cli(printed)
     plugin = found.trainer.precision_plugin
     assert type(plugin) is lo.DynamicLossScale
     assert (plugin.hold_schedulers, plugin.scaler.get_scale()) == (False, 256.0 * 2**5)
 
 
-def test_settings_are_checked():
-    for settings, message in (
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
         ({"growth_factor": 1.0}, "growth_factor must be above 1"),
         ({"backoff_factor": 1.0}, "backoff_factor must be below 1"),
         ({"min_scale": 4.0, "init_scale": 2.0}, "min_scale must be at most init_scale, 2.0"),
         ({"growth_interval": 0}, "growth_interval must be"),
         ({"patience": 0}, "patience must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            lo.DynamicLossScale(**settings)
+    ],
+)
+def test_invalid_argument_raises(settings, message):
+    with pytest.raises(ValueError, match=message):
+        lo.DynamicLossScale(**settings)
 
 
-def test_refusals():
-    class Half(Net):
-        def __init__(self) -> None:
-            super().__init__()
-            self.half()
-
+def test_half_weights_and_lbfgs_raise_before_the_first_step():
     class Lbfgs(Net):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())
 
     with pytest.raises(ValueError, match="needs weights in float32"):
-        fit(Half(), lo.DynamicLossScale())
+        fit(Net().half(), lo.DynamicLossScale())
     with pytest.raises(ValueError, match=r"does not work with torch\.optim"):
         fit(Lbfgs(), lo.DynamicLossScale())
 
@@ -520,8 +487,7 @@ def _fit_on_a_rank() -> Any:
 
 
 @pytest.mark.distributed
-def test_ranks_skip_together():
-    """What overflows on one rank only does so on all, and weights are those of a single process."""
+def test_overflow_on_one_rank_skips_the_update_on_all():
     first, second = launch(_fit_on_a_rank)
     assert first[0] == second[0]
     assert first[1] == second[1]
@@ -534,7 +500,7 @@ def test_ranks_skip_together():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("fused", [False, True], ids=["", "fused"])
-def test_on_a_gpu(fused):
+def test_overflows_are_skipped_on_gpu(fused):
     net, logger = Net(40, {3: 1e30, 20: 1e30, 21: math.nan}, fused), MemoryLogger()
     plugin = lo.DynamicLossScale(growth_interval=5, every_n_steps=40)
     fit(net, plugin, accelerator="gpu", logger=logger)
