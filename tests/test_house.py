@@ -1,12 +1,14 @@
 """Rules of the source tree: short files, one folder per feature, a limit on code."""
 
 import ast
+import inspect
 import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+import lightning_opt as lo
 from tests.test_contracts import CALLBACKS
 
 ROOT = Path(__file__).parents[1]
@@ -67,3 +69,17 @@ def test_feature_has_tests_and_a_page_at_the_same_path(feature):
 def test_callback_is_in_the_file_of_its_name(name):
     words = re.findall(r"[A-Z][a-z]+", name)
     assert "_".join(words).lower().endswith(CALLBACKS[name].__module__.rpartition(".")[2])
+
+
+@pytest.mark.parametrize("name", lo.__all__)
+def test_every_public_name_has_a_docstring(name):
+    export = getattr(lo, name)
+    if inspect.isclass(export) or callable(export):
+        assert inspect.getdoc(export)
+    if inspect.isclass(export):
+        own = [
+            method
+            for key, method in vars(export).items()
+            if inspect.isfunction(method) and not key.startswith("_")
+        ]
+        assert [method.__qualname__ for method in own if not inspect.getdoc(method)] == []
