@@ -1,4 +1,4 @@
-"""Learning rates while the number of samples of a step and of steps of an epoch change."""
+"""Schedules and learning rates while the batch size and the steps per epoch change."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ if TYPE_CHECKING:
 
 
 class Pace:
-    """Steps schedulers so that an epoch takes them as far as was planned when they were made.
+    """Steps schedulers so that an epoch advances them as far as planned when they were made.
 
-    A scheduler made for ``trainer.estimated_stepping_batches`` would end too early, and some raise
-    then, if epochs have more steps than planned; and never end if they have fewer. So of each
-    epoch's ``actual`` calls as many are let through, some of them twice, as were ``planned``.
+    A scheduler over ``trainer.estimated_stepping_batches`` would end too early, and some then
+    raise, if epochs have more steps than planned; with fewer it would never end. So an epoch's
+    ``actual`` calls become ``planned`` ones: some are dropped or doubled.
 
     Attributes:
-        planned: Optimizer steps of an epoch when schedulers were made; None before that is known.
-        calls: Of each scheduler in this epoch.
+        planned: Optimizer steps per epoch when schedulers were made; None before that.
+        calls: Calls of each scheduler in this epoch.
     """
 
     def __init__(self) -> None:
@@ -30,16 +30,18 @@ class Pace:
         self._actual = 1
         self.calls: dict[int, int] = {}
 
-    def follow(self, trainer: pl.Trainer) -> None:
-        """Take note of how many steps this epoch has."""
+    def count_steps(self, trainer: pl.Trainer) -> None:
+        """Count the optimizer steps of this epoch."""
         if math.isfinite(trainer.num_training_batches):
             batches, window = trainer.num_training_batches, trainer.accumulate_grad_batches
             self._actual = math.ceil(batches / window)
             if self.planned is None:
                 self.planned = self._actual
 
-    def around(self, trainer: pl.Trainer, module: pl.LightningModule) -> Callable[..., None]:
-        """Return what takes the place of the module's ``lr_scheduler_step``."""
+    def lr_scheduler_step(
+        self, trainer: pl.Trainer, module: pl.LightningModule
+    ) -> Callable[..., None]:
+        """Return a function that replaces the module's ``lr_scheduler_step``."""
         step = module.lr_scheduler_step
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
@@ -58,48 +60,47 @@ class Pace:
 
 
 class ScaledRates:
-    """Multiplies learning rates while an optimizer steps, and at no other time.
+    """Multiplies learning rates during an optimizer's step only.
 
-    Schedulers compute the next rate from the present one or from one that they hold; so they are
-    left alone with the rates that they know.
+    Schedulers and checkpoints therefore keep the unscaled rates.
 
     Args:
-        optimizers: Of the Trainer.
+        optimizers: The Trainer's optimizers.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
         self.scale = 1.0
-        self._held: list[tuple[dict[str, Any], Any]] = []
+        self._unscaled: list[tuple[dict[str, Any], Any]] = []
         self._handles = [
             handle
             for optimizer in optimizers
             for handle in (
-                optimizer.register_step_pre_hook(self._before),
-                optimizer.register_step_post_hook(self._put_back),
+                optimizer.register_step_pre_hook(self._multiply),
+                optimizer.register_step_post_hook(self._restore),
             )
         ]
 
-    def _before(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def _multiply(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         if self.scale == 1.0:
             return
         for group in optimizer.param_groups:
             rate = group["lr"]
-            self._held.append((group, rate.clone() if isinstance(rate, Tensor) else rate))
+            self._unscaled.append((group, rate.clone() if isinstance(rate, Tensor) else rate))
             if isinstance(rate, Tensor):
                 rate.mul_(self.scale)  # the same tensor: a captured graph reads it
             else:
                 group["lr"] = rate * self.scale
 
-    def _put_back(self, *args: Any) -> None:
-        for group, rate in self._held:
+    def _restore(self, *args: Any) -> None:
+        for group, rate in self._unscaled:
             if isinstance(rate, Tensor):
                 group["lr"].copy_(rate)
             else:
                 group["lr"] = rate
-        self._held = []
+        self._unscaled = []
 
     def close(self) -> None:
-        """Take the hooks off, and put rates back if a step has failed."""
-        self._put_back()
+        """Remove the hooks, and restore rates after a failed step."""
+        self._restore()
         for handle in self._handles:
             handle.remove()

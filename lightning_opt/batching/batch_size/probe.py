@@ -1,14 +1,12 @@
-"""What looks on while a few steps with one batch size run."""
+"""A callback that runs, times and measures a few steps with one batch size."""
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch import Callback
 from lightning.pytorch.strategies import ParallelStrategy
 from torch.utils.data import BatchSampler
@@ -21,21 +19,22 @@ from lightning_opt.batching.loader_sizes import (
 )
 from lightning_opt.batching.peaks import LimitMeter, Peak
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory
-from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
 from lightning_opt.core.modules.patching import replaced
+from lightning_opt.core.modules.sharding import largest_over_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
 class Length(NamedTuple):
-    """How long a trial is; the first step makes the optimizer's state and is not timed.
+    """The length of a trial. The first step creates the optimizer's state and is not timed.
 
     Attributes:
-        steps: At least.
-        seconds: That are timed at least, where no other rank must stop too.
-        most: Steps at most.
+        steps: At least this many steps.
+        seconds: At least this many timed seconds, on a single process.
+        most: At most this many steps.
     """
 
     steps: int
@@ -48,90 +47,103 @@ TIME = Length(6, 0.5, 2000)
 
 
 class RanOutError(BaseException):
-    """Memory ran out on some rank; nobody's ``except Exception`` is to catch it."""
+    """Memory ran out on some rank. Not an ``Exception``, so that no user code catches it."""
 
 
 class Probe(Callback):
-    """Gives loaders the size, takes time and memory, and has ranks agree when one runs out."""
+    """Sets the batch size, measures time and memory, and stops all ranks if one runs out.
+
+    Args:
+        size: The batch size; None for the loader's.
+        budget_mb: Another limit.
+        length: The length of the trial.
+        worst: Makes the batches; None for the loader's.
+
+    Attributes:
+        loader_size: The batch size of the user's loader.
+        samples: Samples of the loader on this rank.
+        peak: The memory peak; None if the trial failed.
+    """
 
     def __init__(
         self,
         size: int | None,
         budget_mb: float | None,
-        initial: int | None,
         length: Length,
         worst: Callable[[int], Any] | None,
     ) -> None:
         self.size, self.budget_mb, self.length, self.worst = size, budget_mb, length, worst
-        self.initial, self.samples = initial, 0
-        self.seconds: list[float] = []
-        self.rows: list[int] = []
+        self.loader_size = self.samples = 0
         self.stack = ExitStack()
         self.meter: LimitMeter | None = None
         self.peak: Peak | None = None
-        self.model: Any = None
+        self._seconds: list[float] = []
+        self._rows: list[int] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Watch loaders being loaded."""
+        """Intercept the training loader."""
         self.stack.callback(LoaderSizes(trainer, self._resize).close)
 
     def _resize(self, loader: Any) -> None:
-        size = check_loader(loader)
+        self.loader_size = check_loader(loader)
         for part in (loader, loader.sampler, getattr(loader.batch_sampler, "sampler", None)):
             generator = getattr(part, "generator", None)
             if isinstance(generator, torch.Generator):
                 self.stack.callback(generator.set_state, generator.get_state())
         samples = samples_of(loader)
         self.samples = 10**9 if samples is None else samples
-        if self.size is None:
-            self.size = self.initial = size
-        self.size = min(self.size, self.samples)
-        if size != self.size:
+        self.size = min(self.size or self.loader_size, self.samples)
+        if self.size != self.loader_size:
             set_batch_size(loader, self.size)
         sampler = loader.batch_sampler
-        if type(sampler) is BatchSampler:  # else a rest of one sample decides, at random sizes
+        if type(sampler) is BatchSampler:  # a last batch of one sample may fail by its size
             self.stack.enter_context(replaced(sampler, drop_last=True))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Guard forward and backward passes, and begin to measure."""
+        """Guard forward and backward passes, and start to measure."""
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         self.device, self.ranks = strategy.root_device, trainer.world_size
-        enter = self.stack.enter_context
 
         def unreduced(run: Any) -> Any:
             guarded = self._guarded(run)
 
-            def around(*args: Any, **kwargs: Any) -> Any:
-                # Gradients are not reduced, so that no rank waits for one that has run out.
+            def run_unreduced(*args: Any, **kwargs: Any) -> Any:
+                # Without reduction, no rank waits for one that has run out of memory.
                 with ExitStack() as stack:
                     if isinstance(strategy, ParallelStrategy):
                         stack.enter_context(strategy.block_backward_sync())
                     return guarded(*args, **kwargs)
 
-            return around
+            return run_unreduced
 
-        enter(replaced(strategy, training_step=self._guarded(strategy.training_step, tell=False)))
-        backward, log = self._guarded(pl_module.backward), _without_ranks(pl_module.log)
-        enter(replaced(pl_module, backward=backward, log=log))
-        for optimization in (loop.automatic_optimization, loop.manual_optimization):
-            enter(replaced(optimization, run=unreduced(optimization.run)))
-        if (worst := self.worst) is not None:
-            plugin = trainer.precision_plugin
-            convert = plugin.convert_input  # the first that a batch meets
+        def log(*args: Any, **kwargs: Any) -> None:
+            log_value(*args, **{**kwargs, "sync_dist": False})  # waits for no other rank
 
-            def convert_input(batch: Any) -> Any:
-                return convert(worst(self.size or 1))
+        def convert_input(batch: Any) -> Any:
+            return convert(batch if self.worst is None else self.worst(self.size or 1))
 
-            enter(replaced(plugin, convert_input=convert_input))
+        log_value, plugin = pl_module.log, trainer.precision_plugin
+        convert = plugin.convert_input  # the first function that gets a batch
+        forward = self._guarded(strategy.training_step, always=False)
+        for owner, patches in (
+            (strategy, {"training_step": forward}),
+            (pl_module, {"backward": self._guarded(pl_module.backward), "log": log}),
+            (loop.automatic_optimization, {"run": unreduced(loop.automatic_optimization.run)}),
+            (loop.manual_optimization, {"run": unreduced(loop.manual_optimization.run)}),
+            (plugin, {"convert_input": convert_input}),
+        ):
+            self.stack.enter_context(replaced(owner, **patches))
         self.meter = LimitMeter(self.device, self.budget_mb)
         self.meter.start()
+        self.clock = StepClock(self.device)
 
-    def _guarded(self, function: Any, tell: bool = True) -> Any:
-        """Return it so that all ranks raise if it runs out of memory here or on another one.
+    def _guarded(self, function: Any, always: bool = True) -> Any:
+        """Return a function that raises on all ranks if one of them runs out of memory.
 
         Args:
-            function: What may run out.
-            tell: Whether the others are told at the end of each call, and not only of a failure.
+            function: The function to guard.
+            always: Whether ranks exchange failures after each call. Otherwise only a rank that
+                failed takes part, and meets the others at their next exchange.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -142,10 +154,8 @@ class Probe(Callback):
                 if not is_out_of_memory(error):
                     raise
                 ran_out = True
-            # One call for each time that ranks agree: after a forward pass only who has failed
-            # calls, and meets the others at the end of their backward pass.
-            if (tell or ran_out) and self.ranks > 1:
-                ran_out = bool(largest_of_ranks([ran_out], self.device)[0])
+            if (always or ran_out) and self.ranks > 1:
+                ran_out = bool(largest_over_ranks([ran_out], self.device)[0])
             if ran_out:
                 raise RanOutError
             return result
@@ -153,14 +163,14 @@ class Probe(Callback):
         return guarded
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin to take the time: of loading and copying too."""
+        """Start the clock; loading and copying are timed too."""
         wait_for(self.device)
-        self.began = time.perf_counter()
+        self.clock.start()
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
     ) -> None:
-        """Look at memory, where the system does not keep its peak."""
+        """Sample memory on systems that do not record the peak."""
         if self.meter is not None:
             self.meter.sample()
 
@@ -172,18 +182,17 @@ class Probe(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Take the time, and stop after enough of it."""
+        """Read the clock, and stop once the trial is long enough."""
         wait_for(self.device)
-        now = time.perf_counter()
-        self.seconds.append(now - self.began)
-        self.began = now
+        self.clock.stop()
+        self._seconds += self.clock.read(wait=True)
         try:
-            self.rows.append(batch_length(batch))
+            self._rows.append(batch_length(batch))
         except UnsplittableBatchError:
-            self.rows.append(self.size or 1)
-        # Ranks would not stop at the same step.
-        if self.ranks > 1 or sum(self.seconds[1:]) >= self.length.seconds:
-            trainer.should_stop = len(self.seconds) >= self.length.steps
+            self._rows.append(self.size or 1)
+        # With several ranks by steps alone, so that all stop at the same one.
+        if self.ranks > 1 or sum(self._seconds[1:]) >= self.length.seconds:
+            trainer.should_stop = len(self._seconds) >= self.length.steps
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the peak."""
@@ -191,23 +200,6 @@ class Probe(Callback):
         self.peak = self.meter.read()
 
     def speed(self) -> float:
-        """Return samples a second of all steps but the first, or of that if it is the only one."""
-        first = min(1, len(self.seconds) - 1)
-        return sum(self.rows[first:]) / sum(self.seconds[first:]) if self.seconds else 0.0
-
-
-def largest_of_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Return the largest of each value over all ranks. Reads from the device."""
-    largest = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(largest, op=dist.ReduceOp.MAX)
-    found: list[float] = largest.tolist()
-    return found
-
-
-def _without_ranks(log_value: Any) -> Any:
-    """Return ``self.log`` that waits for no other rank."""
-
-    def own(*args: Any, **kwargs: Any) -> None:
-        log_value(*args, **{**kwargs, "sync_dist": False})
-
-    return own
+        """Return samples per second without the first step, unless it is the only one."""
+        first = min(1, len(self._seconds) - 1)
+        return sum(self._rows[first:]) / sum(self._seconds[first:]) if self._seconds else 0.0

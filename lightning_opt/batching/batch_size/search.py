@@ -1,43 +1,120 @@
-"""The largest and the fastest batch size, from as few trials as possible."""
+"""Pure rules for batch sizes: the next size from measured peaks, the largest, the fastest."""
 
 from __future__ import annotations
 
 import math
 import random
 import statistics
-from collections.abc import Callable
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from lightning_opt.batching.batch_size.memory_fit import MemoryFit
 from lightning_opt.core.output.report import Report
 
+SHRINK = 0.8
+"""Factor for a size that took too much memory."""
+
+BELOW, ABOVE = 0.1, 0.05
+"""Distance from the target, down and up, within which a size stays."""
+
 TRIALS = 12
-"""What a search for the largest size may take."""
+"""The most trials in a search for the largest size."""
 
 SLOW = 0.6
-"""Of the best speed: sizes below one that is slower are not timed."""
+"""Share of the best speed: no size below a slower one is timed."""
 
 FINALISTS = (3, 3, 3, 2)
-"""How many of the best sizes are timed in each round after the first."""
+"""Number of the best sizes that are timed in each round after the first."""
 
 TOLERANCE = 0.03
-"""A largest size this close to one that does not fit is good enough."""
+"""Relative distance to a size that does not fit at which the search ends."""
 
 SAME = 0.01
-"""Sizes whose throughput differs by no more are alike, and the smaller one is better."""
+"""Relative difference in speed up to which the smaller size is better."""
+
+
+@dataclass
+class MemoryFit:
+    """The memory peak as a linear function of the batch size, in shares of the limit.
+
+    With one measured size the line starts at ``rest``, the use without a batch. With several it is
+    the least-squares fit, unless that falls: then noise exceeds the slope.
+
+    Attributes:
+        points: The latest peak of each measured size.
+        rest: Use without a batch.
+    """
+
+    points: dict[int, float] = field(default_factory=dict)
+    rest: float = 0.0
+
+    def add(self, size: int, peak: float, rest: float | None = None) -> None:
+        """Add a measurement."""
+        self.points[size] = peak
+        if rest is not None:
+            self.rest = min(rest, peak)
+
+    def slope(self) -> float:
+        """Return the memory per sample; needs at least one measurement."""
+        if len(self.points) > 1:
+            slope, _ = statistics.linear_regression(list(self.points), list(self.points.values()))
+            if slope > 0:
+                return slope
+        size = max(self.points)
+        return (self.points[size] - self.rest) / size
+
+    def largest(self, share: float) -> int | None:
+        """Return the largest size whose peak stays below ``share``; None if none is known."""
+        if not self.points or self.slope() <= 0:
+            return None
+        # Starts at the largest measured size, to keep the extrapolation short.
+        size = max(self.points)
+        return max(0, int(size + (share - self.points[size]) / self.slope() + 1e-9))
+
+
+def next_size(
+    size: int, peak: float, fit: MemoryFit, allowed: Sequence[int], *, target: float, grow: float
+) -> int:
+    """Return the size for the next epoch.
+
+    From ``BELOW`` under the target to ``ABOVE`` over it, the size stays. Below, it grows by
+    ``grow``, but only as far as the fit predicts ``target``, so that it need not shrink again.
+    Above, it shrinks by ``SHRINK`` or to the predicted size, whichever is smaller.
+
+    Args:
+        size: The present size.
+        peak: Its peak, as a share of the limit.
+        fit: All measurements, this one included.
+        allowed: The sizes to choose from, in ascending order.
+        target: The share aimed at.
+        grow: Growth factor, above 1.
+    """
+    room = fit.largest(target)
+    if peak > min(1.0, target + ABOVE):
+        wanted = min(int(size * SHRINK), size - 1)
+        return _down_to(allowed, wanted if room is None else min(wanted, room))
+    if peak >= target - BELOW:
+        return size
+    larger = allowed[bisect_right(allowed, size) :]
+    wanted = max([int(size * grow), *larger[:1]])
+    return max(size, _down_to(allowed, wanted if room is None else min(wanted, room)))
+
+
+def _down_to(allowed: Sequence[int], wanted: int) -> int:
+    return allowed[max(0, bisect_right(allowed, wanted) - 1)]
 
 
 @dataclass(frozen=True)
 class Trial:
-    """What a few steps with one batch size have shown.
+    """The result of a few steps with one batch size.
 
     Attributes:
-        size: Samples of a batch.
-        fits: Whether all steps went through within the limit, on all ranks.
-        peak: Share of the limit that was taken; None if memory ran out before that was known.
-        rest: Share that is taken without a batch.
-        speed: Samples a second of one rank; 0 where memory ran out.
+        size: Samples per batch.
+        fits: Whether all steps on all ranks stayed within the limit.
+        peak: Peak as a share of the limit; None if memory ran out.
+        rest: Share that is in use without a batch.
+        speed: Samples per second of one rank; 0 if memory ran out.
     """
 
     size: int
@@ -52,10 +129,10 @@ class FoundSizes:
     """The result of a search.
 
     Attributes:
-        initial: The batch size that the loader had.
+        initial: The batch size of the user's loader.
         largest: The largest size that fits; 0 if none does.
-        fastest: Of the sizes that were timed, that with most samples a second; 0 if none was.
-        trials: All of them, in order.
+        fastest: The timed size with the most samples per second; 0 if none was timed.
+        trials: All trials, in order.
     """
 
     initial: int
@@ -64,20 +141,20 @@ class FoundSizes:
     trials: list[Trial] = field(default_factory=list)
 
     def chosen(self, mode: str) -> int:
-        """Return the size that ``mode`` asks for.
+        """Return the largest or the fastest size.
 
         Raises:
-            MemoryError: If none fits.
+            MemoryError: If no size fits.
         """
         if not self.largest:
             raise MemoryError(
-                "Not even a batch of one sample fits into memory. What may help: "
+                "Not even a batch of one sample fits into memory. Possible remedies: "
                 "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller samples."
             )
         return self.largest if mode == "largest" else self.fastest
 
     def report(self) -> Report:
-        """Return one row a trial."""
+        """Return one row per trial."""
         rows: list[dict[str, Any]] = [
             {
                 "batch size": trial.size,
@@ -94,14 +171,14 @@ class FoundSizes:
 
 
 def search(run: Callable[[int], Trial], initial: int, most: int, *, target: float) -> FoundSizes:
-    """Search the largest size that fits.
+    """Search for the largest size that fits.
 
-    Two sizes show what a sample takes; then the line through all peaks foretells the largest, and
-    the next trials close in on it from both sides. Where it foretells nothing (memory of no known
-    limit), sizes double until one fails, and the gap is halved.
+    Two sizes give the memory per sample. A line through all peaks then predicts the largest, and
+    the next trials close in on it from both sides. Without a prediction (no known limit), sizes
+    double until one fails, and then the gap is halved.
 
     Args:
-        run: Tries a size.
+        run: Runs a trial of a size.
         initial: The first size to try.
         most: The largest size to try.
         target: Share of the limit that a size may take.
@@ -125,21 +202,20 @@ def search(run: Callable[[int], Trial], initial: int, most: int, *, target: floa
 
 
 def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
-    """Return the size with most samples a second.
+    """Return the size with the most samples per second.
 
-    The first round goes down from the largest, its half, its quarter and so on, and ends at a size
-    that is much slower than the best so far: what costs the same each step weighs more the smaller
-    the size. The best of them has its neighbours timed too, half a step away. Then come short
-    rounds of the best few, in another order each time. Sizes are compared by their mean over rounds
-    that all of them took part in, so that a slow minute of the machine counts for none of them. Of
-    those as fast as the best, but for noise, the smallest is the one.
+    The first round times the largest size, its half, its quarter and so on, and ends at a size much
+    slower than the best so far: the constant cost per step weighs more at smaller sizes. Then the
+    neighbours of the best are timed, half a step away. Short rounds of the best few follow, in
+    another order each time. Sizes are compared by their mean over the rounds that they share, so a
+    slow minute of the machine affects all of them. The smallest size as fast as the best wins.
 
     Args:
-        run: Times a size.
-        largest: The largest that fits, at least 1.
+        run: Runs a timed trial of a size.
+        largest: The largest size that fits, at least 1.
 
     Returns:
-        The size, and one trial a size, with the mean of its speeds.
+        The size, and one trial per size with its mean speed.
     """
     order = random.Random(0)  # the same on all ranks
     trials: dict[int, list[Trial]] = {}
@@ -147,7 +223,7 @@ def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
     def speed(size: int) -> float:
         return statistics.fmean(trial.speed for trial in trials[size])
 
-    # Not one sample alone, of which BatchNorm makes no statistics.
+    # Never one sample alone: BatchNorm has no statistics of it.
     for halvings in range(max(1, largest.bit_length() - 1)):
         size = largest >> halvings
         trials[size] = [run(size)]
@@ -177,12 +253,12 @@ def _next(good: int, bad: int, most: int, fit: MemoryFit, target: float) -> int:
         if bad <= most and good:
             return min(bad - 1, max(good + 1, math.isqrt(good * bad)))
         return max(1, bad // 4) if bad <= most else min(most, 2 * good)
-    if guess <= good:  # further than foretold: just beyond it is where it ends
+    if guess <= good:  # larger than predicted: the limit is probably close
         return min(bad - 1, max(good + 1, math.ceil(good / (1 - TOLERANCE))))
     near = math.ceil(bad * (1 - TOLERANCE))
-    if bad <= most and guess > 1.1 * bad:  # something else than the foretold limit: halve the gap
+    if bad <= most and guess > 1.1 * bad:  # another limit than the predicted one: halve the gap
         return max(good + 1, math.isqrt(max(1, good) * bad)) if bad - good > 1 else good
-    if bad <= most and guess >= near:  # not quite as far as foretold: just below what failed
+    if bad <= most and guess >= near:  # a bit less than predicted: try just below the failure
         return near if good < near < bad else (good + bad) // 2
-    # From few points a line must not be followed too far.
+    # Limits the extrapolation from few points.
     return min(guess, most, 16 * max(fit.points))

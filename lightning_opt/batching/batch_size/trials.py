@@ -1,4 +1,4 @@
-"""Trials of batch sizes on the Trainer itself, which leave no trace of themselves."""
+"""Trials of batch sizes on the Trainer itself, without side effects."""
 
 from __future__ import annotations
 
@@ -20,14 +20,7 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_opt.batching.batch_size.probe import (
-    TIME,
-    TRY,
-    Length,
-    Probe,
-    RanOutError,
-    largest_of_ranks,
-)
+from lightning_opt.batching.batch_size.probe import TIME, TRY, Length, Probe, RanOutError
 from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
 from lightning_opt.core.arguments import function_named, one_of
 from lightning_opt.core.measure.exhaustion import (
@@ -37,15 +30,14 @@ from lightning_opt.core.measure.exhaustion import (
     recover_memory,
 )
 from lightning_opt.core.modules.patching import do_nothing, replaced
+from lightning_opt.core.modules.sharding import largest_over_ranks
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
-SAYS = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-
-LEFT_OUT = (
+EXCLUDED = (
     lightnings.BatchSizeFinder,
     lightnings.Checkpoint,
     lightnings.EarlyStopping,
@@ -55,22 +47,22 @@ LEFT_OUT = (
     lightnings.ProgressBar,
     lightnings.Timer,
 )
-"""Callbacks of Lightning that take no memory and write, stop or draw."""
+"""Callbacks of Lightning that use no memory and write, stop or draw."""
 
 
 class Trials:
-    """Runs some steps of a copy of the module, on the Trainer in whose ``setup`` it is.
+    """Runs a few steps of a copy of the module on its Trainer, within ``Callback.setup``.
 
-    Callbacks take part as copies, with the memory that they need; those of Lightning that write,
-    stop or draw do not, nor do loggers. The Trainer has another loop meanwhile.
+    Callbacks take part as copies, so that their memory counts, except those of Lightning that
+    write, stop or draw. Loggers are replaced, and the Trainer gets another loop meanwhile.
 
     Args:
-        trainer: In ``Callback.setup`` of its ``fit``.
+        trainer: The Trainer.
         module: Its module, which is copied.
         target: Share of the limit that a size may take.
-        budget_mb: A further limit.
-        leave_out: A callback to leave out.
-        worst: Makes the batch of so many samples that takes the most memory.
+        budget_mb: Another limit.
+        excluded: A callback that takes no part.
+        worst: Makes the batch of a size that takes the most memory.
 
     Raises:
         ValueError: Under strategies whose ranks wait for each other within a forward or backward
@@ -83,7 +75,7 @@ class Trials:
         module: pl.LightningModule,
         target: float,
         budget_mb: float | None,
-        leave_out: Callback,
+        excluded: Callback,
         worst: Callable[[int], Any] | None = None,
     ) -> None:
         self._trainer, self._module = trainer, module
@@ -92,60 +84,62 @@ class Trials:
         self._callbacks = [
             callback
             for callback in callbacks
-            if callback is not leave_out and not isinstance(callback, LEFT_OUT)
+            if callback is not excluded and not isinstance(callback, EXCLUDED)
         ]
-        self.initial = self.samples = 0
-        strategy = trainer.strategy
-        waits = any(isinstance(part, nn.SyncBatchNorm) for part in module.modules())
-        if trainer.world_size > 1 and (
-            waits or not isinstance(strategy, DDPStrategy) or not module.automatic_optimization
-        ):
+        self._initial = self._samples = 0
+        strategy = type(trainer.strategy).__name__
+        if any(isinstance(part, nn.SyncBatchNorm) for part in module.modules()):
+            strategy = "SyncBatchNorm"
+        elif not module.automatic_optimization:
+            strategy += " and manual optimisation"
+        elif isinstance(trainer.strategy, DDPStrategy):
+            strategy = ""
+        if trainer.world_size > 1 and strategy:
             raise ValueError(
-                "Batch sizes cannot be tried out under "
-                + ("SyncBatchNorm" if waits else type(strategy).__name__)
-                + (" and manual optimisation" if not module.automatic_optimization else "")
-                + " with several ranks: they wait for each other within forward and backward "
-                "passes, so one that runs out of memory would leave the others waiting. Find the "
-                "size with strategy='ddp' or devices=1, or leave find out: DynamicBatchSize grows "
-                "from epoch to epoch without running out."
+                f"Batch sizes cannot be tried out under {strategy} with several ranks: these wait "
+                "for each other within forward and backward passes, so a rank that runs out of "
+                "memory would leave the others waiting. Find the size with strategy='ddp' or "
+                "devices=1, or leave find out: DynamicBatchSize grows from epoch to epoch without "
+                "running out."
             )
 
     def find(self, mode: str, max_size: int | None) -> FoundSizes:
         """Search batch sizes; see :func:`find_batch_size`."""
         with ExitStack() as stack:
-            if not gc.get_freeze_count():  # or each trial looks at all that was ever imported
+            if not gc.get_freeze_count():  # each collection would visit everything ever imported
                 gc.collect()
                 gc.freeze()
                 stack.callback(gc.unfreeze)
             first = self.run(None)
-            known = {first.size: first}
 
             def run(size: int) -> Trial:
-                trial = known.pop(size, None) or self.run(size)
+                trial = first if size == first.size else self.run(size)
                 log.info("Batch size %d: %s", size, "fits" if trial.fits else "does not fit")
                 return trial
 
-            most = min(max_size or self.samples, self.samples)
-            found = search(run, first.size, max(1, most), target=self._target)
-            found.initial = self.initial
+            most = max(1, min(max_size or self._samples, self._samples))
+            found = search(run, first.size, most, target=self._target)
+            found.initial = self._initial
             if mode == "fastest" and found.largest:
                 found.fastest, timed = race(lambda size: self.run(size, TIME), found.largest)
-                known = {trial.size: trial for trial in (*found.trials, *timed)}
-                found.trials = list(known.values())
+                by_size = {trial.size: trial for trial in (*found.trials, *timed)}
+                found.trials = list(by_size.values())
         return found
 
     def run(self, size: int | None, length: Length = TRY) -> Trial:
-        """Try a size; None for that of the loader."""
-        trainer = self._trainer
-        free_unused(trainer.strategy.root_device)
+        """Run a trial of a size; None for the loader's."""
+        trainer, device = self._trainer, self._trainer.strategy.root_device
+        free_unused(device)
+        probe = Probe(size, self._budget, length, self._worst if length is TRY else None)
+        fits = True
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
-            stack.callback(SAYS.setLevel, SAYS.level)
-            SAYS.setLevel(logging.WARNING)  # that training has stopped, after each trial
-            probe = self._swap(stack, size, length)
-            fits = True
+            lightnings_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+            stack.callback(lightnings_log.setLevel, lightnings_log.level)
+            lightnings_log.setLevel(logging.WARNING)  # no "Trainer.fit stopped" after each trial
+            model = self._swap(stack, probe)
             try:
-                trainer._run(probe.model)
+                trainer._run(model)
             except RanOutError:
                 fits = False
             except CAUGHT as error:
@@ -154,43 +148,37 @@ class Trials:
                 fits = False
             if not fits:
                 self._clean_up()
-        (free_unused if fits else recover_memory)(trainer.strategy.root_device)
-        self.initial, self.samples = probe.initial or self.initial, probe.samples
+        (free_unused if fits else recover_memory)(device)
+        self._initial, self._samples = probe.loader_size or self._initial, probe.samples
         size = probe.size or 0
         if not fits or probe.peak is None:
             return Trial(size, False, None, 0.0, 0.0)
         values = [probe.peak.share, probe.peak.rest, -probe.speed(), -float(probe.samples)]
         if trainer.world_size > 1:
-            values = largest_of_ranks(values, trainer.strategy.root_device)
-        self.samples = -int(values[3])
-        return Trial(size, values[0] <= self._target, values[0], values[1], -values[2])
+            values = largest_over_ranks(values, device)
+        peak, rest, slowest, samples = values
+        self._samples = -int(samples)
+        return Trial(size, peak <= self._target, peak, rest, -slowest)
 
-    def _swap(self, stack: ExitStack, size: int | None, length: Length) -> Probe:
-        """Replace what a run changes, until ``stack`` is closed."""
-        trainer, module = self._trainer, self._module
+    def _swap(self, stack: ExitStack, probe: Probe) -> pl.LightningModule:
+        """Replace everything that a run changes until ``stack`` is closed; return the copy."""
+        trainer, module, most = self._trainer, self._module, probe.length.most
+        state, strategy = trainer.state, trainer.strategy
         datamodule = getattr(trainer, "datamodule", None)
-        kept = {id(trainer): trainer, id(trainer.strategy): trainer.strategy}
-        if datamodule is not None:
-            kept[id(datamodule)] = datamodule
-        model, callbacks = copy.deepcopy((module, self._callbacks), dict(kept))
+        shared = {id(own): own for own in (trainer, strategy, datamodule) if own is not None}
+        model, callbacks = copy.deepcopy((module, self._callbacks), shared)
         model.trainer = trainer  # a LightningModule is copied without it
-        worst = self._worst if length is TRY else None
-        probe = Probe(size, self._budget, self.initial or None, length, worst)
         stack.callback(probe.stack.close)
 
-        loop = _FitLoop(trainer, max_epochs=length.most)
-        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=length.most)
+        loop = _FitLoop(trainer, max_epochs=most)
+        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=most)
         loop._data_source = copy.copy(trainer.fit_loop._data_source)
         if loop._data_source.instance is module:
             loop._data_source.instance = model
-        loop.epoch_loop.val_loop._data_source = copy.copy(
-            trainer.fit_loop.epoch_loop.val_loop._data_source
-        )
-        state, strategy = trainer.state, trainer.strategy
-        stack.callback(vars(state).update, dict(vars(state)))
-        stack.callback(
-            vars(trainer._logger_connector).update, dict(vars(trainer._logger_connector))
-        )
+        validation = trainer.fit_loop.epoch_loop.val_loop
+        loop.epoch_loop.val_loop._data_source = copy.copy(validation._data_source)
+        for owner in (state, trainer._logger_connector):
+            stack.callback(vars(owner).update, dict(vars(owner)))
         stack.callback(strategy.connect, module)
         stack.callback(vars(strategy).update, dict(vars(strategy)))
         stack.enter_context(
@@ -216,11 +204,10 @@ class Trials:
             hooks = dict.fromkeys(("setup", "teardown", "on_exception"), do_nothing)
             stack.enter_context(replaced(datamodule, **hooks))
         strategy.connect(model)
-        probe.model = model
-        return probe
+        return model
 
     def _clean_up(self) -> None:
-        """Do after memory ran out what Lightning does after an exception."""
+        """Clean up after out-of-memory as Lightning does after an exception."""
         trainer = self._trainer
         error = MemoryError("Out of memory in a trial.")
         module = trainer.strategy.lightning_module
@@ -231,14 +218,15 @@ class Trials:
 
 
 class _Finding(Callback):
-    """Searches, and leaves ``fit`` before it begins."""
+    """Searches in ``setup``, and leaves ``fit`` before training."""
 
-    def __init__(self, mode: str, max_size: int | None, **settings: Any) -> None:
+    def __init__(self, mode: str, max_size: int | None, *settings: Any) -> None:
         self.mode, self.max_size, self.settings = mode, max_size, settings
         self.found: FoundSizes | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        trials = Trials(trainer, pl_module, leave_out=self, **self.settings)
+        target, budget_mb, worst = self.settings
+        trials = Trials(trainer, pl_module, target, budget_mb, self, worst)
         self.found = trials.find(self.mode, self.max_size)
         raise _TunerExitException
 
@@ -256,26 +244,24 @@ def find_batch_size(
 ) -> FoundSizes:
     """Find the largest batch size that fits into memory, or the fastest.
 
-    Each trial runs some steps of a copy of the model, with the Trainer's strategy and precision and
-    copies of its callbacks, so that their memory counts. It leaves no trace: model, optimizers,
-    random state, loaders, loggers and checkpoints are as before. Under DDP all ranks find the same
-    size; one that runs out of memory tells the others.
+    Each trial runs a few steps of a copy of the model, with the Trainer's strategy and precision
+    and copies of its callbacks, so that their memory counts. Model, optimizers, random state,
+    loaders, loggers and checkpoints stay unchanged. Under DDP all ranks find the same size.
 
     Args:
-        trainer: As it will train, before its ``fit``.
+        trainer: The Trainer, before its ``fit``.
         model: As for ``fit``.
         train_dataloaders: As for ``fit``.
         datamodule: As for ``fit``.
-        mode: ``"largest"``, or ``"fastest"`` for the size with most samples a second, which is
-            often smaller: the largest, its half, its quarter and so on are timed, loading and
-            copying included, and the neighbours of the best of them.
-        target: Share of the nearest limit of memory that a size may take; 1 for all of it.
-        max_size: The largest size to try; None for as many samples as there are.
-        budget_mb: A further limit.
+        mode: ``"largest"``, or ``"fastest"`` for the size with the most samples per second, which
+            is often smaller: the largest, its half, its quarter and so on are timed, loading and
+            copying included, and then the neighbours of the best.
+        target: Share of the nearest memory limit that a size may take; 1 for all of it.
+        max_size: The largest size to try; None for the number of samples.
+        budget_mb: Another limit.
         worst_batch: A function of a number of samples, or its import path, that returns the batch
-            of so many that takes the most memory, such as the longest sequences, as the loader
-            would give it. It takes the place of the loader's where memory is measured, and not
-            where time is. None for what the loader gives first.
+            of that size that takes the most memory, such as the longest sequences, as the loader
+            would return it. It is used to measure memory, not time. None for the loader's batches.
 
     Returns:
         Both sizes and all trials; ``report()`` prints them.
@@ -294,22 +280,18 @@ def find_batch_size(
         ...     accelerator="cpu", max_epochs=1, logger=False, enable_checkpointing=False, **quiet
         ... )
         >>> found = lo.find_batch_size(trainer, BoringModel())
-        >>> found.largest  # all samples that there are
+        >>> found.largest  # all samples
         64
     """
-    finding = _Finding(
-        mode=one_of("mode", mode, ("largest", "fastest")),
-        target=target,
-        max_size=max_size,
-        budget_mb=budget_mb,
-        worst=function_named("worst_batch", worst_batch),
-    )
+    one_of("mode", mode, ("largest", "fastest"))
+    worst = function_named("worst_batch", worst_batch)
+    finding = _Finding(mode, max_size, target, budget_mb, worst)
     with replaced(trainer, callbacks=[finding, *trainer.callbacks]):  # type: ignore[attr-defined]
         trainer.fit(model, train_dataloaders, datamodule=datamodule)
     if finding.found is None:
         raise ValueError(
-            f"The search ran in processes that {type(trainer.strategy).__name__} has started and "
-            "that are gone. Use a strategy that does not start them with spawn or fork, or "
+            f"The search ran in processes that {type(trainer.strategy).__name__} started and that "
+            "have ended. Use a strategy that does not start them with spawn or fork, or "
             "DynamicBatchSize(find=True), which searches where it trains."
         )
     return finding.found

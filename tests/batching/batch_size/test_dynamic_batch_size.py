@@ -3,6 +3,7 @@
 import functools
 import math
 import operator
+import sys
 from typing import Any
 
 import pytest
@@ -301,6 +302,31 @@ def test_resumes_with_its_size_and_what_it_has_learnt(tmp_path):
     assert second.state_dict() == first.state_dict()
 
 
+def test_effective_batch_survives_resume_on_another_number_of_ranks(tmp_path, monkeypatch):
+    def callback() -> lo.DynamicBatchSize:
+        return lo.DynamicBatchSize(budget_mb=PLENTY, grow=1.5)
+
+    module = sys.modules[lo.DynamicBatchSize.__module__]
+    with monkeypatch.context() as two_ranks:
+        two_ranks.setattr(module, "data_ranks", lambda trainer: 2)
+        callbacks = [callback(), Stop(tmp_path, 0)]
+        quiet_trainer(callbacks=callbacks, accumulate_grad_batches=2).fit(Net(), loader_of())
+    seen: list[int] = []
+
+    class Count(Callback):
+        def on_train_epoch_end(self, trainer, pl_module):
+            seen.append(trainer.accumulate_grad_batches * pl_module.sizes[-1])
+
+    trainer = quiet_trainer(callbacks=[callback(), Count()], max_epochs=3)
+    trainer.fit(Net(), loader_of(), ckpt_path=tmp_path / "end.ckpt", weights_only=True)
+    assert seen == [20, 20]  # 5 samples, 2 batches, 2 ranks
+    monkeypatch.setattr(module, "data_ranks", lambda trainer: 3)
+    with pytest.raises(ValueError, match="20 samples per step, which 3 ranks cannot share"):
+        quiet_trainer(callbacks=[callback()], max_epochs=3).fit(
+            Net(), loader_of(), ckpt_path=tmp_path / "end.ckpt", weights_only=True
+        )
+
+
 def test_gives_the_loader_back_after_an_exception():
     class Fails(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
@@ -366,7 +392,7 @@ def test_refusals():
     ):
         for order in (1, -1):
             both = [lo.Accumulation(**window), lo.DynamicBatchSize(**settings)][::order]
-            with pytest.raises(ValueError, match="both say how many samples"):
+            with pytest.raises(ValueError, match="both set the samples"):
                 quiet_trainer(callbacks=both).fit(Net(), loader_of())
     both = [lo.Accumulation(2), lo.DynamicBatchSize(scale_lr="sqrt", budget_mb=PLENTY)]
     quiet_trainer(callbacks=both, max_epochs=2).fit(Net(), loader_of())
