@@ -17,9 +17,7 @@ from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
 from lightning_opt.gradients.guard.snapshot import BufferBackup
-from lightning_opt.gradients.health.activations import ActivationWatch
 from lightning_opt.gradients.health.measures import UpdateProbe, measure_gradients
-from lightning_opt.precision.loss_scale.scaler import CountingScaler
 from tests.gradients.cases import ALL_RULES, Net, every_rule, set_gradients
 from tests.helpers.fake_cuda import (
     Copies,
@@ -175,30 +173,6 @@ def test_health_measures_without_reading() -> None:
     assert measure_gradients(step).device.type == "cuda"
     probe = UpdateProbe(step.gradients.parameters, [])
     assert probe.compare().device.type == "cuda"
-
-
-def test_activations_are_measured_without_reading() -> None:
-    model, watch = on_fake_cuda(nn.Sequential(nn.Flatten(), nn.Identity())), ActivationWatch()
-    assert watch.watch(model)
-    for batch in range(3):
-        watch.start_batch(0, batch)
-        model(torch.empty(2, 3, device="cuda"))
-        watch.end_batch()
-
-
-def test_loss_scaler_counts_without_reading() -> None:
-    scaler = CountingScaler("cuda", min_scale=1.0)
-    model = on_fake_cuda(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    for _ in range(3):
-        loss = cuda_scalar()
-        scaler.record_loss(loss)
-        scaler.scale(loss)
-        fake_gradients(model)
-        scaler.unscale_(optimizer)
-        scaler.update()
-    assert isinstance(scaler.skipped, Tensor)
-    assert scaler.skipped.device.type == "cuda"
 
 
 def test_preconditioner_reads_nothing() -> None:

@@ -5,6 +5,7 @@ Nothing is downloaded.
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, fields
@@ -60,18 +61,31 @@ def loss_of(model: nn.Module, batch: Any) -> Tensor:
     return loss
 
 
-def tokens(generator: torch.Generator, rows: int = ROWS, length: int = LENGTH) -> Tensor:
-    return torch.randint(3, VOCABULARY, (rows, length), generator=generator)
+def each_batch(make: Callable[[torch.Generator], Any]) -> list[Any]:
+    """Return ``BATCHES`` batches drawn with one generator."""
+    generator = torch.Generator().manual_seed(1)
+    return [make(generator) for _ in range(BATCHES)]
 
 
-def encodings(*, labels: str | None, padded: bool = True, classes: int = 0) -> list[Any]:
+def tokens(generator: torch.Generator, length: int = LENGTH) -> Tensor:
+    return torch.randint(3, VOCABULARY, (ROWS, length), generator=generator)
+
+
+def classes(generator: torch.Generator, number: int) -> Tensor:
+    return torch.randint(number, (ROWS,), generator=generator)
+
+
+def images(generator: torch.Generator, size: int = 16) -> Tensor:
+    return torch.randn(ROWS, 3, size, size, generator=generator)
+
+
+def encodings(labels: str, padded: bool = True) -> list[Any]:
     """Return batches as a tokenizer does: ``BatchEncoding``, padded to the longest row.
 
     Args:
         labels: ``"causal"`` for the input itself, ``"masked"`` for parts of it, ``"class"`` for one
-            class per row, ``"sequence"`` for another text.
+            of three classes per row, ``"sequence"`` for another text.
         padded: Rows have different lengths.
-        classes: Number of classes for ``"class"``.
     """
     from transformers import BatchEncoding
 
@@ -79,7 +93,7 @@ def encodings(*, labels: str | None, padded: bool = True, classes: int = 0) -> l
     batches = []
     for number in range(BATCHES):
         length = LENGTH - number % 2 * 3  # bucketed: the batches differ in length
-        ids = tokens(generator, length=length)
+        ids = tokens(generator, length)
         mask = torch.ones_like(ids)
         if padded:
             for row in range(1, ROWS):
@@ -89,196 +103,157 @@ def encodings(*, labels: str | None, padded: bool = True, classes: int = 0) -> l
         if labels == "causal":
             batch["labels"] = ids.masked_fill(mask == 0, -100)
         elif labels == "masked":
-            hidden = torch.rand(ids.shape, generator=generator) < 0.3
-            batch["labels"] = ids.masked_fill(~hidden | (mask == 0), -100)
+            is_hidden = torch.rand(ids.shape, generator=generator) < 0.3
+            batch["labels"] = ids.masked_fill(~is_hidden | (mask == 0), -100)
         elif labels == "sequence":
-            batch["labels"] = tokens(generator, length=5)
-        elif labels == "class":
-            batch["labels"] = torch.randint(classes, (ROWS,), generator=generator)
+            batch["labels"] = tokens(generator, 5)
+        else:
+            batch["labels"] = classes(generator, 3)
         batches.append(BatchEncoding(batch))
     return batches
 
 
-def images(*, size: int = 16, classes: int = 5) -> list[Any]:
-    generator = torch.Generator().manual_seed(1)
-    return [
-        {
-            "pixel_values": torch.randn(ROWS, 3, size, size, generator=generator),
-            "labels": torch.randint(classes, (ROWS,), generator=generator),
+def labelled_images() -> list[Any]:
+    return each_batch(lambda draw: {"pixel_values": images(draw), "labels": classes(draw, 5)})
+
+
+def spectrograms() -> list[Any]:
+    return each_batch(
+        lambda draw: {
+            "input_features": torch.randn(ROWS, 8, 20, generator=draw),
+            "labels": tokens(draw, 6),
         }
-        for _ in range(BATCHES)
-    ]
+    )
 
 
+def captioned_images() -> list[Any]:
+    return each_batch(
+        lambda draw: {
+            "input_ids": tokens(draw), "pixel_values": images(draw), "return_loss": True,
+        }
+    )  # fmt: skip
+
+
+SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 SMALL = {"hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4}
-DECODER = {
-    **SMALL,
-    "vocab_size": VOCABULARY,
-    "intermediate_size": 48,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 32,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+TEXT = {**SMALL, "vocab_size": VOCABULARY, "intermediate_size": 48}
+DECODER = {**TEXT, **SPECIAL, "num_key_value_heads": 2, "max_position_embeddings": 32}
+IMAGE = {**SMALL, "intermediate_size": 48, "image_size": 16, "patch_size": 4}
+SEQ2SEQ = {
+    "vocab_size": VOCABULARY, "d_model": 32, "encoder_layers": 2, "decoder_layers": 2,
+    "encoder_attention_heads": 4, "decoder_attention_heads": 4, "encoder_ffn_dim": 48,
+    "decoder_ffn_dim": 48, **SPECIAL,
+}  # fmt: skip
 
-
-def gpt2() -> Learner:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    config = GPT2Config(
-        vocab_size=VOCABULARY, n_positions=32, n_embd=32, n_layer=3, n_head=4, bos_token_id=1,
-        eos_token_id=2, resid_pdrop=0.1,
-    )  # fmt: skip
-    return Learner(GPT2LMHeadModel(config), encodings(labels="causal"), loss_of)
-
-
-def llama() -> Learner:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    return Learner(LlamaForCausalLM(LlamaConfig(**DECODER)), encodings(labels="causal"), loss_of)
-
-
-def qwen() -> Learner:
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
-    batches = encodings(labels="causal", padded=False)
-    return Learner(Qwen2ForCausalLM(Qwen2Config(**DECODER)), batches, loss_of)
-
-
-def mixture_of_experts() -> Learner:
-    from transformers import MixtralConfig, MixtralForCausalLM
-
-    config = MixtralConfig(
-        **DECODER, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True
-    )
-    return Learner(MixtralForCausalLM(config), encodings(labels="causal"), loss_of)
-
-
-def bert() -> Learner:
-    from transformers import BertConfig, BertForMaskedLM
-
-    config = BertConfig(**SMALL, vocab_size=VOCABULARY, intermediate_size=48)
-    return Learner(BertForMaskedLM(config), encodings(labels="masked"), loss_of)
-
-
-def deberta() -> Learner:
-    from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
-
-    config = DebertaV2Config(
-        **SMALL, vocab_size=VOCABULARY, intermediate_size=48, relative_attention=True,
-        pos_att_type=["p2c", "c2p"], position_buckets=8, num_labels=3,
-    )  # fmt: skip
-    model = DebertaV2ForSequenceClassification(config)
-    return Learner(model, encodings(labels="class", classes=3), loss_of)
-
-
-def t5() -> Learner:
-    from transformers import T5Config, T5ForConditionalGeneration
-
-    config = T5Config(
-        vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4,
-        decoder_start_token_id=0, pad_token_id=0, eos_token_id=2,
-    )  # fmt: skip
-    return Learner(T5ForConditionalGeneration(config), encodings(labels="sequence"), loss_of)
-
-
-def bart() -> Learner:
-    from transformers import BartConfig, BartForConditionalGeneration
-
-    config = BartConfig(
-        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-        decoder_ffn_dim=48, max_position_embeddings=32, pad_token_id=0, bos_token_id=1,
-        eos_token_id=2, decoder_start_token_id=2, forced_eos_token_id=2,
-    )  # fmt: skip
-    return Learner(BartForConditionalGeneration(config), encodings(labels="sequence"), loss_of)
-
-
-def whisper() -> Learner:
-    """Speech: an encoder of spectrograms and a decoder of text."""
-    from transformers import WhisperConfig, WhisperForConditionalGeneration
-
-    config = WhisperConfig(
-        vocab_size=VOCABULARY, num_mel_bins=8, d_model=32, encoder_layers=2, decoder_layers=2,
-        encoder_attention_heads=4, decoder_attention_heads=4, encoder_ffn_dim=48,
-        decoder_ffn_dim=48, max_source_positions=10, max_target_positions=16, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
-        begin_suppress_tokens=None,
-    )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    batches = [
+TRANSFORMERS: dict[str, tuple[str, str, dict[str, Any], Callable[[], list[Any]]]] = {
+    "GPT-2": (
+        "GPT2Config",
+        "GPT2LMHeadModel",
         {
-            "input_features": torch.randn(ROWS, 8, 20, generator=generator),
-            "labels": tokens(generator, length=6),
-        }
-        for _ in range(BATCHES)
-    ]
-    return Learner(WhisperForConditionalGeneration(config), batches, loss_of)
-
-
-def vit() -> Learner:
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(**SMALL, intermediate_size=48, image_size=16, patch_size=4, num_labels=5)
-    return Learner(ViTForImageClassification(config), images(), loss_of)
-
-
-def swin() -> Learner:
-    from transformers import SwinConfig, SwinForImageClassification
-
-    config = SwinConfig(
-        image_size=16, patch_size=2, embed_dim=8, depths=[2, 2], num_heads=[2, 2], window_size=4,
-        num_labels=5,
-    )  # fmt: skip
-    return Learner(SwinForImageClassification(config), images(), loss_of)
-
-
-def convnext() -> Learner:
-    from transformers import ConvNextConfig, ConvNextForImageClassification
-
-    config = ConvNextConfig(
-        num_stages=2, hidden_sizes=[8, 16], depths=[1, 2], image_size=16, num_labels=5
-    )
-    return Learner(ConvNextForImageClassification(config), images(), loss_of)
-
-
-def clip() -> Learner:
-    from transformers import CLIPConfig, CLIPModel
-
-    config = CLIPConfig(
-        text_config={**DECODER, "num_key_value_heads": 4},
-        vision_config={**SMALL, "intermediate_size": 48, "image_size": 16, "patch_size": 4},
-        projection_dim=16,
-    )
-    generator = torch.Generator().manual_seed(1)
-    batches = [
+            "vocab_size": VOCABULARY, "n_positions": 32, "n_embd": 32, "n_layer": 3, "n_head": 4,
+            "bos_token_id": 1, "eos_token_id": 2, "resid_pdrop": 0.1,
+        },
+        lambda: encodings("causal"),
+    ),
+    "Llama": ("LlamaConfig", "LlamaForCausalLM", DECODER, lambda: encodings("causal")),
+    "Qwen2": ("Qwen2Config", "Qwen2ForCausalLM", DECODER, lambda: encodings("causal", False)),
+    "Mixtral": (
+        "MixtralConfig",
+        "MixtralForCausalLM",
+        {**DECODER, "num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True},
+        lambda: encodings("causal"),
+    ),
+    "BERT": ("BertConfig", "BertForMaskedLM", TEXT, lambda: encodings("masked")),
+    "DeBERTa": (
+        "DebertaV2Config",
+        "DebertaV2ForSequenceClassification",
         {
-            "input_ids": tokens(generator),
-            "pixel_values": torch.randn(ROWS, 3, 16, 16, generator=generator),
-            "return_loss": True,
-        }
-        for _ in range(BATCHES)
-    ]
-    return Learner(CLIPModel(config), batches, loss_of)
+            **TEXT, "relative_attention": True, "pos_att_type": ["p2c", "c2p"],
+            "position_buckets": 8, "num_labels": 3,
+        },
+        lambda: encodings("class"),
+    ),
+    "T5": (
+        "T5Config",
+        "T5ForConditionalGeneration",
+        {
+            "vocab_size": VOCABULARY, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2,
+            "num_heads": 4, "decoder_start_token_id": 0, "pad_token_id": 0, "eos_token_id": 2,
+        },
+        lambda: encodings("sequence"),
+    ),
+    "BART": (
+        "BartConfig",
+        "BartForConditionalGeneration",
+        {
+            **SEQ2SEQ, "max_position_embeddings": 32, "decoder_start_token_id": 2,
+            "forced_eos_token_id": 2,
+        },
+        lambda: encodings("sequence"),
+    ),
+    "Whisper": (
+        "WhisperConfig",
+        "WhisperForConditionalGeneration",
+        {
+            **SEQ2SEQ, "num_mel_bins": 8, "max_source_positions": 10, "max_target_positions": 16,
+            "decoder_start_token_id": 1, "suppress_tokens": None, "begin_suppress_tokens": None,
+        },
+        spectrograms,
+    ),
+    "ViT": ("ViTConfig", "ViTForImageClassification", {**IMAGE, "num_labels": 5}, labelled_images),
+    "Swin": (
+        "SwinConfig",
+        "SwinForImageClassification",
+        {
+            "image_size": 16, "patch_size": 2, "embed_dim": 8, "depths": [2, 2],
+            "num_heads": [2, 2], "window_size": 4, "num_labels": 5,
+        },
+        labelled_images,
+    ),
+    "ConvNeXt": (
+        "ConvNextConfig",
+        "ConvNextForImageClassification",
+        {
+            "num_stages": 2, "hidden_sizes": [8, 16], "depths": [1, 2], "image_size": 16,
+            "num_labels": 5,
+        },
+        labelled_images,
+    ),
+    "CLIP": (
+        "CLIPConfig",
+        "CLIPModel",
+        {
+            "text_config": {**DECODER, "num_key_value_heads": 4}, "vision_config": IMAGE,
+            "projection_dim": 16,
+        },
+        captioned_images,
+    ),
+    "Mamba": (
+        "MambaConfig",
+        "MambaForCausalLM",
+        {
+            "vocab_size": VOCABULARY, "hidden_size": 16, "num_hidden_layers": 2, "state_size": 4,
+            "time_step_rank": 2, **SPECIAL,
+        },
+        lambda: encodings("causal", False),
+    ),
+}  # fmt: skip
+"""Class of the configuration, class of the model, settings and batches."""
 
 
-def mamba() -> Learner:
-    """A state-space model."""
-    from transformers import MambaConfig, MambaForCausalLM
+def from_transformers(name: str) -> Learner:
+    import transformers
 
-    config = MambaConfig(
-        vocab_size=VOCABULARY, hidden_size=16, num_hidden_layers=2, state_size=4, pad_token_id=0,
-        bos_token_id=1, eos_token_id=2, time_step_rank=2,
-    )  # fmt: skip
-    return Learner(MambaForCausalLM(config), encodings(labels="causal", padded=False), loss_of)
+    configuration, kind, settings, batches = TRANSFORMERS[name]
+    model = getattr(transformers, kind)(getattr(transformers, configuration)(**settings))
+    return Learner(model, batches(), loss_of)
 
 
 def lora() -> Learner:
     """Low-rank adapters on a frozen base."""
     from peft import LoraConfig, get_peft_model
 
-    base = llama()
+    base = from_transformers("Llama")
     settings = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     return Learner(get_peft_model(base.model, settings), base.batches, loss_of)
 
@@ -300,15 +275,7 @@ def unet() -> Learner:
         block_out_channels=(8, 16), down_block_types=("DownBlock2D", "AttnDownBlock2D"),
         up_block_types=("AttnUpBlock2D", "UpBlock2D"), attention_head_dim=4,
     )  # fmt: skip
-    generator = torch.Generator().manual_seed(1)
-    batches = [
-        Noised(
-            torch.randn(ROWS, 3, 8, 8, generator=generator),
-            torch.randn(ROWS, 3, 8, 8, generator=generator),
-            torch.randint(1000, (ROWS,), generator=generator),
-        )
-        for _ in range(BATCHES)
-    ]
+    batches = each_batch(lambda draw: Noised(images(draw, 8), images(draw, 8), classes(draw, 1000)))
 
     def step(model: nn.Module, batch: Noised) -> Tensor:
         assert {field.name for field in fields(batch)} == {"image", "noise", "time"}
@@ -362,8 +329,7 @@ def torch_transformer() -> Learner:
             result: Tensor = self.head(hidden)
             return result
 
-    generator = torch.Generator().manual_seed(1)
-    batches = [(tokens(generator), tokens(generator)) for _ in range(BATCHES)]
+    batches = each_batch(lambda draw: (tokens(draw), tokens(draw)))
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         ids, targets = batch
@@ -390,15 +356,12 @@ def lstm() -> Learner:
             result: Tensor = self.head(last[-1])
             return result
 
-    generator = torch.Generator().manual_seed(1)
-    batches = [
-        {
-            "ids": tokens(generator),
-            "lengths": torch.randint(3, LENGTH, (ROWS,), generator=generator),
-            "labels": torch.randint(5, (ROWS,), generator=generator),
+    batches = each_batch(
+        lambda draw: {
+            "ids": tokens(draw), "lengths": 3 + classes(draw, LENGTH - 3),
+            "labels": classes(draw, 5),
         }
-        for _ in range(BATCHES)
-    ]
+    )  # fmt: skip
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         return nn.functional.cross_entropy(model(batch["ids"], batch["lengths"]), batch["labels"])
@@ -410,8 +373,7 @@ def lightning_demo() -> Learner:
     """Lightning's demo transformer, which takes input and target."""
     from lightning.pytorch.demos import Transformer
 
-    generator = torch.Generator().manual_seed(1)
-    batches = [(tokens(generator), tokens(generator)) for _ in range(BATCHES)]
+    batches = each_batch(lambda draw: (tokens(draw), tokens(draw)))
 
     def step(model: nn.Module, batch: Any) -> Tensor:
         output = model(*batch)
@@ -422,20 +384,7 @@ def lightning_demo() -> Learner:
 
 
 MODELS: dict[str, Callable[[], Learner]] = {
-    "GPT-2": gpt2,
-    "Llama": llama,
-    "Qwen2": qwen,
-    "Mixtral": mixture_of_experts,
-    "BERT": bert,
-    "DeBERTa": deberta,
-    "T5": t5,
-    "BART": bart,
-    "Whisper": whisper,
-    "ViT": vit,
-    "Swin": swin,
-    "ConvNeXt": convnext,
-    "CLIP": clip,
-    "Mamba": mamba,
+    **{name: functools.partial(from_transformers, name) for name in TRANSFORMERS},
     "LoRA on Llama": lora,
     "UNet": unet,
     "GCN": graph_network,
