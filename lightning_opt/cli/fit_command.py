@@ -18,8 +18,7 @@ from lightning_opt.cli.parsing import (
     preset_of,
 )
 from lightning_opt.cli.targets import Targets
-from lightning_opt.presets.parts import Chosen
-from lightning_opt.presets.preset import join
+from lightning_opt.presets.preset import Chosen, join
 
 DESCRIPTION = """\
 Trains as LightningCLI does, with a preset of lightning_opt. It has all of LightningCLI's options:
@@ -81,7 +80,7 @@ class Fit(LightningCLI):
         given = {name: made[name] for name in given_arguments(config.trainer)}
         theirs = plain(config.trainer.callbacks) or []
         theirs = theirs if isinstance(theirs, list) else [theirs]
-        for argument, value in join(preset.choose(**given), Chosen.described, theirs).items():
+        for argument, value in join(preset.choose(**given), Chosen.to_config, theirs).items():
             config.trainer[argument] = value
         return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
 

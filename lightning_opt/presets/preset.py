@@ -1,4 +1,4 @@
-"""A list of callbacks and Trainer arguments that knows where it can be used."""
+"""Presets: named sets of callbacks and Trainer arguments, each with its reasons."""
 
 from __future__ import annotations
 
@@ -11,11 +11,12 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.utilities import rank_zero_warn
 
+import lightning_opt
 from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.output.report import Report
-from lightning_opt.presets.parts import Chosen, Obstacle, Part, check_settings, written
 from lightning_opt.presets.situation import Situation
+from lightning_opt.worker.recipes import instantiate
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -24,31 +25,110 @@ ORDER = (
     "Runtime", "Accumulation", "GradientHealth", "NonFiniteGuard", "CurvatureMonitor",
     "CurvaturePreconditioner", "AdaptiveClipping",
 )  # fmt: skip
-"""Callbacks whose order matters, first to last: settings of the process, then what makes the
-gradient, sees it, judges it, and last what changes it. The others follow."""
+"""Callbacks whose order matters: process settings first, then those that produce, measure, check
+and change gradients. All others follow."""
 
 ARGUMENTS = set(inspect.signature(Trainer).parameters) - {"callbacks"}
-"""Of the Trainer, which a preset may set."""
+"""Arguments of the Trainer that a preset may set."""
+
+Obstacle = Callable[[Situation], str | None]
+"""Returns the reason to leave a part out, or None."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """A callback, or an argument of the Trainer, in a preset.
+
+    Args:
+        name: Name of the callback's class, or of the argument.
+        value: The callback's settings, or the argument's value; or a function of the situation
+            that returns them.
+        why: Its purpose, in a few words.
+        costs: Its cost, in a few words.
+        obstacle: Returns the reason to leave it out in a situation; None to always use it.
+        kind: The callback's class; None for an argument of the Trainer.
+    """
+
+    name: str
+    value: Any
+    why: str = ""
+    costs: str = ""
+    obstacle: Obstacle | None = None
+    kind: type[Callback] | None = None
+
+    def choose(self, situation: Situation) -> Chosen:
+        """Decide on settings, and on whether the part is used."""
+        settings = self.value(situation) if callable(self.value) else self.value
+        wish = situation.wishes.get(self.name)
+        if isinstance(wish, Mapping):
+            settings = {**settings, **wish}
+        return Chosen(self, settings, self._reason_against(situation))
+
+    def _reason_against(self, situation: Situation) -> str | None:
+        if self.kind is None:
+            is_given = self.name in situation.arguments
+        else:
+            is_given = any(isinstance(callback, self.kind) for callback in situation.given)
+        if is_given:
+            return "replaced by yours"
+        if situation.excludes(self.name):
+            return "excluded by you"
+        if self.obstacle is None or situation.wishes.get(self.name) is True:
+            return None
+        return self.obstacle(situation)
+
+
+@dataclass(frozen=True)
+class Chosen:
+    """The decision on a part in a situation.
+
+    Attributes:
+        part: The part.
+        settings: The callback's settings, or the argument's value.
+        because: Why it is left out; None if it is used.
+    """
+
+    part: Part
+    settings: Any
+    because: str | None
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the preset uses it."""
+        return self.because is None
+
+    def make(self) -> Callback:
+        """Create the callback."""
+        assert self.part.kind is not None
+        return self.part.kind(**instantiate(self.settings))
+
+    def to_config(self) -> dict[str, Any]:
+        """Return the callback's entry in a configuration of LightningCLI."""
+        kind = self.part.kind
+        assert kind is not None
+        exported = getattr(lightning_opt, kind.__name__, None) is kind
+        module = "lightning_opt" if exported else kind.__module__
+        return {"class_path": f"{module}.{kind.__qualname__}", "init_args": dict(self.settings)}
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class Preset:
-    """A named set of callbacks and Trainer arguments, each with the reason why it is there.
+    """A named set of callbacks and Trainer arguments, each with its reason.
 
-    What a part needs and the machine, the strategy or another part does not allow is left out, and
-    :meth:`describe` says so; nothing that a preset puts together is refused by its parts. What you
-    give yourself wins: an argument of the Trainer, or a callback of a class that is in the preset.
+    Parts that the machine, the strategy or another part rules out are left out, and
+    :meth:`describe` gives the reasons, so the chosen parts always work together. Your own settings
+    win: an argument of the Trainer, or a callback of a class in the preset.
 
-    Presets do not change: each method returns a new one. They are made by :func:`preset` and
+    Presets are immutable: each method returns a new one. Create them with :func:`preset` and
     :func:`register_preset`.
 
     Args:
-        name: What it is called.
-        parts: What it is made of; :meth:`plus` adds to them.
-        wishes: What :meth:`override` says of single callbacks.
-        arguments: What it says of the Trainer's arguments.
-        model: What :meth:`for_model` was given.
-        purpose: What it is for, in a sentence.
+        name: The preset's name.
+        parts: Its parts; :meth:`plus` adds to them.
+        wishes: Settings of single callbacks, set by :meth:`override`.
+        arguments: Arguments of the Trainer, set by :meth:`override`.
+        model: The model, set by :meth:`for_model`.
+        purpose: Its purpose, in a sentence.
 
     Example:
         >>> import lightning as L
@@ -67,7 +147,7 @@ class Preset:
     model: LightningModule | None = None
     purpose: str = ""
 
-    # --- making others from it ------------------------------------------------------------------
+    # --- derived presets --------------------------------------------------------------------------
 
     def plus(
         self,
@@ -77,18 +157,17 @@ class Preset:
         costs: str = "",
         obstacle: Obstacle | None = None,
     ) -> Self:
-        """Return this preset with one more callback, in the place of one of the same class.
+        """Return this preset with another callback, which replaces one of the same class.
 
         Args:
             kind: The callback's class.
             settings: Its arguments, or a function of the situation that returns them.
-            why: What it is for.
-            costs: What it costs.
+            why: Its purpose.
+            costs: Its cost.
             obstacle: A function of the situation (``device``, ``strategy``, ``processes``, ...)
-                that returns why to leave it out, or None.
+                that returns the reason to leave it out, or None.
         """
-        part = Part(kind.__name__, settings or {}, why, costs, obstacle, kind)
-        return self._with(part)
+        return self._with(Part(kind.__name__, settings or {}, why, costs, obstacle, kind))
 
     def plus_argument(
         self,
@@ -98,25 +177,25 @@ class Preset:
         costs: str = "",
         obstacle: Obstacle | None = None,
     ) -> Self:
-        """Return this preset with one more argument of the Trainer; see :meth:`plus`."""
+        """Return this preset with another argument of the Trainer; see :meth:`plus`."""
         if name not in ARGUMENTS:
             raise ValueError(f"The Trainer has no argument {name!r} that a preset could set.")
         return self._with(Part(name, value, why, costs, obstacle))
 
     def named(self, name: str, purpose: str = "") -> Self:
-        """Return this preset under another name, and for another purpose if one is given."""
+        """Return this preset with another name, and another purpose if one is given."""
         return replace(self, name=name, purpose=purpose or self.purpose)
 
     def override(self, **overrides: Any) -> Self:
-        """Return this preset with settings of one's own.
+        """Return this preset with other settings.
 
         Args:
             overrides: By the name of a callback: a dict of settings; None or False to leave it out;
-                True to have it also where the preset would leave it out. By the name of an argument
+                True to add it even where the preset would leave it out. By the name of an argument
                 of the Trainer: its value.
 
         Raises:
-            ValueError: For an unknown name, or settings that the callback does not take.
+            ValueError: For an unknown name, or settings that the callback does not accept.
         """
         wishes, trainer = dict(self.wishes), dict(self.arguments)
         kinds = {part.name: part.kind for part in self.parts if part.kind is not None}
@@ -136,7 +215,7 @@ class Preset:
                 trainer[name] = value
             elif isinstance(value, Mapping):
                 wishes[name] = dict(value)
-                check_settings(kinds[name], value)
+                _check_settings(kinds[name], value)
             elif value is None or isinstance(value, bool):
                 wishes[name] = value or None
             else:
@@ -147,10 +226,11 @@ class Preset:
         return replace(self, wishes=wishes, arguments=trainer)
 
     def for_model(self, model: LightningModule) -> Self:
-        """Return this preset without what this model refuses, and with what its size asks for.
+        """Return this preset adapted to a model.
 
-        A model under manual optimisation, one that is compiled or checkpointed already, and one
-        whose states leave little memory for activations get other parts.
+        Parts that the model rules out are left out: under manual optimisation, or if it is already
+        compiled or checkpointed. Checkpointing is added if its weights, gradients and optimizer
+        states leave little memory for activations.
         """
         return replace(self, model=model)
 
@@ -158,29 +238,26 @@ class Preset:
         parts = {own.name: own for own in self.parts}
         return replace(self, parts=tuple({**parts, part.name: part}.values()))
 
-    # --- what comes of it -----------------------------------------------------------------------
+    # --- results ----------------------------------------------------------------------------------
 
     def choose(self, **trainer: Any) -> list[Chosen]:
-        """Return each part with what was decided for these arguments of the Trainer."""
+        """Return the decision on each part for these arguments of the Trainer."""
         situation = self._situation(trainer)
-        return [
-            Chosen(part, part.settings(situation), part.left_out(situation)) for part in self.parts
-        ]
+        return [part.choose(situation) for part in self.parts]
 
     def _situation(self, trainer: Mapping[str, Any]) -> Situation:
         return Situation({**self.arguments, **trainer}, self.wishes, self.model)
 
     def callbacks(self) -> list[Callback]:
-        """Return new callbacks, for a Trainer with no further arguments of weight."""
+        """Return new callbacks, for a Trainer with default arguments."""
         return list(self.trainer_kwargs()["callbacks"])
 
     def trainer_kwargs(self, **more: Any) -> dict[str, Any]:
         """Return arguments for the Trainer.
 
         Args:
-            more: Arguments of your own, which win. A callback of a class that is in the preset
-                stands for the preset's; others follow the preset's, those of this package in the
-                order that they need.
+            more: Arguments of your own, which win. A callback of a class in the preset replaces the
+                preset's. Other callbacks follow, those of this package in the order they need.
         """
         situation = self._situation(more)
         if situation.does_not_fit:
@@ -189,7 +266,9 @@ class Preset:
         return {**situation.arguments, **joined}
 
     def describe(self, **trainer: Any) -> Report:
-        """Return one row a part: whether it is on, why, and what it costs or why it is left out.
+        """Return a table with one row per part: whether it is used, its purpose, its cost.
+
+        For a part that is left out the reason stands in place of the cost.
 
         Args:
             trainer: Arguments that the Trainer will have, such as ``devices=4``.
@@ -199,7 +278,7 @@ class Preset:
             {
                 "part": choice.part.name,
                 "on": "yes" if choice.is_on else "no",
-                "settings": written(choice.settings) if choice.is_on else "",
+                "settings": _as_python(choice.settings) if choice.is_on else "",
                 "for": choice.part.why,
                 "costs, or why not": choice.part.costs if choice.is_on else choice.because,
             }
@@ -212,11 +291,11 @@ class Preset:
             f"process{'es' if processes > 1 else ''}: {describe_machine(situation.device)}.",
         ]
         if self.arguments:
-            notes.append(f"Your arguments of the Trainer: {written(self.arguments)}.")
+            notes.append(f"Your arguments of the Trainer: {_as_python(self.arguments)}.")
         return Report(f"Preset {self.name!r}", rows, notes)
 
     def to_dict(self, **more: Any) -> dict[str, Any]:
-        """Return the arguments of the Trainer as a LightningCLI configuration has them.
+        """Return the arguments of the Trainer in the format of a LightningCLI configuration.
 
         Args:
             more: Arguments of your own, of plain types; ``callbacks`` as dicts with ``class_path``.
@@ -224,11 +303,11 @@ class Preset:
         Raises:
             ValueError: For settings that are objects, which a file cannot hold.
         """
-        theirs = more.pop("callbacks", None) or []
-        named = {name for entry in theirs for name in _class_names(entry)}
-        ours = (choice for choice in self.choose(**more) if choice.part.name not in named)
-        found = {**self.arguments, **more, **join(ours, Chosen.described, theirs)}
-        plain: dict[str, Any] = json.loads(json.dumps(found, default=_refuse))
+        given = more.pop("callbacks", None) or []
+        names = {name for entry in given for name in _class_names(entry)}
+        chosen = (choice for choice in self.choose(**more) if choice.part.name not in names)
+        found = {**self.arguments, **more, **join(chosen, Chosen.to_config, given)}
+        plain: dict[str, Any] = json.loads(json.dumps(found, default=_raise_for_object))
         return plain
 
     def to_yaml(self, **more: Any) -> str:
@@ -240,26 +319,26 @@ class Preset:
 
     def __repr__(self) -> str:
         changes = {**self.wishes, **self.arguments}
-        return f"preset({self.name!r}{', ' if changes else ''}{written(changes)})"
+        return f"preset({self.name!r}{', ' if changes else ''}{_as_python(changes)})"
 
     def __str__(self) -> str:
         return str(self.describe())
 
 
 def join(
-    chosen: Iterable[Chosen], form: Callable[[Chosen], Any], theirs: Sequence[Any]
+    chosen: Iterable[Chosen], form: Callable[[Chosen], Any], given: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return what is switched on as arguments of the Trainer, callbacks in their order.
+    """Return the parts in use as arguments of the Trainer, with callbacks in order.
 
     Args:
-        chosen: The parts of a preset, as decided.
-        form: Returns the callback of a part, or what a configuration has for it.
-        theirs: Callbacks of the user's, in the same form.
+        chosen: The decisions on the parts of a preset.
+        form: Returns a part's callback, or its entry in a configuration.
+        given: The user's callbacks, in the same form.
     """
     on = [choice for choice in chosen if choice.is_on]
     arguments = {choice.part.name: choice.settings for choice in on if not choice.part.kind}
-    ours = [form(choice) for choice in on if choice.part.kind]
-    return {**arguments, "callbacks": sorted([*ours, *theirs], key=_rank)}
+    callbacks = [form(choice) for choice in on if choice.part.kind]
+    return {**arguments, "callbacks": sorted([*callbacks, *given], key=_rank)}
 
 
 def _rank(callback: Callback | Mapping[str, Any]) -> int:
@@ -268,13 +347,31 @@ def _rank(callback: Callback | Mapping[str, Any]) -> int:
 
 
 def _class_names(callback: Callback | Mapping[str, Any]) -> list[str]:
-    """Return the classes of a callback, or the one that a configuration names."""
+    """Return the names of a callback's class and bases, or the class in a configuration entry."""
     if isinstance(callback, Mapping):
         return [str(callback["class_path"]).rpartition(".")[2]]
     return [base.__name__ for base in type(callback).__mro__]
 
 
-def _refuse(value: object) -> NoReturn:
+def _check_settings(kind: type[Callback], settings: Mapping[str, Any]) -> None:
+    """Raise for settings that the callback does not have or does not accept."""
+    allowed = [name for name in inspect.signature(kind).parameters if name != "self"]
+    unknown = [name for name in settings if name not in allowed]
+    if unknown:
+        raise ValueError(
+            f"{kind.__name__} has no setting {unknown[0]!r}; it has "
+            f"{', '.join(allowed) if allowed else 'none'}."
+        )
+    kind(**instantiate(dict(settings)))
+
+
+def _as_python(value: Any) -> str:
+    if isinstance(value, Mapping):
+        return ", ".join(f"{name}={setting!r}" for name, setting in value.items())
+    return repr(value)
+
+
+def _raise_for_object(value: object) -> NoReturn:
     raise ValueError(
         f"A configuration file cannot hold {value!r}. Give it as a name or as "
         "{'class_path': ..., 'init_args': {...}}."

@@ -1,13 +1,111 @@
-"""Presets by name: those of the package, and those that are registered."""
+"""Presets by name: the built-in ones, of which each adds to the one before, and users' own."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
 
+from lightning_opt.batching.accumulation.accumulation import Accumulation
+from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
 from lightning_opt.core.arguments import did_you_mean
-from lightning_opt.presets.builtin import advanced, basic, ultra
+from lightning_opt.core.measure.machine import why_no_bf16, why_no_compiler
+from lightning_opt.core.modules.blocks import find_blocks
+from lightning_opt.data.pipeline.pipeline_tuner import DataPipelineTuner
+from lightning_opt.gradients.clipping.adaptive_clipping import AdaptiveClipping
+from lightning_opt.gradients.guard.non_finite_guard import NonFiniteGuard
+from lightning_opt.gradients.health.gradient_health import GradientHealth
+from lightning_opt.kernels.attention.attention_backend import AttentionBackend
+from lightning_opt.kernels.channels_last.channels_last import ChannelsLast
+from lightning_opt.kernels.compiling.compile_model import CompileModel
+from lightning_opt.kernels.fused_optimizer.fused_optimizer import FusedOptimizer
+from lightning_opt.kernels.runtime.runtime import Runtime
+from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
+from lightning_opt.memory.cleanup.memory_cleanup import MemoryCleanup
+from lightning_opt.memory.garbage.garbage_collection import GarbageCollection
 from lightning_opt.presets.preset import Preset
+from lightning_opt.presets.situation import Situation
+from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
+
+OPERATOR_POLICIES = ("auto", "selective")
+"""Policies of ActivationCheckpointing that need to see individual operators."""
+
+
+def basic() -> Preset:
+    """Monitoring and protection that hardly change the numbers of a healthy run."""
+    return (
+        Preset("basic", purpose="Monitors and protects, and leaves a healthy run's numbers alone.")
+        .plus(GradientHealth, _figure, "reports problems of gradients, by layer, with advice",
+              "1% of a step of 9.5 M weights, 10% of a tiny MLP's; a figure at the end", _deepspeed)
+        .plus(NonFiniteGuard, None, "skips steps that are NaN or infinite",
+              "1% of a step of 9.5 M weights, 6% of a tiny MLP's; one small all-reduce", _deepspeed)
+        .plus(AdaptiveClipping, None, "clips gradients at a threshold learned from the run",
+              "shares its norms with the two above; changes the steps it clips", _no_clipping)
+        .plus(PerformanceMonitor, None,
+              "logs speed and machine usage, warns if the run gets slower",
+              "a thread that samples each second; the second step counts FLOPs")
+        .plus(MemoryCleanup, None, "collects garbage and trims caches when memory runs short",
+              "0.4% of a step of 14 ms; a pause when memory runs short")
+    )  # fmt: skip
+
+
+def advanced() -> Preset:
+    """``basic`` with faster steps that give the same result up to rounding."""
+    return (
+        basic().named("advanced", "Makes steps faster, with the same result up to rounding.")
+        .plus_argument("precision", "bf16-mixed",
+              "matrix products in bfloat16: faster, and half the memory of activations",
+              "activations have 8 bits of precision; weights and updates stay in float32", _no_bf16)
+        .plus(Runtime, None, "TF32 and cuDNN's fastest kernels on CUDA, restored afterwards",
+              "float32 matrix products are less exact on GPUs with TF32")
+        .plus(FusedOptimizer, None, "the update in one pass over each tensor, if supported",
+              "rounds in another order", _deepspeed)
+        .plus(ChannelsLast, None,
+              "convolutions with the channels last in memory, where this is faster",
+              "eight steps on the first batch to measure it")
+        .plus(AttentionBackend, None,
+              "flash attention first, and a warning where the slow kernel is used",
+              "inspects the first batch")
+        .plus(CompileModel, _compile_scope,
+              "torch.compile, if a measurement shows that it pays in the remaining steps",
+              "seven uncompiled steps, then seconds to minutes, and again for new shapes",
+              _no_compile)
+        .plus(ActivationCheckpointing, _checkpointing_policy,
+              "recomputes blocks in the backward pass instead of keeping them",
+              "up to a third of a step; 'auto' runs some tens of steps on the first batch",
+              _no_checkpointing)
+        .plus(DataPipelineTuner, _tuner_settings,
+              "tunes workers and prefetching of the training loader by measuring",
+              "up to 20 s before the first step; workers need memory")
+        .plus(GarbageCollection, None,
+              "all ranks collect garbage at the same step; otherwise each waits for the others",
+              "objects in reference cycles live for up to 100 steps", _alone)
+    )  # fmt: skip
+
+
+def ultra() -> Preset:
+    """``advanced`` with parts that may take minutes before they pay, or change the result."""
+    return (
+        advanced().named("ultra", "Takes minutes before it pays, or changes the result: for long "
+                         "runs.")
+        .plus(CompileModel, _tuned_compile,
+              "torch.compile, on CUDA block by block with autotuned kernels, where it pays",
+              "minutes in the first steps on CUDA, and again for new shapes", _no_compile)
+        .plus(MicroBatching, {"size": "auto"},
+              "splits a batch that runs out of memory into the largest parts that fit",
+              "0.3 ms per step; BatchNorm sees one part at a time once a batch is split",
+              _no_micro_batching)
+        # "samples" needs batches whose length is known.
+        .plus(Accumulation, {"normalize": "batches"},
+              "accumulated gradients that are an exact mean, also in a short last window",
+              "nothing measurable", _no_accumulation)
+        .plus_argument("strategy", "ddp_compressed",
+              "compressed gradients with error feedback, if the measured network is the bottleneck",
+              "a copy of the gradients; Top-K, if it is chosen, changes the result",
+              _no_network)
+    )  # fmt: skip
+
+
+# --- by name --------------------------------------------------------------------------------------
 
 BUILT_IN: dict[str, Callable[[], Preset]] = {"basic": basic, "advanced": advanced, "ultra": ultra}
 
@@ -15,24 +113,24 @@ _builders = dict(BUILT_IN)
 
 
 def preset(name: str, /, **overrides: Any) -> Preset:
-    """Return a preset: a list of callbacks and Trainer arguments that fit this machine.
+    """Return a preset: callbacks and Trainer arguments chosen for this machine.
 
     =============== ==============================================================================
-    ``"basic"``     watches and protects: gradient health, a guard against NaN, adaptive clipping,
-                    cleaning up when memory runs short
-    ``"advanced"``  adds speed at the same result up to rounding: bf16 where the device has it,
-                    compilation, fused updates, channels_last, attention, loading of data
-    ``"ultra"``     adds what may take minutes before it pays, or changes the result: kernels by
-                    trial, micro-batches or the largest batch, gradients compressed between machines
+    ``"basic"``     monitors and protects: gradient health, a guard against NaN, adaptive clipping,
+                    cleanup when memory runs short
+    ``"advanced"``  adds speed with the same result up to rounding: bf16 in hardware, compilation,
+                    fused updates, channels_last, attention, data loading
+    ``"ultra"``     adds features that may take minutes before they pay, or change the result:
+                    autotuned kernels, micro-batches, gradients compressed between machines
     =============== ==============================================================================
 
     Args:
-        name: One of these, or of a preset that was registered.
+        name: One of these, or the name of a registered preset.
         overrides: By the name of a callback of the preset: a dict of its settings, None to leave it
-            out, True to have it in any case. By the name of an argument of the Trainer: its value.
+            out, True to add it in any case. By the name of an argument of the Trainer: its value.
 
     Raises:
-        ValueError: For an unknown preset, callback or argument, or settings that do not fit.
+        ValueError: For an unknown preset, callback or argument, or settings that are not accepted.
 
     Example:
         >>> import lightning as L
@@ -58,8 +156,8 @@ def register_preset(name: str, builder: Callable[[], Preset]) -> None:
     """Register your own preset under a name.
 
     Args:
-        name: How it is called for; registering a name again replaces what it stood for.
-        builder: Returns the :class:`Preset`; it is called each time that it is asked for.
+        name: The preset's name. Registering a name again replaces the preset.
+        builder: Returns the :class:`Preset`; it is called each time the preset is used.
 
     Raises:
         ValueError: For the name of a preset of this package.
@@ -86,5 +184,147 @@ def register_preset(name: str, builder: Callable[[], Preset]) -> None:
 
 
 def preset_names() -> list[str]:
-    """Return the names of all presets: this package's and registered ones."""
+    """Return the names of all presets, built-in and registered."""
     return list(_builders)
+
+
+# --- obstacles ------------------------------------------------------------------------------------
+
+
+def _deepspeed(situation: Situation) -> str | None:
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed handles gradients and optimizers itself"
+    return None
+
+
+def _no_clipping(situation: Situation) -> str | None:
+    if situation.arguments.get("gradient_clip_val"):
+        return "the Trainer clips by gradient_clip_val, and both would clip twice"
+    if situation.sends_late:
+        return (
+            f"{situation.strategy_name} keeps unsent gradients, which callbacks cannot clip; "
+            "Trainer(gradient_clip_val=...) can"
+        )
+    return _deepspeed(situation)
+
+
+def _no_bf16(situation: Situation) -> str | None:
+    if situation.precision_plugin:
+        return "your plugin sets the precision"
+    return why_no_bf16(situation.device, situation.forks)
+
+
+def _no_compile(situation: Situation) -> str | None:
+    if situation.strategy in ("deepspeed", "fsdp1", "tensor_parallel", "other"):
+        return f"not tested, or not supported, under {situation.strategy_name}"
+    if situation.compiled:
+        return "the model is compiled already"
+    if situation.device == "cpu" and situation.wants("CompileModel") is None:
+        return (
+            "on a CPU it seldom pays for its start of half a minute or more: lightning-opt tune "
+            "measures it, CompileModel=True adds it"
+        )
+    recompute = situation.wants("ActivationCheckpointing")
+    if recompute is not None and (
+        recompute.get("policy", "auto") in OPERATOR_POLICIES or recompute.get("offload")
+    ):
+        return (
+            "your ActivationCheckpointing mode selects individual operators; use 'every_layer' "
+            "with CompileModel"
+        )
+    return why_no_compiler(situation.device, situation.forks)
+
+
+def _alone(situation: Situation) -> str | None:
+    return None if situation.processes > 1 else "there is only one process"
+
+
+def _no_checkpointing(situation: Situation) -> str | None:
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed has its own checkpointing"
+    if situation.checkpointed:
+        return "the model is checkpointed already"
+    if situation.wants("ActivationCheckpointing") is not None:
+        return None
+    if situation.model is None:
+        return (
+            "the model is unknown: add it by ActivationCheckpointing={'policy': 'every_layer'} or "
+            "{'budget_mb': ...}, or let for_model(model) decide"
+        )
+    if situation.does_not_fit:
+        return f"activations are not what fills the memory. {situation.does_not_fit}"
+    if situation.memory_is_tight is None:
+        return "the model leaves enough memory for activations"
+    return None if find_blocks(situation.model) else "the model has no repeated blocks"
+
+
+def _no_micro_batching(situation: Situation) -> str | None:
+    if situation.manual:
+        return "the model uses manual optimisation: use lightning_opt.micro_batches there"
+    if situation.takes_iterator:
+        return "training_step takes dataloader_iter, so there is no batch to split"
+    if situation.wants("DynamicBatchSize") is not None:
+        return "the trials of DynamicBatchSize need real out-of-memory errors"
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed accumulates gradients itself"
+    if (situation.wants("MicroBatching") or {}).get("size", "auto") != "auto":
+        return None
+    if situation.strategy not in ("single", "ddp", "fsdp2"):
+        return (
+            f"under {situation.strategy_name} a rank that runs out of memory would leave the "
+            "others waiting: MicroBatching={'size': 8} works"
+        )
+    if situation.strategy == "ddp" and situation.static_graph:
+        return "DDP's static_graph expects the same backward passes at every step"
+    return None
+
+
+def _no_accumulation(situation: Situation) -> str | None:
+    if situation.manual:
+        return "the model uses manual optimisation: use lightning_opt.GradientAccumulator there"
+    if situation.strategy == "deepspeed":
+        return "DeepSpeed accumulates gradients itself"
+    return None if situation.accumulates else "accumulate_grad_batches is not set"
+
+
+def _no_network(situation: Situation) -> str | None:
+    if situation.nodes == 1:
+        return "all processes are on one machine, without a network between them"
+    return None if situation.device in ("cpu", "cuda") else f"not tested on {situation.device!r}"
+
+
+# --- settings that depend on the situation --------------------------------------------------------
+
+
+def _figure(situation: Situation) -> dict[str, Any]:
+    # Without a logger the run has no folder for it.
+    return {"figure": None} if situation.arguments.get("logger") is False else {}
+
+
+def _compile_scope(situation: Situation) -> dict[str, Any]:
+    # Each hook that gathers sharded parameters would break a graph of the whole model.
+    scope = "regions" if situation.strategy == "fsdp2" else "model"
+    return {"scope": scope, "measure": True}
+
+
+def _tuned_compile(situation: Situation) -> dict[str, Any]:
+    if situation.device != "cuda":  # on a CPU autotuning takes minutes, and regions are slower
+        return _compile_scope(situation)
+    # CUDA graphs overwrite gradients that are still being accumulated.
+    return {"mode": "max-autotune-no-cudagraphs", "scope": "regions", "measure": True}
+
+
+def _checkpointing_policy(situation: Situation) -> dict[str, Any]:
+    if situation.wants("ActivationCheckpointing") is not None:
+        return {}
+    compiles = (
+        situation.compiled
+        or situation.wants("CompileModel") is not None
+        or not (situation.excludes("CompileModel") or _no_compile(situation))
+    )
+    return {"policy": "every_layer"} if compiles else {"policy": "auto", "strict": False}
+
+
+def _tuner_settings(situation: Situation) -> dict[str, Any]:
+    # Random augmentation would depend on the number of workers.
+    return {"random_items": "refuse"} if situation.arguments.get("deterministic") else {}

@@ -1,4 +1,4 @@
-"""What a preset looks at before it decides: the Trainer's arguments, the machine, the model."""
+"""The inputs of a preset's decisions: the Trainer's arguments, the machine and the model."""
 
 from __future__ import annotations
 
@@ -32,22 +32,26 @@ from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signatu
 
 from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.modules.compiling import has_checkpointed_parts, has_compiled_parts
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 
-STANDING = 4
-"""Parameters, their gradients and two states of Adam, in sizes of the parameters."""
+STATES = 4
+"""Memory of parameters, gradients and Adam's two states, in sizes of the parameters."""
 
 TIGHT = 0.5
-"""Share of the memory that these may take before activations are in want of it. It is of all that
-there is, free or not: each rank decides for itself, and all must come to the same answer."""
+"""If these take a larger share of the memory, activations are checkpointed. It is a share of the
+total and not of the free memory, so that all ranks decide alike."""
 
 
 @dataclass(frozen=True)
 class Situation:
-    """Where a preset is to be used.
+    """The Trainer's arguments, the machine and the model for which a preset is chosen.
+
+    It is derived from arguments, without a Trainer: `describe(devices=8)` must work on a machine
+    that could not create one.
 
     Args:
-        arguments: Of the Trainer, as given by the user.
-        wishes: What the user said of single callbacks: settings, True, or None to leave one out.
+        arguments: The user's arguments of the Trainer.
+        wishes: The user's settings of single callbacks: a dict, True, or None to leave one out.
         model: The model, if it is known.
     """
 
@@ -59,20 +63,20 @@ class Situation:
 
     @cached_property
     def given(self) -> list[Callback]:
-        """The callbacks that the user brings."""
+        """The user's own callbacks."""
         callbacks = self.arguments.get("callbacks") or []
         return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
 
     def wants(self, name: str) -> Mapping[str, Any] | None:
-        """Return the settings that are asked for of a callback or that a given one has, or None."""
+        """Return the settings of a callback that the user has given or requested, or None."""
         for callback in self.given:
             if any(base.__name__ == name for base in type(callback).__mro__):
                 return vars(callback)
         wish = self.wishes.get(name)
         return {} if wish is True else wish
 
-    def refuses(self, name: str) -> bool:
-        """Return whether the user has said that a callback is to be left out."""
+    def excludes(self, name: str) -> bool:
+        """Return whether the user leaves a callback out."""
         return self.wishes.get(name, True) is None
 
     @cached_property
@@ -94,12 +98,12 @@ class Situation:
 
     @cached_property
     def nodes(self) -> int:
-        """How many machines."""
+        """The number of machines."""
         return int(self.arguments.get("num_nodes") or 1)
 
     @cached_property
     def processes(self) -> int:
-        """How many processes on all machines."""
+        """The number of processes on all machines."""
         return self.nodes * self._devices(self.arguments.get("devices", "auto"))
 
     def _devices(self, given: Any) -> int:
@@ -113,7 +117,7 @@ class Situation:
 
     @cached_property
     def _strategy(self) -> tuple[type[Strategy] | None, Mapping[str, Any], Strategy | None]:
-        """The strategy's class and settings, and itself if it is given."""
+        """The strategy's class, its settings, and the object if one is given."""
         given = self.arguments.get("strategy") or "auto"
         if isinstance(given, Strategy):
             return type(given), getattr(given, "_ddp_kwargs", {}), given
@@ -135,7 +139,7 @@ class Situation:
         if kind is None:
             return "other"
         if issubclass(kind, ModelParallelStrategy):
-            # "auto" stands for all the processes of a machine.
+            # "auto" means all processes of a machine.
             size = getattr(strategy, "_tensor_parallel_size", "auto")
             return "fsdp2" if size == 1 else "tensor_parallel"
         for base, name in (
@@ -150,41 +154,42 @@ class Situation:
 
     @property
     def strategy_name(self) -> str:
-        """The strategy in words, for reasons."""
+        """The strategy's name, for reasons."""
         kind = self._strategy[0]
         return kind.__name__ if kind is not None else repr(self.arguments.get("strategy"))
 
     @property
     def sends_late(self) -> bool:
-        """Whether gradients are compressed by keeping a part of them for later steps."""
+        """Whether compression keeps a part of the gradients for later steps."""
         _, settings, strategy = self._strategy
         if strategy is None:
             return settings.get("compressor") in ("topk", "threshold")
-        compressor = getattr(strategy, "compressor", None)
-        return bool(getattr(compressor, "late", False)) and not getattr(strategy, "chooses", True)
+        if not isinstance(strategy, CompressedDDPStrategy) or strategy.chooses:
+            return False
+        return strategy.compressor.late
 
     @property
     def static_graph(self) -> bool:
-        """Whether DDP is told that each step has the same graph."""
+        """Whether DDP expects the same graph in each step."""
         return bool(self._strategy[1].get("static_graph"))
 
     @property
     def forks(self) -> bool:
-        """Whether the strategy may fork processes, which then could not use CUDA."""
+        """Whether the strategy may fork processes, which need CUDA to be uninitialized."""
         name = str(self.arguments.get("strategy") or "auto").lower()
         interactive = hasattr(sys, "ps1")
         return name.endswith(("_fork", "_notebook")) or (interactive and self.processes > 1)
 
     @property
     def accumulates(self) -> bool:
-        """Whether a step of the optimizer takes several batches."""
+        """Whether an optimizer step takes several batches."""
         return (self.arguments.get("accumulate_grad_batches") or 1) != 1 or any(
             isinstance(callback, GradientAccumulationScheduler) for callback in self.given
         )
 
     @property
     def precision_plugin(self) -> bool:
-        """Whether a plugin brings the precision."""
+        """Whether a plugin sets the precision."""
         plugins = self.arguments.get("plugins") or []
         plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
         return any(isinstance(plugin, Precision) for plugin in plugins)
@@ -193,61 +198,61 @@ class Situation:
 
     @property
     def manual(self) -> bool:
-        """Whether the model steps its optimizers itself."""
+        """Whether the model uses manual optimisation."""
         return self.model is not None and not self.model.automatic_optimization
 
     @property
     def takes_iterator(self) -> bool:
-        """Whether ``training_step`` fetches its batches itself."""
+        """Whether ``training_step`` takes ``dataloader_iter``."""
         return self.model is not None and is_param_in_hook_signature(
             self.model.training_step, "dataloader_iter", explicit=True
         )
 
     @property
     def compiled(self) -> bool:
-        """Whether a part of the model has been passed to torch.compile."""
+        """Whether a part of the model is compiled already."""
         return self.model is not None and has_compiled_parts(self.model)
 
     @property
     def checkpointed(self) -> bool:
-        """Whether the strategy, or a part of the model, recomputes activations already."""
+        """Whether the strategy or a part of the model is checkpointed already."""
         if getattr(self._strategy[2], "_activation_checkpointing_kwargs", None):
             return True
         return self.model is not None and has_checkpointed_parts(self.model)
 
     @cached_property
-    def _standing(self) -> tuple[float, float]:
-        """Bytes that weights, gradients and states take on each device, and that it has."""
+    def _memory(self) -> tuple[float, float]:
+        """Bytes of weights, gradients and optimizer states on each device, and its total memory."""
         if self.model is None or self.device not in ("cpu", "cuda"):
             return 0, 1
         if self.device == "cuda" and self.forks:
             return 0, 1
-        standing = STANDING * sum(
+        states = STATES * sum(
             parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
         )
         if self.strategy in ("fsdp1", "fsdp2"):
-            standing //= self.processes
+            states //= self.processes
         limits = MemoryLimits(torch.device(self.device), host=self.device == "cpu")
-        return standing, min((usage.total for usage in limits.read()), default=math.inf)
+        return states, min((usage.total for usage in limits.read()), default=math.inf)
 
     @property
     def memory_is_tight(self) -> str | None:
-        """Why memory asks for less activations, or None; where the model is known."""
-        standing, memory = self._standing
-        if standing <= TIGHT * memory:
+        """Why activations should take less memory, or None; None too if the model is unknown."""
+        states, memory = self._memory
+        if states <= TIGHT * memory:
             return None
         return (
-            f"weights, gradients and two states of each weight take {standing / 1e9:.3g} GB of "
+            f"weights, gradients and two states of each weight take {states / 1e9:.3g} GB of "
             f"{memory / 1e9:.3g} GB"
         )
 
     @property
     def does_not_fit(self) -> str | None:
-        """Why no setting of a preset makes the model fit, and what would; None if it may fit."""
-        standing, memory = self._standing
-        if standing <= memory:
+        """Why no preset can make the model fit, and what can; None if it may fit."""
+        states, memory = self._memory
+        if states <= memory:
             return None
-        whole = standing * (self.processes if self.strategy.startswith("fsdp") else 1)
+        whole = states * (self.processes if self.strategy.startswith("fsdp") else 1)
         ranks = max(self.processes, math.ceil(whole / (TIGHT * memory)))
         return (
             f"Does not fit: {self.memory_is_tight}. FSDP2 (strategy=ModelParallelStrategy"

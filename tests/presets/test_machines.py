@@ -1,4 +1,4 @@
-"""What presets choose on machines that are described, not there."""
+"""Choices of presets for simulated machines."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ GB = 10**9
 
 @pytest.fixture
 def gpus_of_24_gb(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Modern GPUs with a compiler, as many as the Trainer is told."""
+    """Modern GPUs with a compiler."""
     monkeypatch.setattr(machine, "cuda_capability", lambda forks: (9, 0))
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine.shutil, "which", lambda name: name)
@@ -28,7 +28,7 @@ def gpus_of_24_gb(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 class Wide(LightningModule):
-    """As many weights as are asked for, which take no memory, in repeated blocks."""
+    """Repeated blocks with weights on the meta device."""
 
     def __init__(self, gigabytes: float) -> None:
         super().__init__()
@@ -51,28 +51,28 @@ def on(*arguments: Any, **trainer: Any) -> set[str]:
 pytestmark = pytest.mark.usefixtures("gpus_of_24_gb")
 
 
-def test_one_gpu_eight_and_two_nodes_differ() -> None:
+def test_choices_differ_for_one_gpu_eight_gpus_and_two_nodes() -> None:
     one, eight = on("ultra", devices=1), on("ultra", devices=8)
     assert {"precision", "CompileModel", "FusedOptimizer", "MicroBatching"} <= one
-    assert eight - one == {"GarbageCollection"}, "ranks would wait for each other's collections"
+    assert eight - one == {"GarbageCollection"}, "ranks wait for each other's collections"
     assert on("ultra", devices=8, num_nodes=2) - eight == {"strategy"}
     assert not one - eight
     reason = chosen("ultra", devices=8)["strategy"].because
-    assert reason == "all processes are on one machine: no network between them"
+    assert reason == "all processes are on one machine, without a network between them"
 
 
-def test_compiling_is_measured() -> None:
+def test_compiling_is_always_measured() -> None:
     for name in ("advanced", "ultra"):
         assert chosen(name, devices=1)["CompileModel"].settings["measure"] is True
 
 
-def test_a_model_that_is_tight_and_one_that_does_not_fit() -> None:
+def test_memory_decides_on_checkpointing_and_warns_if_nothing_fits() -> None:
     small, tight, huge = Wide(1.0), Wide(18.0), Wide(25.8)
     assert "ActivationCheckpointing" not in on("advanced", small, devices=1)
     assert "ActivationCheckpointing" in on("advanced", tight, devices=1)
     for devices, ranks in ((1, 3), (8, 8)):
         part = chosen("advanced", huge, devices=devices)["ActivationCheckpointing"]
-        assert "it is not activations that fill the memory" in part.because
+        assert "activations are not what fills the memory" in part.because
         assert "take 25.8 GB of 24 GB" in part.because
         assert f"FSDP2 (strategy=ModelParallelStrategy(data_parallel_size={ranks}))" in part.because
     sharded = {"devices": 8, "strategy": ModelParallelStrategy(8, 1)}
@@ -81,16 +81,16 @@ def test_a_model_that_is_tight_and_one_that_does_not_fit() -> None:
     assert because == "the model leaves enough memory for activations"
 
 
-def test_it_is_said_in_the_table_and_when_the_trainer_is_made() -> None:
+def test_table_and_warning_say_that_the_model_does_not_fit() -> None:
     preset = lo.preset("basic").for_model(Wide(25.8))
     notes = preset.describe(accelerator="cuda", devices=1).notes
-    assert notes[0] == "Watches and protects, and leaves a healthy run's numbers alone."
+    assert notes[0] == "Monitors and protects, and leaves a healthy run's numbers alone."
     assert notes[1].startswith("Does not fit: weights, gradients and two states")
     with pytest.warns(UserWarning, match="Does not fit: .* FSDP2"):
         preset.trainer_kwargs(accelerator="cuda", devices=1)
 
 
-def test_each_preset_has_a_purpose_of_its_own() -> None:
+def test_each_preset_has_its_own_purpose() -> None:
     purposes = {lo.preset(name).purpose for name in ("basic", "advanced", "ultra")}
     assert len(purposes) == 3
     assert all(purpose.endswith(".") for purpose in purposes)

@@ -1,4 +1,4 @@
-"""Presets in real Trainers: nothing that they put together is refused, on no strategy."""
+"""Presets in real Trainers: their parts work together under every strategy."""
 
 import itertools
 import re
@@ -27,35 +27,35 @@ from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
 pytestmark = [
-    # What torch's compiler does when it looks at a gradient's tensor.
+    # torch's compiler reads `.grad` of each tensor.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 NAMES = ("basic", "advanced", "ultra")
 
 QUICK: dict[str, Any] = {
-    # Inductor takes seconds for each run, and tests of its own try it.
+    # Inductor takes seconds per run, and has its own tests.
     "CompileModel": {"backend": "eager"},
     "DataPipelineTuner": {"max_workers": 1, "verbose": False},
 }
-"""Settings under which a run of a tiny model takes no longer than it must."""
+"""Settings that make runs of tiny models fast."""
 
 
 def without_addresses(value: object) -> str:
-    """Name a case, alike in every process."""
+    """Return a test id that is equal in all worker processes."""
     if isinstance(value, set):
         value = sorted(value)
     return re.sub(r"<[\w.]*?(\w+) object at \w+>", r"\1", str(value))
 
 
 def quick(name: str, **overrides: Any) -> lo.Preset:
-    """Return a preset that is quick, and leaves the numbers alone."""
+    """Return a preset that runs fast and does not change the numbers."""
     settings = QUICK if name != "basic" else {}
     return lo.preset(name, **{"GradientHealth": {"figure": None}, **settings, **overrides})
 
 
 def fit(preset: lo.Preset, model: LightningModule, **settings: Any) -> Any:
-    # On a CPU that multiplies in bfloat16 a preset would.
+    # A CPU with bfloat16 in hardware would get bf16.
     precision = {"precision": "32-true"} if preset.name != "basic" else {}
     defaults = {"accelerator": "cpu", "devices": 1, "max_epochs": 2, **precision}
     trainer = quiet_trainer(**preset.trainer_kwargs(**{**defaults, **settings}))
@@ -77,8 +77,8 @@ def reason(preset: lo.Preset, name: str, **trainer: Any) -> str:
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_trains_as_without_it(name):
-    """Without clipping, nothing in a preset changes a healthy run but for rounding."""
+def test_weights_equal_a_run_without_preset(name):
+    """Without clipping, a preset changes a healthy run only by rounding."""
     plain = SmallNet("AdamW")
     quiet_trainer(max_epochs=2).fit(plain)
     model = SmallNet("AdamW")
@@ -87,8 +87,7 @@ def test_trains_as_without_it(name):
     assert trainer.global_step == 24
 
 
-def test_presets_add_up():
-    """Each has the callbacks of the one before, in the order that they need."""
+def test_each_preset_extends_the_one_before():
     names = [[type(callback).__name__ for callback in lo.preset(n).callbacks()] for n in NAMES]
     for less, more in itertools.pairwise(names):
         assert set(less) < set(more)
@@ -99,7 +98,7 @@ def test_presets_add_up():
 
 
 class Ranked(SmallNet):
-    """Each rank loads the rows of its own, so that a batch can be split."""
+    """Each rank loads its own rows, so that a batch can be split."""
 
     def step(self, batch: Any) -> torch.Tensor:
         return self.loss(self(batch[0]), batch[1])
@@ -151,7 +150,7 @@ def under_each_strategy() -> dict[str, Any]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:FSDP2-wrapped module .* returned a view tensor")
-def test_trains_on_two_processes_as_on_one():
+def test_two_processes_give_the_same_weights_as_one():
     plain = SmallNet("AdamW")
     quiet_trainer().fit(plain)
     first, second = launch(under_each_strategy)
@@ -165,7 +164,7 @@ def test_trains_on_two_processes_as_on_one():
 # --- what would be refused ------------------------------------------------------------------------
 
 
-def test_leaves_out_what_the_trainer_does_itself():
+def test_parts_that_the_trainer_replaces_are_left_out():
     model = SmallNet()
     trainer = fit(quick("ultra"), model, gradient_clip_val=0.5, accumulate_grad_batches=5)
     names = [type(callback).__name__ for callback in trainer.callbacks]
@@ -175,7 +174,7 @@ def test_leaves_out_what_the_trainer_does_itself():
     assert "gradient_clip_val" in reason(quick("ultra"), "AdaptiveClipping", gradient_clip_val=0.5)
 
 
-def test_a_model_under_manual_optimisation():
+def test_manual_optimisation_excludes_parts():
     model = AdversarialNet()
     trainer = fit(quick("ultra").for_model(model), model)
     assert "MicroBatching" not in [type(callback).__name__ for callback in trainer.callbacks]
@@ -183,7 +182,7 @@ def test_a_model_under_manual_optimisation():
         fit(quick("ultra"), AdversarialNet())  # not known: the callback itself says so
 
 
-def test_a_compiled_model():
+def test_compiled_model_is_not_compiled_again():
     model = torch.compile(SmallNet(), backend="eager")
     preset = quick("ultra").for_model(model)
     assert reason(preset, "CompileModel") == "the model is compiled already"
@@ -209,23 +208,23 @@ def test_a_compiled_model():
     ],
     ids=without_addresses,
 )
-def test_leaves_out_what_is_refused(trainer, missing):
+def test_unsupported_parts_are_left_out(trainer, missing):
     preset = quick("ultra")
     assert not missing & set(on(preset, **trainer))
     for name in missing:
         assert reason(preset, name, **trainer)
 
 
-def test_clipping_goes_with_what_sends_all_of_a_gradient():
+def test_clipping_works_with_dense_compression():
     for strategy in ("ddp_int8", "ddp_compressed", lo.CompressedDDPStrategy("int4")):
         assert "AdaptiveClipping" in on(lo.preset("basic"), strategy=strategy, devices=2)
 
 
-def test_deepspeed_keeps_what_works():
+def test_deepspeed_excludes_gradient_callbacks():
     assert on(lo.preset("basic"), strategy="deepspeed") == ["PerformanceMonitor", "MemoryCleanup"]
 
 
-def test_a_network_gets_compressed_gradients():
+def test_several_nodes_add_compression():
     preset = lo.preset("ultra")
     assert preset.trainer_kwargs(devices=2, num_nodes=2)["strategy"] == "ddp_compressed"
     assert "strategy" not in preset.trainer_kwargs(devices=4)
@@ -237,7 +236,7 @@ def test_a_network_gets_compressed_gradients():
 
 
 class Blocks(SmallNet):
-    """Repeated blocks, which can be recomputed."""
+    """Repeated blocks that can be recomputed."""
 
     def __init__(self) -> None:
         super().__init__("AdamW")
@@ -245,10 +244,10 @@ class Blocks(SmallNet):
         self.layer = nn.Sequential(*wide, nn.Linear(6, 1))
 
 
-def test_checkpointing_comes_with_a_budget_and_compilation_goes():
+def test_checkpointing_budget_excludes_compiling():
     settings = {"budget": 0.9, "strict": False}
     asked = quick("advanced", ActivationCheckpointing=settings)
-    assert "single operators" in reason(asked, "CompileModel")
+    assert "individual operators" in reason(asked, "CompileModel")
     torch.manual_seed(0)
     model = Blocks()
     trainer = fit(asked, model)
@@ -256,7 +255,7 @@ def test_checkpointing_comes_with_a_budget_and_compilation_goes():
     assert callback.batch_plan is not None
 
 
-def test_checkpointing_by_blocks_goes_with_compilation():
+def test_checkpointing_by_blocks_works_with_compiling():
     asked = quick("advanced", ActivationCheckpointing={"policy": "every_layer"})
     assert {"CompileModel", "ActivationCheckpointing"} <= set(on(asked, accelerator="cpu"))
     trainer = fit(asked, Blocks())
@@ -265,7 +264,7 @@ def test_checkpointing_by_blocks_goes_with_compilation():
 
 
 class Huge(LightningModule):
-    """More weights than any machine has memory for, without taking any."""
+    """As many weights as needed, on the meta device."""
 
     def __init__(self, features: int) -> None:
         super().__init__()
@@ -275,7 +274,7 @@ class Huge(LightningModule):
             )
 
 
-def test_checkpointing_comes_where_memory_asks_for_it():
+def test_checkpointing_is_added_if_memory_is_tight():
     preset, trainer = quick("advanced"), {"accelerator": "cpu"}
     assert "ActivationCheckpointing" not in on(preset, **trainer)
     assert "enough memory" in reason(
@@ -295,7 +294,7 @@ def test_checkpointing_comes_where_memory_asks_for_it():
 # --- the machine ----------------------------------------------------------------------------------
 
 
-def test_bf16_where_the_cpu_multiplies_in_it(monkeypatch, tmp_path):
+def test_bf16_needs_hardware_support_of_the_cpu(monkeypatch, tmp_path):
     monkeypatch.setattr(machine, "cpu_flags", lambda: frozenset({"avx512f", "avx512_bf16"}))
     preset = lo.preset("advanced")
     assert preset.trainer_kwargs(accelerator="cpu")["precision"] == "bf16-mixed"
@@ -311,7 +310,7 @@ def test_bf16_where_the_cpu_multiplies_in_it(monkeypatch, tmp_path):
     assert forced.trainer_kwargs(accelerator="cpu")["precision"] == "bf16-mixed"
 
 
-def test_flags_of_the_cpu(tmp_path):
+def test_cpu_flags_are_read_from_cpuinfo(tmp_path):
     listing = tmp_path / "cpuinfo"
     listing.write_text("processor\t: 0\nflags\t\t: fpu avx512_bf16 amx_tile\n\nflags\t: other\n")
     assert machine.cpu_flags.__wrapped__(listing) == {"fpu", "avx512_bf16", "amx_tile"}
@@ -322,7 +321,7 @@ def test_flags_of_the_cpu(tmp_path):
     ("capability", "bf16", "compiles"),
     [((6, 1), False, False), ((7, 5), False, True), ((9, 0), True, True)],
 )
-def test_gpus_by_their_capability(capability, bf16, compiles, monkeypatch):
+def test_compute_capability_decides_on_bf16_and_compiling(capability, bf16, compiles, monkeypatch):
     monkeypatch.setattr(machine, "cuda_capability", lambda forks: capability)
     monkeypatch.setattr(machine, "find_spec", lambda name: object())
     monkeypatch.setattr(machine.shutil, "which", lambda name: name)
@@ -335,8 +334,7 @@ def test_gpus_by_their_capability(capability, bf16, compiles, monkeypatch):
         assert settings["CompileModel"]["scope"] == "regions"
 
 
-def test_on_a_cpu_compilation_is_asked_for():
-    """Its start takes longer than it saves, unless somebody has measured that it does not."""
+def test_compiling_on_a_cpu_needs_a_request():
     assert "lightning-opt tune measures" in reason(
         lo.preset("ultra"), "CompileModel", accelerator="cpu"
     )
@@ -344,25 +342,25 @@ def test_on_a_cpu_compilation_is_asked_for():
         assert "CompileModel" in on(lo.preset("advanced", CompileModel=asked), accelerator="cpu")
 
 
-def test_without_a_compiler(monkeypatch):
+def test_compiling_needs_a_compiler(monkeypatch):
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CC", raising=False)
     assert "C compiler" in reason(lo.preset("advanced"), "CompileModel", accelerator="cuda")
     assert "CompileModel" in on(lo.preset("advanced", CompileModel=True), accelerator="cuda")
 
 
-# --- what the user says ---------------------------------------------------------------------------
+# --- the user's own settings ----------------------------------------------------------------------
 
 
 class Own(lo.AdaptiveClipping):
-    """A subclass, which stands for the preset's as well."""
+    """A subclass, which also replaces the preset's callback."""
 
 
 class Mine(Callback):
     pass
 
 
-def test_callbacks_of_ones_own_win():
+def test_own_callbacks_replace_and_are_ordered():
     own, mine = Own("zclip"), Mine()
     curvature = lo.CurvatureMonitor()
     found = lo.preset("basic").trainer_kwargs(callbacks=[mine, own, curvature])["callbacks"]
@@ -381,13 +379,13 @@ def test_callbacks_of_ones_own_win():
     assert lo.preset("basic").trainer_kwargs(callbacks=None)["callbacks"]
 
 
-def test_callbacks_are_new_each_time():
+def test_each_call_creates_new_callbacks():
     preset = lo.preset("advanced")
     first, second = preset.callbacks(), preset.callbacks()
     assert not {*map(id, first)} & {*map(id, second)}
 
 
-def test_overrides():
+def test_overrides_reach_callbacks_and_trainer():
     preset = lo.preset(
         "advanced",
         AdaptiveClipping={"rule": {"class_path": "lightning_opt.ZClip", "init_args": {"z": 3.0}}},
@@ -403,7 +401,7 @@ def test_overrides():
     assert not {"MemoryCleanup", "CompileModel"} & found.keys()
     assert (arguments["max_epochs"], arguments["max_steps"]) == (3, 5)
     assert preset.trainer_kwargs(max_epochs=7)["max_epochs"] == 7
-    assert "AdaptiveClipping" in on(lo.preset("basic"))  # the other was not changed
+    assert "AdaptiveClipping" in on(lo.preset("basic"))  # presets are immutable
     assert repr(lo.preset("basic", MemoryCleanup=None)) == "preset('basic', MemoryCleanup=None)"
 
 
@@ -422,16 +420,16 @@ def test_overrides():
         ({"callbacks": []}, r"trainer_kwargs\(callbacks=\[...\]\)"),
     ],
 )
-def test_refuses_overrides_that_fit_nothing(overrides, message):
+def test_wrong_overrides_raise(overrides, message):
     with pytest.raises(ValueError, match=message):
         lo.preset("basic", **overrides)
 
 
-def test_describe_says_what_is_on_and_why():
+def test_describe_lists_parts_with_reasons():
     report = lo.preset("ultra", MemoryCleanup=None).describe(accelerator="cpu", devices=1)
     rows = {row["part"]: row for row in report.rows}
     assert rows["GradientHealth"]["on"] == "yes"
-    assert rows["MemoryCleanup"]["costs, or why not"] == "you leave it out"
+    assert rows["MemoryCleanup"]["costs, or why not"] == "excluded by you"
     assert all(row["for"] and row["costs, or why not"] for row in report.rows)
     assert rows["MicroBatching"]["settings"] == "size='auto'"
     assert report.notes[0] == lo.preset("ultra").purpose
@@ -464,13 +462,12 @@ TENSOR = "tensor_parallel"
     ],
     ids=without_addresses,
 )
-def test_situations(trainer, expected):
+def test_situation_of_trainer_arguments(trainer, expected):
     found = situation.Situation(trainer)
     assert (found.device, found.processes, found.strategy) == expected
 
 
-def test_a_loader_of_the_users(monkeypatch):
-    """The tuner of the preset says what it measured where it is asked for determinism."""
+def test_deterministic_runs_exclude_random_items_from_tuning():
     settings = {c.part.name: c.settings for c in lo.preset("advanced").choose(deterministic=True)}
     assert settings["DataPipelineTuner"] == {"random_items": "refuse"}
     trainer = quiet_trainer(**quick("advanced").trainer_kwargs(deterministic=True))

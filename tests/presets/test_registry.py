@@ -1,4 +1,4 @@
-"""Presets of one's own: added to, registered, and brought by other packages."""
+"""Registered presets of users."""
 
 import itertools
 from collections.abc import Iterator
@@ -15,7 +15,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 @pytest.fixture(autouse=True)
-def _registry_is_left_as_found() -> Iterator[None]:
+def _registry_restored() -> Iterator[None]:
     before = dict(registry._builders)
     yield
     registry._builders.clear()
@@ -23,7 +23,7 @@ def _registry_is_left_as_found() -> Iterator[None]:
 
 
 class Mine(Callback):
-    """A callback of one's own, with a setting."""
+    """A user's callback with a setting."""
 
     def __init__(self, words: int = 3) -> None:
         self.words = words
@@ -41,7 +41,7 @@ def team() -> lo.Preset:
     )
 
 
-def test_a_preset_of_ones_own_trains_and_takes_overrides():
+def test_registered_preset_trains_and_takes_overrides():
     lo.register_preset("team", team)
     assert "team" in registry.preset_names()
     preset = lo.preset("team", Mine={"words": 7}, GradientHealth={"figure": None})
@@ -51,7 +51,7 @@ def test_a_preset_of_ones_own_trains_and_takes_overrides():
     (mine,) = [callback for callback in trainer.callbacks if isinstance(callback, Mine)]
     assert mine.words == 7
     assert repr(preset).startswith("preset('team', Mine={'words': 7}")
-    assert "Mine" not in names_of(lo.preset("basic"))  # what it was made from stays as it was
+    assert "Mine" not in names_of(lo.preset("basic"))  # presets are immutable
     (row,) = [row for row in preset.describe().rows if row["part"] == "Mine"]
     assert row == {
         "part": "Mine", "on": "yes", "settings": "words=7",
@@ -59,7 +59,7 @@ def test_a_preset_of_ones_own_trains_and_takes_overrides():
     }  # fmt: skip
 
 
-def test_it_says_where_it_does_not_fit():
+def test_obstacle_gives_the_reason():
     def build() -> lo.Preset:
         return lo.Preset("any").plus(
             Mine,
@@ -75,7 +75,7 @@ def test_it_says_where_it_does_not_fit():
     assert preset.describe(accelerator="cpu", devices=5).rows[0]["costs, or why not"] == "too many"
 
 
-def test_registering_again_replaces():
+def test_registering_a_name_again_replaces_the_preset():
     lo.register_preset("team", team)
     lo.register_preset("team", lambda: lo.Preset("another").plus(Mine))
     assert names_of(lo.preset("team")) == ["Mine"]
@@ -89,12 +89,12 @@ def test_registering_again_replaces():
         ("team", "advanced", "must be a function that returns a Preset, got str"),
     ],
 )
-def test_refuses_what_cannot_be_registered(name, builder, message):
+def test_wrong_registrations_raise(name, builder, message):
     with pytest.raises((ValueError, TypeError), match=message):
         lo.register_preset(name, builder)
 
 
-def test_mistakes_of_builders():
+def test_wrong_builders_raise():
     lo.register_preset("wrong", lambda: [Mine()])  # type: ignore[arg-type, return-value]
     with pytest.raises(TypeError, match=r"must return a Preset.*it returned list"):
         lo.preset("wrong")
@@ -102,7 +102,7 @@ def test_mistakes_of_builders():
         lo.preset("basic").plus_argument("max_epoch", 3)
 
 
-def test_yaml_has_what_python_has():
+def test_yaml_equals_the_python_arguments():
     preset = lo.preset("ultra", NonFiniteGuard={"spike": 6.0}, precision="bf16-mixed")
     written = yaml.safe_load(preset.to_yaml(max_epochs=3, accelerator="cpu"))["trainer"]
     made = preset.trainer_kwargs(max_epochs=3, accelerator="cpu")
@@ -117,7 +117,7 @@ def test_yaml_has_what_python_has():
     assert [entry for entry in with_own if "Clipping" in entry["class_path"]] == own
 
 
-def test_yaml_cannot_hold_objects():
+def test_objects_as_settings_cannot_become_yaml():
     preset = lo.preset("basic", AdaptiveClipping={"rule": lo.ZClip(z=3.0)})
     assert names_of(preset)[2] == "AdaptiveClipping"
     with pytest.raises(ValueError, match=r"cannot hold .*class_path"):
