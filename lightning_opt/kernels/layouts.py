@@ -1,4 +1,4 @@
-"""How a tensor's values lie in memory, and laying them out in another way."""
+"""Memory layouts of tensors."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from torch import Tensor, empty_strided
 
 
 def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return the values of ``tensor`` with ``strides``; the tensor itself if it has them."""
+    """Return a copy of ``tensor`` with ``strides``, or the tensor itself if it has them."""
     if tensor.stride() == strides:
         return tensor
     copy = empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
@@ -14,7 +14,7 @@ def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape have their values at the same places in memory."""
+    """Return whether two tensors of one shape have the same memory order."""
     if a.stride() == b.stride():
         return True
     steps = zip(a.shape, a.stride(), b.stride(), strict=True)
@@ -22,7 +22,7 @@ def same_layout(a: Tensor, b: Tensor) -> bool:
 
 
 def is_dense(tensor: Tensor) -> bool:
-    """Return whether the values fill a stretch of memory without gaps or overlaps, in any order."""
+    """Return whether the values fill their memory without gaps or overlaps, in any order."""
     expected = 1
     steps = zip(tensor.stride(), tensor.shape, strict=True)
     for stride, size in sorted(pair for pair in steps if pair[1] != 1):

@@ -39,6 +39,9 @@ class RunCallback(Callback):
     accumulates_by: str = ""
     """The constructor argument that sets how many batches make a step; empty if none does."""
 
+    compiles_model: ClassVar[bool] = False
+    """Whether it runs the model with torch.compile."""
+
     _model: ref[pl.LightningModule] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:

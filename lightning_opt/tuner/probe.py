@@ -25,7 +25,7 @@ from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
-from lightning_opt.kernels.channels_last.convolutions import Convolutions
+from lightning_opt.kernels.channels_last.channels_last import Convolutions
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
 from lightning_opt.tuner.facts import Facts, account
 

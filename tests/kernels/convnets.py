@@ -25,11 +25,11 @@ def images_of(steps: int, seed: int = 0, ndim: int = 4) -> list[dict[str, Any]]:
 
 
 class ConvNet(LightningModule):
-    """Convolutions with BatchNorm and Dropout, which draw and remember.
+    """Convolutions with BatchNorm and Dropout.
 
     Attributes:
-        seen: Stage, and whether these are in channels_last: what the first convolution gives out,
-            and its weight.
+        seen: Stage, and whether the output and the weight of the first convolution are in
+            channels_last.
     """
 
     def __init__(self, optimizer: str = "Adam", ndim: int = 4, fail_at: int | None = None) -> None:
@@ -43,7 +43,7 @@ class ConvNet(LightningModule):
             conv(3, 6, 3, padding=1, bias=False), norm(6), nn.ReLU(),
             conv(6, 6, 1), nn.Tanh(), conv(6, 4, 3, padding=1), nn.Flatten(2),
         )  # fmt: skip
-        # Behind the convolutions: dropout counts elements in the order of memory.
+        # After the convolutions, since dropout draws in memory order.
         self.head = nn.Sequential(nn.Dropout(0.2), nn.Linear(4, 2))
         torch.set_rng_state(generator_state)
 

@@ -23,7 +23,7 @@ STEPS, BATCH, LENGTH, WIDTH = 100, 4, 12, 16
 
 
 class ByHand(lo.SelfAttention):
-    """The same weights; angles, scores, softmax and weighted sum written out."""
+    """The same weights; angles, scores, softmax and weighted sum by formula."""
 
     def forward(self, x: Tensor, key_padding_mask: Any = None, offset: int = 0) -> Tensor:
         query, key, value = (
@@ -40,7 +40,7 @@ class ByHand(lo.SelfAttention):
 
 
 class TinyGPT(LightningModule):
-    """Two layers on random bytes, of which the next is the sum of the last two."""
+    """Two layers on random bytes; each is the sum of the two before."""
 
     def __init__(self, attention: type[lo.SelfAttention], **settings: Any) -> None:
         super().__init__()
@@ -77,7 +77,7 @@ class TinyGPT(LightningModule):
 def fit(net: TinyGPT, *callbacks: Callback, **settings: Any) -> TinyGPT:
     quiet_trainer(callbacks=list(callbacks), **settings).fit(net)
     assert len(net.losses) == STEPS
-    assert net.losses[-1] < 0.97 * net.losses[0]  # it has learnt something
+    assert net.losses[-1] < 0.97 * net.losses[0]  # the loss has decreased
     return net
 
 
@@ -86,26 +86,25 @@ def plain() -> TinyGPT:
     return fit(TinyGPT(lo.SelfAttention))
 
 
-def test_self_attention_and_cached_angles(plain):
-    """Other kernels, the same sums: 1e-3 after a hundred steps of AdamW, 2e-6 at the first."""
+def test_self_attention_trains_like_the_formula(plain):
+    """Within 1e-3 after a hundred steps of AdamW, and 2e-6 at the first."""
     expected = fit(TinyGPT(ByHand))
     assert plain.losses[0] == pytest.approx(expected.losses[0], abs=2e-6)
     assert plain.losses == pytest.approx(expected.losses, abs=1e-3)
 
 
-def test_attention_backend_changes_nothing(plain):
+def test_attention_backend_is_bit_identical(plain):
     net = fit(TinyGPT(lo.SelfAttention), lo.AttentionBackend())
     assert net.losses == plain.losses
     assert_same_weights(net, plain)
 
 
-def test_another_backend_rounds_differently(plain):
+def test_math_backend_differs_only_by_rounding(plain):
     net = fit(TinyGPT(lo.SelfAttention), lo.AttentionBackend(("math",)))
     assert net.losses == pytest.approx(plain.losses, abs=1e-3)
 
 
-def test_dynamic_loss_scale_is_the_scaler_of_lightning():
-    """Bit-identical: the plugin watches the arithmetic of torch's scaler and changes nothing."""
+def test_dynamic_loss_scale_equals_lightnings_scaler():
     theirs = MixedPrecision(
         "16-mixed", "cpu", torch.amp.GradScaler("cpu", init_scale=2.0**15, growth_interval=20)
     )

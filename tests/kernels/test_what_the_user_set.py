@@ -1,4 +1,4 @@
-"""Globals, environment variables and hooks of the user's, beside each feature: they stay."""
+"""The user's globals, environment variables and hooks survive each feature."""
 
 import gc
 import os
@@ -47,7 +47,7 @@ HOOKS = (
 
 
 class Hooked(LightningModule):
-    """Has every hook that one of ours might stand in for, and a hook on a layer."""
+    """Has every hook that a feature might replace, and a hook on a layer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ for _name in HOOKS:
 
 
 def settings() -> dict[str, Any]:
-    """Return what is set in this process and may be the user's."""
+    """Return the settings of this process."""
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
@@ -109,7 +109,7 @@ def settings() -> dict[str, Any]:
 
 @pytest.fixture
 def _unusual(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Have nothing as torch has it by itself."""
+    """Change every setting from torch's default."""
     import torch._dynamo.config as dynamo_config
 
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":0:0")
@@ -143,14 +143,14 @@ def run(**ours: Any) -> Counter[str]:
 
 @pytest.mark.parametrize("feature", FEATURES)
 @pytest.mark.usefixtures("_unusual")
-def test_settings_stay_and_hooks_run(feature):
+def test_settings_are_restored_and_hooks_run(feature):
     expected = run()
     assert set(expected) == {*HOOKS, "forward", "pre_step"}
     before = settings()
     found = run(**FEATURES[feature]())
     after = settings()
     assert {name for name in before if before[name] != after[name]} == set()
-    if feature == "DataPipelineTuner":  # it tries the step a few times
+    if feature == "DataPipelineTuner":  # it runs trial steps
         tried = found - expected
         assert set(tried) <= {"forward", "on_before_batch_transfer", "on_after_batch_transfer",
                               "transfer_batch_to_device"}  # fmt: skip

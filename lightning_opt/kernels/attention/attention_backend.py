@@ -1,20 +1,52 @@
-"""Which implementation of scaled dot-product attention torch uses, wished for and found out."""
+"""Which implementation of scaled dot-product attention torch uses, and the order of the choice.
+
+The order is set, and a call's backend is found, with the functions that
+:func:`torch.nn.functional.scaled_dot_product_attention` uses itself. No attention is computed here.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from itertools import takewhile
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
+from torch import Tensor
+from torch.backends import cuda
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
 
 from lightning_opt.core.arguments import at_least
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.output.report import Report
-from lightning_opt.kernels.attention.sdpa import BACKENDS, CAN_RANK, Preference, Watch
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
+
+BACKENDS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+_NAMES = {backend.value: name for name, backend in BACKENDS.items()}
+# For each backend, functions that return and set whether it may be used.
+_SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
+    "flash": (cuda.flash_sdp_enabled, cuda.enable_flash_sdp),
+    "cudnn": (cuda.cudnn_sdp_enabled, cuda.enable_cudnn_sdp),
+    "efficient": (cuda.mem_efficient_sdp_enabled, cuda.enable_mem_efficient_sdp),
+    "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
+}
+
+NAME = "scaled_dot_product_attention"
+# Since torch 2.6 the order can be set; before, only the set of backends.
+CAN_RANK = hasattr(torch._C, "_set_sdp_priority_order")
 
 
 class AttentionBackend(RunCallback):
@@ -22,10 +54,10 @@ class AttentionBackend(RunCallback):
 
     ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, and silently
     takes the first that can serve a call. A mask or a dropout that the fast ones do not support
-    therefore costs speed and memory unnoticed. This callback looks at the calls of the first batch,
+    therefore costs speed and memory unnoticed. This callback records the calls of the first batch,
     and warns once if the slow one, math, serves any of them. Its :meth:`report` names the backend
-    of each kind of call, and why the better ones cannot serve it. After the first batch it adds
-    nothing to a step.
+    of each kind of call, and why preferred ones cannot serve it. After the first batch it adds no
+    cost to a step.
 
     The order holds from ``setup`` to ``teardown``, for training, validation, test and prediction,
     and for forward passes that activation checkpointing repeats in the backward pass. Everything is
@@ -34,19 +66,19 @@ class AttentionBackend(RunCallback):
     Math serves the calls that no other backend can, whether it is in ``order`` or not, so training
     never stops for lack of a backend.
 
-    On a CPU, torch has flash and math. A model that is already compiled when its first batch
-    arrives is skipped, since looking at it would compile it twice.
+    On a CPU, torch has flash and math. The calls of a compiled model are not recorded, since that
+    would compile it twice.
 
     Nothing is logged.
 
     Args:
-        order: Backends, best first: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``. What is
-            left out is not used, math apart. torch 2.5 knows which may be used but not their order.
-        watch_batches: Batches to look at, at the start of each run; 0 for none.
+        order: Backends, best first: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``. Others
+            are not used, except math. In torch 2.5 the order has no effect.
+        watch_batches: Number of batches to record at the start of each run; 0 for none.
 
     Raises:
-        ValueError: For an ``order`` that is empty, repeats a name or has an unknown one; in
-            ``setup`` for a second ``AttentionBackend``.
+        ValueError: For an ``order`` that is empty or has repeated or unknown names; in ``setup``
+            for a second ``AttentionBackend``.
 
     Example:
         >>> import lightning as L
@@ -58,7 +90,7 @@ class AttentionBackend(RunCallback):
     """
 
     only_one = True
-    process_only = ("_preference", "_watch")
+    process_only = ("_recorder",)
 
     def __init__(
         self, order: Sequence[str] = ("flash", "cudnn", "efficient", "math"), watch_batches: int = 1
@@ -66,8 +98,8 @@ class AttentionBackend(RunCallback):
         names = [order] if isinstance(order, str) else list(order)
         if "xformers" in names:
             raise ValueError(
-                "order cannot have 'xformers', since torch would not know it: what xformers is "
-                "known for, memory-efficient attention, is torch's own backend 'efficient'."
+                "order cannot contain 'xformers', which is not a backend of torch. Its "
+                "memory-efficient attention is torch's own backend 'efficient'."
             )
         if not names or len(set(names)) < len(names) or not set(names) <= set(BACKENDS):
             raise ValueError(
@@ -75,90 +107,234 @@ class AttentionBackend(RunCallback):
             )
         self.order = tuple(names)
         self.watch_batches = at_least("watch_batches", watch_batches, 0)
-        self._seen: dict[tuple[Any, ...], dict[str, Any]] = {}
-        self._left = 0
-        self._compiled = False
-        self._preference: Preference | None = None
-        self._watch: Watch | None = None
+        self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
+        self._batches_left = 0
+        self._is_compiled = False
+        self._undo = Patches()
+        self._recorder: CallRecorder | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
         """Set the order."""
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
-        self._preference = Preference(self.order)
-        self._seen, self._left, self._compiled = {}, self.watch_batches, False
+        self._undo.enter_context(backend_order(self.order))
+        self._calls = {}
+        self._batches_left = self.watch_batches
+        self._is_compiled = False
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Look at the first batches."""
-        self._begin(trainer, pl_module)
+        """Record the calls of the first batches."""
+        self._start_recording(trainer, pl_module)
 
     def on_validation_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
-        """Look at the first batches, if this is no part of training."""
+        """Record the calls of the first batches outside of training."""
         if trainer.state.fn != "fit":
-            self._begin(trainer, pl_module)
+            self._start_recording(trainer, pl_module)
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
 
-    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Say what was seen."""
-        if self._watch is None:
+    def _start_recording(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+        if self._batches_left <= 0 or self._recorder is not None:
             return
-        self._watch.end()
-        self._watch = None
-        if self._left <= 0:
-            self._warn()
+        self._batches_left -= 1
+        self._is_compiled = has_compiled_parts(trainer.strategy.model or pl_module)
+        if not self._is_compiled:
+            self._recorder = CallRecorder(self._calls, self.order)
+
+    def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
+        """Stop recording; after the last batch, warn of slow backends."""
+        if self._recorder is None:
+            return
+        self._recorder.close()
+        self._recorder = None
+        if self._batches_left <= 0:
+            self._warn_of_math()
 
     on_validation_batch_end = on_test_batch_end = on_predict_batch_end = on_train_batch_end
 
     def report(self) -> Report:
-        """Return one row for each kind of call in the batches that were looked at."""
+        """Return one row for each kind of call in the recorded batches."""
         notes = []
         if not CAN_RANK:
-            notes.append("This version of torch does not let the order of backends be set.")
-        if self._compiled:
+            notes.append("This version of torch cannot set the order of backends.")
+        if self._is_compiled:
             notes.append(
-                "The model is compiled, so its calls were not looked at. torch.compile chooses by "
+                "The model is compiled, so its calls were not recorded. torch.compile chooses by "
                 "the same rules: run a batch without it to see the backends."
             )
-        elif not self._seen:
-            notes.append("No call of scaled_dot_product_attention was seen.")
-        title = f"Attention backends, wanted in the order {', '.join(self.order)}"
-        return Report(title, list(self._seen.values()), notes)
+        elif not self._calls:
+            notes.append("No call of scaled_dot_product_attention was recorded.")
+        title = f"Attention backends, in the order {', '.join(self.order)}"
+        return Report(title, list(self._calls.values()), notes)
 
-    def _begin(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        if self._left <= 0 or self._watch is not None:
-            return
-        self._left -= 1
-        self._compiled = has_compiled_parts(trainer.strategy.model or pl_module)
-        if not self._compiled:
-            self._watch = Watch(self._seen, self.order)
-
-    def _warn(self) -> None:
-        """Say once if what was seen is slower than what was wished for."""
-        slow = [row for row in self._seen.values() if row["backend"] == "math"]
+    def _warn_of_math(self) -> None:
+        slow = [row for row in self._calls.values() if row["backend"] == "math"]
         if not slow or self.order[0] == "math":
             return
         row = slow[0]
         others = f" So are {len(slow) - 1} other kinds of calls." if len(slow) > 1 else ""
-        asked = (
-            "" if "math" in self.order else " Math is not in `order`, but nothing in it takes this."
+        not_in_order = (
+            ""
+            if "math" in self.order
+            else " Math is not in `order`, but no backend in it supports this call."
         )
         rank_zero_warn(
             f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
             f"mask {row['mask']}, dropout {row['dropout']:g} is served by math, which is "
-            f"right but slow and keeps the whole matrix of scores.{asked} Why not "
-            f"{row['better ones']}.{others} `report()` has all of it."
+            f"right but slow and stores the whole matrix of scores.{not_in_order} Reasons: "
+            f"{row['better ones']}.{others} `report()` lists all calls."
         )
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Put torch's function and its settings back."""
-        if self._watch is not None:
-            self._watch.end()
-            self._watch = None
-        if self._preference is not None:
-            self._preference.restore()
-            self._preference = None
+        """Restore torch's function and its settings."""
+        if self._recorder is not None:
+            self._recorder.close()
+            self._recorder = None
+        self._undo.close()
+
+
+@contextmanager
+def backend_order(order: Sequence[str]) -> Iterator[None]:
+    """Set the backends that torch may use and their order, and restore them at the end.
+
+    ``torch.nn.attention.sdpa_kernel`` is not used: it turns off the backends of other devices
+    (XPU), and it may change the position of a backend that was off before.
+
+    Args:
+        order: Names of :data:`BACKENDS`, best first. Math serves every call, so backends behind it
+            are turned off, also where torch cannot rank. Math itself stays on as the last one;
+            otherwise calls that no other backend supports would raise.
+    """
+    enabled = {name: is_enabled() for name, (is_enabled, _) in _SWITCHES.items()}
+    ranks = torch._C._get_sdp_priority_order() if CAN_RANK else []
+    reachable = [*takewhile(lambda name: name != "math", order), "math"]
+    for name, (_, enable) in _SWITCHES.items():
+        enable(name in reachable)
+    if CAN_RANK:
+        first = [BACKENDS[name].value for name in reachable]
+        torch._C._set_sdp_priority_order([*first, *(rank for rank in ranks if rank not in first)])
+    try:
+        yield
+    finally:
+        for name, (_, enable) in _SWITCHES.items():
+            enable(enabled[name])
+        if CAN_RANK:
+            torch._C._set_sdp_priority_order(ranks)
+
+
+class CallRecorder:
+    """Records each call of scaled dot-product attention until :meth:`close`.
+
+    The function is replaced in every loaded module that has it under its own name. A
+    ``TorchFunctionMode`` would miss the calls inside ``nn.MultiheadAttention``, and changes the
+    code path of that module in evaluation.
+
+    Args:
+        rows: Receives a row of the report for each kind of call.
+        order: The backends, best first.
+    """
+
+    def __init__(self, rows: dict[tuple[Any, ...], dict[str, Any]], order: Sequence[str]) -> None:
+        self._rows = rows
+        self._order = order
+        self._original: Callable[..., Tensor] = functional.scaled_dot_product_attention
+        self._patches = ExitStack()
+        for module in list(sys.modules.values()):
+            own = getattr(module, "__dict__", {}).get(NAME)
+            if own is self._original and module is not torch._C._nn:
+                self._patches.enter_context(replaced(module, **{NAME: self}))
+
+    def close(self) -> None:
+        """Restore the function."""
+        self._patches.close()
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
+        """Record the call and run the original function."""
+        if not torch.compiler.is_compiling():
+            self._record(*args, **kwargs)
+        return self._original(*args, **kwargs)
+
+    def _record(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> None:
+        inputs = (query, key, value, attn_mask)
+        query, key, value, attn_mask = (_as_autocast(tensor) for tensor in inputs)  # type: ignore[assignment]
+        call: dict[str, Any] = {
+            "device": query.device.type,
+            "dtype": str(query.dtype).removeprefix("torch."),
+            "query": str(tuple(query.shape)),
+            "key": str(tuple(key.shape)),
+            "mask": "none"
+            if attn_mask is None
+            else f"{str(attn_mask.dtype).removeprefix('torch.')} {tuple(attn_mask.shape)}",
+            "causal": is_causal,
+            "dropout": float(dropout_p),
+        }
+        kind = (*call.values(), tuple(value.shape))
+        if kind in self._rows:
+            self._rows[kind]["calls"] += 1
+            return
+        arguments = (query, key, value, attn_mask, dropout_p, is_causal)
+        backend = _choose(arguments, scale, enable_gqa)
+        better = [*takewhile(lambda name: name != backend, self._order)]
+        reasons = [f"{name}: {_why_not(name, (*arguments, enable_gqa))}" for name in better]
+        self._rows[kind] = {
+            "backend": backend,
+            "calls": 1,
+            **call,
+            "better ones": "; ".join(reasons),
+        }
+
+
+def _as_autocast(tensor: Tensor | None) -> Tensor | None:
+    """Return ``tensor``, or an empty tensor of the dtype that autocast would convert it to."""
+    if tensor is None or tensor.dtype not in (torch.float32, torch.float16, torch.bfloat16):
+        return tensor
+    kind = tensor.device.type
+    if not torch.is_autocast_enabled(kind):
+        return tensor
+    dtype = torch.get_autocast_dtype(kind)
+    if tensor.dtype is dtype:
+        return tensor
+    return torch.empty_like(tensor, dtype=dtype).requires_grad_(tensor.requires_grad)
+
+
+def _choose(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> str:
+    """Return the backend that serves a call."""
+    try:
+        choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=grouped)
+    except (RuntimeError, NotImplementedError, TypeError):  # for unusual tensors
+        return "unknown"
+    return _NAMES.get(int(choice), f"number {int(choice)}")
+
+
+def _why_not(name: str, arguments: tuple[Any, ...]) -> str:
+    """Return why the preferred backend ``name`` does not serve the call."""
+    kind = arguments[0].device.type
+    if kind == "cpu":
+        return "no dropout, and not every mask" if name == "flash" else "not for CPUs"
+    if kind != "cuda":
+        return f"torch gives no reason on {kind}"
+    can_use = getattr(cuda, f"can_use_{name}_attention", None)
+    if can_use is None:
+        return "not in this version of torch"
+    with warnings.catch_warnings(record=True) as caught:  # torch's reasons are warnings
+        warnings.simplefilter("always")
+        usable = can_use(cuda.SDPAParams(*arguments), True)
+    if usable:
+        return "it could, but this version of torch prefers another"
+    # The end of each warning is its position in torch's source.
+    texts = [str(warning.message).partition(" (Triggered")[0].strip() for warning in caught]
+    return " ".join(dict.fromkeys(text for text in texts if text)) or "torch gives no reason"

@@ -1,4 +1,4 @@
-"""Rotary position embedding with tables that are computed once."""
+"""Rotary position embedding with cached cosines and sines."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def rotary_tables(
     """Return the cosines and sines of all angles, computed in float64 and rounded once.
 
     Args:
-        positions: How many, from 0 on.
-        dim: Features that are rotated; even.
+        positions: Number of positions, from 0 on.
+        dim: Number of rotated features; even.
         base: The longest wavelength is about ``2 pi base`` positions.
-        device: Of the tables. They are computed on the CPU, so that they are the same everywhere.
-        dtype: Of the tables.
+        device: Device of the tables. They are computed on the CPU, so values are equal everywhere.
+        dtype: Dtype of the tables.
 
     Returns:
-        Two tensors of shape ``(positions, dim / 2)``; element ``(p, i)`` belongs to the angle
+        Two tensors of shape ``(positions, dim / 2)``. The angle of element ``(p, i)`` is
         ``p * base ** (-2 i / dim)``.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
@@ -39,7 +39,7 @@ def rotary_tables(
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Tensor:
-    """Rotate pairs of the features of ``x`` by angles whose cosines and sines are given.
+    """Rotate pairs of features of ``x`` by angles, given by their cosines and sines.
 
     Args:
         x: Shape ``(..., length, dim)``.
@@ -64,13 +64,13 @@ class RotaryEmbedding(nn.Module):
     The tables are buffers that follow the module from device to device and stay out of its
     ``state_dict``. They are computed in float64 and kept in float32, even in a half-precision
     module (float64 in a float64 one), and used in the dtype of the input. They grow to the next
-    power of two when a longer sequence arrives, which is rare; only that step is computed outside
-    of a ``torch.compile`` graph. All layers may share one instance.
+    power of two for a longer sequence, outside of any ``torch.compile`` graph. All layers may share
+    one instance.
 
     Args:
-        dim: Features of a head; even.
+        dim: Number of features of a head; even.
         base: The longest wavelength is about ``2 pi base`` positions. Often called theta.
-        max_positions: What the tables have room for at first.
+        max_positions: Initial length of the tables.
         interleaved: Which features form a pair: ``i`` and ``i + dim / 2`` (half-split, as in
             GPT-NeoX and LLaMA), or with True ``2 i`` and ``2 i + 1`` (as in the paper and GPT-J).
             Weights trained with one layout do not work with the other.
@@ -113,8 +113,8 @@ class RotaryEmbedding(nn.Module):
         """Rotate ``x`` of shape ``(..., length, dim)``.
 
         Args:
-            x: Queries or keys; the length is the last dimension but one.
-            offset: Position of the first one, as in decoding with a cache of keys.
+            x: Queries or keys.
+            offset: Position of the first element, as in decoding with a cache of keys.
         """
         end = offset + x.shape[-2]
         if end > self.cos.shape[0]:
@@ -136,9 +136,9 @@ class RotaryEmbedding(nn.Module):
         )
 
     def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> RotaryEmbedding:
-        """Move the tables with the module, but never round them: that could not be undone."""
+        """Move the tables with the module, but never round them."""
         super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        # Made anew: what came may be rounded, or without values (`to_empty`).
+        # Compute them again: the moved ones may be rounded, or without values (`to_empty`).
         dtype = torch.float64 if self.cos.dtype is torch.float64 else torch.float32
         self._fill(self.cos.shape[0], dtype)
         return self

@@ -11,30 +11,30 @@ from lightning_opt.kernels.attention.rotary_embedding import RotaryEmbedding
 
 
 class SelfAttention(nn.Module):
-    """Multi-head self-attention that leaves the scores to torch's fused kernels.
+    """Multi-head self-attention with torch's fused kernels.
 
-    The matrix of scores, whose size is heads times length squared, is never stored when a fused
-    backend serves the call (see :class:`AttentionBackend`). A ``key_padding_mask`` rules out the
-    flash backend on CUDA, but not the others.
+    With a fused backend (see :class:`AttentionBackend`) the matrix of scores, whose size is heads
+    times length squared, is never stored. A ``key_padding_mask`` excludes the flash backend on
+    CUDA.
 
-    A query that may attend to nothing (an all-padding sequence, or a position before the first key
-    of a left-padded causal sequence) gets zeros, never NaN, and passes no gradient back; the output
-    projection then adds its bias.
+    A query without visible keys (in an all-padding sequence, or before the first key of a
+    left-padded causal sequence) gets zeros, never NaN, and no gradient; the output projection then
+    adds its bias.
 
     Args:
-        dim: Features of the input and the output.
-        heads: Query heads.
-        kv_heads: Heads of keys and values, a divisor of ``heads``; each serves a group of query
-            heads. None: as many as ``heads``.
+        dim: Number of features of the input and the output.
+        heads: Number of query heads.
+        kv_heads: Number of heads of keys and values, a divisor of ``heads``; a group of query heads
+            shares each. None: as many as ``heads``.
         head_dim: Features of a query and a key. None: ``dim / heads``.
-        value_dim: Features of a value. None: ``head_dim``. Flash backends want them equal.
-        causal: Whether a position sees itself and earlier ones only.
-        dropout: Share of the scores left out in training. torch's backend for CPUs has none, so
-            there any dropout costs the fused kernel.
+        value_dim: Features of a value. None: ``head_dim``. Flash backends require equal sizes.
+        causal: Whether a position attends only to itself and earlier ones.
+        dropout: Share of the scores dropped in training. torch's fused backend for CPUs does not
+            support dropout.
         bias: Whether queries, keys and values have a bias.
-        out_bias: Whether the output projection has one.
+        out_bias: Whether the output projection has a bias.
         rotary: A :class:`RotaryEmbedding` for queries and keys, which several layers may share;
-            True makes one of this layer's own; None or False: no positions.
+            True creates one for this layer; None or False: no positions.
 
     Raises:
         ValueError: For sizes that do not divide, or a ``rotary`` of another size than ``head_dim``.
@@ -89,12 +89,12 @@ class SelfAttention(nn.Module):
             self.rotary = RotaryEmbedding(self.head_dim) if rotary else None
 
     def forward(self, x: Tensor, key_padding_mask: Tensor | None = None, offset: int = 0) -> Tensor:
-        """Return what each position takes from those that it sees.
+        """Apply attention and the output projection.
 
         Args:
             x: Shape ``(batch, length, dim)``.
-            key_padding_mask: Shape ``(batch, length)``, bool, True where there is only padding, as
-                in ``nn.MultiheadAttention``.
+            key_padding_mask: Shape ``(batch, length)``, bool, True for padding, as in
+                ``nn.MultiheadAttention``.
             offset: Position of the first element, for ``rotary``.
         """
         query, key, value = (
@@ -119,31 +119,31 @@ class SelfAttention(nn.Module):
             )
         else:
             group = self.heads // self.kv_heads
-            if group > 1:  # with a mask, no fused backend of CUDA takes groups
+            if group > 1:  # with a mask, CUDA's fused backends support no groups
                 key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
             visible = visible_keys(key_padding_mask, self.causal)
             some = visible.any(-1, keepdim=True)
-            # A query that sees nothing sees everything instead, and its answer is thrown away.
+            # A query without visible keys attends to all of them, and its result is discarded.
             seen = scaled_dot_product_attention(
                 query, key, value, attn_mask=visible | ~some, dropout_p=dropout
             ).masked_fill(~some, 0.0)
         return self.out(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
-        """Return the settings that the layers inside do not show."""
+        """Return the settings."""
         return f"heads={self.heads}, kv_heads={self.kv_heads}, causal={self.causal}"
 
 
 def visible_keys(key_padding_mask: Tensor, causal: bool) -> Tensor:
-    """Return which keys each query may look at.
+    """Return the mask of keys that each query attends to.
 
     Args:
-        key_padding_mask: Shape ``(batch, length)``, True where there is only padding.
-        causal: Whether a position sees itself and earlier ones only.
+        key_padding_mask: Shape ``(batch, length)``, True for padding.
+        causal: Whether a position attends only to itself and earlier ones.
 
     Returns:
-        A bool tensor of shape ``(batch, 1, length, length)``, or ``(batch, 1, 1, length)`` where
-        all queries of a sequence see the same.
+        A bool tensor of shape ``(batch, 1, length, length)``; if not causal,
+        ``(batch, 1, 1, length)``.
     """
     visible = ~key_padding_mask[:, None, None, :]
     if not causal:

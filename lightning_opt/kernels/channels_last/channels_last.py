@@ -1,22 +1,27 @@
-"""Convolutional models with the channels last in memory, where that pays."""
+"""Convolutions in the channels_last memory format, if that is faster."""
 
 from __future__ import annotations
 
 import logging
 import statistics
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
 from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
+from torch import Tensor, nn
+from torch.nn.parameter import UninitializedParameter
+from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.arguments import one_of
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.core.output.report import Report
-from lightning_opt.kernels.channels_last.convolutions import Convolutions
+from lightning_opt.kernels.layouts import laid_out, same_layout
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -26,11 +31,18 @@ log = logging.getLogger(__name__)
 
 Policy = Literal["auto", "layers", "always"]
 
+# Timed steps in each format, after one that is not timed.
 ROUNDS = 3
-"""Steps that are timed in each format, after one that is not."""
-
-GAIN = 0.97
-"""Of the time that the step takes otherwise: what differs less is noise."""
+# Share of the contiguous step's time below which channels_last is used; the rest is noise.
+REQUIRED_SHARE = 0.97
+# Convolutions by the number of dimensions of their weights.
+CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
+    4: (nn.Conv2d, nn.ConvTranspose2d),
+    5: (nn.Conv3d, nn.ConvTranspose3d),
+}
+FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
+# Other layers that multiply matrices.
+OTHERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.ConvTranspose1d)
 
 
 class ChannelsLast(RunCallback):
@@ -44,23 +56,23 @@ class ChannelsLast(RunCallback):
     With ``"auto"`` on a single process, the first training batch is run forward and backward four
     times in each format before it is trained on, and leaves no trace; channels_last is kept if it
     saves 3% of the time. If nothing can be measured, the layers decide: outside of training, with
-    several processes (DDP needs the final layout of the weights before there is a batch), with
-    ``CompileModel`` (the compiler would be timed), and with deterministic algorithms, because a
-    measurement is not repeatable.
+    several processes (DDP needs the final layout of the weights before the first batch), with
+    ``CompileModel`` (the compiler would be timed), and with deterministic algorithms (a measurement
+    is not repeatable).
 
     Everything is restored when the run ends or fails. Checkpoints hold the optimizer state in its
     original layout.
 
-    Nothing is logged; :meth:`report` tells what was decided and why.
+    Nothing is logged; :meth:`report` contains the decision and its reason.
 
     Args:
-        policy: ``"auto"`` measures; ``"layers"`` takes channels_last if at least half of the layers
-            that multiply are convolutions over two or three dimensions; ``"always"`` takes it.
+        policy: ``"auto"`` measures; ``"layers"`` uses channels_last if at least half of the layers
+            that multiply are convolutions over two or three dimensions; ``"always"`` uses it.
 
     Raises:
         ValueError: In ``__init__`` for another policy; in ``setup`` for ``"always"`` under FSDP,
-            ``ModelParallelStrategy`` and DeepSpeed, whose shards have an order of their own. The
-            other policies leave such models alone.
+            ``ModelParallelStrategy`` and DeepSpeed, whose shards have their own memory order. The
+            other policies do not change such models.
 
     Example:
         >>> import lightning as L
@@ -68,27 +80,25 @@ class ChannelsLast(RunCallback):
         >>> trainer = L.Trainer(callbacks=[lo.ChannelsLast()], logger=False)
     """
 
+    only_one = True
+    process_only = ("_convolutions",)
+
     def __init__(self, policy: Policy = "auto") -> None:
         self.policy = one_of("policy", policy, get_args(Policy))
-        self._layout: Convolutions | None = None
+        self._convolutions: Convolutions | None = None
         self._hooks: list[RemovableHandle] = []
-        self._pending = False
+        self._is_undecided = False
         self._decision: dict[str, Any] = {}
 
-    only_one = True
-    process_only = ("_layout",)
-
-    # --- deciding ---------------------------------------------------------------------------------
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Decide, or see to it that it is decided, before the strategy wraps the model."""
+        """Decide before the strategy wraps the model, or leave it to a measurement."""
         sharded = isinstance(
             trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
         )
         if sharded and self.policy == "always":
             raise ValueError(
                 f"ChannelsLast('always') does not work with {type(trainer.strategy).__name__}: its "
-                "shards have their own memory order. Use DDP, or leave the callback out."
+                "shards have their own memory order. Use DDP, or remove the callback."
             )
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
@@ -96,14 +106,14 @@ class ChannelsLast(RunCallback):
         if sharded:
             self._decide(False, f"{type(trainer.strategy).__name__} lays out the weights itself")
         elif not is_overridden("configure_model", pl_module):
-            self._look_at(trainer, pl_module)
+            self._inspect(trainer, pl_module)
         elif trainer.world_size > 1:
-            self._decide(False, "configure_model makes the layers, and then they are wrapped")
+            self._decide(False, "configure_model creates the layers, and then they are wrapped")
 
-    def _look_at(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _inspect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Decide by the layers, or leave it to a measurement."""
-        self._layout = layout = Convolutions(pl_module)
-        if layout.count == 0:
+        self._convolutions = found = Convolutions(pl_module)
+        if found.count == 0:
             self._decide(False, "no convolutions over two or three dimensions")
             return
         if self.policy == "always":
@@ -111,30 +121,30 @@ class ChannelsLast(RunCallback):
             return
         obstacle = None if self.policy == "layers" else _obstacle_to_measuring(trainer)
         if self.policy == "layers" or obstacle is not None:
-            reason = f"{layout.count} convolutions, {layout.others} other layers that multiply"
-            self._decide(layout.dominate, f"{reason} ({obstacle})" if obstacle else reason)
+            reason = f"{found.count} convolutions, {found.others} other layers that multiply"
+            self._decide(found.dominate, f"{reason} ({obstacle})" if obstacle else reason)
             return
-        self._pending = True
+        self._is_undecided = True
 
     def _decide(self, channels_last: bool, reason: str, **figures: float) -> None:
-        self._pending = False
+        self._is_undecided = False
         name = "channels_last" if channels_last else "contiguous"
         self._decision = {"memory format": name, "because": reason, **figures}
         log.info("ChannelsLast: %s, because of %s.", name, reason)
-        if channels_last and self._layout is not None:
-            self._layout.convert()
+        if channels_last and self._convolutions is not None:
+            self._convolutions.convert()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Look at a model that is complete only now, and at what optimizers save and load."""
-        if not self._decision and not self._pending:
-            self._look_at(trainer, pl_module)
-        layout = self._layout
-        if layout is None or not (layout.converted or self._pending):
+        """Inspect a model that is complete only now, and intercept the optimizers' states."""
+        if not self._decision and not self._is_undecided:
+            self._inspect(trainer, pl_module)
+        convolutions = self._convolutions
+        if convolutions is None or not (convolutions.converted or self._is_undecided):
             return
         for optimizer in trainer.optimizers:
             self._hooks += [
-                optimizer.register_state_dict_post_hook(layout.disguise),
-                optimizer.register_load_state_dict_post_hook(layout.align_state),
+                optimizer.register_state_dict_post_hook(convolutions.restore_saved_state),
+                optimizer.register_load_state_dict_post_hook(convolutions.align_state),
             ]
 
     on_validation_start = on_test_start = on_predict_start = on_fit_start
@@ -142,68 +152,168 @@ class ChannelsLast(RunCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Measure on the first batch, if that was left open."""
-        if not self._pending or self._layout is None:
+        """Measure on the first batch, if the layers did not decide."""
+        if not self._is_undecided or self._convolutions is None:
             return
-        self._measure(trainer, pl_module, batch, batch_idx)
-        if self._layout.converted:  # after optimizers had loaded their state, which has to follow
+        self._measure(self._convolutions, TrialStep(trainer, pl_module, batch, batch_idx))
+        if self._is_undecided:
+            recover_memory(pl_module.device)
+            by_layers = self._convolutions.dominate
+            self._decide(by_layers, "the layers, since memory ran out while measuring")
+        if self._convolutions.converted:  # optimizers have loaded their state already
             for optimizer in trainer.optimizers:
-                self._layout.align_state(optimizer)
+                self._convolutions.align_state(optimizer)
 
-    def _measure(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
-    ) -> None:
-        layout = self._layout
-        assert layout is not None
+    def _measure(self, convolutions: Convolutions, step: TrialStep) -> None:
+        """Time the step in both formats in turns, and decide unless memory runs out."""
         seconds: dict[bool, list[float]] = {False: [], True: []}
         try:
-            for number in range(ROUNDS + 1):
+            for round_number in range(ROUNDS + 1):
                 for channels_last, times in seconds.items():
                     if channels_last:
-                        layout.convert()
+                        convolutions.convert()
                     try:
-                        time = TrialStep(trainer, pl_module, batch, batch_idx).run()
+                        time = step.run()
                     finally:
-                        layout.restore()
-                    if number:  # the first one prepares kernels
+                        convolutions.restore()
+                    if round_number:  # the first round prepares kernels
                         times.append(time)
         except CAUGHT as error:
             if not is_out_of_memory(error):
                 raise
-        else:
-            contiguous, last = (statistics.median(times) for times in seconds.values())
-            self._decide(
-                last < GAIN * contiguous,
-                "a measurement on the first batch",
-                **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
-            )
             return
-        recover_memory(pl_module.device)
-        self._decide(layout.dominate, "the layers, since memory ran out while measuring")
-
-    # --- saving, reporting, undoing ---------------------------------------------------------------
+        contiguous, last = (statistics.median(times) for times in seconds.values())
+        self._decide(
+            last < REQUIRED_SHARE * contiguous,
+            "a measurement on the first batch",
+            **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
+        )
 
     def report(self) -> Report:
-        """Return what was decided, and why; milliseconds are of forward and backward pass."""
+        """Return the decision and its reason; milliseconds are of forward and backward pass."""
         return Report("ChannelsLast", [self._decision] if self._decision else [])
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Put everything back."""
+        """Restore the weights and the optimizers."""
         for hook in self._hooks:
             hook.remove()
-        if self._layout is not None:
-            self._layout.restore(trainer.optimizers)
-        self._layout, self._hooks, self._pending = None, [], False
+        if self._convolutions is not None:
+            self._convolutions.restore(trainer.optimizers)
+        self._hooks = []
+        self._convolutions = None
+        self._is_undecided = False
 
 
 def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
-    """Return why a measurement is not possible, or would not say what matters."""
+    """Return why a measurement is impossible or meaningless, or None."""
     if trainer.state.fn != "fit":
         return "no training to measure"
     if trainer.world_size > 1:
         return "several processes"
     if torch.are_deterministic_algorithms_enabled():
         return "deterministic algorithms, and a measurement is not"
-    names = [type(callback).__name__ for callback in trainer.callbacks]  # type: ignore[attr-defined]
-    compiled = has_compiled_parts(trainer.lightning_module)
-    return "a model that is compiled" if compiled or "CompileModel" in names else None
+    is_compiled = has_compiled_parts(trainer.lightning_module) or any(
+        isinstance(callback, RunCallback) and callback.compiles_model
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+    )
+    return "a model that is compiled" if is_compiled else None
+
+
+class Convolutions:
+    """The weights of a model's convolutions, which can be switched to channels_last and back.
+
+    Outputs follow the weights. A weight that is part of a larger memory block is not switched,
+    because it would have to leave that block.
+
+    Args:
+        model: A model with all of its layers.
+
+    Attributes:
+        count: Number of convolutions.
+        others: Number of other layers that multiply.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        self.count = 0
+        self.others = 0
+        self._formats: dict[nn.Parameter, Any] = {}
+        self._strides: dict[nn.Parameter, tuple[int, ...]] = {}
+        for module in model.modules():
+            for ndim, kinds in CONVOLUTIONS.items():
+                if isinstance(module, kinds):
+                    self.count += 1
+                    for weight in module.parameters():
+                        if weight.ndim == ndim and _owns_memory(weight):
+                            self._formats[weight] = FORMATS[ndim]
+            self.others += isinstance(module, OTHERS)
+
+    @property
+    def dominate(self) -> bool:
+        """Whether at least half of the layers that multiply are convolutions."""
+        return self.count > 0 and self.count >= self.others
+
+    @property
+    def converted(self) -> bool:
+        """Whether the weights are in channels_last now because of :meth:`convert`."""
+        return bool(self._strides)
+
+    def convert(self) -> None:
+        """Convert weights and their gradients to channels_last."""
+        if self.converted:
+            return
+        for weight, memory_format in self._formats.items():
+            self._strides[weight] = weight.stride()
+            weight.data = weight.data.to(memory_format=memory_format)
+        self._align_gradients()
+
+    def restore(self, optimizers: Iterable[Optimizer] = ()) -> None:
+        """Restore the original layout of weights, gradients and optimizer states."""
+        if not self.converted:
+            return
+        for weight, strides in self._strides.items():
+            weight.data = laid_out(weight.data, strides)
+        self._strides = {}
+        self._align_gradients()
+        for optimizer in optimizers:
+            self.align_state(optimizer)
+
+    def _align_gradients(self) -> None:
+        for weight in self._formats:
+            if weight.grad is not None and not same_layout(weight.grad, weight):
+                weight.grad = laid_out(weight.grad, weight.stride())
+
+    def align_state(self, optimizer: Optimizer) -> None:
+        """Convert an optimizer's state to the layout of the weights.
+
+        Fused kernels require that, and the others are faster.
+        """
+        for weight in self._formats:
+            state = optimizer.state.get(weight) or {}
+            state.update(_with_layout(state, weight, weight.stride()))
+
+    def restore_saved_state(self, optimizer: Optimizer, saved: dict[str, Any]) -> None:
+        """Convert a ``state_dict`` of ``optimizer`` to the original layout of the weights.
+
+        Otherwise a run without this callback would load it in channels_last.
+        """
+        for group, live in zip(saved["param_groups"], optimizer.param_groups, strict=True):
+            for key, weight in zip(group["params"], live["params"], strict=True):
+                if weight in self._strides and key in saved["state"]:
+                    state = saved["state"][key]
+                    converted = _with_layout(state, weight, self._strides[weight])
+                    saved["state"][key] = {**state, **converted}
+
+
+def _owns_memory(weight: nn.Parameter) -> bool:
+    if isinstance(weight, UninitializedParameter) or is_dtensor(weight):
+        return False
+    return weight.untyped_storage().nbytes() == weight.numel() * weight.element_size()
+
+
+def _with_layout(state: dict[str, Any], weight: Tensor, strides: tuple[int, ...]) -> dict[str, Any]:
+    """Return the tensors in ``state`` that have the weight's shape, with ``strides``."""
+    return {
+        name: laid_out(value, strides)
+        for name, value in state.items()
+        if isinstance(value, Tensor) and value.shape == weight.shape
+    }

@@ -1,4 +1,4 @@
-"""torch.compile for any Lightning Trainer, which survives its failures."""
+"""torch.compile for any Lightning Trainer, with a fallback to uncompiled code."""
 
 from __future__ import annotations
 
@@ -16,16 +16,20 @@ from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.kernels.compiling.errors import passed_compiled_backward
-from lightning_opt.kernels.compiling.measuring import Race
-from lightning_opt.kernels.compiling.process_settings import (
-    compile_settings,
-    ladder,
-    refuse_neighbours,
-    unmarked,
+from lightning_opt.kernels.compiling.measuring import Comparison
+from lightning_opt.kernels.compiling.regions import (
+    EAGER,
+    CompileOptions,
+    Region,
+    comes_from_compiled_backward,
 )
-from lightning_opt.kernels.compiling.regions import EAGER, Region, Shared
-from lightning_opt.kernels.compiling.scope import find_regions
+from lightning_opt.kernels.compiling.setup import (
+    check_compatible,
+    compile_settings,
+    find_regions,
+    modes_for,
+    remove_marks,
+)
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -33,8 +37,8 @@ if TYPE_CHECKING:
 
 MODES = ("auto", "max-autotune", "max-autotune-no-cudagraphs", "reduce-overhead", "default")
 SCOPES = ("model", "regions")
-OFTEN = 3
-"""Recompilations of one region from which on they are worth a warning."""
+# Recompilations of one region that cause a warning.
+MANY_RECOMPILATIONS = 3
 
 
 class CompileModel(RunCallback):
@@ -47,7 +51,7 @@ class CompileModel(RunCallback):
 
     If compiling a call or its backward graph fails, the call is rolled back (random numbers,
     buffers, attributes) and repeated uncompiled, and the region moves on to the next mode of the
-    ladder. The reason is logged once; no batch is lost or trained twice. If the uncompiled run
+    list below. The reason is logged once; no batch is lost or trained twice. If the uncompiled run
     raises as well, the error is the model's own and is raised unchanged. Out-of-memory errors pass
     through. An error that compiled code raises in a backward pass ends the run.
 
@@ -55,43 +59,45 @@ class CompileModel(RunCallback):
     ``mode``                         modes that are tried, in this order
     ================================ ============================================================
     ``"auto"``                       ``default``, on every device; the others take minutes or
-                                     overwrite outputs, so they are for those who ask for them
+                                     overwrite outputs
     ``"max-autotune"``               ``max-autotune``, ``reduce-overhead`` (on CUDA), ``default``
     ``"max-autotune-no-cudagraphs"`` this one, ``default``
     ``"reduce-overhead"``            ``reduce-overhead``, ``default``
     ``"default"``                    ``default``
     ================================ ============================================================
 
-    After the last mode comes the uncompiled model. Each region moves down the ladder independently.
+    After the last mode a region runs uncompiled. Each region changes its mode independently.
 
     Logged when something was compiled, and when something failed:
 
     ========================== =================================================================
     ``compile/seconds``        of compilation so far
     ``compile/graphs``         graphs compiled so far; backward graphs are not counted
-    ``compile/graph_breaks``   places at which a graph ended and Python went on
-    ``compile/recompilations`` calls that compiled again what had been compiled before
-    ``compile/uncompiled``     regions that run uncompiled, since compilation failed
+    ``compile/graph_breaks``   places at which a graph ended and Python continued
+    ``compile/recompilations`` calls that compiled a region again
+    ``compile/uncompiled``     regions that run uncompiled because compilation failed
     ========================== =================================================================
 
     Args:
-        mode: Where the ladder begins, see above.
+        mode: The first mode to try, see above.
         scope: ``"model"`` compiles the module's ``forward`` and each of its submodules as a whole.
             ``"regions"`` compiles the repeated blocks, one compilation for all blocks of one
-            structure; what lies around them runs as it is. A model without repeated blocks is
-            compiled as under ``"model"``.
-        dynamic: As in ``torch.compile``: ``None`` compiles for the first shapes, and for any once
-            they change; ``True`` for any from the start; ``False`` for each anew.
+            structure; the rest runs uncompiled. A model without repeated blocks is compiled as
+            under ``"model"``.
+        dynamic: As in ``torch.compile``: ``None`` compiles for the first shapes, and for any shapes
+            once they change; ``True`` for any from the start; ``False`` again for each.
         fullgraph: Whether a part that cannot be traced into one graph counts as a failure.
         backend: As in ``torch.compile``, such as ``"inductor"`` or ``"aot_eager"``.
-        measure: Whether to find out if it pays: a fit begins with a few timed steps uncompiled; it
-            is compiled if the steps that are left could make up for the start, timed again, and
-            taken back if it is no faster. The report says what was decided; all ranks decide alike.
+        measure: Whether to measure if compiling pays. A fit begins with a few timed uncompiled
+            steps. If the remaining steps could save the time that compilation takes, compiled steps
+            are timed too, and kept if they are faster. All ranks decide alike; the report contains
+            the decision.
 
     Raises:
         ValueError: In ``__init__`` for an unknown mode or scope, or a mode for another backend than
-            inductor; in ``setup`` for an unknown backend, under DeepSpeed, for a second one, for a
-            model that is compiled already, and beside what must see single operators.
+            inductor; in ``setup`` for an unknown backend, under DeepSpeed, for a second
+            ``CompileModel``, for a compiled model, and beside callbacks that need individual
+            operators.
 
     Example:
         >>> import lightning as L
@@ -104,7 +110,8 @@ class CompileModel(RunCallback):
     """
 
     only_one = True
-    process_only = ("_stack", "_shared", "_race")
+    compiles_model = True
+    process_only = ("_stack", "_options", "_comparison")
 
     def __init__(
         self,
@@ -121,27 +128,25 @@ class CompileModel(RunCallback):
             raise ValueError(f"scope must be 'model' or 'regions', got {scope!r}.")
         if mode != "auto" and backend != "inductor":
             raise ValueError(
-                f"mode={mode!r} is one of inductor's, and backend={backend!r} is given. Leave "
+                f"mode={mode!r} is for backend='inductor', and backend={backend!r} is given. Leave "
                 "mode at 'auto'."
             )
         self.mode, self.scope = mode, scope
         self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
         self.measure = measure
-        self._race: Race | None = None
-        self._stack: ExitStack | None = None
-        self._shared: Shared | None = None
         self.regions: list[Region] = []
-        self._forget()
+        self._comparison: Comparison | None = None
+        self._stack: ExitStack | None = None
+        self._options: CompileOptions | None = None
+        self._reset()
 
-    def _forget(self) -> None:
-        self._modes: dict[str, str] = {}
-        self._said: set[str] = set()
+    def _reset(self) -> None:
+        self._fallbacks: dict[str, str] = {}
+        self._warned: set[str] = set()
         self._report = Report(f"CompileModel({self.mode!r}, scope={self.scope!r})", [])
 
-    # --- putting on and taking off --------------------------------------------------------------
-
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Refuse what cannot work."""
+        """Check the strategy, the backend, the model and the other callbacks."""
         super().setup(trainer, pl_module, stage)
         if isinstance(trainer.strategy, DeepSpeedStrategy):
             raise ValueError(
@@ -155,78 +160,81 @@ class CompileModel(RunCallback):
                     f"backend must be one of {', '.join(known)} or a function, "
                     f"got {self.backend!r}."
                 )
-        refuse_neighbours(trainer, pl_module)
+        check_compatible(trainer, pl_module)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Try everything again: what failed on the last model says nothing about this one."""
-        self._forget()
+        """Discard the modes that failed on another model."""
+        self._reset()
 
-    # Not in `on_fit_start`: there others (checkpointing) replace `forward`, and belong below.
+    # Not in `on_fit_start`: there other callbacks replace `forward`, and belong below.
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Put the compiled ``forward`` on."""
+        """Replace ``forward`` of the regions."""
         if self._stack is None:
-            self._put_on(trainer, pl_module)
+            self._apply(trainer, pl_module)
 
     on_train_start = on_validation_start = on_test_start = on_predict_start = on_sanity_check_start
 
-    def _put_on(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
+    def _apply(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         device = trainer.strategy.root_device
-        shared = Shared(self.backend, self.fullgraph, self.dynamic, device, self._tell)
-        modes = ladder(self.mode, device.type)
-        self._shared, self._stack = shared, ExitStack()
-        self._stack.enter_context(unmarked(pl_module))
-        self._stack.callback(self._summarise)
-        is_ddp = isinstance(trainer.strategy, DDPStrategy)
-        self.regions = find_regions(pl_module, self.scope, modes, shared)
+        options = CompileOptions(
+            self.backend, self.fullgraph, self.dynamic, device, self._warn_of_failure
+        )
+        modes = modes_for(self.mode, device.type)
+        self._options = options
+        self._stack = ExitStack()
+        self._stack.enter_context(remove_marks(pl_module))
+        self._stack.callback(self._store_results)
+        self.regions = find_regions(pl_module, self.scope, modes, options)
         if not self.regions:
             raise ValueError(
                 f"CompileModel finds nothing to compile in {type(pl_module).__name__}: it has no "
                 "forward and no submodules with parameters."
             )
         for region in self.regions:
-            region.go_to(region.modes.index(self._modes.get(region.name, modes[0])))
-            region.put_on(self._stack)
+            region.use_mode(region.modes.index(self._fallbacks.get(region.name, modes[0])))
+            region.apply(self._stack)
+        is_ddp = isinstance(trainer.strategy, DDPStrategy)
         self._stack.enter_context(compile_settings(self.regions, self.scope, is_ddp))
         CLOCK.start()
         self._stack.callback(CLOCK.stop)
         self._logged: dict[str, float] = {}
-        decided = all(region.mode == EAGER for region in self.regions)
-        if self.measure and not decided and trainer.state.fn == "fit":
-            self._race = Race(self.regions)
+        all_failed = all(region.mode == EAGER for region in self.regions)
+        if self.measure and not all_failed and trainer.state.fn == "fit":
+            self._comparison = Comparison(self.regions, device)
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Undo everything, and say so if it was compiled code that failed."""
-        if self._stack is not None and passed_compiled_backward(exception):
-            note = getattr(exception, "add_note", None)  # Python 3.10 has none
-            if note is not None and not is_out_of_memory(exception):
-                note(
-                    "CompileModel: this came out of a compiled backward pass, where the step "
-                    "cannot be taken back. Leave CompileModel out to see whether the model itself "
+        """Undo everything, and add a note to errors of compiled backward passes."""
+        if self._stack is not None and comes_from_compiled_backward(exception):
+            add_note = getattr(exception, "add_note", None)  # since Python 3.11
+            if add_note is not None and not is_out_of_memory(exception):
+                add_note(
+                    "CompileModel: this error comes from a compiled backward pass, where the step "
+                    "cannot be rolled back. Remove CompileModel to see whether the model itself "
                     "raises it."
                 )
         super().on_exception(trainer, pl_module, exception)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Give the modules their own ``forward`` back."""
+        """Restore ``forward`` of the modules."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._shared = self._race = None
+        self._stack = self._options = self._comparison = None
         self.regions = []
 
     # --- steps ----------------------------------------------------------------------------------
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Begin to time the step, where that is wanted."""
+        """Start to time the step, if compiling is measured."""
         self.on_validation_batch_start()
-        if self._race is not None and not self._race.verdict and self._shared is not None:
-            self._race.begin(self._shared.device)
+        if self._comparison is not None and not self._comparison.result:
+            self._comparison.start_step()
 
     def on_validation_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Tell CUDA graphs that a step begins."""
-        if self._shared is not None and self._shared.device.type == "cuda":
+        """Mark the start of a step for CUDA graphs."""
+        if self._options is not None and self._options.device.type == "cuda":
             torch.compiler.cudagraph_mark_step_begin()
 
     on_test_batch_start = on_predict_batch_start = on_validation_batch_start
@@ -239,29 +247,29 @@ class CompileModel(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Log what has changed."""
-        if self._race is not None and not self._race.verdict:
-            self._race.end(trainer)
+        """Log the values that changed."""
+        if self._comparison is not None and not self._comparison.result:
+            self._comparison.end_step(trainer)
         scalars = self._scalars()
         if scalars != self._logged:
             self._logged = scalars
             log_scalars(trainer, scalars)
             self._warn_of_recompilations()
 
-    # --- what is said ---------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------
 
-    def _tell(self, region: Region, failed: str, error: BaseException) -> None:
-        """Warn once for each reason, on the rank that has failed: the others know nothing of it."""
-        if region.reason in self._said:
+    def _warn_of_failure(self, region: Region, failed: str, error: BaseException) -> None:
+        """Warn once for each reason, on the rank of the failure: other ranks may have none."""
+        if region.reason in self._warned:
             return
-        self._said.add(region.reason)
+        self._warned.add(region.reason)
         then = "uncompiled" if region.mode == EAGER else f"in mode {region.mode!r}"
         rank = (
             f" on rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else ""
         )
-        kind = "" if self.backend != "inductor" else f" in mode {failed!r}"
+        mode = "" if self.backend != "inductor" else f" in mode {failed!r}"
         warnings.warn(
-            f"CompileModel: {region.name} ({region.kind}) could not be compiled{kind}{rank} and "
+            f"CompileModel: {region.name} ({region.kind}) could not be compiled{mode}{rank} and "
             f"runs {then} from now on. That call ran uncompiled, so nothing "
             f"is lost. The reason: {region.reason}",
             stacklevel=2,
@@ -269,14 +277,14 @@ class CompileModel(RunCallback):
 
     def _warn_of_recompilations(self) -> None:
         for region in self.regions:
-            again, said = region.recompilations, f"recompile {region.name}"
-            if again >= OFTEN and said not in self._said:
-                self._said.add(said)
+            count, key = region.recompilations, f"recompile {region.name}"
+            if count >= MANY_RECOMPILATIONS and key not in self._warned:
+                self._warned.add(key)
                 warnings.warn(
-                    f"CompileModel: {region.name} ({region.kind}) was compiled again {again} "
+                    f"CompileModel: {region.name} ({region.kind}) was compiled again {count} "
                     "times, which costs more than it gains. If shapes vary, try "
                     "CompileModel(dynamic=True), pad to a few sizes, or set drop_last=True in the "
-                    "DataLoader. TORCH_LOGS=recompiles in the environment has torch say why.",
+                    "DataLoader. TORCH_LOGS=recompiles in the environment logs the reasons.",
                     stacklevel=2,
                 )
 
@@ -290,8 +298,8 @@ class CompileModel(RunCallback):
             "compile/uncompiled": float(sum(region.mode == EAGER for region in regions)),
         }
 
-    def _summarise(self) -> None:
-        self._modes = {region.name: region.mode for region in self.regions if region.rung}
+    def _store_results(self) -> None:
+        self._fallbacks = {r.name: r.mode for r in self.regions if r.mode_index}
         self._report = self._make_report()
 
     def _make_report(self) -> Report:
@@ -309,8 +317,8 @@ class CompileModel(RunCallback):
             for region in self.regions
         ]
         notes = [f"{r.name}: {r.reason}" for r in self.regions if r.reason]
-        if self._race is not None:
-            notes.append(f"Measured: {self._race.verdict or 'too few steps to tell'}.")
+        if self._comparison is not None:
+            notes.append(f"Measured: {self._comparison.result or 'too few steps to decide'}.")
         return Report(self._report.title, rows, notes)
 
     def diagnose(self) -> list[Verdict]:
@@ -318,16 +326,16 @@ class CompileModel(RunCallback):
         rows = self.report().rows
         if not rows:
             return []
-        plain = [row["region"] for row in rows if row["mode"] == EAGER]
-        if plain and self.measure and len(plain) == len(rows):
+        uncompiled = [row["region"] for row in rows if row["mode"] == EAGER]
+        if uncompiled and self.measure and len(uncompiled) == len(rows):
             return [Verdict("compilation", "ok", " ".join(self.report().notes))]
-        if plain:
-            finding = f"{len(plain)} of {len(rows)} regions run uncompiled: {', '.join(plain[:3])}."
-            advice = "Look at CompileModel's report(), whose notes say why."
+        if uncompiled:
+            names = ", ".join(uncompiled[:3])
+            finding = f"{len(uncompiled)} of {len(rows)} regions run uncompiled: {names}."
+            advice = "The notes of CompileModel's report() contain the reasons."
             return [Verdict("compilation", "look", finding, advice)]
-        finding = f"{len(rows)} regions ran compiled."
-        return [Verdict("compilation", "ok", finding)]
+        return [Verdict("compilation", "ok", f"{len(rows)} regions ran compiled.")]
 
     def report(self) -> Report:
-        """Return one row a region: its mode, the seconds and graphs it took; reasons as notes."""
+        """Return one row per region: mode, seconds and graphs; the reasons of failures as notes."""
         return self._make_report() if self.regions else self._report

@@ -1,98 +1,102 @@
-"""Whether compiling pays: eager steps beside compiled ones, and the start beside what is left."""
+"""Decides by measurement whether compiled steps are kept."""
 
 from __future__ import annotations
 
 import math
 import statistics
-import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.measure.timing import StepClock, wait_for
 from lightning_opt.kernels.compiling.regions import Region
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-WARM, TIMED = 2, 5
-"""Steps before the timed ones, and the timed ones: of eager code, then of compiled code."""
-
-START = 20.0
-"""Seconds that a start takes at least, as compilation and new processes go."""
-
-AT_BEST = 0.5
-"""Share of a step that compiling saves at best."""
-
-GAIN = 0.02
-"""Share of a step that it must save to stay."""
+# Steps before the timed ones, and the timed ones; of uncompiled code, then of compiled code.
+WARMUP = 2
+TIMED = 5
+# Minimum seconds that compilation and new processes take.
+STARTUP = 20.0
+# Largest share of a step that compiling is expected to save.
+BEST_SAVING = 0.5
+# Share of a step that compiling must save to be kept.
+REQUIRED_SAVING = 0.02
 
 
-def may_pay(eager: float, left: float) -> bool:
-    """Return whether the steps that are left could make up for the start.
+def may_pay(eager: float, remaining: float) -> bool:
+    """Return whether the remaining steps could save more time than the startup takes.
 
     Args:
-        eager: Seconds of an eager step.
-        left: Steps that are left.
+        eager: Seconds of an uncompiled step.
+        remaining: Number of remaining steps.
     """
-    return eager * left * AT_BEST > START
+    return eager * remaining * BEST_SAVING > STARTUP
 
 
-class Race:
-    """Times the first steps of a training uncompiled, then compiled, and keeps what is faster.
+class Comparison:
+    """Times the first steps of a training uncompiled, then compiled, and keeps the faster code.
 
-    All ranks decide by the mean of their times. The timed steps wait for the device.
+    All ranks decide by the mean of their times.
 
     Args:
-        regions: What is compiled, in its modes at the start; it begins uncompiled.
+        regions: The regions in their first mode; they are switched to uncompiled code.
+        device: The device that computes the steps.
 
     Attributes:
-        verdict: What was decided; empty before that.
+        result: The decision in words; empty before it.
     """
 
-    def __init__(self, regions: Sequence[Region]) -> None:
-        self.regions, self.verdict = regions, ""
-        self._rungs = [region.rung for region in regions]
-        self._times: list[float] = []
-        self._eager = self._begun = 0.0
-        self._go_eager()
+    def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
+        self.regions = regions
+        self.result = ""
+        self._modes = [region.mode_index for region in regions]
+        self._device = device
+        self._clock = StepClock(device)
+        self._steps = 0
+        self._eager = 0.0
+        self._run_eagerly()
 
-    def _go_eager(self) -> None:
+    def _run_eagerly(self) -> None:
         for region in self.regions:
-            region.go_to(len(region.modes) - 1)
+            region.use_mode(len(region.modes) - 1)
 
-    def begin(self, device: torch.device) -> None:
-        """Begin a step."""
-        wait_for(device)
-        self._begun = time.perf_counter()
+    def start_step(self) -> None:
+        """Start to time a step, when the device has finished earlier work."""
+        wait_for(self._device)
+        self._clock.start()
 
-    def end(self, trainer: pl.Trainer) -> None:
-        """End a step, and decide when there are enough; ``verdict`` says what was decided."""
-        root = trainer.strategy.root_device
-        wait_for(root)
-        self._times.append(time.perf_counter() - self._begun)
-        if len(self._times) < WARM + TIMED:
+    def end_step(self, trainer: pl.Trainer) -> None:
+        """End a step; after enough steps, continue with compiled code or decide."""
+        wait_for(self._device)
+        self._clock.stop()
+        self._clock.pause()
+        self._steps += 1
+        if self._steps < WARMUP + TIMED:
             return
-        own = torch.tensor(statistics.median(self._times[WARM:]), device=root)
-        median = float(trainer.strategy.reduce(own, reduce_op="mean"))  # a few times in a training
-        self._times = []
+        median = statistics.median(self._clock.read(wait=True)[WARMUP:])
+        own = torch.tensor(median, device=trainer.strategy.root_device)
+        median = float(trainer.strategy.reduce(own, reduce_op="mean"))
+        self._steps = 0
         if self._eager:
             times = f"a step takes {1e3 * median:.3g} ms, and {1e3 * self._eager:.3g} ms uncompiled"
-            pays = median <= (1 - GAIN) * self._eager
-            self.verdict = f"{'kept' if pays else 'taken back'}: {times}"
-            if not pays:
-                self._go_eager()
+            is_faster = median <= (1 - REQUIRED_SAVING) * self._eager
+            self.result = f"{'kept' if is_faster else 'reverted'}: {times}"
+            if not is_faster:
+                self._run_eagerly()
             return
-        self._eager, left = median, _left(trainer)
-        if may_pay(median, left):
-            for region, rung in zip(self.regions, self._rungs, strict=True):
-                region.go_to(rung)
+        self._eager = median
+        remaining = _remaining_steps(trainer)
+        if may_pay(median, remaining):
+            for region, mode in zip(self.regions, self._modes, strict=True):
+                region.use_mode(mode)
             return
-        few = f"{left:.0f} steps of {1e3 * median:.3g} ms are left"
-        self.verdict = f"not compiled: {few}, which would not make up for the start"
+        few = f"{remaining:.0f} steps of {1e3 * median:.3g} ms remain"
+        self.result = f"not compiled: {few}, which cannot save the time that the start takes"
 
 
-def _left(trainer: pl.Trainer) -> float:
+def _remaining_steps(trainer: pl.Trainer) -> float:
     steps = trainer.estimated_stepping_batches - trainer.global_step
     return max(0.0, steps * trainer.accumulate_grad_batches) if steps < math.inf else math.inf

@@ -1,8 +1,8 @@
-"""A part of a model that is compiled, and goes down the ladder of modes when that fails.
+"""A compiled part of a model, which changes to its next mode if compilation fails.
 
-A region is one module, or several of one structure that share one piece of compiled code. What is
-compiled is ``forward`` below the modules' hooks: hooks of strategies (FSDP2 gathers parameters in
-them) and of other callbacks run as they are, and a checkpointed ``forward`` lies inside.
+A region is one module, or several of one structure that share their compiled code. Only ``forward``
+is compiled, below the modules' hooks: hooks of strategies (FSDP2 gathers parameters in them) and of
+other callbacks run unchanged, and a checkpointed ``forward`` is inside the graph.
 """
 
 from __future__ import annotations
@@ -22,60 +22,72 @@ from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.core.modules.patching import ReplacedForward, replaced
 from lightning_opt.core.modules.preserve import StepState
-from lightning_opt.kernels.compiling.errors import fails_in_every_mode, is_compilers, reason
 
 EAGER = "eager"
-MOST_KEYS = 1000
-"""Shapes that are remembered as having run."""
+# Number of shapes that are stored as having run.
+MAX_SHAPES = 1000
+# Modules of compilers' exception classes.
+COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.")
+# Paths of compilers and of the code that runs compiled graphs.
+COMPILER_PATHS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
+# Maximum number of characters of a reason.
+MAX_REASON = 300
 
 _numbers = itertools.count()
 
 
 @dataclass
-class Shared:
-    """What the regions of a run have in common.
+class CompileOptions:
+    """Settings that all regions of a run share.
 
     Attributes:
-        backend: Of ``torch.compile``; so are ``fullgraph`` and ``dynamic``.
+        backend: As in ``torch.compile``, like ``fullgraph`` and ``dynamic``.
         device: Where the model runs.
-        tell: Called with a region, the mode that failed and the error.
-        paused: While it is set, modules run as they are.
+        on_failure: Called with a region, the mode that failed and the error.
+        paused: If True, modules run uncompiled.
     """
 
     backend: str | Callable[..., Any]
     fullgraph: bool
     dynamic: bool | None
     device: torch.device
-    tell: Callable[[Region, str, BaseException], None]
+    on_failure: Callable[[Region, str, BaseException], None]
     paused: bool = False
 
 
 class Region:
-    """Modules of one structure, compiled as one.
+    """Modules of one structure that share their compiled code.
 
     Args:
-        name: Of the first of them in the model.
-        modules: They.
-        ladder: Modes of ``torch.compile`` in the order in which they are tried.
-        shared: What regions have in common.
+        name: Name of the first module.
+        modules: The modules.
+        modes: Modes of ``torch.compile`` in the order in which they are tried.
+        options: Shared settings.
 
     Attributes:
-        reason: Why it has gone down the ladder; empty if it has not.
-        seconds: Of compilation.
-        graphs: Graphs that were compiled, backward graphs not counted.
-        breaks: Places at which a graph ended, and Python went on.
-        recompilations: Calls that compiled again what had been compiled in the same mode.
+        reason: Reason of the latest failure; empty without one.
+        seconds: Seconds of compilation.
+        graphs: Number of compiled graphs, without backward graphs.
+        breaks: Number of graph breaks.
+        recompilations: Number of calls that compiled again in the same mode.
     """
 
     def __init__(
-        self, name: str, modules: Sequence[nn.Module], ladder: Sequence[str], shared: Shared
+        self,
+        name: str,
+        modules: Sequence[nn.Module],
+        modes: Sequence[str],
+        options: CompileOptions,
     ) -> None:
-        self.name, self.shared = name, shared
+        self.name = name
+        self.options = options
         self.kind = type(modules[0]).__name__
-        self.modes = (*ladder, EAGER)
-        self.rung = 0
+        self.modes = (*modes, EAGER)
+        self.mode_index = 0
         self.seconds = 0.0
-        self.graphs = self.breaks = self.recompilations = 0
+        self.graphs = 0
+        self.breaks = 0
+        self.recompilations = 0
         self.reason = ""
         self.compiled: Callable[..., Any] | None = None
         self.takes_module = True
@@ -84,27 +96,26 @@ class Region:
     @property
     def mode(self) -> str:
         """The mode in use."""
-        return self.modes[self.rung]
+        return self.modes[self.mode_index]
 
-    def go_to(self, rung: int) -> None:
+    def use_mode(self, index: int) -> None:
         """Use another mode from the next call on."""
-        self.rung = min(rung, len(self.modes) - 1)
+        self.mode_index = min(index, len(self.modes) - 1)
         self.compiled = None
         for forward in self.forwards:
-            forward.forget()
+            forward.reset()
         if self.mode == EAGER:
             return
-        self.takes_module = self._is_plain()
+        self.takes_module = self._runs_class_forward()
         self.compiled = torch.compile(
             self._function(),
-            mode=self.mode if self.shared.backend == "inductor" else None,
-            backend=self.shared.backend,
-            fullgraph=self.shared.fullgraph,
-            dynamic=self.shared.dynamic,
+            mode=self.mode if self.options.backend == "inductor" else None,
+            backend=self.options.backend,
+            fullgraph=self.options.fullgraph,
+            dynamic=self.options.dynamic,
         )
 
-    def _is_plain(self) -> bool:
-        """Return whether the class's own ``forward`` is what runs, and is a function."""
+    def _runs_class_forward(self) -> bool:
         return isinstance(type(self.forwards[0].module).forward, FunctionType) and all(
             forward.shadowed is None for forward in self.forwards
         )
@@ -112,14 +123,13 @@ class Region:
     def _function(self) -> Callable[..., Any]:
         """Return ``forward`` as a function with a code object of its own.
 
-        Torch keeps compiled code, and the sizes that it has seen, by code object and its name. So
-        nothing is shared with other regions, and all of it goes with the region. Functions of torch
-        itself are called by one of ours: torch would put one of its own around them, and all
-        regions of a process would have to share the few compilations that it allows for that.
+        torch stores compiled code, and the sizes that it has seen, by code object and name, so
+        regions share nothing. Functions of torch itself are called through one of ours: torch would
+        wrap them in one function, and all regions would share its limit of compilations.
         """
         function: Any = type(self.forwards[0].module).forward if self.takes_module else _run
         if function.__module__.startswith("torch."):
-            function = _forward
+            function = _class_forward
         own = FunctionType(
             function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
             function.__globals__,
@@ -130,52 +140,53 @@ class Region:
         own.__kwdefaults__ = function.__kwdefaults__
         return own
 
-    def step_down(self, error: BaseException) -> None:
-        """Use the next mode that has a chance, and tell why."""
-        failed, self.reason = self.mode, reason(error)
-        self.go_to(len(self.modes) if fails_in_every_mode(error) else self.rung + 1)
-        self.shared.tell(self, failed, error)
+    def fall_back(self, error: BaseException) -> None:
+        """Use the next mode that may work, and report the reason."""
+        failed = self.mode
+        self.reason = reason(error)
+        self.use_mode(len(self.modes) if fails_in_every_mode(error) else self.mode_index + 1)
+        self.options.on_failure(self, failed, error)
 
-    def put_on(self, stack: ExitStack) -> None:
-        """Have the modules run compiled until ``stack`` is closed."""
+    def apply(self, stack: ExitStack) -> None:
+        """Replace ``forward`` of the modules until ``stack`` is closed."""
         for forward in self.forwards:
             stack.callback(forward.remove)
             forward.apply()
 
 
 class CompiledForward(ReplacedForward):
-    """Stands in for a module's ``forward``: compiled, or as it was where that does not work.
+    """Runs a module's compiled ``forward``, or the uncompiled one if that fails.
 
-    A call that fails is taken back (random numbers, buffers and attributes are as before it) and
-    done again uncompiled. If that raises as well, the error was not the compiler's.
+    A call that fails is rolled back (random numbers, buffers and attributes) and repeated
+    uncompiled. If that raises as well, the error is the model's own.
 
     Args:
         module: The module.
-        region: What it belongs to.
+        region: Its region.
     """
 
     def __init__(self, module: nn.Module, region: Region) -> None:
         super().__init__(module)
         self.region = region
-        self.forget()
+        self.reset()
 
     @property
     def is_compiled(self) -> bool:
         """Whether compiled code runs here."""
         return self.region.compiled is not None
 
-    def forget(self) -> None:
-        """Take nothing as known any more."""
+    def reset(self) -> None:
+        """Clear the stored shapes and state."""
         self._known: set[Any] = set()
         self._modes: set[Any] = set()
         self._before: StepState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module."""
-        if torch.compiler.is_compiling():  # as a part of a compiled region around it
+        if torch.compiler.is_compiling():  # inside a compiled region around this one
             return _run(self, *args, **kwargs)
-        compiled, shared = self.region.compiled, self.region.shared
-        if compiled is None or shared.paused:
+        compiled, options = self.region.compiled, self.region.options
+        if compiled is None or options.paused:
             return _run(self, *args, **kwargs)
         return self._attempt(compiled, args, kwargs)
 
@@ -184,21 +195,21 @@ class CompiledForward(ReplacedForward):
         region = self.region
         mode = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         key = (mode, _shapes(args), _shapes(kwargs))
-        # Shapes that have run before compile nothing, or fail before anything has run: unless the
-        # graph is broken, when a later part of it may be compiled after an earlier one has run.
+        # Known shapes compile nothing, or fail before anything has run. After a graph break that is
+        # not so: a later part may be compiled after an earlier one has run.
         known = key in self._known and not region.breaks
-        before = None if known else self._remember()
+        before = None if known else self._save_state()
         versions = [] if known else _versions((args, kwargs))
         compilations, seconds, counters = CLOCK.compilations, CLOCK.seconds, _counters()
         try:
             output = compiled(self.module if region.takes_module else self, *args, **kwargs)
-        except Exception as error:  # noqa: BLE001 - what it is, the second run will show
+        except Exception as error:  # noqa: BLE001 - repeating the call shows whose error it is
             problem = error
         else:
             if before is not None:
                 before.record_writes()
                 before.clear()
-                if len(self._known) >= MOST_KEYS:
+                if len(self._known) >= MAX_SHAPES:
                     self._known.clear()
                 self._known.add(key)
             if CLOCK.compilations != compilations:
@@ -218,26 +229,28 @@ class CompiledForward(ReplacedForward):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Do the call again uncompiled; outside of ``except``, so that an error is the model's."""
+        """Repeat the call uncompiled; outside of ``except``, so that the model's errors stand."""
         if is_out_of_memory(problem):
             raise problem
         if before is not None:
             before.restore()
             before.clear()
             if any(tensor._version != version for tensor, version in versions):
-                raise problem  # its input was written to, and is lost
-        elif not is_compilers(problem) and not isinstance(problem, (RuntimeError, AssertionError)):
-            raise problem  # compiled code raises nothing else: the model's Python has
-        with replaced(self.region.shared, paused=True):
+                raise problem  # its input was overwritten
+        elif not is_compiler_error(problem) and not isinstance(
+            problem, (RuntimeError, AssertionError)
+        ):
+            raise problem  # compiled code raises no other classes, so it is the model's own
+        with replaced(self.region.options, paused=True):
             output = _run(self, *args, **kwargs)
-        if before is None and not is_compilers(problem):
-            raise problem  # compiled code failed half-way, and there is no copy to go back to
-        self.region.step_down(problem)
+        if before is None and not is_compiler_error(problem):
+            raise problem  # compiled code failed half-way, and there is no state to restore
+        self.region.fall_back(problem)
         return output
 
-    def _remember(self) -> StepState:
+    def _save_state(self) -> StepState:
         if self._before is None:
-            self._before = StepState(self.module, self.region.shared.device)
+            self._before = StepState(self.module, self.region.options.device)
         self._before.take()
         return self._before
 
@@ -253,14 +266,13 @@ class CompiledForward(ReplacedForward):
 
 
 def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
-    """Run what ``forward`` stands in for."""
+    """Run the ``forward`` below."""
     if forward.shadowed is not None:
         return forward.shadowed(*args, **kwargs)
-    return _forward(forward.module, *args, **kwargs)
+    return _class_forward(forward.module, *args, **kwargs)
 
 
-def _forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    """Run what the class of ``module`` has as ``forward``."""
+def _class_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
     kind: Any = type(module)
     return kind.forward(module, *args, **kwargs)
 
@@ -286,3 +298,44 @@ def _counters() -> tuple[int, int]:
     from torch._dynamo.utils import counters
 
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+# --- errors ---------------------------------------------------------------------------------------
+
+
+def is_compiler_error(error: BaseException) -> bool:
+    """Return whether only a compiler raises this class."""
+    return any(f"{kind.__module__}.".startswith(COMPILERS) for kind in type(error).__mro__)
+
+
+def fails_in_every_mode(error: BaseException) -> bool:
+    """Return whether tracing failed: modes differ only in later stages."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return "TorchDynamoException" in names and "BackendCompilerFailed" not in names
+
+
+def reason(error: BaseException) -> str:
+    """Return the class and the first lines of the innermost error."""
+    inner = getattr(error, "inner_exception", None)
+    shown = inner if isinstance(inner, BaseException) else error
+    words: list[str] = []
+    for line in str(shown).splitlines():
+        if line.startswith(("Set TORCH", "from user code", "You can suppress", "For even more")):
+            break
+        words.extend(line.split())
+    text = " ".join(words)
+    text = text if len(text) <= MAX_REASON else text[: MAX_REASON - 3] + "..."
+    name = type(shown).__name__
+    return text if text.startswith(name) else f"{name}: {text}".rstrip(": ")
+
+
+def comes_from_compiled_backward(error: BaseException) -> bool:
+    """Return whether compiled code, or the compiler, raised ``error`` in a backward pass."""
+    trace, in_backward = error.__traceback__, False
+    while trace is not None:
+        path = trace.tb_frame.f_code.co_filename.replace("\\", "/")
+        in_backward = in_backward or path.endswith("/torch/autograd/graph.py")
+        if in_backward and any(part in path for part in COMPILER_PATHS):
+            return True
+        trace = trace.tb_next
+    return False

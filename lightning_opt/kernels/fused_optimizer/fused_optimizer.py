@@ -1,16 +1,27 @@
-"""Optimizers on the fastest implementation that torch has for them."""
+"""Optimizers on torch's fused kernels.
+
+Fused kernels read parameter, gradient and state as flat arrays. On CUDA they raise if the values
+have different memory orders. On a CPU (torch 2.13) they do not check that and would update weights
+with the gradients of others, so it is checked here before each update.
+"""
 
 from __future__ import annotations
 
+import functools
 import logging
+import warnings
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
+import torch
 from lightning.pytorch.utilities import rank_zero_warn
-from torch.optim import Optimizer
+from torch import Tensor, nn
+from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 
+from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.kernels.fused_optimizer.fusing import Fused, obstacle_to_fused
+from lightning_opt.kernels.layouts import is_dense, laid_out, same_layout
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -18,16 +29,22 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
+FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)
+# The values that select the fused kernel in a parameter group.
+FLAGS = {"fused": True, "foreach": False}
+# torch sets this attribute when it has checked a fused optimizer.
+CHECKED = "_need_device_dtype_check_for_fused"
+
 
 class FusedOptimizer(RunCallback):
     """Switches optimizers to torch's fused implementation during the run.
 
     A fused update makes one pass over parameter, gradient and state; the default makes one pass for
     each operation. Adam, AdamW, SGD and Adagrad have one, and so do subclasses that do not override
-    ``step``. Whether it runs for the parameters' device and dtype is tried out. Optimizers that
-    cannot be switched are left alone, and :meth:`report` says why.
+    ``step``. A trial update shows whether it runs for the parameters' device and dtype. Other
+    optimizers are not changed, and :meth:`report` contains the reason.
 
-    The result is the same up to rounding, because the fused kernel rounds in a different order.
+    Results are equal up to rounding.
 
     Checkpoints hold the flags that the user set, and load without this callback; a loaded optimizer
     is switched again. When training ends or fails, the optimizer is restored.
@@ -35,11 +52,11 @@ class FusedOptimizer(RunCallback):
     With a loss scaler (fp16) gradients are unscaled before the update, as they are for optimizers
     that are not fused.
 
-    Fused kernels need gradients and state in the memory order of their parameter, which on a CPU
-    they do not check themselves (torch 2.13). It is checked here before each update.
+    Gradients and state are converted to the memory order of their parameter, which fused kernels
+    require but do not check on a CPU (torch 2.13).
 
     Raises:
-        ValueError: In ``setup`` if there are two.
+        ValueError: In ``setup`` for a second ``FusedOptimizer``.
 
     Example:
         >>> import lightning as L
@@ -58,7 +75,7 @@ class FusedOptimizer(RunCallback):
         self._rows: list[dict[str, Any]] = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Switch every optimizer that can be, before its state is loaded."""
+        """Switch the optimizers that have a fused kernel, before their state is loaded."""
         self.release(trainer)
         self._fused, self._rows = {}, []
         for index, optimizer in enumerate(trainer.optimizers):
@@ -79,7 +96,7 @@ class FusedOptimizer(RunCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Lay out the gradients as the kernel needs them, or go back where it cannot take them."""
+        """Convert the gradients' layout, or restore the optimizer if the kernel cannot use them."""
         for index, fused in (self._fused or {}).items():
             if fused.optimizer is not optimizer:
                 continue
@@ -92,13 +109,13 @@ class FusedOptimizer(RunCallback):
                     implementation=_implementation(optimizer), switched=False, reason=obstacle
                 )
                 rank_zero_warn(
-                    f"FusedOptimizer has put {row['class']} back: fused kernels do not take "
-                    f"{obstacle}. Training continues without it."
+                    f"FusedOptimizer restored {row['class']}: fused kernels do not support "
+                    f"{obstacle}. Training continues without them."
                 )
             return
 
     def diagnose(self) -> list[Verdict]:
-        """Return what the optimizers ran on, which the Trainer's no longer show after ``fit``."""
+        """Return the implementations that ran; after ``fit`` the optimizers no longer show them."""
         if not self._rows:
             return []
         finding = "; ".join(
@@ -109,11 +126,11 @@ class FusedOptimizer(RunCallback):
         return [Verdict("optimizer", "ok", f"{finding}.")]
 
     def report(self) -> Report:
-        """Return what each optimizer runs on, and why nothing faster."""
+        """Return the implementation of each optimizer, and why it is not fused."""
         return Report("FusedOptimizer", self._rows)
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Put everything back."""
+        """Restore the optimizers."""
         for fused in (self._fused or {}).values():
             fused.undo()
         self._fused = None
@@ -125,3 +142,142 @@ def _implementation(optimizer: Optimizer) -> str:
         if all(group.get(name) for group in groups):
             return name
     return "default"
+
+
+def obstacle_to_fused(optimizer: Optimizer) -> str | None:
+    """Return why ``optimizer`` cannot be fused, or None. Parameters are on their device already."""
+    groups = optimizer.param_groups
+    base = _fused_base(type(optimizer))
+    if all(group.get("fused") for group in groups):
+        return "already fused"
+    if base is None:
+        return f"torch has no fused {type(optimizer).__name__}"
+    if any(group.get("fused") is False for group in groups):
+        return "fused=False was chosen"
+    if any(group.get("differentiable") for group in groups):
+        return "differentiable=True"
+    if base is SGD and any(group["momentum"] and group["dampening"] for group in groups):
+        # The first update has no dampening, and fused SGD assumes that all parameters of a group
+        # have their first update together.
+        return "momentum with dampening"
+    parameters = [parameter for group in groups for parameter in group["params"]]
+    if len({getattr(parameter, "device_mesh", None) for parameter in parameters}) > 1:
+        return "parameters that are sharded in different ways"  # one kernel updates them all
+    return next((why for p in parameters if (why := _obstacle_in(p, base)) is not None), None)
+
+
+def _obstacle_in(parameter: Tensor, base: type[Optimizer]) -> str | None:
+    if is_dtensor(parameter):
+        if base not in (Adam, AdamW):
+            return f"torch has no fused {base.__name__} for sharded parameters"
+    elif type(parameter) not in (Tensor, nn.Parameter):
+        return f"parameters of type {type(parameter).__name__}"
+    if not is_dense(parameter):
+        return "a parameter that is a view with gaps"
+    device, dtype = parameter.device.type, parameter.dtype
+    if not _works_fused(base, device, dtype):  # type: ignore[arg-type]  # classes hash
+        return f"no fused {base.__name__} on {device} in {dtype}"
+    return None
+
+
+def _fused_base(kind: type[Optimizer]) -> type[Optimizer] | None:
+    """Return the fusable class of torch whose update ``kind`` inherits unchanged, or None."""
+    for parent in kind.__mro__:
+        if parent in FUSED:
+            return parent
+        if "step" in vars(parent) or "_init_group" in vars(parent):
+            return None
+    return None
+
+
+@functools.cache
+def _works_fused(base: Callable[..., Optimizer], device: str, dtype: torch.dtype) -> bool:
+    """Return whether the fused kernel can update one number there."""
+    try:
+        parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
+        parameter.grad = torch.ones_like(parameter)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            base([parameter], lr=0.5, fused=True).step()
+        return bool(parameter.item() < 0)  # once for each kind of optimizer
+    except (RuntimeError, TypeError, ValueError):  # depends on the version of torch
+        return False
+
+
+class Fused:
+    """One optimizer on its fused kernel, until :meth:`undo`.
+
+    Its ``state_dict`` contains the user's flags. State that it loads is converted to the layout of
+    the parameters.
+
+    Args:
+        optimizer: The optimizer itself, without Lightning's wrapper.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self.optimizer = optimizer
+        self._defaults = _flags_of(optimizer.defaults)
+        self._was_checked = CHECKED in vars(optimizer)
+        self._apply()
+        self._hooks = [
+            optimizer.register_state_dict_post_hook(
+                lambda optimizer, saved: self._restore_flags(saved["param_groups"])
+            ),
+            optimizer.register_load_state_dict_post_hook(lambda optimizer: self._apply()),
+        ]
+
+    def _apply(self) -> None:
+        self._before = [_flags_of(group) for group in self.optimizer.param_groups]
+        for settings in (self.optimizer.defaults, *self.optimizer.param_groups):
+            settings.update(FLAGS)
+        # Step counts must be on the parameters' device, other state in their memory order.
+        for parameter, state in self.optimizer.state.items():
+            for name, value in state.items():
+                if not isinstance(value, Tensor) or is_dtensor(value):
+                    continue
+                if name == "step":
+                    state[name] = value.to(parameter.device, torch.float32)
+                elif value.shape == parameter.shape and not same_layout(value, parameter):
+                    state[name] = laid_out(value, parameter.stride())
+
+    def prepare_update(self) -> str | None:
+        """Convert the gradients' layout; return why the kernel cannot use them, or None."""
+        for group in self.optimizer.param_groups:
+            has_momentum = bool(group.get("momentum")) and isinstance(self.optimizer, SGD)
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                if gradient.layout is not torch.strided:
+                    return "sparse gradients"
+                if gradient.dtype != parameter.dtype:
+                    return f"gradients of {gradient.dtype}"
+                if gradient.stride() != parameter.stride() and not same_layout(gradient, parameter):
+                    parameter.grad = laid_out(gradient, parameter.stride())
+                if has_momentum:
+                    state = self.optimizer.state[parameter]
+                    if state.get("momentum_buffer") is None:
+                        # Fused SGD fails if only some parameters of a group have a buffer, as when
+                        # a layer gets its first gradient late. Zeros give the same result.
+                        state["momentum_buffer"] = torch.zeros_like(
+                            parameter, memory_format=torch.preserve_format
+                        )
+        return None
+
+    def _restore_flags(self, groups: list[dict[str, Any]]) -> None:
+        """Restore the user's flags; groups that were added since get the defaults."""
+        for index, group in enumerate(groups):
+            group.update(self._before[index] if index < len(self._before) else self._defaults)
+
+    def undo(self) -> None:
+        """Restore the optimizer."""
+        for hook in self._hooks:
+            hook.remove()
+        self._restore_flags(self.optimizer.param_groups)
+        self.optimizer.defaults.update(self._defaults)
+        if not self._was_checked:
+            vars(self.optimizer).pop(CHECKED, None)
+
+
+def _flags_of(settings: dict[str, Any]) -> dict[str, Any]:
+    return {flag: settings.get(flag) for flag in FLAGS}

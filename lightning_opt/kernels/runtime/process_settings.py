@@ -1,4 +1,4 @@
-"""Settings of the process, each of which says how it went and how it is undone."""
+"""Functions that change one setting of the process, and return how to undo it."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ EXPANDABLE = "expandable_segments"
 
 @dataclass
 class Outcome:
-    """How setting something went.
+    """The result of changing a setting.
 
     Attributes:
         setting: Its name.
-        asked: What it was to be.
-        before: What it was.
-        done: Whether it is so now.
-        note: What there is to know; where it is not done, why.
-        failed: Whether it should have been possible.
-        undo: Puts back what was there before.
+        asked: The requested value.
+        before: The previous value.
+        done: Whether the requested value is in use.
+        note: A remark; if the setting was not changed, the reason.
+        failed: Whether that is unexpected and deserves a warning.
+        undo: Restores the previous value.
     """
 
     setting: str
@@ -40,13 +40,8 @@ class Outcome:
     failed: bool = False
     undo: Callable[[], None] | None = None
 
-    @classmethod
-    def refused(cls, setting: str, asked: Any, note: str, *, failed: bool = False) -> Outcome:
-        """Return that it is not done."""
-        return cls(setting, asked, done=False, note=note, failed=failed)
-
     def row(self) -> dict[str, Any]:
-        """Return it as a row of a report."""
+        """Return a row of the report."""
         return {
             "setting": self.setting,
             "asked": str(self.asked),
@@ -56,28 +51,32 @@ class Outcome:
         }
 
 
+def _not_set(setting: str, asked: Any, note: str, *, failed: bool = False) -> Outcome:
+    return Outcome(setting, asked, done=False, note=note, failed=failed)
+
+
 def set_matmul_precision(precision: str, device: torch.device) -> Outcome:
-    """Set how exactly matrices in float32 are multiplied."""
+    """Set the precision of products of float32 matrices."""
     name = "matmul_precision"
     try:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
-    except RuntimeError as error:  # torch's newer settings are in use, and do not mix with this
-        return Outcome.refused(name, precision, str(error).splitlines()[0], failed=True)
+    except RuntimeError as error:  # torch's newer API is in use, and the two do not mix
+        return _not_set(name, precision, str(error).splitlines()[0], failed=True)
     note = ""
     if device.type == "cpu" and precision != "highest":
-        note = "on a CPU a permission for oneDNN, which few CPUs can use"
+        note = "on a CPU it permits oneDNN to round, which few CPUs support"
     undo = functools.partial(torch.set_float32_matmul_precision, before)
     return Outcome(name, precision, before, note=note, undo=undo)
 
 
 def set_cudnn_benchmark(on: bool, device: torch.device) -> Outcome:
-    """Have cuDNN try its kernels for each new shape, or not."""
+    """Set whether cuDNN times its kernels for each new shape."""
     name = "cudnn_benchmark"
     if device.type != "cuda" or not torch.backends.cudnn.is_available():
-        return Outcome.refused(name, on, f"{device.type} has no cuDNN")
+        return _not_set(name, on, f"{device.type} has no cuDNN")
     if on and torch.are_deterministic_algorithms_enabled():
-        return Outcome.refused(name, on, "deterministic algorithms are asked for")
+        return _not_set(name, on, "deterministic algorithms are requested")
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = on
     return Outcome(
@@ -86,7 +85,7 @@ def set_cudnn_benchmark(on: bool, device: torch.device) -> Outcome:
 
 
 def set_deterministic() -> Outcome:
-    """Allow only algorithms that give the same bits each time, or an error."""
+    """Allow deterministic algorithms only; others raise an error."""
     before = torch.are_deterministic_algorithms_enabled()
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
@@ -114,35 +113,35 @@ def set_deterministic() -> Outcome:
 
 
 def set_expandable_segments(device: torch.device) -> Outcome:
-    """Have CUDA's allocator grow its segments instead of adding new ones."""
+    """Let CUDA's allocator grow its segments instead of adding new ones."""
     name = "allocator"
     if device.type != "cuda":
-        return Outcome.refused(name, EXPANDABLE, f"{device.type} has no such allocator")
+        return _not_set(name, EXPANDABLE, f"{device.type} has no such allocator")
     if not sys.platform.startswith("linux"):
-        return Outcome.refused(name, EXPANDABLE, "only on Linux", failed=True)
+        return _not_set(name, EXPANDABLE, "only on Linux", failed=True)
     present = _allocator_settings()
     if EXPANDABLE in present:
-        return Outcome.refused(name, EXPANDABLE, f"it is told {present} already")
+        return _not_set(name, EXPANDABLE, f"it is set to {present} already")
     wanted = f"{EXPANDABLE}:True"
     try:
-        # All of it is parsed anew: what is not named again would be forgotten.
+        # The whole setting is parsed again: options that are not repeated would be reset.
         _configure_allocator(f"{present},{wanted}" if present else wanted)
     except (RuntimeError, ValueError, AttributeError) as error:
         note = f"{error}; set {ALLOCATOR[1]}={wanted} before you start"
-        return Outcome.refused(name, EXPANDABLE, note, failed=True)
+        return _not_set(name, EXPANDABLE, note, failed=True)
     reserved = torch.cuda.memory_reserved(device)
     note = ""
     if reserved:
-        note = f"too late for {reserved >> 20} MiB that were reserved before, and stay as they are"
+        note = f"too late for {reserved >> 20} MiB that are reserved already"
     undo = functools.partial(_configure_allocator, present or f"{EXPANDABLE}:False")
     return Outcome(name, EXPANDABLE, present, note=note, undo=undo)
 
 
 def _allocator_settings() -> str:
-    """Return what the allocator was told last, by the environment or since."""
-    told = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
-    if told is not None:
-        return str(told())
+    """Return the allocator's settings, from the environment or set since."""
+    read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
+    if read is not None:
+        return str(read())
     return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), "")
 
 
@@ -154,34 +153,36 @@ def _configure_allocator(settings: str) -> None:
 
 
 def set_threads(number: int) -> Outcome:
-    """Set the threads of one operation of torch on the CPU."""
+    """Set the number of threads of one CPU operation."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     return Outcome("threads", number, before, undo=functools.partial(torch.set_num_threads, before))
 
 
 def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
-    """Return the part of ``cpus`` that is process ``rank``'s of ``ranks``; empty if too few."""
+    """Return the share of ``cpus`` of one process; empty if there are too few CPUs."""
     size = len(cpus) // ranks
     return cpus[rank * size : (rank + 1) * size]
 
 
 def set_affinity(cpus: Iterable[int]) -> Outcome:
-    """Bind the threads of this process, and those that they start, to some CPUs."""
+    """Bind the threads of this process, and threads that they start, to CPUs."""
     name, wanted = "cpu_affinity", sorted(cpus)
+    if not wanted:
+        return _not_set(name, "split", "fewer CPUs than processes", failed=True)
     if not hasattr(os, "sched_setaffinity"):
-        return Outcome.refused(name, wanted, f"not possible on {sys.platform}", failed=True)
-    return _for_all_threads(
+        return _not_set(name, wanted, f"not possible on {sys.platform}", failed=True)
+    return _set_for_all_threads(
         name, wanted, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
     )
 
 
 def set_priority(niceness: int) -> Outcome:
-    """Set the niceness of the threads of this process, and those that they start."""
+    """Set the niceness of the threads of this process, and of threads that they start."""
     name = "priority"
     if not sys.platform.startswith("linux"):
-        return Outcome.refused(name, niceness, f"not possible on {sys.platform}", failed=True)
-    return _for_all_threads(
+        return _not_set(name, niceness, f"not possible on {sys.platform}", failed=True)
+    return _set_for_all_threads(
         name,
         niceness,
         lambda thread: os.getpriority(os.PRIO_PROCESS, thread),
@@ -189,11 +190,12 @@ def set_priority(niceness: int) -> Outcome:
     )
 
 
-def _for_all_threads(
+def _set_for_all_threads(
     name: str, wanted: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
 ) -> Outcome:
-    """Set what Linux keeps for each thread, and a new thread takes over from its parent."""
-    usual, before = read(0), {}
+    """Set a value that Linux stores per thread, and that new threads inherit."""
+    usual = read(0)
+    before = {}
     for thread in _threads():
         with suppress(ProcessLookupError):  # it has ended
             before[thread] = read(thread)
@@ -212,10 +214,10 @@ def _for_all_threads(
     else:
         if found == wanted:
             return Outcome(name, wanted, usual, undo=undo)
-        reason = f"the system made it {found}"
+        reason = f"the system set it to {found}"
     with suppress(OSError):
         undo()
-    return Outcome.refused(name, wanted, reason, failed=True)
+    return _not_set(name, wanted, reason, failed=True)
 
 
 def _threads() -> list[int]:

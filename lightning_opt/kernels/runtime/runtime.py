@@ -1,8 +1,9 @@
-"""Settings of the process for the time of a run."""
+"""Process settings that last for a run."""
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import torch
@@ -12,17 +13,7 @@ from lightning_opt.core.arguments import at_least, one_of
 from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.output.report import Report
-from lightning_opt.kernels.runtime.process_settings import (
-    Outcome,
-    set_affinity,
-    set_cudnn_benchmark,
-    set_deterministic,
-    set_expandable_segments,
-    set_matmul_precision,
-    set_priority,
-    set_threads,
-    share_of,
-)
+from lightning_opt.kernels.runtime import process_settings
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -32,48 +23,50 @@ log = logging.getLogger(__name__)
 
 MatmulPrecision = Literal["highest", "high", "medium"]
 
-SHAPES = 4
-"""Batches of more different shapes make cuDNN's trials cost more than they bring."""
-
-WATCHED = 100
-"""Batches whose shapes are looked at."""
+# Number of different batch shapes above which cuDNN's timing of kernels costs more than it gains.
+MAX_SHAPES = 4
+# Number of batches whose shapes are counted.
+MAX_BATCHES = 100
 
 
 class Runtime(RunCallback):
     """Sets precision, cuDNN, allocator, CPUs and threads for the run, and restores them afterwards.
 
-    Settings are applied in ``setup`` of every stage, the first hook there is, and restored in
-    ``teardown`` and after an exception. :meth:`report` lists what could not be set; if you asked
-    for it and the system refused, a warning says so once. None leaves a setting alone.
+    Settings are applied in ``setup`` of every stage, the first hook, and restored in ``teardown``
+    and after an exception. :meth:`report` lists the settings and the reasons of failures; a failure
+    of a requested setting warns once. None does not change a setting.
 
     Nothing is logged.
 
     Args:
         matmul_precision: ``"highest"``, ``"high"`` (TF32 on GPUs that have it) or ``"medium"``, for
             products of float32 matrices: see :func:`torch.set_float32_matmul_precision`.
-        cudnn_benchmark: Whether cuDNN tries its kernels for each new shape of a convolution.
-            ``"auto"`` does so on CUDA, unless deterministic algorithms are asked for, until batches
-            of a fifth shape come within the first 100.
-        deterministic: Whether runs from one seed are to be bit-identical on the same machine with
-            the same versions: only deterministic algorithms, and an error where there is none.
-            Seeds are yours: call ``lightning.seed_everything``. False changes nothing.
+        cudnn_benchmark: Whether cuDNN times its kernels for each new shape of a convolution.
+            ``"auto"`` does so on CUDA, unless deterministic algorithms are requested, until a fifth
+            batch shape occurs within the first 100 batches.
+        deterministic: Make runs from one seed bit-identical on the same machine with the same
+            versions: only deterministic algorithms, and an error where there is none. Set the seed
+            yourself: ``lightning.seed_everything``. False changes nothing.
         allocator: ``"expandable_segments"`` lets CUDA's allocator grow segments, which fragments
             less where shapes vary; on Linux.
         cpu_affinity: CPUs that this process may run on, with the workers that it starts;
             ``"split"`` gives each process of the machine an equal share of those allowed.
-        priority: Niceness, from -20 to 19, of this process and the workers that it starts. To put
-            it back, or to go below 0, takes privileges.
+        priority: Niceness, from -20 to 19, of this process and the workers that it starts.
+            Restoring it, or values below 0, need privileges.
         threads: Threads of one operation on the CPU, at least 1.
 
     Raises:
         ValueError: In ``__init__`` for arguments that are out of range or contradict each other; in
-            ``setup`` if there are two.
+            ``setup`` for a second ``Runtime``.
 
     Example:
         >>> import lightning as L
         >>> import lightning_opt as lo
         >>> trainer = L.Trainer(callbacks=[lo.Runtime(threads=1)], logger=False)
     """
+
+    only_one = True
+    process_only = ("_outcomes",)
 
     def __init__(
         self,
@@ -89,8 +82,8 @@ class Runtime(RunCallback):
         one_of("cudnn_benchmark", cudnn_benchmark, (True, False, "auto", None))
         if deterministic and cudnn_benchmark is True:
             raise ValueError(
-                "deterministic=True contradicts cudnn_benchmark=True, which takes whatever kernel "
-                "is the fastest at that moment. Leave cudnn_benchmark at 'auto'."
+                "deterministic=True contradicts cudnn_benchmark=True, which selects the kernel "
+                "that is fastest at that moment. Leave cudnn_benchmark at 'auto'."
             )
         if allocator not in (None, "expandable_segments"):
             raise ValueError(
@@ -101,26 +94,25 @@ class Runtime(RunCallback):
         self.cudnn_benchmark = cudnn_benchmark
         self.deterministic = deterministic
         self.allocator = allocator
-        self.cpu_affinity = _checked_cpus(cpu_affinity)
+        self.cpu_affinity = _check_cpus(cpu_affinity)
         if priority is not None and at_least("priority", priority, -20) > 19:
             raise ValueError(f"priority must be a niceness from -20 to 19, got {priority!r}.")
         self.priority = priority
         self.threads = None if threads is None else at_least("threads", threads, 1)
-        self._outcomes: list[Outcome] = []
+        self._outcomes: list[process_settings.Outcome] = []
         self._warned = False
-        self._batches, self._shapes = 0, set[tuple[tuple[int, ...], ...]]()
-
-    only_one = True
-    process_only = ("_outcomes",)
+        self._batches = 0
+        self._shapes = set[tuple[tuple[int, ...], ...]]()
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Set everything."""
+        """Apply all settings."""
         super().setup(trainer, pl_module, stage)
         self.release(trainer)
         self._outcomes = []
-        self._batches, self._shapes = 0, set()
-        self._set(trainer)
-        for outcome in self._outcomes:
+        self._batches = 0
+        self._shapes = set()
+        for outcome in self._apply(trainer):
+            self._outcomes.append(outcome)
             if not outcome.done:
                 log.info("Runtime: %s is not set: %s.", outcome.setting, outcome.note)
         failed = [f"{o.setting}={o.asked} ({o.note})" for o in self._outcomes if o.failed]
@@ -128,67 +120,62 @@ class Runtime(RunCallback):
             self._warned = True
             rank_zero_warn(f"Runtime could not set {', '.join(failed)}. Training continues.")
 
-    def _set(self, trainer: pl.Trainer) -> None:
-        device, outcomes = trainer.strategy.root_device, self._outcomes
+    def _apply(self, trainer: pl.Trainer) -> Iterator[process_settings.Outcome]:
+        device = trainer.strategy.root_device
         if self.matmul_precision is not None:
-            outcomes.append(set_matmul_precision(self.matmul_precision, device))
-        if self.deterministic:  # before cuDNN's benchmark, which asks for it
-            outcomes.append(set_deterministic())
+            yield process_settings.set_matmul_precision(self.matmul_precision, device)
+        if self.deterministic:  # before cuDNN's benchmark, which depends on it
+            yield process_settings.set_deterministic()
         if self.cudnn_benchmark is not None:
-            outcomes.append(set_cudnn_benchmark(bool(self.cudnn_benchmark), device))
+            yield process_settings.set_cudnn_benchmark(bool(self.cudnn_benchmark), device)
         if self.allocator is not None:
-            outcomes.append(set_expandable_segments(device))
+            yield process_settings.set_expandable_segments(device)
         if self.cpu_affinity is not None:
-            cpus: list[int] | str = self.cpu_affinity
-            if isinstance(cpus, str):
-                cpus = share_of(allowed_cpus(), trainer.local_rank, max(1, trainer.num_devices))
-            outcomes.append(
-                set_affinity(cpus)
-                if cpus
-                else Outcome.refused(
-                    "cpu_affinity", "split", "fewer CPUs than processes", failed=True
-                )
-            )
+            cpus = self.cpu_affinity
+            if cpus == "split":
+                ranks = max(1, trainer.num_devices)
+                cpus = process_settings.share_of(allowed_cpus(), trainer.local_rank, ranks)
+            yield process_settings.set_affinity(cpus)
         if self.priority is not None:
-            outcomes.append(set_priority(self.priority))
+            yield process_settings.set_priority(self.priority)
         if self.threads is not None:
-            outcomes.append(set_threads(self.threads))
+            yield process_settings.set_threads(self.threads)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Turn cuDNN's trials off again where shapes keep changing."""
-        if self.cudnn_benchmark != "auto" or self._batches >= WATCHED:
+        """Turn cuDNN's benchmark off if shapes keep changing."""
+        if self.cudnn_benchmark != "auto" or self._batches >= MAX_BATCHES:
             return
         self._batches += 1
         for outcome in self._outcomes:
             if outcome.setting == "cudnn_benchmark" and outcome.done:
                 self._shapes.add(tuple(tuple(tensor.shape) for tensor in tensors_of(batch)))
-                if len(self._shapes) > SHAPES:
+                if len(self._shapes) > MAX_SHAPES:
                     torch.backends.cudnn.benchmark = False
-                    self._batches = WATCHED
+                    self._batches = MAX_BATCHES
                     outcome.done, outcome.note = False, "off again, since shapes keep changing"
 
     def report(self) -> Report:
-        """Return what was set, what it was before, and what was not set and why."""
+        """Return the settings with their previous values, and the reasons of failures."""
         return Report("Runtime", [outcome.row() for outcome in self._outcomes or ()])
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Put everything back; the report stays."""
+        """Restore all settings; the report stays."""
         for outcome in reversed(self._outcomes or ()):
             undo, outcome.undo = outcome.undo, None
             try:
                 if undo is not None:
                     undo()
             except OSError as error:
-                outcome.note = f"could not be put back: {error.strerror}"
+                outcome.note = f"could not be restored: {error.strerror}"
                 rank_zero_warn(
-                    f"Runtime could not put {outcome.setting} back from {outcome.asked} to "
+                    f"Runtime could not restore {outcome.setting} from {outcome.asked} to "
                     f"{outcome.before}: {error.strerror}."
                 )
 
 
-def _checked_cpus(cpus: Any) -> list[int] | Literal["split"] | None:
+def _check_cpus(cpus: Any) -> list[int] | Literal["split"] | None:
     if cpus is None or cpus == "split":
         return cpus  # type: ignore[no-any-return]
     whole = isinstance(cpus, (list, tuple)) and all(type(cpu) is int and cpu >= 0 for cpu in cpus)

@@ -1,4 +1,4 @@
-"""AttentionBackend against the operations that torch really runs, and what it leaves behind."""
+"""AttentionBackend: its report against the kernels that torch runs, and complete undo."""
 
 import warnings
 from collections.abc import Iterator
@@ -14,15 +14,14 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.kernels.attention import self_attention
-from lightning_opt.kernels.attention.sdpa import CAN_RANK
+from lightning_opt.kernels.attention.attention_backend import CAN_RANK
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
-# Nets that can validate, without data for it.
 pytestmark = pytest.mark.filterwarnings("ignore:You defined a `validation_step`")
 
 LENGTH, WIDTH = 6, 8
-# Under a name of its own, since what has torch's is replaced for a batch.
+# Under another name, since the callback replaces the function in modules that have its name.
 ORIGINAL = functional.scaled_dot_product_attention
 FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 
@@ -39,7 +38,7 @@ def sdp_settings() -> dict[str, Any]:
 
 
 @pytest.fixture(autouse=True)
-def _nothing_is_left() -> Iterator[None]:
+def _settings_are_restored() -> Iterator[None]:
     before = sdp_settings()
     yield
     assert sdp_settings() == before
@@ -51,9 +50,9 @@ class Net(LightningModule):
     """Attention between two linear layers.
 
     Args:
-        kind: How it is asked for: ``"plain"``, ``"bias"`` (a learnt one added to the scores),
-            ``"module"`` (SelfAttention) or ``"layer"`` (torch's encoder layer).
-        dropout: Of the attention.
+        kind: ``"plain"``, ``"bias"`` (a learned one, added to the scores), ``"module"``
+            (SelfAttention) or ``"layer"`` (torch's encoder layer).
+        dropout: Dropout of the attention.
     """
 
     def __init__(self, kind: str = "plain", dropout: float = 0.0) -> None:
@@ -128,7 +127,7 @@ class Operations(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("kind", ["plain", "module", "layer"])
-def test_report_is_what_torch_runs(kind):
+def test_report_names_the_kernel_that_torch_runs(kind):
     attention, operations = lo.AttentionBackend(), Operations()
     net = Net(kind)
     with operations:
@@ -150,15 +149,15 @@ def test_report_is_what_torch_runs(kind):
     assert_same_weights(net, fit(Net(kind), max_epochs=2))
 
 
-def served_slowly(net: Net, attention: lo.AttentionBackend, says: str) -> dict[str, Any]:
-    """Train, count one message, and compare with a run without the callback."""
+def row_served_by_math(net: Net, attention: lo.AttentionBackend, message: str) -> dict[str, Any]:
+    """Train, check for one warning, and compare with a run without the callback."""
     expected = fit(Net(net.kind, net.dropout))
     with warnings.catch_warnings(record=True) as caught, Operations() as operations:
         warnings.simplefilter("always")
         fit(net, attention)
     messages = [str(w.message) for w in caught if "AttentionBackend" in str(w.message)]
     assert len(messages) == 1
-    assert says in messages[0]
+    assert message in messages[0]
     assert operations.flash == 0
     assert_same_weights(net, expected)
     (row,) = attention.report().rows
@@ -166,26 +165,21 @@ def served_slowly(net: Net, attention: lo.AttentionBackend, says: str) -> dict[s
     return row
 
 
-def test_a_mask_that_no_fast_backend_takes():
-    row = served_slowly(Net("bias"), lo.AttentionBackend(), "mask float32 (6, 6), dropout 0")
+@pytest.mark.parametrize("kind", ["plain", "module", "layer"])
+def test_math_serves_dropout_and_warns_once(kind):
+    row_served_by_math(Net(kind, 0.2), lo.AttentionBackend(), "dropout 0.2")
+
+
+def test_math_serves_a_learned_mask_and_warns_once():
+    row = row_served_by_math(Net("bias"), lo.AttentionBackend(), "mask float32 (6, 6), dropout 0")
     assert row["mask"] == "float32 (6, 6)"
-    assert "flash: it takes neither dropout nor every mask" in row["better ones"]
+    assert "flash: no dropout, and not every mask" in row["better ones"]
     assert "cudnn: not for CPUs" in row["better ones"]
+    for order in (("flash",), ("cudnn", "flash")):
+        row_served_by_math(Net("bias"), lo.AttentionBackend(order), "Math is not in `order`")
 
 
-def test_dropout_that_no_fast_backend_takes():
-    for kind in ("plain", "module", "layer"):
-        served_slowly(Net(kind, 0.2), lo.AttentionBackend(), "dropout 0.2")
-
-
-@pytest.mark.parametrize("order", [("flash",), ("cudnn", "flash")])
-def test_math_takes_what_the_order_does_not(order):
-    says = "Math is not in `order`, but nothing in it takes this."
-    served_slowly(Net("bias"), lo.AttentionBackend(order), says)
-
-
-def test_math_if_it_is_wished_for():
-    """What stands behind it is never reached, also on a CPU, where torch cannot rank."""
+def test_math_backend_on_request():
     attention = lo.AttentionBackend(("math", "flash"))
     with Operations() as operations:
         net = fit(Net(), attention)
@@ -194,7 +188,7 @@ def test_math_if_it_is_wished_for():
     assert_same_weights(net, fit(Net()), rtol=0, atol=1e-6)
 
 
-def test_other_shapes_are_told_apart():
+def test_each_shape_gets_a_row():
     def mixed(batch: list[Tensor]) -> Tensor:
         return torch.stack(batch)[:, : len(batch) + 2]
 
@@ -206,21 +200,21 @@ def test_other_shapes_are_told_apart():
     assert found == [("(3, 2, 5, 4)", 2), ("(1, 2, 3, 4)", 1)]
 
 
-def test_under_autocast_the_dtype_is_that_of_the_kernel():
+def test_report_shows_the_dtype_under_autocast():
     attention = lo.AttentionBackend()
     fit(Net(), attention, precision="bf16-mixed")
     assert attention.report().rows[0]["dtype"] == "bfloat16"
 
 
 @pytest.mark.parametrize("stage", ["validate", "test", "predict"])
-def test_without_training(stage):
+def test_order_and_report_work_without_training(stage):
     attention, net = lo.AttentionBackend(("math",)), Net()
     getattr(quiet_trainer(callbacks=[attention]), stage)(net, data())
     assert [row["backend"] for row in attention.report().rows] == ["math"]
     assert all(not found["flash"] and found["math"] for found in net.settings)
 
 
-def test_the_order_holds_in_training_and_validation():
+def test_order_holds_in_training_and_validation():
     net = Net()
     trainer = quiet_trainer(callbacks=[lo.AttentionBackend(("efficient", "flash"))])
     trainer.fit(net, data(), data())
@@ -234,9 +228,7 @@ def test_the_order_holds_in_training_and_validation():
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_unusual_settings_are_put_back(fails):
-    """Some backends off, and another order than torch's, as a user may have set them."""
-
+def test_unusual_settings_are_restored(fails):
     class Failing(Net):
         def on_before_zero_grad(self, optimizer: Any) -> None:
             if fails:
@@ -264,7 +256,7 @@ def test_unusual_settings_are_put_back(fails):
             torch._C._set_sdp_priority_order(before["ranks"])
 
 
-def test_nothing_is_in_the_way_after_the_first_batch():
+def test_function_is_replaced_only_for_the_recorded_batches():
     class See(Callback):
         def __init__(self) -> None:
             self.replaced: list[bool] = []
@@ -280,9 +272,8 @@ def test_nothing_is_in_the_way_after_the_first_batch():
     assert see.replaced == [False, False, False]
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")  # torch asks for it itself
-def test_a_compiled_model_is_not_looked_at():
-    """Else it would be compiled again for the second step."""
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
+def test_calls_of_a_compiled_model_are_not_recorded():
     attention, net = lo.AttentionBackend(), Net("module")
     net.attention.compile(backend="eager")
     fit(net, attention)
@@ -292,9 +283,7 @@ def test_a_compiled_model_is_not_looked_at():
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor")
-def test_beside_compile_model():
-    """Nothing is compiled twice: as many graphs as without it."""
-
+def test_compile_model_compiles_no_more_graphs():
     def graphs(*callbacks: Callback) -> float:
         trainer = quiet_trainer(callbacks=[*callbacks, lo.CompileModel(backend="aot_eager")])
         trainer.fit(Net("module"), data())
@@ -306,12 +295,7 @@ def test_beside_compile_model():
     assert "compiled" in attention.report().notes[0]
 
 
-def test_no_attention_is_said():
-    attention = lo.AttentionBackend()
-    assert attention.report().notes == ["No call of scaled_dot_product_attention was seen."]
-
-
-def test_settings_are_checked():
+def test_invalid_settings_raise():
     for order in ((), ("flash", "flash"), ("quick",)):
         with pytest.raises(ValueError, match="order must name some of flash, cudnn"):
             lo.AttentionBackend(order)
@@ -325,7 +309,7 @@ def test_settings_are_checked():
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["flash", "cudnn", "efficient", "math"])
-def test_on_a_gpu_the_first_of_the_order_serves(backend):
+def test_first_available_backend_is_used_on_gpu(backend):
     attention = lo.AttentionBackend((backend, "math") if backend != "math" else ("math",))
     net = Net("module")
     trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")
@@ -333,11 +317,11 @@ def test_on_a_gpu_the_first_of_the_order_serves(backend):
     (row,) = attention.report().rows
     assert row["backend"] in (backend, "math")
     if row["backend"] != backend:
-        assert row["better ones"]  # torch says why, in its own words
+        assert row["better ones"]
 
 
 @pytest.mark.gpu
-def test_on_a_gpu_flash_says_why_not():
+def test_report_contains_torchs_reason_on_gpu():
     attention = lo.AttentionBackend()
     net = Net("bias")
     trainer = quiet_trainer(callbacks=[attention], accelerator="gpu", precision="bf16-mixed")

@@ -1,4 +1,4 @@
-"""RotaryEmbedding and SelfAttention against formulas written out in float64."""
+"""RotaryEmbedding and SelfAttention against formulas in float64."""
 
 import copy
 import math
@@ -12,7 +12,7 @@ import lightning_opt as lo
 
 
 def rotated(x: Tensor, base: float, offset: int, interleaved: bool) -> Tensor:
-    """Return ``x`` with each pair of features turned as a complex number, in float64."""
+    """Rotate each pair of features as a complex number, in float64."""
     *_, length, dim = x.shape
     turned = x.detach().double().clone()
     for place in range(length):
@@ -28,7 +28,7 @@ def rotated(x: Tensor, base: float, offset: int, interleaved: bool) -> Tensor:
 @pytest.mark.parametrize("interleaved", [False, True])
 @pytest.mark.parametrize("offset", [0, 13])
 @pytest.mark.parametrize("base", [10_000.0, 50.0])
-def test_rotation(interleaved, offset, base):
+def test_rotation_matches_the_formula(interleaved, offset, base):
     x = torch.randn(2, 3, 9, 8, generator=torch.Generator().manual_seed(0))
     rotary = lo.RotaryEmbedding(8, base, interleaved=interleaved)
     expected = rotated(x, base, offset, interleaved)
@@ -37,8 +37,8 @@ def test_rotation(interleaved, offset, base):
     torch.testing.assert_close(exact, expected, rtol=0, atol=1e-13)
 
 
-def test_far_positions_are_as_exact_as_near_ones():
-    """In float32 angles would be off by thousandths there; half precision has no such number."""
+def test_far_positions_are_as_exact_as_near_positions():
+    """Angles computed in float32 would be off by thousandths."""
     x, position = torch.ones(1, 8), 100_003
     for dtype, tolerance in ((torch.float32, 1e-6), (torch.bfloat16, 2e-2), (torch.float16, 2e-3)):
         rotary = lo.RotaryEmbedding(8, max_positions=position + 1).to(dtype)
@@ -48,7 +48,7 @@ def test_far_positions_are_as_exact_as_near_ones():
         torch.testing.assert_close(actual.double(), expected, rtol=0, atol=tolerance)
 
 
-def test_scores_depend_on_distances_alone():
+def test_scores_depend_only_on_distances():
     query, key = torch.randn(2, 5, 8, generator=torch.Generator().manual_seed(1))
     rotary = lo.RotaryEmbedding(8).double()
     near = rotary(query.double()) @ rotary(key.double()).T
@@ -76,8 +76,7 @@ def test_tables_are_computed_once(monkeypatch):
         rotary(torch.randn(1, length, 4))
 
 
-def test_tables_are_not_rounded_for_good():
-    """A module that was in half precision for a while is as before, and so it is from meta."""
+def test_tables_keep_their_precision_through_conversions():
     rotary = lo.RotaryEmbedding(8, max_positions=50)
     cos = rotary.cos.clone()
     assert rotary.half().cos.dtype is torch.float32
@@ -91,7 +90,7 @@ def test_tables_are_not_rounded_for_good():
     assert copy.deepcopy(rotary).cos.equal(cos)
 
 
-def test_rotary_settings_are_checked():
+def test_invalid_rotary_settings_raise():
     with pytest.raises(ValueError, match=r"dim must be even.* got 7"):
         lo.RotaryEmbedding(7)
     with pytest.raises(ValueError, match=r"base must be .* got 0"):
@@ -107,7 +106,7 @@ def test_rotary_settings_are_checked():
 def attended(
     module: lo.SelfAttention, x: Tensor, padding: Tensor | None = None, offset: int = 0
 ) -> Tensor:
-    """Return what ``module`` should, one query after the other, in float64."""
+    """Compute the expected output query by query in float64."""
     batch, length, _ = x.shape
     weights = {name: value.double() for name, value in module.state_dict().items()}
     qkv = x.double() @ weights["qkv.weight"].T + weights.get("qkv.bias", 0.0)
@@ -143,7 +142,7 @@ PADDING = torch.tensor(
     [
         [False, False, False, False, False],
         [False, False, False, True, True],
-        [True, True, False, False, True],  # in front: under causal, two queries see nothing
+        [True, True, False, False, True],  # with causal, two queries have no visible keys
         [True, True, True, True, True],
     ]
 )
@@ -162,7 +161,7 @@ PADDING = torch.tensor(
     ],
     ids=str,
 )
-def test_self_attention(settings, causal, padding):
+def test_self_attention_matches_the_formula(settings, causal, padding):
     torch.manual_seed(0)
     module = lo.SelfAttention(16, 4, causal=causal, **settings)
     x = torch.randn(4, 5, 16)
@@ -177,15 +176,14 @@ def test_self_attention(settings, causal, padding):
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_gradients_are_those_of_the_formula(causal):
+def test_gradients_match_finite_differences(causal):
     torch.manual_seed(0)
     module = lo.SelfAttention(8, 2, causal=causal).double()
     x = torch.randn(4, 5, 8, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(lambda x: module(x, PADDING), x)
 
 
-def test_padding_is_worth_nothing():
-    """What stands at padded places reaches neither outputs nor gradients, be it infinite."""
+def test_padding_affects_neither_outputs_nor_gradients():
     torch.manual_seed(0)
     module = lo.SelfAttention(8, 2, causal=True)
     x = torch.randn(4, 5, 8)
@@ -202,7 +200,7 @@ def test_padding_is_worth_nothing():
         torch.testing.assert_close(parameter.grad, expected[name])
 
 
-def test_rows_that_see_nothing_get_the_bias():
+def test_queries_without_visible_keys_get_the_bias():
     module = lo.SelfAttention(8, 2)
     x = torch.randn(4, 5, 8)
     assert module(x, PADDING)[3].equal(module.out.bias.expand(5, 8))
@@ -210,7 +208,7 @@ def test_rows_that_see_nothing_get_the_bias():
     assert not plain(x, PADDING)[3].any()
 
 
-def test_dropout_is_for_training():
+def test_dropout_applies_only_in_training():
     torch.manual_seed(0)
     module = lo.SelfAttention(8, 2, dropout=0.5)
     x = torch.randn(2, 5, 8)
@@ -219,8 +217,7 @@ def test_dropout_is_for_training():
     torch.testing.assert_close(module(x).double(), attended(module, x), rtol=0, atol=1e-6)
 
 
-def test_state_dict_is_stable():
-    """Positions are no weights: with and without them, checkpoints fit."""
+def test_state_dict_has_no_positions():
     names = ["qkv.weight", "qkv.bias", "out.weight", "out.bias"]
     module = lo.SelfAttention(8, 2, rotary=True)
     assert list(module.state_dict()) == names
@@ -229,13 +226,13 @@ def test_state_dict_is_stable():
     assert module.qkv.weight.shape == (24, 8)
 
 
-def test_layers_may_share_the_tables():
+def test_layers_can_share_one_rotary_embedding():
     rotary = lo.RotaryEmbedding(4)
     layers = nn.ModuleList(lo.SelfAttention(8, 2, rotary=rotary) for _ in range(3))
     assert len(list(layers.buffers())) == 2
 
 
-def test_self_attention_settings_are_checked():
+def test_invalid_self_attention_settings_raise():
     with pytest.raises(ValueError, match="heads must divide dim, 8"):
         lo.SelfAttention(8, 3)
     with pytest.raises(ValueError, match="kv_heads must divide heads, 4, got 3"):
@@ -251,8 +248,7 @@ def test_self_attention_settings_are_checked():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("interleaved", [False, True])
-def test_one_graph_for_all_steps(interleaved):
-    """No graph break, and no more graphs with the second length and the second offset."""
+def test_other_lengths_and_offsets_need_no_further_graphs(interleaved):
     counter = CompileCounter()
     rotary = lo.RotaryEmbedding(4, interleaved=interleaved)
     module = lo.SelfAttention(8, 2, causal=True, rotary=rotary)

@@ -1,4 +1,4 @@
-"""ChannelsLast: what is converted when, that nothing but rounding changes, and what is put back."""
+"""ChannelsLast: conversion, numerics, decision, checkpoints and undo."""
 
 import copy
 import pickle
@@ -13,7 +13,7 @@ from torch.nn.parameter import is_lazy
 
 import lightning_opt as lo
 from lightning_opt.kernels.channels_last import channels_last as memory_format
-from lightning_opt.kernels.channels_last.convolutions import Convolutions
+from lightning_opt.kernels.channels_last.channels_last import Convolutions
 from tests.helpers.footprint import model_footprint
 from tests.helpers.models import SmallNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
@@ -30,7 +30,7 @@ def fit(model: Any, *callbacks: Callback, seed: int = 7, **settings: Any) -> Any
 
 
 def force(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> list[bool]:
-    """Have the measurement come out so, and return whether what it ran was in channels_last."""
+    """Fake the result of the measurement; return the format of each measured step."""
     ran: list[bool] = []
 
     class Timed(memory_format.TrialStep):
@@ -47,7 +47,7 @@ def force(monkeypatch: pytest.MonkeyPatch, channels_last: bool) -> list[bool]:
     return ran
 
 
-# --- what happens -------------------------------------------------------------------------------
+# --- conversion ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("ndim", [4, 5])
@@ -68,7 +68,7 @@ def test_weights_and_images_are_converted_in_every_stage(ndim):
 @pytest.mark.parametrize("ndim", [4, 5])
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_nothing_but_rounding_changes(ndim, optimizer, fused):
+def test_results_differ_only_by_rounding(ndim, optimizer, fused):
     model, expected = ConvNet(optimizer, ndim), ConvNet(optimizer, ndim)
     fused_optimizers = [lo.FusedOptimizer()] * fused
     fit(model, lo.ChannelsLast("always"), *fused_optimizers, max_epochs=3)
@@ -76,20 +76,20 @@ def test_nothing_but_rounding_changes(ndim, optimizer, fused):
     assert_same_weights(model, expected, rtol=1e-3, atol=1e-5)
 
 
-def test_gradients_and_optimizer_state_have_the_order_of_the_weights():
-    class Look(Callback):
+def test_gradients_and_optimizer_state_follow_the_weights():
+    class Layouts(Callback):
         def on_before_optimizer_step(self, trainer, pl_module, optimizer):
             weight = pl_module.net[0].weight
             state = optimizer.state.get(weight, {})
             tensors = [weight.grad, *(t for t in state.values() if t.ndim == 4)]
-            looked.append([t.is_contiguous(memory_format=torch.channels_last) for t in tensors])
+            layouts.append([t.is_contiguous(memory_format=torch.channels_last) for t in tensors])
 
-    looked: list[list[bool]] = []
-    fit(ConvNet(), lo.ChannelsLast("always"), Look())
-    assert looked == [[True], *[[True] * 3] * (STEPS - 1)]
+    layouts: list[list[bool]] = []
+    fit(ConvNet(), lo.ChannelsLast("always"), Layouts())
+    assert layouts == [[True], *[[True] * 3] * (STEPS - 1)]
 
 
-def test_optimizer_is_left_as_it_was():
+def test_optimizer_is_restored():
     trainer, plain = fit(ConvNet(), lo.ChannelsLast("always")), fit(ConvNet())
     (found,), (expected,) = trainer.optimizers, plain.optimizers
     for mine, theirs in zip(found.state.values(), expected.state.values(), strict=True):
@@ -102,7 +102,7 @@ def test_optimizer_is_left_as_it_was():
 
 @pytest.mark.parametrize("fail_at", [0, 2])
 @pytest.mark.parametrize("policy", ["always", "auto"])
-def test_put_back_after_an_exception(fail_at, policy, monkeypatch):
+def test_layout_is_restored_after_an_exception(fail_at, policy, monkeypatch):
     force(monkeypatch, True)
     model = ConvNet(fail_at=fail_at)
     before = model_footprint(model)
@@ -114,7 +114,7 @@ def test_put_back_after_an_exception(fail_at, policy, monkeypatch):
         assert all(value.is_contiguous() for value in state.values())
 
 
-def test_only_weights_of_convolutions():
+def test_only_weights_of_convolutions_are_converted():
     class Mixed(nn.Module):
         def __init__(self):
             super().__init__()
@@ -123,7 +123,7 @@ def test_only_weights_of_convolutions():
             self.line = nn.Conv1d(3, 4, 3)
             whole = torch.ones(2, 4, 3, 3, 3)
             self.part = nn.Conv2d(3, 4, 3)
-            self.part.weight = nn.Parameter(whole[0])  # shares its memory with another
+            self.part.weight = nn.Parameter(whole[0])  # part of a larger memory block
             self.lazy = nn.LazyConv2d(3, 3)
 
     model = Mixed()
@@ -148,7 +148,7 @@ class Late(ConvNet):
             self.net = self.late
 
 
-def test_layers_that_come_in_configure_model():
+def test_layers_from_configure_model_are_converted():
     model, trainer = Late(), quiet_trainer(callbacks=[lo.ChannelsLast("always")])
     trainer.fit(model)
     trainer.test(model, verbose=False)
@@ -156,7 +156,7 @@ def test_layers_that_come_in_configure_model():
     assert model.net[0].weight.is_contiguous()
 
 
-def test_model_can_be_copied_and_pickled_in_the_middle_of_a_run():
+def test_model_can_be_copied_and_pickled_during_a_run():
     class Copies(Callback):
         def on_train_batch_end(self, trainer, pl_module, *_):
             for twin in (copy.deepcopy(pl_module), pickle.loads(pickle.dumps(pl_module))):
@@ -165,11 +165,11 @@ def test_model_can_be_copied_and_pickled_in_the_middle_of_a_run():
     fit(ConvNet(), lo.ChannelsLast("always"), Copies())
 
 
-# --- deciding -----------------------------------------------------------------------------------
+# --- decision -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("channels_last", [False, True])
-def test_auto_measures_both_on_the_first_batch_and_takes_the_faster(channels_last, monkeypatch):
+def test_auto_uses_the_format_that_is_faster_on_the_first_batch(channels_last, monkeypatch):
     ran = force(monkeypatch, channels_last)
     model, callback, expected = ConvNet(), lo.ChannelsLast(), ConvNet()
     fit(model, callback, max_epochs=2)
@@ -185,7 +185,7 @@ def test_auto_measures_both_on_the_first_batch_and_takes_the_faster(channels_las
     assert_same_weights(model, expected, **exact)  # buffers of BatchNorm and draws of Dropout too
 
 
-def test_a_small_gain_is_noise(monkeypatch):
+def test_small_gain_counts_as_noise(monkeypatch):
     class Timed(memory_format.TrialStep):
         def run(self, inside: Any = None) -> float:
             return next(times)
@@ -197,7 +197,7 @@ def test_a_small_gain_is_noise(monkeypatch):
     assert callback.report().rows[0]["memory format"] == "contiguous"
 
 
-def test_really_measures():
+def test_report_contains_measured_times():
     callback = lo.ChannelsLast()
     fit(ConvNet(), callback)
     (row,) = callback.report().rows
@@ -205,7 +205,7 @@ def test_really_measures():
     assert row["ms channels_last"] > 0
 
 
-def test_running_out_of_memory_while_measuring(monkeypatch):
+def test_layers_decide_if_memory_runs_out_while_measuring(monkeypatch):
     class Full(memory_format.TrialStep):
         def run(self, inside: Any = None) -> float:
             raise torch.OutOfMemoryError("planted")
@@ -214,10 +214,10 @@ def test_running_out_of_memory_while_measuring(monkeypatch):
     model, callback = ConvNet(), lo.ChannelsLast()
     fit(model, callback)
     assert "memory ran out" in callback.report().rows[0]["because"]
-    assert model.seen[1] == ("train", True, True)  # by the layers
+    assert model.seen[1] == ("train", True, True)
 
 
-def test_another_error_while_measuring_is_the_users(monkeypatch):
+def test_other_errors_while_measuring_are_raised(monkeypatch):
     class Broken(memory_format.TrialStep):
         def run(self, inside: Any = None) -> float:
             raise RuntimeError("planted")
@@ -229,19 +229,15 @@ def test_another_error_while_measuring_is_the_users(monkeypatch):
     assert model.net[0].weight.is_contiguous()
 
 
-class CompileModel(Callback):
-    """Bears the name of the one that compiles."""
-
-
-@pytest.mark.parametrize("why", ["validate", "deterministic", "compile"])
-def test_layers_decide_where_measuring_makes_no_sense(why, monkeypatch):
+@pytest.mark.parametrize("reason", ["validate", "deterministic", "compile"])
+def test_layers_decide_where_a_measurement_is_meaningless(reason, monkeypatch):
     ran = force(monkeypatch, False)
     callback, model = lo.ChannelsLast(), ConvNet()
-    callbacks = [callback, *[CompileModel()] * (why == "compile")]
+    callbacks = [callback, *[lo.CompileModel(backend="eager")] * (reason == "compile")]
     trainer = quiet_trainer(callbacks=callbacks)
-    if why == "deterministic":
+    if reason == "deterministic":
         monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    if why == "validate":
+    if reason == "validate":
         trainer.validate(model, verbose=False)
     else:
         trainer.fit(model)
@@ -252,7 +248,7 @@ def test_layers_decide_where_measuring_makes_no_sense(why, monkeypatch):
     assert all(entry[1:] == (True, True) for entry in model.seen)
 
 
-def test_layers_against_it():
+def test_model_with_few_convolutions_stays_contiguous():
     model, callback = ConvNet(), lo.ChannelsLast("layers")
     model.more = nn.ModuleList(nn.Linear(1, 1) for _ in range(3))
     fit(model, callback)
@@ -261,7 +257,7 @@ def test_layers_against_it():
 
 
 @pytest.mark.parametrize("policy", ["auto", "layers", "always"])
-def test_a_model_without_convolutions(policy):
+def test_model_without_convolutions_is_unchanged(policy):
     model, expected, callback = SmallNet(), SmallNet(), lo.ChannelsLast(policy)
     fit(model, callback)
     fit(expected)
@@ -275,7 +271,7 @@ def test_a_model_without_convolutions(policy):
 
 
 @pytest.mark.parametrize("strategy", [FSDPStrategy, ModelParallelStrategy])
-def test_sharded_weights(strategy):
+def test_sharded_models_raise_or_stay_unchanged(strategy):
     model = ConvNet()
     trainer = quiet_trainer()
     trainer.strategy.__class__ = type("Pretends", (type(trainer.strategy), strategy), {})
@@ -287,7 +283,7 @@ def test_sharded_weights(strategy):
     assert model.net[0].weight.is_contiguous()
 
 
-def test_refuses_what_makes_no_sense():
+def test_invalid_policy_and_second_callback_raise():
     with pytest.raises(ValueError, match="policy must be one of"):
         lo.ChannelsLast("on")
     with pytest.raises(ValueError, match="more than one ChannelsLast"):
@@ -307,7 +303,7 @@ class Save(Callback):
 
 
 @pytest.mark.parametrize("policy", ["always", "auto"])
-def test_checkpoints_look_as_if_it_had_not_been_there(policy, tmp_path, monkeypatch):
+def test_checkpoints_hold_contiguous_state(policy, tmp_path, monkeypatch):
     force(monkeypatch, True)
     file = tmp_path / "saved.ckpt"
     fit(ConvNet(), lo.ChannelsLast(policy), Save(file))
@@ -320,13 +316,13 @@ def test_checkpoints_look_as_if_it_had_not_been_there(policy, tmp_path, monkeypa
 
 @pytest.mark.parametrize("optimizer", ["Adam", "SGD"])
 @pytest.mark.parametrize(("saved_with", "resumed_with"), [(1, 0), (0, 1), (1, 1)])
-def test_resumes_with_and_without(optimizer, saved_with, resumed_with, tmp_path):
-    """With the fused kernels of a CPU, which mix up weights where state has another order."""
+def test_run_resumes_with_and_without_the_callback(optimizer, saved_with, resumed_with, tmp_path):
+    """With fused CPU kernels, which give wrong weights if the state has another layout."""
     file = tmp_path / "saved.ckpt"
     fit(ConvNet(optimizer), *[lo.ChannelsLast("always")] * saved_with, Save(file), max_epochs=2)
 
     class Fused(Draws):
-        """Switches without looking, as a user who wrote `fused=True` would have."""
+        """Switches to fused kernels without a check of layouts, like `fused=True`."""
 
         def on_train_start(self, trainer, pl_module):
             super().on_train_start(trainer, pl_module)
@@ -342,7 +338,7 @@ def test_resumes_with_and_without(optimizer, saved_with, resumed_with, tmp_path)
 
 
 class Draws(Callback):
-    """Starts a resumed run from the same random numbers."""
+    """Sets the seed of a resumed run."""
 
     def on_train_start(self, trainer, pl_module):
         torch.manual_seed(3)

@@ -1,4 +1,4 @@
-"""A model with everything that a repeated step could spoil, and backends that fail on purpose."""
+"""A model with state that a repeated step would change, and backends that fail on purpose."""
 
 import copy
 import warnings
@@ -74,30 +74,37 @@ class Net(LightningModule):
     test_step = validation_step
 
 
+class Varying(Net):
+    """Batches of increasing size."""
+
+    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
+        return super().training_step([part[: 2 + batch_idx] for part in batch], batch_idx)
+
+
 class Hooks(Callback):
     """Counts the hooks of a step."""
 
     def __init__(self) -> None:
         self.count: dict[str, int] = {}
 
-    def _note(self, name: str) -> None:
+    def _count(self, name: str) -> None:
         self.count[name] = self.count.get(name, 0) + 1
 
     def on_before_zero_grad(self, *args: Any) -> None:
-        self._note("zero_grad")
+        self._count("zero_grad")
 
     def on_before_backward(self, *args: Any) -> None:
-        self._note("before_backward")
+        self._count("before_backward")
 
     def on_after_backward(self, *args: Any) -> None:
-        self._note("after_backward")
+        self._count("after_backward")
 
     def on_before_optimizer_step(self, *args: Any) -> None:
-        self._note("step")
+        self._count("step")
 
 
 def train(*callbacks: Callback, model: Any = None, **settings: Any) -> dict[str, Any]:
-    """Train from one seed and return all that must not depend on how the model ran."""
+    """Train from one seed and return everything that compilation must not change."""
     model = Net() if model is None else model
     logger, hooks = MemoryLogger(), Hooks()
     torch.manual_seed(2)
@@ -144,7 +151,7 @@ def _whole(tensor: Tensor) -> Tensor:
 
 
 def messages_of(function: Callable[[], Any]) -> tuple[Any, list[str]]:
-    """Return what ``function`` returns, and the warnings of ours in it."""
+    """Return the result of ``function`` and CompileModel's warnings."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         result = function()
@@ -162,12 +169,12 @@ def fails(graph: Any, inputs: Any) -> Any:
 
 def fails_in_backward(graph: Any, inputs: Any) -> Any:
     """Fail to compile the backward graph."""
-    return aot_autograd(fw_compiler=_as_it_is, bw_compiler=fails)(graph, inputs)
+    return aot_autograd(fw_compiler=_unchanged, bw_compiler=fails)(graph, inputs)
 
 
 def breaks_in_backward(graph: Any, inputs: Any) -> Any:
     """Compile both graphs; the backward one raises when it runs."""
-    return aot_autograd(fw_compiler=_as_it_is, bw_compiler=_broken)(graph, inputs)
+    return aot_autograd(fw_compiler=_unchanged, bw_compiler=_broken)(graph, inputs)
 
 
 def out_of_memory(graph: Any, inputs: Any) -> Any:
@@ -186,7 +193,7 @@ class FailsLater:
         return aot_eager(graph, inputs) if self.left >= 0 else fails(graph, inputs)
 
 
-def _as_it_is(graph: Any, inputs: Any) -> Any:
+def _unchanged(graph: Any, inputs: Any) -> Any:
     return graph.forward
 
 

@@ -1,4 +1,4 @@
-"""CompileModel where compilation works: the same training, one graph, and nothing left behind."""
+"""Successful compilation: identical training, shared graphs, and complete undo."""
 
 import inspect
 import pickle
@@ -14,23 +14,22 @@ from torch.utils.data import DataLoader, TensorDataset
 from lightning_opt.core.modules.compiling import CLOCK
 from lightning_opt.kernels.channels_last.channels_last import ChannelsLast
 from lightning_opt.kernels.compiling.compile_model import CompileModel
-from lightning_opt.kernels.compiling.process_settings import ladder
+from lightning_opt.kernels.compiling.setup import modes_for
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.footprint import model_footprint
 from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
-from tests.kernels.compiling.runs import Net, assert_same, messages_of, train
+from tests.kernels.compiling.runs import Net, Varying, assert_same, messages_of, train
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning"),
     pytest.mark.filterwarnings("ignore::FutureWarning:torch"),
-    # torch's own, while it looks at inputs.
     pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf"),
 ]
 
 
 @pytest.mark.parametrize("scope", ["model", "regions"])
-def test_a_run_is_bit_identical_with_aot_eager(scope: str) -> None:
+def test_training_with_aot_eager_is_bit_identical(scope: str) -> None:
     callback = CompileModel(scope=scope, backend="aot_eager")
     actual = train(callback, num_sanity_val_steps=1)
     assert_same(actual, train(num_sanity_val_steps=1))
@@ -50,7 +49,7 @@ def test_blocks_of_one_structure_share_one_compilation() -> None:
 
 
 class Layers(Net):
-    """Many layers of torch itself, each called by the training step."""
+    """Many layers of torch, each called by the training step."""
 
     def __init__(self) -> None:
         super().__init__(blocks=0, steps=2)
@@ -63,8 +62,8 @@ class Layers(Net):
         return nn.functional.mse_loss(x[:, :1], batch[1])
 
 
-def test_layers_of_torch_do_not_share_a_limit() -> None:
-    """Torch compiles what it has in common for them eight times, and then no more."""
+def test_torch_layers_do_not_share_a_recompilation_limit() -> None:
+    """torch recompiles one code object at most eight times."""
     counter = CompileCounterWithBackend("eager")
     settings = {"max_epochs": 1, "limit_val_batches": 0}
     actual = train(CompileModel(backend=counter), model=Layers(), **settings)
@@ -91,17 +90,17 @@ class Mixed(Net):
         return super().forward(x)
 
 
-def test_regions_of_several_structures() -> None:
+def test_each_structure_gets_one_region() -> None:
     callback = CompileModel(scope="regions", backend="aot_eager")
     assert_same(train(callback, model=Mixed()), train(model=Mixed()))
     found = {row["region"]: row["modules"] for row in callback.report().rows}
     assert found == {"blocks.0": 3, "other.0": 2, "stack": 1}
 
 
-def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
+def test_checkpoints_and_modules_are_unchanged(tmp_path: Any) -> None:
     keys: list[str] = []
 
-    class Look(CompileModel):
+    class Saving(CompileModel):
         def on_train_batch_end(self, trainer: Any, *args: Any) -> None:
             super().on_train_batch_end(trainer, *args)
             trainer.save_checkpoint(tmp_path / "some.ckpt")
@@ -110,7 +109,7 @@ def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
     model = Net()
     names = list(model.state_dict())
     before = model_footprint(model)
-    quiet_trainer(callbacks=[Look(backend="eager")], max_steps=1).fit(model)
+    quiet_trainer(callbacks=[Saving(backend="eager")], max_steps=1).fit(model)
     assert keys == names
     saved = torch.load(tmp_path / "some.ckpt", weights_only=True)["state_dict"]
     assert list(saved) == names
@@ -123,7 +122,7 @@ def test_checkpoints_know_nothing_of_it(tmp_path: Any) -> None:
     assert model_footprint(fresh)["state_dict"] == before["state_dict"]
 
 
-def test_what_is_logged_and_the_clock() -> None:
+def test_compilation_is_logged_and_the_clock_stops() -> None:
     found = train(CompileModel(backend="aot_eager"), limit_val_batches=0)["logger"]
     assert found.series("compile/graphs") == [1.0]  # logged once, when it changed
     assert found.series("compile/uncompiled") == [0.0]
@@ -131,31 +130,31 @@ def test_what_is_logged_and_the_clock() -> None:
     assert 0 < seconds <= CLOCK.seconds
     counted = CLOCK.compilations
     torch.compile(lambda x: x + 1, backend="eager")(torch.ones(2))
-    assert CLOCK.compilations == counted  # nobody counts any more
+    assert CLOCK.compilations == counted  # the clock is stopped
 
 
 class Generating(Net):
-    """Asks its own ``forward`` what it takes, as code that generates text does."""
+    """Inspects the signature of its ``forward``, like text generation."""
 
     def forward(self, x: Tensor, attention_mask: Tensor | None = None) -> Tensor:
         return super().forward(x)
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        self.takes = list(inspect.signature(self.forward).parameters)
+        self.parameter_names = list(inspect.signature(self.forward).parameters)
         pickle.dumps(inspect.signature(self.forward))
         return super().training_step(batch, batch_idx)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
-def test_forward_shows_what_it_takes(checkpointing: bool) -> None:
+def test_replaced_forward_keeps_its_signature(checkpointing: bool) -> None:
     others = [ActivationCheckpointing("every_layer")] if checkpointing else []
     for callbacks in (others, [CompileModel(backend="eager"), *others]):
         model = Generating()
         quiet_trainer(callbacks=callbacks, max_steps=1, limit_val_batches=0).fit(model)
-        assert model.takes == ["x", "attention_mask"]
+        assert model.parameter_names == ["x", "attention_mask"]
 
 
-def test_settings_of_torch_are_put_back() -> None:
+def test_compiler_settings_are_restored() -> None:
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
 
@@ -168,26 +167,18 @@ def test_settings_of_torch_are_put_back() -> None:
     before = settings()
     seen = []
 
-    class Look(CompileModel):
+    class Recording(CompileModel):
         def on_train_batch_end(self, *args: Any) -> None:
             super().on_train_batch_end(*args)
             seen.append(settings())
 
-    train(Look(backend="eager"))
+    train(Recording(backend="eager"))
     assert settings() == before
     assert seen[0][1] is not False
 
 
-class Varying(Net):
-    """A batch of another size at each step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        rows = slice(2 + batch_idx)
-        return super().training_step([part[rows] for part in batch], batch_idx)
-
-
 @pytest.mark.parametrize("dynamic", [False, True])
-def test_recompilations_that_recur_are_told(dynamic: bool) -> None:
+def test_many_recompilations_warn_once(dynamic: bool) -> None:
     callback = CompileModel(backend="eager", dynamic=dynamic)
     model = Varying(steps=5, batch_size=8)
     settings = {"limit_val_batches": 0, "max_epochs": 1}
@@ -209,7 +200,7 @@ class Breaking(Net):
         return self.head(self.blocks[1](x))
 
 
-def test_graph_breaks_are_counted() -> None:
+def test_graph_breaks_are_reported() -> None:
     callback = CompileModel(backend="eager")
     actual = train(callback, model=Breaking(), limit_val_batches=0)
     assert_same(actual, train(model=Breaking(), limit_val_batches=0))
@@ -218,7 +209,7 @@ def test_graph_breaks_are_counted() -> None:
 
 
 @pytest.mark.parametrize(("scope", "first"), [("model", "compile"), ("regions", "checkpointing")])
-def test_with_activation_checkpointing_in_any_order(scope: str, first: str) -> None:
+def test_training_with_checkpointing_in_any_order_is_identical(scope: str, first: str) -> None:
     def callbacks() -> list[Any]:
         both = [
             CompileModel(scope=scope, backend="eager"),
@@ -235,7 +226,7 @@ def test_with_activation_checkpointing_in_any_order(scope: str, first: str) -> N
 
 
 class Images(Net):
-    """A small convolutional network. No bias in front of BatchNorm: its gradient is only noise."""
+    """A small ConvNet. A bias before BatchNorm would have a gradient of noise."""
 
     def __init__(self) -> None:
         super().__init__(blocks=0, steps=3)
@@ -261,7 +252,7 @@ class Images(Net):
 
 
 @pytest.mark.parametrize(("scope", "order"), [("model", 1), ("regions", -1)])
-def test_with_channels_last(scope: str, order: int) -> None:
+def test_regions_are_compiled_once_for_channels_last(scope: str, order: int) -> None:
     seen = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -273,14 +264,14 @@ def test_with_channels_last(scope: str, order: int) -> None:
     both = [CompileModel(scope=scope, backend=backend), ChannelsLast("always")][::order]
     actual, messages = messages_of(lambda: train(*both, model=Images(), num_sanity_val_steps=1))
     assert messages == []
-    assert seen == [True, True]  # compiled for this format at once, in training and in validation
-    # A compiled graph may hand a convolution its gradient in another order of memory.
+    assert seen == [True, True]  # one graph in training, one in validation
+    # Gradients may have another memory format inside a compiled graph.
     for callbacks in ([ChannelsLast("always")], []):
         expected = train(*callbacks, model=Images(), num_sanity_val_steps=1)
         assert_same(actual, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_several_optimizers_stepped_by_hand() -> None:
+def test_manual_optimization_with_several_optimizers_is_identical() -> None:
     trained = []
     for callbacks in ([], [CompileModel(backend="aot_eager")]):
         model = AdversarialNet()
@@ -289,7 +280,7 @@ def test_several_optimizers_stepped_by_hand() -> None:
     assert_same_weights(trained[1], trained[0])
 
 
-def test_evaluation_and_prediction() -> None:
+def test_validation_test_and_prediction_are_identical() -> None:
     model = Net()
     plain, compiled = quiet_trainer(), quiet_trainer(callbacks=[CompileModel(backend="aot_eager")])
     for stage in ("validate", "test"):
@@ -308,8 +299,8 @@ def test_evaluation_and_prediction() -> None:
         ("reduce-overhead", "cuda", ("reduce-overhead", "default")),
     ],
 )
-def test_ladders(mode: str, device: str, expected: tuple[str, ...]) -> None:
-    assert ladder(mode, device) == expected
+def test_modes_depend_on_the_device(mode: str, device: str, expected: tuple[str, ...]) -> None:
+    assert modes_for(mode, device) == expected
 
 
 # --- refusals -----------------------------------------------------------------------------------
@@ -323,23 +314,23 @@ def test_ladders(mode: str, device: str, expected: tuple[str, ...]) -> None:
         ({"mode": "max-autotune", "backend": "eager"}, "inductor"),
     ],
 )
-def test_arguments_are_checked_at_once(arguments: dict[str, Any], message: str) -> None:
+def test_invalid_arguments_raise_in_init(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CompileModel(**arguments)
 
 
-def refused(*callbacks: Any, model: Any = None) -> str:
+def error_of(*callbacks: Any, model: Any = None) -> str:
     with pytest.raises(ValueError) as caught:  # noqa: PT011 - the callers compare the message
         quiet_trainer(callbacks=list(callbacks)).fit(Net() if model is None else model)
     return str(caught.value)
 
 
-def test_refusals() -> None:
-    assert "backend must be one of" in refused(CompileModel(backend="indoctor"))
-    assert "individual operators" in refused(CompileModel(), ActivationCheckpointing("auto"))
-    assert "individual operators" in refused(ActivationCheckpointing("selective"), CompileModel())
+def test_incompatible_models_and_callbacks_raise_in_setup() -> None:
+    assert "backend must be one of" in error_of(CompileModel(backend="indoctor"))
+    assert "individual operators" in error_of(CompileModel(), ActivationCheckpointing("auto"))
+    assert "individual operators" in error_of(ActivationCheckpointing("selective"), CompileModel())
     compiled = torch.compile(Net(), backend="eager")
-    assert "twice" in refused(CompileModel(), model=compiled)
+    assert "twice" in error_of(CompileModel(), model=compiled)
 
     class Empty(Net):
         forward = pytest.importorskip("lightning.pytorch").LightningModule.forward
@@ -352,7 +343,7 @@ def test_refusals() -> None:
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             return (self.weight * batch[0]).sum()
 
-    assert "nothing to compile" in refused(CompileModel(), model=Empty())
+    assert "nothing to compile" in error_of(CompileModel(), model=Empty())
 
 
 # --- the real compiler --------------------------------------------------------------------------
@@ -360,14 +351,13 @@ def test_refusals() -> None:
 
 @pytest.mark.slow
 def test_inductor_gives_the_same_weights_after_100_steps() -> None:
-    """Dropout off: inductor draws other numbers. The rest differs by rounding."""
+    """Without dropout, whose random numbers differ under inductor; the rest is rounding."""
 
     def model() -> Net:
         net = Net(steps=100)
         for block in net.blocks:
             block.dropout.p = 0.0
-            # The gradient of a bias in front of BatchNorm is nothing but rounding errors, of which
-            # AdamW makes steps of full length.
+            # The gradient of a bias before BatchNorm is rounding noise, which AdamW scales up.
             block.linear.bias = None
         return net
 

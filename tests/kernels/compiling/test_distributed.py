@@ -32,7 +32,7 @@ SHORT = {"max_epochs": 1, "limit_val_batches": 1, "devices": 2}
 
 
 class Split(Net):
-    """Each rank has rows of its own."""
+    """Each rank trains on its own rows."""
 
     def training_step(self, batch: Any, batch_idx: int) -> Any:
         rows = [part[self.global_rank :: 2] for part in batch]
@@ -81,7 +81,7 @@ def under_ddp() -> list[Any]:
     return found
 
 
-def test_under_ddp_also_where_one_rank_fails_alone() -> None:
+def test_ddp_is_identical_also_if_compilation_fails_on_one_rank() -> None:
     first, second = launch(under_ddp)
     assert first[:2] == second[:2] == [{"default"}, {"default"}]
     for (mine, modes), (theirs, others) in zip(first[2:], second[2:], strict=True):
@@ -103,7 +103,7 @@ def under_fsdp2() -> list[Any]:
     return found
 
 
-def test_under_fsdp2() -> None:
+def test_fsdp2_is_identical_with_and_without_failures() -> None:
     for regions, whole, failing in launch(under_fsdp2):
         [row] = regions[2]
         assert regions[0] == 0, regions[1]
@@ -118,7 +118,6 @@ def raises_in_backward() -> str:
     return " ".join(getattr(caught.value, "__notes__", []))
 
 
-def test_compiled_code_that_raises_in_the_backward_pass_ends_the_run() -> None:
-    """Gradients are on their way to other ranks by then: an error, not a hang."""
+def test_error_of_a_compiled_backward_pass_is_raised_on_every_rank() -> None:
     for notes in launch(raises_in_backward):
         assert "CompileModel" in notes

@@ -1,4 +1,4 @@
-"""CompileModel where compilation fails: the run without it, and one message."""
+"""Failed compilation: training continues as without CompileModel, with one warning."""
 
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from tests.helpers.trainers import quiet_trainer
 from tests.kernels.compiling.runs import (
     FailsLater,
     Net,
+    Varying,
     assert_same,
     breaks_in_backward,
     fails,
@@ -36,7 +37,7 @@ SHORT = {"max_epochs": 1, "limit_val_batches": 1}
 
 
 def compare(backend: Any, make: Any = Net, **settings: Any) -> tuple[str, CompileModel]:
-    """Train with a failing backend, compare with a run without it, and return the one message."""
+    """Train with a failing backend, compare with a run without it, and return the warning."""
     arguments = {key: settings.pop(key) for key in ("scope", "fullgraph") if key in settings}
     arguments.setdefault("dynamic", False)
     settings = {**SHORT, **settings}
@@ -50,23 +51,18 @@ def compare(backend: Any, make: Any = Net, **settings: Any) -> tuple[str, Compil
     return message, callback
 
 
+@pytest.mark.parametrize("backend", [fails, fails_in_backward])
 @pytest.mark.parametrize("scope", ["model", "regions"])
-def test_failure_to_compile(scope: str) -> None:
-    message, callback = compare(fails, scope=scope, num_sanity_val_steps=1)
+def test_failed_compilation_falls_back_to_uncompiled_code(scope: str, backend: Any) -> None:
+    message, callback = compare(backend, scope=scope, num_sanity_val_steps=1)
     assert "RuntimeError: planted in the compiler" in message
     assert "runs uncompiled from now on" in message
     assert ("forward (Net)" if scope == "model" else "blocks.0 (Block)") in message
-    assert {row["mode"] for row in callback.report().rows} == {"eager"}
+    assert "eager" in {row["mode"] for row in callback.report().rows}
     assert "planted in the compiler" in str(callback.report())
 
 
-@pytest.mark.parametrize("scope", ["model", "regions"])
-def test_failure_to_compile_the_backward_graph(scope: str) -> None:
-    message, _ = compare(fails_in_backward, scope=scope)
-    assert "planted in the compiler" in message
-
-
-def test_compiled_code_that_raises_in_the_backward_pass_ends_the_run_and_says_whose_it_is() -> None:
+def test_error_of_a_compiled_backward_pass_is_raised_with_a_note() -> None:
     model = Net()
     with pytest.raises(RuntimeError, match="planted in compiled code") as caught:
         train(CompileModel(backend=breaks_in_backward), model=model, **SHORT)
@@ -75,14 +71,7 @@ def test_compiled_code_that_raises_in_the_backward_pass_ends_the_run_and_says_wh
         assert "forward" not in vars(module)
 
 
-class Varying(Net):
-    """A batch of another size at each step."""
-
-    def training_step(self, batch: Any, batch_idx: int) -> Tensor:
-        return super().training_step([part[: 2 + batch_idx] for part in batch], batch_idx)
-
-
-def test_failure_of_a_later_shape() -> None:
+def test_failure_for_a_later_shape_falls_back() -> None:
     message, callback = compare(
         FailsLater(2), lambda: Varying(batch_size=8), limit_val_batches=0, scope="regions"
     )
@@ -91,7 +80,7 @@ def test_failure_of_a_later_shape() -> None:
 
 
 class Breaking(Net):
-    """Two graphs, of which the second changes with each step."""
+    """Two graphs; the second one changes with each step."""
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.blocks[0](x)  # random numbers and buffers
@@ -100,8 +89,7 @@ class Breaking(Net):
 
 
 @pytest.mark.parametrize("graphs", [1, 2])
-def test_failure_after_a_graph_has_run(graphs: int) -> None:
-    """At the first step, and at one whose shapes have run before."""
+def test_failure_after_an_earlier_graph_has_run_rolls_back(graphs: int) -> None:
     message, _ = compare(FailsLater(graphs), Breaking, limit_val_batches=0)
     assert "That call ran uncompiled" in message
 
@@ -115,7 +103,7 @@ class Writing(Net):
         return self.head(x)
 
 
-def test_a_step_whose_input_is_lost_is_not_done_again() -> None:
+def test_step_that_overwrites_its_input_is_not_repeated() -> None:
     callback = CompileModel(backend=FailsLater(1))
     with pytest.raises(BackendCompilerFailed, match="planted in the compiler"):
         train(callback, model=Writing(), **SHORT)
@@ -128,13 +116,13 @@ class DataDependent(Net):
         return self.head(self.blocks[1](x))
 
 
-def test_data_dependent_control_flow_with_fullgraph() -> None:
+def test_data_dependent_control_flow_with_fullgraph_falls_back() -> None:
     message, _ = compare("eager", DataDependent, fullgraph=True)
     assert "forward (DataDependent)" in message
     assert "data-dependent" in message.lower()
 
 
-def test_with_micro_batches_in_front_or_behind() -> None:
+def test_fallback_works_with_micro_batching_in_any_order() -> None:
     expected = train(MicroBatching(2), model=Linear(), **SHORT)
     for order in (1, -1):
         both = [CompileModel(backend=fails_in_backward), MicroBatching(2)][::order]
@@ -144,7 +132,7 @@ def test_with_micro_batches_in_front_or_behind() -> None:
 
 
 class Linear(Net):
-    """Without BatchNorm, whose statistics micro-batches change."""
+    """A model without BatchNorm, whose statistics depend on micro-batches."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +144,7 @@ class Linear(Net):
 
 
 class Hungry(Linear):
-    """Has memory for two samples."""
+    """Runs out of memory for more than two samples."""
 
     def forward(self, x: Tensor) -> Tensor:
         if len(x) > 2:
@@ -165,8 +153,7 @@ class Hungry(Linear):
 
 
 @pytest.mark.parametrize(("order", "failing"), [(1, True), (-1, False)])
-def test_with_micro_batches_that_are_found_when_memory_runs_out(order: int, failing: bool) -> None:
-    """Either takes back what the other has begun, and nothing is done twice."""
+def test_fallback_works_while_micro_batching_finds_its_size(order: int, failing: bool) -> None:
     settings = {"max_epochs": 1, "limit_val_batches": 0}
     expected = train(MicroBatching("auto"), model=Hungry(), **settings)
     compiling = CompileModel(backend=fails_in_backward if failing else "aot_eager")
@@ -175,8 +162,8 @@ def test_with_micro_batches_that_are_found_when_memory_runs_out(order: int, fail
     assert_same(actual, expected)
     assert sum("could not be compiled" in message for message in messages) == int(failing)
     assert compiling.report().rows[0]["mode"] == ("eager" if failing else "default")
-    [learnt] = [c for c in both if isinstance(c, MicroBatching)]
-    assert [event["size"] for event in learnt.events] == [2]
+    [tuned] = [c for c in both if isinstance(c, MicroBatching)]
+    assert [event["size"] for event in tuned.events] == [2]
 
 
 # --- errors of the model ------------------------------------------------------------------------
@@ -201,7 +188,7 @@ class Wrong(Net):
 
 @pytest.mark.parametrize("kind", ["raise", "shape", "index"])
 @pytest.mark.parametrize("fullgraph", [False, True])
-def test_errors_of_the_model_are_raised_as_they_are(
+def test_errors_of_the_model_are_raised_unchanged(
     kind: str, fullgraph: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Wrong, "kind", kind)
@@ -220,16 +207,15 @@ def test_errors_of_the_model_are_raised_as_they_are(
     assert (type(actual), str(actual)) == (type(expected), str(expected))
     assert actual.__context__ is None
     assert messages == []
-    # Buffers too, if the failed step was done again. Compiled code that has run before and raises
-    # what only the model's Python could raise is taken at its word; it may end before its buffers
-    # are written.
+    # Buffers are equal if the failed step was repeated. An IndexError of code that has run before
+    # can only be the model's, so it is raised at once, maybe before buffers are written.
     if kind == "index":
         assert_same_weights(dict(model.named_parameters()), dict(plain.named_parameters()))
     else:
         assert_same_weights(model, plain)
 
 
-def test_out_of_memory_passes_through() -> None:
+def test_out_of_memory_while_compiling_is_raised() -> None:
     callback = CompileModel(backend=out_of_memory)
     with pytest.raises(RuntimeError) as caught:
         quiet_trainer(callbacks=[callback]).fit(Net())
@@ -245,7 +231,7 @@ def without_compiler(folder: str) -> tuple[list[str], list[Any]]:
     from torch._inductor import config
 
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
-    config.cpp.cxx = (None, "/nowhere/c++")  # CXX is read when this is imported, maybe before us
+    config.cpp.cxx = (None, "/nowhere/c++")  # CXX was read at import
     settings = {"max_epochs": 1, "limit_val_batches": 0}
     callback = CompileModel()
     actual, messages = messages_of(
@@ -256,7 +242,7 @@ def without_compiler(folder: str) -> tuple[list[str], list[Any]]:
 
 
 @pytest.mark.slow
-def test_missing_compiler(tmp_path: Path) -> None:
+def test_missing_compiler_falls_back_and_is_named(tmp_path: Path) -> None:
     [(messages, modes)] = launch(without_compiler, str(tmp_path), processes=1)
     [message] = messages
     assert "/nowhere/c++" in message

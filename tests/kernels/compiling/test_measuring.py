@@ -1,4 +1,4 @@
-"""Compiling is weighed against what is left, and taken back; by clocks that are pretended."""
+"""`CompileModel(measure=True)` keeps or reverts compiled steps, on a fake clock."""
 
 from typing import Any
 
@@ -7,9 +7,8 @@ import torch
 import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy
 
-from lightning_opt.kernels.compiling import measuring
+from lightning_opt.core.measure import timing
 from lightning_opt.kernels.compiling.compile_model import CompileModel
-from lightning_opt.kernels.compiling.measuring import AT_BEST, START, may_pay
 from tests.helpers.processes import launch
 from tests.kernels.compiling.runs import Net, assert_same, train
 
@@ -20,7 +19,7 @@ pytestmark = [
 
 
 class Timed(Net):
-    """Takes ten seconds a step on a clock of its own, and another time if it is compiled."""
+    """Advances the fake clock by the seconds of a compiled or an uncompiled step."""
 
     now = 0.0
 
@@ -39,19 +38,19 @@ class Timed(Net):
 
 
 @pytest.fixture(autouse=True)
-def pretended_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(measuring.time, "perf_counter", lambda: Timed.now)
+def fake_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: Timed.now)
 
 
 def run(model: Timed, **settings: Any) -> CompileModel:
-    """Train, with the result of a run without."""
+    """Train, and compare with a run without the callback."""
     callback = CompileModel(backend="aot_eager", measure=True)
     expected = train(model=Net(steps=model.steps), **settings)
     assert_same(train(callback, model=model, **settings), expected)
     return callback
 
 
-def test_what_is_faster_stays() -> None:
+def test_faster_compiled_steps_are_kept() -> None:
     model = Timed(compiled=5.0)
     callback = run(model)
     assert model.modes == ["eager"] * 7 + ["default"] * 33
@@ -60,31 +59,26 @@ def test_what_is_faster_stays() -> None:
     assert callback.diagnose()[0].state == "ok"
 
 
-def test_what_is_no_faster_is_taken_back() -> None:
+def test_compiled_steps_that_are_not_faster_are_reverted() -> None:
     model = Timed(compiled=9.9)
     callback = run(model)
     assert model.modes == ["eager"] * 7 + ["default"] * 7 + ["eager"] * 26
-    assert "Measured: taken back: a step takes" in callback.report().notes[0]
+    assert "Measured: reverted: a step takes" in callback.report().notes[0]
     verdict = callback.diagnose()[0]
-    assert (verdict.state, "taken back" in verdict.finding) == ("ok", True)
+    assert (verdict.state, "reverted" in verdict.finding) == ("ok", True)
 
 
-def test_few_steps_that_are_left_compile_nothing() -> None:
+@pytest.mark.parametrize(("accumulated", "remaining"), [(1, 33), (2, 34)])
+def test_nothing_is_compiled_for_few_remaining_steps(accumulated: int, remaining: int) -> None:
     model = Timed(compiled=0.01, eager=0.1)
-    callback = run(model)
+    callback = run(model, accumulate_grad_batches=accumulated)
     assert set(model.modes) == {"eager"}
     assert sum(row["graphs"] for row in callback.report().rows) == 0
     [note] = callback.report().notes
-    assert note.startswith("Measured: not compiled: 33 steps of 100 ms are left, which would not")
+    assert note.startswith(f"Measured: not compiled: {remaining} steps of 100 ms remain")
 
 
-def test_accumulated_batches_count_as_steps() -> None:
-    model = Timed(compiled=0.01, eager=0.1)
-    notes = run(model, accumulate_grad_batches=2).report().notes
-    assert "not compiled: 34 steps" in notes[0]
-
-
-def test_a_second_fit_keeps_to_what_was_decided() -> None:
+def test_second_fit_keeps_the_decision() -> None:
     model, callback = Timed(compiled=9.9), CompileModel(backend="aot_eager", measure=True)
     train(callback, model=model)
     model.modes.clear()
@@ -92,16 +86,10 @@ def test_a_second_fit_keeps_to_what_was_decided() -> None:
     assert set(model.modes) == {"eager"}
 
 
-def test_what_may_pay() -> None:
-    assert may_pay(1.0, 2 * START / AT_BEST)
-    assert not may_pay(1.0, 0.5 * START / AT_BEST)
-    assert may_pay(0.001, float("inf"))
-
-
-def ranks() -> list[str]:
-    measuring.time.perf_counter = lambda: Timed.now  # type: ignore[assignment]
+def modes_on_each_rank() -> list[str]:
+    timing.time.perf_counter = lambda: Timed.now  # type: ignore[assignment]
     found = []
-    for mine, theirs in ((12.0, 6.0), (14.0, 9.0)):  # one rank alone would take it back
+    for mine, theirs in ((12.0, 6.0), (14.0, 9.0)):  # one rank alone would revert
         model = Timed(compiled=mine if dist.is_initialized() and dist.get_rank() else theirs)
         callback = CompileModel(backend="aot_eager", measure=True)
         torch.manual_seed(0)
@@ -114,4 +102,4 @@ def ranks() -> list[str]:
 @pytest.mark.slow
 @pytest.mark.distributed
 def test_all_ranks_decide_alike() -> None:
-    assert launch(ranks) == [["default", "eager"]] * 2
+    assert launch(modes_on_each_rank) == [["default", "eager"]] * 2

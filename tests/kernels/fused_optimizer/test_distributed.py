@@ -28,7 +28,7 @@ CALLBACKS = {
 
 
 def under_ddp(bucket_view: bool) -> dict[str, tuple[dict[str, Tensor], list[Any], list[Any]]]:
-    """Warnings are errors here too, and DDP warns of gradients in another order than buckets."""
+    """Warnings are errors: DDP warns of gradients with another layout than its buckets."""
     results = {}
     for name, make in CALLBACKS.items():
         torch.manual_seed(7)
@@ -41,7 +41,7 @@ def under_ddp(bucket_view: bool) -> dict[str, tuple[dict[str, Tensor], list[Any]
 
 
 @pytest.mark.parametrize("bucket_view", [False, True])
-def test_under_ddp(bucket_view):
+def test_ddp_trains_equal_weights_on_all_ranks(bucket_view):
     ranks = launch(under_ddp, bucket_view)
     plain = ranks[0]["plain"][0]
     for results in ranks:
@@ -99,7 +99,7 @@ def under_fsdp2(folder: Path) -> dict[str, dict[str, Tensor]]:
 
 
 @pytest.mark.slow
-def test_under_fsdp2(tmp_path):
+def test_fsdp2_trains_like_a_single_process(tmp_path):
     single = SmallNet("AdamW")
     quiet_trainer(limit_val_batches=0).fit(single)
     for found in launch(under_fsdp2, tmp_path):

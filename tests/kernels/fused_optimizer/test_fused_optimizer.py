@@ -1,6 +1,5 @@
-"""FusedOptimizer: what is switched, what comes of it, and what is left behind."""
+"""FusedOptimizer: which optimizers are switched, numerics, checkpoints and undo."""
 
-import io
 import warnings
 from typing import Any
 
@@ -13,12 +12,11 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import lightning_opt as lo
-from lightning_opt.kernels.fused_optimizer.fusing import Fused, obstacle_to_fused
+from lightning_opt.kernels.fused_optimizer.fused_optimizer import Fused, obstacle_to_fused
 from lightning_opt.kernels.layouts import is_dense, laid_out, same_layout
 from tests.helpers.models import (
     AdversarialNet,
     SmallNet,
-    assert_same_state,
     assert_same_weights,
     loader_of,
     weights_of,
@@ -48,7 +46,7 @@ class Net(SmallNet):
 
 
 class Spy(Callback):
-    """Records flags and state at each step, the last thing before the update."""
+    """Records the flags after each step."""
 
     def __init__(self) -> None:
         self.flags: list[tuple[Any, Any, Any]] = []
@@ -67,7 +65,7 @@ def fit(model: SmallNet, *callbacks: Callback, **settings: Any) -> Any:
 
 
 @each_kind
-def test_result_is_that_of_the_optimizer_in_float64(kind):
+def test_result_equals_the_optimizer_in_float64(kind):
     cls, settings = KINDS[kind]
     spy, callback = Spy(), lo.FusedOptimizer()
     model = Net(cls, **settings)
@@ -81,7 +79,7 @@ def test_result_is_that_of_the_optimizer_in_float64(kind):
 
 
 @each_kind
-def test_leaves_the_optimizer_as_it_was(kind):
+def test_optimizer_is_restored(kind):
     cls, settings = KINDS[kind]
     trainer, plain = (
         fit(Net(cls, **settings), *callbacks) for callbacks in ([lo.FusedOptimizer()], [])
@@ -106,7 +104,7 @@ class Save(Callback):
 
 
 @each_kind
-def test_checkpoints_look_as_if_it_had_not_been_there(kind, tmp_path):
+def test_checkpoints_equal_those_of_a_plain_run(kind, tmp_path):
     cls, settings = KINDS[kind]
     fused, plain = tmp_path / "fused.ckpt", tmp_path / "plain.ckpt"
     fit(Net(cls, **settings), lo.FusedOptimizer(), Save(fused))
@@ -120,7 +118,7 @@ def test_checkpoints_look_as_if_it_had_not_been_there(kind, tmp_path):
 
 @each_kind
 @pytest.mark.parametrize("saved_with", [True, False])
-def test_resumes_from_a_checkpoint_of_either_sort(kind, saved_with, tmp_path):
+def test_run_resumes_from_checkpoints_with_and_without_the_callback(kind, saved_with, tmp_path):
     cls, settings = KINDS[kind]
     file, spy = tmp_path / "saved.ckpt", Spy()
     whole = fit(Net(cls, **settings), *[lo.FusedOptimizer()] * saved_with, Save(file))
@@ -132,7 +130,7 @@ def test_resumes_from_a_checkpoint_of_either_sort(kind, saved_with, tmp_path):
     assert_same_weights(resumed, whole.lightning_module, **exact)
 
 
-def test_what_is_loaded_is_switched_again():
+def test_loaded_state_and_new_groups_are_switched_again():
     parameter = nn.Parameter(torch.ones(3))
     saved = Adam([parameter], foreach=False)
     parameter.grad = torch.ones(3)
@@ -148,7 +146,7 @@ def test_what_is_loaded_is_switched_again():
     assert [group["fused"] for group in optimizer.state_dict()["param_groups"]] == [None, None]
     optimizer.step()
     switch.undo()
-    assert optimizer.param_groups[0]["foreach"] is False  # as the checkpoint says
+    assert optimizer.param_groups[0]["foreach"] is False  # from the checkpoint
     assert [group["fused"] for group in optimizer.param_groups] == [None, None]
     assert optimizer.defaults["fused"] is None
 
@@ -157,7 +155,7 @@ def test_what_is_loaded_is_switched_again():
 
 
 def steps_of(cls: type[Optimizer], odd: str, fused: bool, settings: dict[str, Any]) -> Tensor:
-    """Weights after three steps in which gradients or state are laid out unlike the weights."""
+    """Return the weights after three steps in which gradients or state have another layout."""
     generator = torch.Generator().manual_seed(0)
     parameter = nn.Parameter(torch.randn(4, 3, 3, 2, generator=generator))
     optimizer = cls([parameter], **{"lr": 0.1, **settings})
@@ -181,13 +179,13 @@ def steps_of(cls: type[Optimizer], odd: str, fused: bool, settings: dict[str, An
 
 @each_kind
 @pytest.mark.parametrize("odd", ["gradient", "state"])
-def test_layouts_that_differ_do_not_mix_up_the_weights(kind, odd):
+def test_other_layouts_of_gradients_and_state_give_the_same_weights(kind, odd):
     cls, settings = KINDS[kind]
     expected = steps_of(cls, odd, False, settings)
     torch.testing.assert_close(steps_of(cls, odd, True, settings), expected)
 
 
-def test_layouts():
+def test_layout_functions():
     tensor = torch.randn(4, 3, 5, 2)
     last = tensor.to(memory_format=torch.channels_last)
     assert is_dense(tensor) and is_dense(last) and is_dense(tensor.permute(3, 1, 0, 2))  # noqa: PT018
@@ -202,8 +200,7 @@ def test_layouts():
     assert same_layout(narrow, narrow.to(memory_format=torch.channels_last))
 
 
-def test_gradients_that_come_late_get_their_momentum():
-    """Fused SGD of torch 2.13 fails there."""
+def test_late_first_gradients_get_a_momentum_buffer():
     weights = []
     for fused in (False, True):
         pair = [nn.Parameter(torch.ones(3)) for _ in range(2)]
@@ -222,14 +219,14 @@ def test_gradients_that_come_late_get_their_momentum():
 
 
 class Own(Adam):
-    """An optimizer of somebody's who has changed the update."""
+    """A user's optimizer with its own update."""
 
     def step(self, closure=None):
         return super().step(closure)
 
 
 class Renamed(AdamW):
-    """An optimizer of somebody's who has not."""
+    """A user's optimizer with the inherited update."""
 
 
 def parameter(**settings: Any) -> nn.Parameter:
@@ -255,13 +252,13 @@ CHOICES = {
 
 
 @pytest.mark.parametrize("case", CHOICES)
-def test_choice(case):
+def test_optimizer_is_fused_or_the_obstacle_is_named(case):
     make, reason = CHOICES[case]
     found = obstacle_to_fused(make())
     assert found is None if reason is None else reason in found
 
 
-def test_others_are_left_and_named():
+def test_unsupported_optimizer_is_unchanged_and_reported():
     callback = lo.FusedOptimizer()
     model = Net(RMSprop)
     fit(model, callback)
@@ -275,7 +272,7 @@ def test_others_are_left_and_named():
 
 
 class Sparse(Net):
-    """Looks its weights up."""
+    """A model with sparse gradients."""
 
     def __init__(self) -> None:
         super().__init__(SGD)
@@ -285,7 +282,7 @@ class Sparse(Net):
         return super().forward(x + self.embedding(torch.tensor([1, 1])).sum(0))
 
 
-def test_sparse_gradients():
+def test_sparse_gradients_restore_the_optimizer_with_a_warning():
     expected, model, callback = Sparse(), Sparse(), lo.FusedOptimizer()
     fit(expected)
     with warnings.catch_warnings(record=True) as caught:
@@ -293,12 +290,12 @@ def test_sparse_gradients():
         fit(model, callback)
     ours = [str(w.message) for w in caught if "FusedOptimizer" in str(w.message)]
     assert len(ours) == 1
-    assert "put SGD back: fused kernels do not take sparse gradients" in ours[0]
+    assert "restored SGD: fused kernels do not support sparse gradients" in ours[0]
     assert_same_weights(model, expected)
     assert callback.report().rows[0]["reason"] == "sparse gradients"
 
 
-def test_two_optimizers_by_hand():
+def test_manual_optimization_with_two_optimizers():
     callback, model, expected = lo.FusedOptimizer(), AdversarialNet(), AdversarialNet()
     fit(model, callback)
     fit(expected)
@@ -306,7 +303,7 @@ def test_two_optimizers_by_hand():
     assert_same_weights(model, expected, rtol=1e-4, atol=1e-6)
 
 
-def test_two_of_them_are_refused():
+def test_second_fused_optimizer_raises():
     with pytest.raises(ValueError, match="FusedOptimizer"):
         fit(Net(), lo.FusedOptimizer(), lo.FusedOptimizer())
 
@@ -322,7 +319,7 @@ def half(init_scale: float) -> MixedPrecision:
 
 
 def by_hand(cls: type[Optimizer], init_scale: float, clip: bool) -> dict[str, Tensor]:
-    """Weights after torch's recipe for a loss scaler with clipping, unfused."""
+    """Return the weights after torch's recipe for a loss scaler with clipping, unfused."""
     model = Net(cls)
     optimizer = model.configure_optimizers()
     scaler = torch.amp.GradScaler("cpu", init_scale=init_scale, growth_interval=4)
@@ -339,32 +336,24 @@ def by_hand(cls: type[Optimizer], init_scale: float, clip: bool) -> dict[str, Te
     return weights_of(model)
 
 
-class Looks(Callback):
-    """Somebody's callback that takes gradients for what they are."""
+class LargestGradient(Callback):
+    """A user's callback that reads gradients."""
 
     def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-        self.largest = max(p.grad.abs().max().item() for p in pl_module.parameters())
+        self.value = max(p.grad.abs().max().item() for p in pl_module.parameters())
 
 
-@pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])  # the first overflows now and then
+@pytest.mark.parametrize("init_scale", [2.0**17, 2.0**8])  # the first one overflows at times
 @pytest.mark.parametrize("cls", [SGD, Adam])
 @pytest.mark.parametrize("clip", ["none", "ours", "trainer"])
-def test_under_a_loss_scaler(cls, init_scale, clip):
+def test_result_under_a_loss_scaler_equals_torchs_recipe(cls, init_scale, clip):
     expected = by_hand(cls, init_scale, clip != "none")
-    spy, looks, model = Spy(), Looks(), Net(cls)
-    callbacks = [lo.FusedOptimizer(), spy, looks]
+    spy, largest, model = Spy(), LargestGradient(), Net(cls)
+    callbacks = [lo.FusedOptimizer(), spy, largest]
     callbacks += [lo.AdaptiveClipping(lo.FixedNorm(MAX_NORM))] * (clip == "ours")
     settings = {"gradient_clip_val": MAX_NORM} if clip == "trainer" else {}
     fit(model, *callbacks, plugins=[half(init_scale)], **settings)
     assert spy.flags == [(True, False, False)] * 12
     assert_same_weights(model, expected, rtol=1e-4, atol=1e-5)
     if init_scale == 2.0**8:
-        assert looks.largest < 2.0**6
-
-
-def test_state_is_that_of_a_plain_run():
-    file = io.BytesIO()
-    callback = lo.FusedOptimizer()
-    fit(Net(), callback)
-    torch.save(callback.state_dict(), file)
-    assert_same_state(callback.state_dict(), {})
+        assert largest.value < 2.0**6

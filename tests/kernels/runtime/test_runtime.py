@@ -1,4 +1,4 @@
-"""Runtime: what is set during a run, what is said of the rest, and that all of it is put back."""
+"""Runtime: settings during a run, reports of failures, and complete undo."""
 
 import contextlib
 import errno
@@ -24,15 +24,15 @@ from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="kept by Linux's kernel")
+linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="settings of Linux")
 
 
+# Replaces values per thread: threads of a shared process start and end at any time.
 THREADS = {"affinity": 0, "priority": 0}
-"""To leave out what is kept by thread: of a shared process, some begin and end at any time."""
 
 
 def state() -> dict[str, Any]:
-    """Everything that Runtime may change, read independently of it."""
+    """Return all settings that Runtime may change."""
     return {
         "matmul": torch.get_float32_matmul_precision(),
         "benchmark": torch.backends.cudnn.benchmark,
@@ -54,18 +54,18 @@ def by_thread(read: Callable[[int], Any]) -> dict[int, Any]:
     return found
 
 
-class Look(Callback):
-    """Looks in a step of training or testing, at this thread and at one that is started there."""
+class Recorder(Callback):
+    """Records the settings in each step, of this thread and of a new one."""
 
     def __init__(self) -> None:
         self.seen: list[dict[str, Any]] = []
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-        self.look()
+        self.record()
 
-    on_test_batch_end = lambda self, *_: self.look()  # noqa: E731
+    on_test_batch_end = lambda self, *_: self.record()  # noqa: E731
 
-    def look(self) -> None:
+    def record(self) -> None:
         found = state()
         child: list[Any] = []
         thread = threading.Thread(target=lambda: child.append(os.sched_getaffinity(0)))
@@ -83,8 +83,8 @@ class Look(Callback):
 
 
 def run(fail_at: int | None = None, test: bool = False, **asked: Any) -> Any:
-    """Fit with these settings; return states before, in, and after it, rows, and warnings."""
-    callback, look, before = lo.Runtime(**asked), Look(), state()
+    """Fit with these settings; return the states before, during and after it, rows and warnings."""
+    callback, look, before = lo.Runtime(**asked), Recorder(), state()
     trainer, model = quiet_trainer(callbacks=[callback, look]), SmallNet(fail_at=fail_at)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -92,24 +92,24 @@ def run(fail_at: int | None = None, test: bool = False, **asked: Any) -> Any:
             _ = trainer.test(model, verbose=False) if test else trainer.fit(model)
         except ArithmeticError:
             assert fail_at is not None
-    said = [str(w.message) for w in caught if "Runtime" in str(w.message)]
+    messages = [str(w.message) for w in caught if "Runtime" in str(w.message)]
     rows = {row["setting"]: row for row in callback.report().rows}
-    return before, look.seen, state(), rows, said
+    return before, look.seen, state(), rows, messages
 
 
 def run_with(asked: dict[str, Any], fail_at: int | None, test: bool) -> Any:
     return run(fail_at, test, **asked)
 
 
-def run_apart(asked: dict[str, Any], fail_at: int | None = None, test: bool = False) -> Any:
-    """The same in a process of its own, since threads and CPUs are those of a whole process."""
+def run_in_process(asked: dict[str, Any], fail_at: int | None = None, test: bool = False) -> Any:
+    """Run in another process: threads and CPUs belong to the whole process."""
     (result,) = launch(run_with, asked, fail_at, test, processes=1)
     return result
 
 
 @linux
 @pytest.mark.parametrize("how", ["fit", "test", "fails"])
-def test_everything_is_set_and_put_back(how):
+def test_settings_are_applied_and_restored(how):
     cpu = min(allowed_cpus())
     asked = {
         "matmul_precision": "medium",
@@ -118,12 +118,12 @@ def test_everything_is_set_and_put_back(how):
         "threads": 2,
     }
     fail_at = 3 if how == "fails" else None
-    before, seen, after, rows, said = run_apart(asked, fail_at, how == "test")
+    before, seen, after, rows, messages = run_in_process(asked, fail_at, how == "test")
     assert {**after, **THREADS} == {**before, **THREADS}
     assert {cpus for thread in after["affinity"].values() for cpus in [frozenset(thread)]} == {
         frozenset(thread) for thread in before["affinity"].values()
     }
-    assert said == []
+    assert messages == []
     assert len(seen) == {"fit": 12, "test": 2, "fails": 3}[how]
     for found in seen:
         assert found["matmul"] == "medium"
@@ -139,10 +139,10 @@ def test_everything_is_set_and_put_back(how):
     assert rows["cudnn_benchmark"]["note"] == "cpu has no cuDNN"
 
 
-def test_defaults_on_a_cpu():
-    before, seen, after, rows, said = run()
+def test_defaults_set_matmul_precision_on_a_cpu():
+    before, seen, after, rows, messages = run()
     assert after == before
-    assert said == []
+    assert messages == []
     assert [found["matmul"] for found in seen] == ["high"] * 12
     changed = {"matmul": "high", **THREADS}
     assert all(
@@ -151,7 +151,7 @@ def test_defaults_on_a_cpu():
     assert set(rows) == {"matmul_precision", "cudnn_benchmark", "allocator"}
 
 
-def test_none_leaves_everything_alone():
+def test_none_changes_nothing():
     nothing = {"matmul_precision": None, "cudnn_benchmark": None, "allocator": None}
     before, seen, after, rows, _ = run(**nothing)
     assert after == before
@@ -163,7 +163,7 @@ def test_none_leaves_everything_alone():
 
 
 class Scattered(SmallNet):
-    """Adds gradients from many places to few, which torch does in any order with two threads."""
+    """Scatters gradients, in a random order with two threads."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def test_deterministic_runs_are_bit_identical():
 
 
 @pytest.mark.parametrize("workspace", [None, ":16:8", ":0:0"])
-def test_workspace_of_cublas(workspace, monkeypatch):
+def test_cublas_workspace_is_set_and_restored(workspace, monkeypatch):
     if workspace is None:
         monkeypatch.delenv(settings.CUBLAS, raising=False)
     else:
@@ -211,7 +211,7 @@ def test_workspace_of_cublas(workspace, monkeypatch):
     assert state() == before
 
 
-def test_deterministic_with_warnings_only_is_put_back():
+def test_warn_only_mode_is_restored():
     torch.use_deterministic_algorithms(True, warn_only=True)
     try:
         before = state()
@@ -227,12 +227,12 @@ def test_deterministic_with_warnings_only_is_put_back():
 
 
 @linux
-def test_a_cpu_that_does_not_exist():
-    before, seen, after, rows, said = run_apart({"cpu_affinity": [100_000]})
+def test_missing_cpu_warns_and_training_continues():
+    before, seen, after, rows, messages = run_in_process({"cpu_affinity": [100_000]})
     assert len(seen) == 12
     assert rows["cpu_affinity"]["set"] is False
     assert rows["cpu_affinity"]["note"] == os.strerror(errno.EINVAL)
-    assert said == [
+    assert messages == [
         "Runtime could not set cpu_affinity=[100000] (Invalid argument). Training continues."
     ]
     assert set(map(frozenset, after["affinity"].values())) == {
@@ -247,7 +247,7 @@ def test_cpus_of_which_some_do_not_exist():
     assert outcome.failed
 
 
-def test_shares_of_the_cpus():
+def test_split_gives_equal_shares():
     cpus = [0, 1, 4, 5, 6]
     assert [settings.share_of(cpus, rank, 2) for rank in range(2)] == [[0, 1], [4, 5]]
     assert settings.share_of(cpus, 0, 1) == cpus
@@ -255,32 +255,32 @@ def test_shares_of_the_cpus():
 
 
 @linux
-def test_split_among_processes():
-    _, seen, _, rows, said = run_apart({"cpu_affinity": "split"})
-    assert seen[0]["affinity"] == set(allowed_cpus())  # one process has all
+def test_split_with_one_process_allows_all_cpus():
+    _, seen, _, rows, messages = run_in_process({"cpu_affinity": "split"})
+    assert seen[0]["affinity"] == set(allowed_cpus())
     assert rows["cpu_affinity"]["set"] is True
-    assert said == []
+    assert messages == []
 
 
 @linux
-def test_priority_is_set_for_this_run():
-    before, seen, after, rows, said = run_apart({"priority": 5})
+def test_priority_holds_during_the_run():
+    before, seen, after, rows, messages = run_in_process({"priority": 5})
     assert {found["priority"] for found in seen} == {5}
     main = min(before["priority"])  # the process's own thread
-    if said:
-        assert "could not put priority back from 5 to 0" in said[0]  # not without privileges
-        assert "could not be put back" in rows["priority"]["note"]
+    if messages:
+        assert "could not restore priority from 5 to 0" in messages[0]  # without privileges
+        assert "could not be restored" in rows["priority"]["note"]
     else:
         assert after["priority"][main] == before["priority"][main]
 
 
 @linux
-def test_priority_that_the_system_refuses(monkeypatch):
-    def refuse(which: int, thread: int, value: int) -> None:
+def test_denied_priority_warns_and_training_continues(monkeypatch):
+    def denied(which: int, thread: int, value: int) -> None:
         raise PermissionError(errno.EACCES, "Permission denied")
 
-    monkeypatch.setattr(os, "setpriority", refuse)
-    _, seen, _, rows, said = run(priority=-5)
+    monkeypatch.setattr(os, "setpriority", denied)
+    _, seen, _, rows, messages = run(priority=-5)
     assert len(seen) == 12
     assert rows["priority"] == {
         "setting": "priority",
@@ -289,11 +289,12 @@ def test_priority_that_the_system_refuses(monkeypatch):
         "set": False,
         "note": "Permission denied",
     }
-    assert said == ["Runtime could not set priority=-5 (Permission denied). Training continues."]
+    (message,) = messages
+    assert "could not set priority=-5 (Permission denied)" in message
 
 
 @linux
-def test_priority_that_cannot_be_put_back(monkeypatch):
+def test_failure_to_restore_the_priority_warns(monkeypatch):
     niceness = {"now": 0}
 
     def only_up(which: int, thread: int, value: int) -> None:
@@ -303,73 +304,76 @@ def test_priority_that_cannot_be_put_back(monkeypatch):
 
     monkeypatch.setattr(os, "setpriority", only_up)
     monkeypatch.setattr(os, "getpriority", lambda which, thread: niceness["now"])
-    _, _, _, rows, said = run(priority=7)
-    assert "could not put priority back from 7 to 0: Permission denied" in said[0]
-    assert rows["priority"]["note"] == "could not be put back: Permission denied"
+    _, _, _, rows, messages = run(priority=7)
+    assert "could not restore priority from 7 to 0: Permission denied" in messages[0]
+    assert rows["priority"]["note"] == "could not be restored: Permission denied"
 
 
-# --- CUDA, pretended ----------------------------------------------------------------------------
+# --- CUDA, faked --------------------------------------------------------------------------------
 
 
-def pretend_cuda(
-    monkeypatch: pytest.MonkeyPatch, reserved: int = 0, present: str = "", knows: bool = True
+def fake_cuda(
+    monkeypatch: pytest.MonkeyPatch, reserved: int = 0, present: str = "", is_new: bool = True
 ) -> list[str]:
-    """Stand in for CUDA, and return what its allocator is told, `present` first."""
-    said = [present]
-    tells = {"getAllocatorSettings": lambda: said[-1], "setAllocatorSettings": said.append}
-    for name, function in tells.items():
+    """Fake CUDA, and return the settings of its allocator, `present` first."""
+    values = [present]
+    functions = {
+        "getAllocatorSettings": lambda: values[-1],
+        "setAllocatorSettings": values.append,
+    }
+    for name, function in functions.items():
         monkeypatch.setattr(torch._C, f"_accelerator_{name}", function, raising=False)
-    if not knows:  # as before torch 2.9
-        for name in tells:
+    if not is_new:  # as before torch 2.9
+        for name in functions:
             monkeypatch.delattr(torch._C, f"_accelerator_{name}")
         old = torch.cuda.memory
-        monkeypatch.setattr(old, "_set_allocator_settings", said.append, raising=False)
+        monkeypatch.setattr(old, "_set_allocator_settings", values.append, raising=False)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: reserved)
     monkeypatch.setattr(torch.backends.cudnn, "is_available", lambda: True)
-    return said
+    return values
 
 
-def test_allocator(monkeypatch):
-    said = pretend_cuda(monkeypatch)
+def test_allocator_uses_expandable_segments(monkeypatch):
+    messages = fake_cuda(monkeypatch)
     outcome = settings.set_expandable_segments(CUDA)
     assert (outcome.done, outcome.note) == (True, "")
     outcome.undo()
-    assert said[1:] == ["expandable_segments:True", "expandable_segments:False"]
-    pretend_cuda(monkeypatch, reserved=3 << 20)
+    assert messages[1:] == ["expandable_segments:True", "expandable_segments:False"]
+    fake_cuda(monkeypatch, reserved=3 << 20)
     assert "too late for 3 MiB" in settings.set_expandable_segments(CUDA).note
 
 
 @pytest.mark.parametrize("variable", settings.ALLOCATOR)
-@pytest.mark.parametrize("knows", [True, False])
-def test_what_the_user_told_the_allocator_stays(variable, knows, monkeypatch):
-    """It parses all of what it is told, and forgets what is not there."""
+@pytest.mark.parametrize("is_new", [True, False])
+def test_users_allocator_settings_stay(variable, is_new, monkeypatch):
+    """The allocator resets options that are not repeated."""
     users = "max_split_size_mb:64,garbage_collection_threshold:0.8"
     for name in settings.ALLOCATOR:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, users)
-    said = pretend_cuda(monkeypatch, present=users, knows=knows)
+    messages = fake_cuda(monkeypatch, present=users, is_new=is_new)
     outcome = settings.set_expandable_segments(CUDA)
     outcome.undo()
-    assert said[1:] == [f"{users},expandable_segments:True", users]
+    assert messages[1:] == [f"{users},expandable_segments:True", users]
 
 
-def test_an_allocator_that_was_told_before():
-    said = "expandable_segments:False,max_split_size_mb:64"
+def test_user_setting_of_expandable_segments_wins():
+    users = "expandable_segments:False,max_split_size_mb:64"
     with pytest.MonkeyPatch.context() as patch:
-        told = pretend_cuda(patch, present=said)
+        settings_of_allocator = fake_cuda(patch, present=users)
         outcome = settings.set_expandable_segments(CUDA)
     assert (outcome.done, outcome.failed) == (False, False)
-    assert said in outcome.note
-    assert told == [said]
+    assert users in outcome.note
+    assert settings_of_allocator == [users]
 
 
-def test_allocator_that_torch_refuses(monkeypatch):
-    pretend_cuda(monkeypatch)
+def test_allocator_error_is_reported(monkeypatch):
+    fake_cuda(monkeypatch)
 
-    def refuse(text: str) -> None:
+    def denied(text: str) -> None:
         raise RuntimeError("planted")
 
-    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", refuse, raising=False)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", denied, raising=False)
     outcome = settings.set_expandable_segments(CUDA)
     assert outcome.failed
     assert outcome.note == (
@@ -377,8 +381,8 @@ def test_allocator_that_torch_refuses(monkeypatch):
     )
 
 
-class Odd(SmallNet):
-    """Has a batch of another size from time to time."""
+class Varying(SmallNet):
+    """Batches of given sizes."""
 
     def __init__(self, sizes: list[int]) -> None:
         super().__init__()
@@ -393,32 +397,33 @@ class Odd(SmallNet):
     ("sizes", "flags"),
     [([4, 3, 4, 3, 4, 3], [True] * 6), ([1, 2, 3, 4, 5, 6], [True] * 4 + [False] * 2)],
 )
-def test_cudnn_tries_kernels_only_where_shapes_repeat(sizes, flags, monkeypatch):
-    pretend_cuda(monkeypatch)
+def test_cudnn_benchmark_stops_if_shapes_keep_changing(sizes, flags, monkeypatch):
+    fake_cuda(monkeypatch)
     original = settings.set_cudnn_benchmark
     monkeypatch.setattr(
-        "lightning_opt.kernels.runtime.runtime.set_cudnn_benchmark",
+        settings,
+        "set_cudnn_benchmark",
         lambda on, device: original(on, CUDA),
     )
-    callback, look, before = lo.Runtime(), Look(), state()
-    quiet_trainer(callbacks=[callback, look], limit_val_batches=0).fit(Odd(sizes))
+    callback, look, before = lo.Runtime(), Recorder(), state()
+    quiet_trainer(callbacks=[callback, look], limit_val_batches=0).fit(Varying(sizes))
     assert [found["benchmark"] for found in look.seen] == flags
     assert {**state(), **THREADS} == {**before, **THREADS}
     row = next(row for row in callback.report().rows if row["setting"] == "cudnn_benchmark")
     assert row["set"] is flags[-1]
 
 
-def test_newer_settings_of_torch_do_not_mix(monkeypatch):
-    def refuse() -> str:
+def test_conflict_with_torchs_newer_precision_api_is_reported(monkeypatch):
+    def denied() -> str:
         raise RuntimeError("a mix of the legacy and new APIs\nmore")
 
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", refuse)
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", denied)
     outcome = settings.set_matmul_precision("high", CPU)
     assert outcome.failed
     assert outcome.note == "a mix of the legacy and new APIs"
 
 
-# --- what is refused ----------------------------------------------------------------------------
+# --- invalid settings ---------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -436,20 +441,20 @@ def test_newer_settings_of_torch_do_not_mix(monkeypatch):
         ({"threads": 0}, "threads"),
     ],
 )
-def test_refuses_what_makes_no_sense(asked, named):
+def test_invalid_arguments_raise_in_init(asked, named):
     with pytest.raises(ValueError, match=named):
         lo.Runtime(**asked)
 
 
-def test_two_of_them_are_refused():
+def test_second_runtime_raises():
     with pytest.raises(ValueError, match="more than one Runtime"):
         quiet_trainer(callbacks=[lo.Runtime(), lo.Runtime()]).fit(SmallNet())
 
 
 @pytest.mark.gpu
-def test_on_a_gpu():
+def test_settings_are_applied_on_gpu():
     callback = lo.Runtime(deterministic=True)
     quiet_trainer(callbacks=[callback], accelerator="gpu").fit(SmallNet())
     rows = {row["setting"]: row for row in callback.report().rows}
-    assert rows["allocator"]["set"] or "told" in rows["allocator"]["note"]
+    assert rows["allocator"]["set"] or "set to" in rows["allocator"]["note"]
     assert rows["deterministic"]["set"]

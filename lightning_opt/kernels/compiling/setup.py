@@ -1,0 +1,143 @@
+"""Which modules are compiled, in which modes, and torch's settings meanwhile."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+
+import lightning.pytorch as pl
+import torch
+from torch import nn
+from torchmetrics import Metric
+
+from lightning_opt.core.modules.blocks import Signature, find_blocks, signature, unwrapped
+from lightning_opt.core.modules.compiling import has_checkpointed_parts, is_compiled
+from lightning_opt.kernels.compiling.regions import CompileOptions, Region
+from lightning_opt.trainer.run_callback import RunCallback
+
+# Prefixes of the attributes that torch.compile sets on parameters and buffers.
+MARKS = ("_dynamo", "_has_dynamo")
+
+
+def modes_for(mode: str, device: str) -> tuple[str, ...]:
+    """Return the modes of ``torch.compile`` to try on a type of device, in order."""
+    if mode in ("auto", "default"):
+        return ("default",)
+    if mode == "max-autotune" and device == "cuda":
+        return ("max-autotune", "reduce-overhead", "default")
+    return (mode, "default")
+
+
+def find_regions(
+    model: pl.LightningModule, scope: str, modes: Sequence[str], options: CompileOptions
+) -> list[Region]:
+    """Return the regions of ``model``.
+
+    With the scope ``"regions"``, one region for all blocks of one structure, if there are any.
+    Otherwise the model's own ``forward`` and the modules that ``training_step`` may call directly.
+    """
+    if scope == "regions":
+        regions = _block_regions(model, modes, options)
+        if regions:
+            return regions
+    own = [] if type(model).forward is pl.LightningModule.forward else [("forward", model)]
+    return [
+        Region(name, [module], modes, options)
+        for name, module in (*own, *_outermost_modules(model, ""))
+    ]
+
+
+def _outermost_modules(module: nn.Module, prefix: str) -> Iterator[tuple[str, nn.Module]]:
+    for name, child in module.named_children():
+        inner = unwrapped(child)
+        if isinstance(inner, (nn.ModuleList, nn.ModuleDict)):
+            yield from _outermost_modules(inner, f"{prefix}{name}.")
+        elif inner is child and _can_compile(child):
+            yield f"{prefix}{name}", child
+        elif inner is not child and not is_compiled(child):
+            yield f"{prefix}{name}", inner  # FSDP1's hooks stay outside
+
+
+def _block_regions(model: nn.Module, modes: Sequence[str], options: CompileOptions) -> list[Region]:
+    names: dict[Signature, str] = {}
+    groups: dict[Signature, dict[nn.Module, None]] = {}
+    for block in find_blocks(model):
+        name, module = block.name, block.modules[0]
+        if len(block.modules) > 1:
+            # Repeated layers of a Sequential are compiled together, as that Sequential.
+            name = name.rpartition(".")[0]
+            module = _submodule(model, name)
+        if _can_compile(module):
+            kind = signature(module)
+            names.setdefault(kind, name or "model")
+            groups.setdefault(kind, {})[module] = None
+    return [Region(names[kind], list(group), modes, options) for kind, group in groups.items()]
+
+
+def _submodule(model: nn.Module, name: str) -> nn.Module:
+    module = unwrapped(model)
+    for part in name.split(".") if name else ():
+        module = unwrapped(module._modules[part])  # type: ignore[arg-type]
+    return module
+
+
+def _can_compile(module: nn.Module) -> bool:
+    return (
+        not isinstance(module, (Metric, torch.jit.ScriptModule))
+        and not is_compiled(module)
+        and any(True for _ in module.parameters())
+    )
+
+
+@contextmanager
+def compile_settings(regions: Sequence[Region], scope: str, is_ddp: bool) -> Iterator[None]:
+    """Set torch's compiler configuration while a stage runs.
+
+    Backward graphs are compiled in the forward pass, where each rank can still recover from a
+    failure on its own. DDP's splitting of graphs into buckets is for whole models: blocks are small
+    enough, and it fails on graphs with checkpointing.
+    """
+    import torch._dynamo.config as dynamo_config
+    import torch._functorch.config as functorch_config
+
+    with ExitStack() as stack:
+        if hasattr(functorch_config, "force_non_lazy_backward_lowering"):  # not in older versions
+            stack.enter_context(functorch_config.patch("force_non_lazy_backward_lowering", True))
+        modules = [forward.module for region in regions for forward in region.forwards]
+        if is_ddp and (scope == "regions" or any(map(has_checkpointed_parts, modules))):
+            stack.enter_context(dynamo_config.patch(optimize_ddp=False))
+        yield
+
+
+@contextmanager
+def remove_marks(model: nn.Module) -> Iterator[None]:
+    """Remove the attributes that torch.compile sets on tensors inside the context."""
+    tensors = [*model.parameters(), *model.buffers()]
+    before = {id(tensor): set(vars(tensor)) for tensor in tensors if vars(tensor)}
+    try:
+        yield
+    finally:
+        for tensor in (*model.parameters(), *model.buffers()):
+            for name in [name for name in vars(tensor) if name.startswith(MARKS)]:
+                if name not in before.get(id(tensor), ()):
+                    delattr(tensor, name)
+
+
+def check_compatible(trainer: pl.Trainer, model: pl.LightningModule) -> None:
+    """Raise if the model is compiled already, or a callback needs to see individual operators.
+
+    Raises:
+        ValueError: In both cases.
+    """
+    if getattr(model, "_compiler_ctx", None) is not None:
+        raise ValueError(
+            "The model was passed through torch.compile before, and CompileModel would compile it "
+            "twice. Pass the model itself to the Trainer, or remove CompileModel."
+        )
+    for other in trainer.callbacks:  # type: ignore[attr-defined]
+        if isinstance(other, RunCallback) and other.needs_operators:
+            raise ValueError(
+                f"{type(other).__name__}({other.needs_operators}) needs to see individual "
+                "operators, and CompileModel fuses them. Use policy 'every_layer', 'sqrt', "
+                "'block', 'every_nth' or 'custom' with CompileModel, and no offload."
+            )
