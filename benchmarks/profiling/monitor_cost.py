@@ -28,8 +28,7 @@ from benchmarks.harness import parse_arguments, publish
 from benchmarks.models import Regression, fit_two_steps
 from lightning_opt.core.measure.timing import time_in_turns
 from lightning_opt.core.numerics.ratios import median_ratio
-from lightning_opt.profiling.monitor.gpu import find_gpu
-from lightning_opt.profiling.monitor.sampling import Sampler
+from lightning_opt.profiling.monitor.sampling import Sampler, find_gpu
 
 GPU = True
 

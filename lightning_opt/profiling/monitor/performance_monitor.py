@@ -1,9 +1,10 @@
-"""Logs how fast a run is and what it uses of the machine, and warns when it slows down."""
+"""Logs the speed of a run and its use of the machine, and warns when it slows down."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,18 +12,16 @@ from torch import Tensor
 
 from lightning_opt.core.arguments import between
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
+from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.core.modules.batches import check_tokens, samples_in, tokens_in
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.profiling.monitor.report import Record, build_report, describe, judge
+from lightning_opt.profiling.monitor.sampling import Sampler, find_gpu
+from lightning_opt.profiling.monitor.slowdown import Slowdown, Throughput
 from lightning_opt.profiling.durations import Work
-from lightning_opt.profiling.monitor.gpu import find_gpu
-from lightning_opt.profiling.monitor.record import Record, means
-from lightning_opt.profiling.monitor.report import build_report, describe, judge
-from lightning_opt.profiling.monitor.sampling import Sampler
-from lightning_opt.profiling.monitor.slowdown import Fall, Throughput
-from lightning_opt.profiling.monitor.step_times import StepTime, StepTimer
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -31,7 +30,12 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 WARMUP = 2
-"""Steps at the start that are not timed: all is new, and some compile in the second one."""
+"""Steps at the start that are not timed: caches are cold, and some models compile in step 2."""
+
+CAUSES = (
+    "DataMonitor measures waiting for data, LeakDetector growing memory; perf/gpu_celsius shows "
+    "overheating."
+)
 
 
 class PerformanceMonitor(RunCallback):
@@ -39,39 +43,39 @@ class PerformanceMonitor(RunCallback):
 
     A step lasts from the end of one batch to the end of the next, so waiting for data counts.
     Validation, the wait for an epoch's first batch and the first two steps do not count. On CUDA
-    the device's own clock is read, without ever waiting for it. A thread samples CPU, memory and
-    GPU while training runs; the GPU through NVML, by its UUID, so that ``CUDA_VISIBLE_DEVICES`` and
-    MIG are respected.
+    steps are timed by events, without waiting for the device. A thread samples CPU, memory and GPU
+    while training runs. The GPU is found by its UUID, so ``CUDA_VISIBLE_DEVICES`` and MIG are
+    respected.
 
-    If throughput falls by ``slowdown`` and stays there, it warns once, with the step at which the
+    If throughput falls by ``slowdown`` and stays low, it warns once, with the step at which the
     slowdown began.
 
-    Logged every ``every_n_steps`` batches, by rank 0 and for its own process and device; what is
-    not known is left out:
+    Logged every ``every_n_steps`` batches, by rank 0 for its own process and device; unknown values
+    are omitted:
 
     ============================== ================================================================
-    ``perf/step_seconds``          median of the steps since the last report, and
-    ``perf/step_p95_seconds``      what 95% of them stayed below
-    ``perf/samples_per_second``    of all ranks, if they have as many each
-    ``perf/tokens_per_second``     the same, with ``tokens``
+    ``perf/step_seconds``          median of the steps since the last report
+    ``perf/step_p95_seconds``      95th percentile of the same steps
+    ``perf/samples_per_second``    over all ranks, if each has the same number
+    ``perf/tokens_per_second``     the same for tokens, with ``tokens``
     ``perf/gpu_percent``           share of the time in which the GPU ran anything
-    ``perf/gpu_memory_mb``         taken on the GPU, by all processes
+    ``perf/gpu_memory_mb``         GPU memory used by all processes
     ``perf/gpu_watts``             power
     ``perf/gpu_celsius``           temperature
     ``perf/cpu_percent``           of this process and its children; 100 is one core
-    ``perf/rss_mb``                their resident memory; what they share counts in each
-    ``perf/child_processes``       how many they are: workers of the loader, most often
+    ``perf/rss_mb``                their resident memory; shared pages count in each
+    ``perf/child_processes``       number of children, usually workers of the loader
     ============================== ================================================================
 
     Args:
         every_n_steps: Batches from one report to the next, at least 1.
         sample_seconds: From one sample of the machine to the next, at least 0.01.
-        tokens: Counts tokens: a number is that of each sample; a name is a key of the batch, the
-            elements of whose tensor are counted, padding included.
+        tokens: Tokens per sample as a number, or a key of the batch: then the elements of its
+            tensor are counted, padding included.
         slowdown: Loss of throughput that triggers a warning, from 0.01 to 0.99; None for never.
 
     Attributes:
-        record: What was measured of the last run.
+        record: The measurements of the last run.
 
     Raises:
         ValueError: For arguments out of range; at the first batch if it has no ``tokens``.
@@ -84,7 +88,7 @@ class PerformanceMonitor(RunCallback):
 
     """
 
-    process_only = ("_sampler", "_timer")
+    process_only = ("_sampler", "_clock")
 
     def __init__(
         self,
@@ -97,77 +101,78 @@ class PerformanceMonitor(RunCallback):
         self.sample_seconds = between("sample_seconds", sample_seconds, 0.01, 3600)
         self.tokens = check_tokens(tokens)
         self.slowdown = None if slowdown is None else between("slowdown", slowdown, 0.01, 0.99)
-        self._timer: StepTimer | None = None
+        self._clock: StepClock | None = None
         self._sampler: Sampler | None = None
-        self._forget()
-        self._begin_run()
+        self._reset_history()
+        self._reset_run()
 
-    def _forget(self) -> None:
-        """Forget what a checkpoint holds."""
+    def _reset_history(self) -> None:
+        """Reset the state that checkpoints contain."""
         self._steps = 0
         self._throughput = Throughput()
         self._warned = False
 
-    def _begin_run(self) -> None:
-        """Forget what was measured."""
+    def _reset_run(self) -> None:
+        """Reset the per-run state."""
         self.record = Record()
         self._seen = 0
         self._window_step = 0
         self._latest: dict[str, float] = {}
+        self._amounts: deque[tuple[int, int]] = deque()
         self._losses: DelayedReads[None] = DelayedReads(delay=1)
 
     @property
-    def fall(self) -> Fall | None:
-        """The throughput before and after it fell, and the step at which that began; or None."""
-        return None if self.slowdown is None else self._throughput.find_fall(self.slowdown)
+    def fall(self) -> Slowdown | None:
+        """The slowdown of the run: its step, and the throughput before and after; else None."""
+        return None if self.slowdown is None else self._throughput.find_slowdown(self.slowdown)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Forget the throughput of another model."""
+        """Reset the history of the throughput."""
         if self._seen:
-            self._forget()
+            self._reset_history()
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Find the device and what it can do."""
+        """Start the clock."""
         self.release(trainer)
-        self._begin_run()
+        self._reset_run()
         device = trainer.strategy.root_device
         cuda = device.type == "cuda"
         self.record.device = torch.cuda.get_device_name(device) if cuda else str(device)
         self.record.ranks = trainer.world_size
-        self._timer = StepTimer(device)
+        self._clock = StepClock(device)
         self._window_step = trainer.global_step
         whole = self._throughput.whole
         if whole and whole[-1][0] > trainer.global_step:
-            self._throughput = Throughput()  # the same model from its first step again
+            self._throughput = Throughput()  # the same model, but from step 0 again
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Leave the start of the workers out, and validation."""
-        if self._timer is not None:
-            self._timer.interrupt()
+        """Discard the running step, which would include validation or the start of workers."""
+        if self._clock is not None:
+            self._clock.pause()
 
     on_validation_start = on_train_epoch_start
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Go on with the clock."""
-        if self._timer is None:
+        """Start the step, unless the end of the previous step has started it."""
+        if self._clock is None:
             return
         if self._sampler is None:
             self._start_sampling(trainer, batch)
-        self._timer.begin()
+        self._clock.start()
 
     def _start_sampling(self, trainer: pl.Trainer, batch: Any) -> None:
-        # Not before the first batch, so that its workers are forked from a process without it.
-        self._tokens_of(batch)
+        # At the first batch, so that workers are forked from a process without the thread.
+        self._tokens_of(batch)  # raises if the batch has no such key
         device = trainer.strategy.root_device
         gpu = find_gpu(device)
         if gpu is not None:
-            self.record.notes.append(f"NVML was asked for {gpu.name}.")
+            self.record.notes.append(f"GPU values are NVML's for {gpu.name}.")
         elif device.type == "cuda":
             note = (
-                "NVML is not available or does not know this GPU, so its use, power and "
-                "temperature are not known."
+                "NVML is not available or does not know this GPU, so use, power and temperature "
+                "are missing."
             )
             self.record.notes.append(note)
             log.warning("PerformanceMonitor: %s Training continues.", note)
@@ -181,33 +186,70 @@ class PerformanceMonitor(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Note the end of the step, and report if it is time."""
-        if self._timer is None:
+        """End the step, and log if a report is due."""
+        if self._clock is None:
             return
-        tokens = self._tokens_of(batch)
-        self._timer.end(samples_in(batch), tokens, keep=self._seen >= WARMUP)
+        amount = samples_in(batch), self._tokens_of(batch)
+        keep = self._seen >= WARMUP
+        if keep:
+            self._amounts.append(amount)
+        self._clock.stop(keep=keep)
         self._seen += 1
         self._steps += 1
         if self._schedule.is_due(self._steps):
-            self._note_loss(outputs)
-            scalars = self._close_window(trainer, self._timer.take())
+            self._record_loss(outputs)
+            scalars = self._close_window(trainer)
             if scalars:
                 log_scalars(trainer, {f"perf/{key}": value for key, value in scalars.items()})
 
-    def _close_window(self, trainer: pl.Trainer, times: Sequence[StepTime]) -> dict[str, float]:
-        """Take in the window, and return what is to be logged of it."""
-        looks = self._sampler.take() if self._sampler is not None else []
-        self.record.add(times, looks)
-        began, self._window_step = self._window_step, trainer.global_step
-        self._latest |= means(looks)
+    def _take_steps(self, *, wait: bool = False) -> Work:
+        """Return the finished steps, and add them to the record."""
+        window = Work()
+        for seconds in self._clock.read(wait=wait) if self._clock is not None else ():
+            amount = self._amounts.popleft()
+            window.add(seconds, *amount)
+            self.record.work.add(seconds, *amount)
+        return window
+
+    def _close_window(self, trainer: pl.Trainer) -> dict[str, float]:
+        """Return the logged values of the steps and samples since the last report."""
+        window = self._take_steps()
+        start, self._window_step = self._window_step, trainer.global_step
+        samples = Record()
+        samples.add(self._take_samples())
+        self._latest |= samples.means()
         scalars = dict(self._latest)
-        if times:
-            scalars |= self._speed(times, trainer.world_size)
-            self._watch(trainer, began, times)
+        if window.steps.count:
+            scalars["step_seconds"] = window.steps.quantile(0.5)
+            scalars["step_p95_seconds"] = window.steps.quantile(0.95)
+            for key, rate in window.rates().items():
+                scalars[key] = rate * trainer.world_size
+            self._check_throughput(trainer, start, window)
         return scalars
 
-    def _note_loss(self, outputs: Any) -> None:
-        """Have the loss read at the next report: by then it is there without waiting."""
+    def _take_samples(self) -> list[dict[str, float]]:
+        """Return the new samples, and add them to the record."""
+        samples = self._sampler.take() if self._sampler is not None else []
+        self.record.add(samples)
+        return samples
+
+    def _check_throughput(self, trainer: pl.Trainer, start: int, window: Work) -> None:
+        """Add a window to the history of the throughput, and warn if throughput has fallen."""
+        if self.slowdown is None:
+            return
+        amount = window.samples if self.tokens is None else window.tokens
+        self._throughput.add(start, amount, max(window.steps.total, 1e-9))
+        if self._warned:
+            return
+        fall = self.fall
+        if fall is not None:
+            self._warned = True
+            if trainer.is_global_zero:
+                message = f"{describe(fall)} {CAUSES}"
+                log.warning("PerformanceMonitor, step %d: %s", trainer.global_step, message)
+
+    def _record_loss(self, outputs: Any) -> None:
+        """Copy the loss, to be read without waiting at the next report."""
         loss = outputs.get("loss") if isinstance(outputs, Mapping) else outputs
         if isinstance(loss, Tensor) and loss.numel() == 1 and not is_dtensor(loss):
             self._losses.push(loss.detach().reshape(1).clone(), None)
@@ -217,59 +259,33 @@ class PerformanceMonitor(RunCallback):
         for (loss,), _ in reads:
             self.record.losses.add(loss)
 
-    def _speed(self, times: Sequence[StepTime], ranks: int) -> dict[str, float]:
-        work = Work()
-        for time in times:
-            work.add(*time)
-        found = {
-            "step_seconds": work.steps.quantile(0.5),
-            "step_p95_seconds": work.steps.quantile(0.95),
-        }
-        return found | {key: value * ranks for key, value in work.rates().items()}
-
-    def _watch(self, trainer: pl.Trainer, began: int, times: Sequence[StepTime]) -> None:
-        """Add to the history of the throughput, and warn if it has fallen."""
-        if self.slowdown is None:
-            return
-        amount = sum(time.tokens if self.tokens is not None else time.samples for time in times)
-        self._throughput.add(began, amount, max(sum(time.seconds for time in times), 1e-9))
-        if self._warned:
-            return
-        fall = self.fall
-        if fall is not None:
-            self._warned = True
-            if trainer.is_global_zero:
-                said = f"{describe(fall)} {WHY}"
-                log.warning("PerformanceMonitor, step %d: %s", trainer.global_step, said)
-
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Read the last steps."""
-        if self._timer is not None:
-            # A part of a window: too short for the history of the throughput.
-            self.record.add(self._timer.take(wait=True), [])
+        if self._clock is not None:
+            self._take_steps(wait=True)  # an incomplete window, not for the throughput's history
             self._take_losses(self._losses.flush())
         self.release(trainer)
 
     def report(self) -> Report:
-        """Return what was measured of the last run, for this process."""
+        """Return the measurements of this process in the last run."""
         return build_report(self.record, self.fall)
 
     def diagnose(self) -> list[Verdict]:
-        """Return verdicts on monitoring, throughput and the use of the device."""
+        """Return the verdicts on throughput and convergence."""
         return judge(self.record, self.fall, watched=self.slowdown is not None)
 
     def _tokens_of(self, batch: Any) -> int:
         return 0 if self.tokens is None else tokens_in(batch, self.tokens, "PerformanceMonitor")
 
     def release(self, trainer: pl.Trainer) -> None:
-        """End the thread."""
+        """End the sampling thread."""
         if self._sampler is not None:
             self._sampler.stop()
-            self.record.add([], self._sampler.take())
+            self._take_samples()
             if self._sampler.failure:
                 self.record.notes.append(f"Sampling stopped: {self._sampler.failure}.")
             self._sampler = None
-        self._timer = None
+        self._clock = None
         self._losses.clear()
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,9 +300,3 @@ class PerformanceMonitor(RunCallback):
         """Restore what :meth:`state_dict` returned."""
         self._steps, self._warned = state_dict["steps"], state_dict["warned"]
         self._throughput.load_state_dict(state_dict["throughput"])
-
-
-WHY = (
-    "DataMonitor tells whether it waits for data, LeakDetector whether memory grows; a GPU that is "
-    "too hot shows in perf/gpu_celsius."
-)

@@ -1,16 +1,17 @@
-"""What a PerformanceMonitor says at the end: its table, and its verdicts."""
+"""The measurements of a run, and the table and verdicts made of them."""
 
 from __future__ import annotations
 
 import math
 import statistics
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from lightning_opt.core.numerics.trend import mann_kendall
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.profiling.monitor.record import Record
-from lightning_opt.profiling.monitor.slowdown import Fall
+from lightning_opt.profiling.monitor.slowdown import Slowdown
+from lightning_opt.profiling.durations import Work
 
 UNITS = {
     "gpu_percent": ("GPU use", "%"),
@@ -22,14 +23,67 @@ UNITS = {
     "child_processes": ("child processes", ""),
 }
 
-IDLE = 70.0
-"""Percent of the time that a GPU should run something, at least."""
+MIN_GPU_PERCENT = 70.0
+"""Below this share of time in which a GPU runs anything, the verdict is ``look``."""
 
-LOSSES, SURE = 8, 0.01
-"""Losses from which a trend can be told, and the probability of one as clear by chance."""
+MIN_LOSSES, SIGNIFICANCE = 8, 0.01
+"""Losses needed for a verdict on the trend, and its significance level."""
 
 
-def build_report(record: Record, fall: Fall | None) -> Report:
+class Record:
+    """The measurements of a run.
+
+    Attributes:
+        device: Name of the device.
+        ranks: Number of processes.
+        work: The timed steps.
+        losses: Losses of the batches at which a report was due.
+        samples: For each sampled quantity: count, sum and largest value.
+        notes: Sentences about the sampling.
+    """
+
+    def __init__(self) -> None:
+        self.device, self.ranks = "", 1
+        self.work = Work()
+        self.losses = ThinnedSeries()
+        self.samples: dict[str, tuple[int, float, float]] = {}
+        self.notes: list[str] = []
+
+    def add(self, samples: Sequence[Mapping[str, float]]) -> None:
+        """Add samples."""
+        for sample in samples:
+            for name, value in sample.items():
+                number, total, largest = self.samples.get(name, (0, 0.0, value))
+                self.samples[name] = number + 1, total + value, max(largest, value)
+
+    def means(self) -> dict[str, float]:
+        """Return the mean of each sampled quantity."""
+        return {name: total / number for name, (number, total, _) in self.samples.items()}
+
+
+class ThinnedSeries(list[float]):
+    """Values of a series of any length. When it is full, every second value is dropped.
+
+    Args:
+        size: The largest number of values, even.
+    """
+
+    def __init__(self, size: int = 96) -> None:
+        super().__init__()
+        self.size = size
+        self._stride, self._seen = 1, 0
+
+    def add(self, value: float) -> None:
+        """Add the next value, if its turn has come."""
+        if self._seen % self._stride == 0:
+            if len(self) == self.size:
+                del self[1::2]
+                self._stride *= 2
+            self.append(value)
+        self._seen += 1
+
+
+def build_report(record: Record, slowdown: Slowdown | None) -> Report:
     """Return the table of a run."""
     times, rows = record.work.steps, []
     if times.count:
@@ -38,85 +92,88 @@ def build_report(record: Record, fall: Fall | None) -> Report:
             _row(key.removesuffix("_per_second") + " a second", "", rate * record.ranks)
             for key, rate in record.work.rates().items()
         ]
+    means = record.means()
     rows += [
-        _row(words, unit, record.mean(name), record.largest(name))
+        _row(words, unit, means[name], record.samples[name][2])
         for name, (words, unit) in UNITS.items()
-        if name in record.looks
+        if name in means
     ]
     notes = []
     if rows:
-        whose = " of all ranks" if record.ranks > 1 else ""
+        ranks = " over all ranks" if record.ranks > 1 else ""
         notes.append(
-            "Steps: median and 95th percentile. What is sampled: mean and largest value. Rates: "
-            f"means{whose}."
+            "Steps: median and 95th percentile. Sampled quantities: mean and largest value. Rates: "
+            f"means{ranks}."
         )
-    if fall is not None:
-        notes.append(describe(fall))
+    if slowdown is not None:
+        notes.append(describe(slowdown))
     title = f"PerformanceMonitor: {times.count} steps"
     if record.device:
         title += f" on {record.device}"
     return Report(title, rows, [*notes, *record.notes])
 
 
-def _row(
-    quantity: str, unit: str, typical: float | None, high: float | None = None
-) -> dict[str, Any]:
+def _row(quantity: str, unit: str, typical: float, high: float | None = None) -> dict[str, Any]:
     return {"quantity": quantity, "unit": unit, "typical": typical, "high": high}
 
 
-def describe(fall: Fall) -> str:
-    """Return a fall as a sentence."""
+def describe(slowdown: Slowdown) -> str:
+    """Return a slowdown as a sentence."""
     return (
-        f"Throughput has fallen by {fall.drop:.0%} since about step {fall.step}, from "
-        f"{fall.before:.4g} to {fall.after:.4g} a second."
+        f"Throughput has fallen by {slowdown.drop:.0%} since about step {slowdown.step}, from "
+        f"{slowdown.before:.4g} to {slowdown.after:.4g} a second."
     )
 
 
-def judge(record: Record, fall: Fall | None, *, watched: bool) -> list[Verdict]:
-    """Return verdicts on what a run has shown."""
+def judge(record: Record, slowdown: Slowdown | None, *, watched: bool) -> list[Verdict]:
+    """Return the verdicts on throughput and convergence.
+
+    Args:
+        record: The measurements.
+        slowdown: A slowdown that was found.
+        watched: Whether the monitor looked for slowdowns.
+    """
     if not record.work.steps.count:
-        why = "PerformanceMonitor has not timed a step yet."
-        return [Verdict("throughput", "unknown", why, "Train more than two steps.")]
-    return [_throughput(record, fall, watched=watched), _convergence(record.losses)]
+        finding = "PerformanceMonitor has not timed a step yet."
+        return [Verdict("throughput", "unknown", finding, "Train more than two steps.")]
+    throughput = _judge_throughput(record, slowdown, watched=watched)
+    return [throughput, _judge_convergence(record.losses)]
 
 
-def _convergence(losses: list[float]) -> Verdict:
+def _judge_throughput(record: Record, slowdown: Slowdown | None, *, watched: bool) -> Verdict:
+    step = f"A step takes {1e3 * record.work.steps.quantile(0.5):.3g} ms"
+    use = record.means().get("gpu_percent", 100.0)
+    if slowdown is not None:
+        finding = describe(slowdown)
+        advice = "DataMonitor() measures waiting for data, LeakDetector() growing memory."
+        return Verdict("throughput", "look", finding, advice)
+    if use < MIN_GPU_PERCENT:
+        finding = f"{step}; the GPU was busy {use:.0f}% of the time."
+        advice = "Trainer(profiler=StepProfiler()) measures what the GPU waits for."
+        return Verdict("throughput", "look", finding, advice)
+    if not watched:
+        finding = f"{step}; slowdowns were not monitored."
+        advice = "Keep slowdown=0.1 in PerformanceMonitor."
+        return Verdict("throughput", "unknown", finding, advice)
+    return Verdict("throughput", "ok", f"{step}, and throughput has not fallen.")
+
+
+def _judge_convergence(losses: list[float]) -> Verdict:
     bad = sum(not math.isfinite(loss) for loss in losses)
     if bad:
-        finding = f"{bad} of the {len(losses)} losses looked at were NaN or infinite."
-        advice = "Add NonFiniteGuard(), and look at GradientHealth() for where it begins."
+        finding = f"{bad} of {len(losses)} recorded losses were NaN or infinite."
+        advice = "Add NonFiniteGuard(). GradientHealth() shows the layer where it begins."
         return Verdict("convergence", "look", finding, advice)
-    if len(losses) < LOSSES:
-        finding = f"Only {len(losses)} losses were looked at, one a report."
+    if len(losses) < MIN_LOSSES:
+        finding = f"Only {len(losses)} losses were recorded, one per report."
         return Verdict("convergence", "unknown", finding, "Train longer, or report more often.")
     third = len(losses) // 3
     first, last = statistics.median(losses[:third]), statistics.median(losses[-third:])
-    course = f"The loss went from {first:.4g} to {last:.4g} (medians of the first and last third)"
-    if mann_kendall([-loss for loss in losses])[1] < SURE:
-        return Verdict("convergence", "ok", f"{course}.")
-    if mann_kendall(losses)[1] < SURE:
-        advice = "Lower the learning rate, or look at GradientHealth() for what explodes."
-        return Verdict("convergence", "look", f"{course}: it rises.", advice)
+    change = f"The loss went from {first:.4g} to {last:.4g} (medians of the first and last third)"
+    if mann_kendall([-loss for loss in losses])[1] < SIGNIFICANCE:
+        return Verdict("convergence", "ok", f"{change}.")
+    if mann_kendall(losses)[1] < SIGNIFICANCE:
+        advice = "Lower the learning rate. GradientHealth() shows exploding gradients."
+        return Verdict("convergence", "look", f"{change}: it rises.", advice)
     advice = "Train longer, or compare the validation loss of two checkpoints."
-    return Verdict("convergence", "unknown", f"{course}, within its noise.", advice)
-
-
-def _throughput(record: Record, fall: Fall | None, *, watched: bool) -> Verdict:
-    typical = f"A step takes {1e3 * record.work.steps.quantile(0.5):.3g} ms"
-    if fall is not None:
-        return Verdict(
-            "throughput", "look", describe(fall),
-            "Look at what began there: DataMonitor shows waiting, LeakDetector memory.",
-        )  # fmt: skip
-    use = record.mean("gpu_percent")
-    if use is not None and use < IDLE:
-        advice = "Find out what the GPU waits for: Trainer(profiler=StepProfiler()) tells."
-        return Verdict(
-            "throughput", "look", f"{typical}; the GPU ran {use:.0f}% of the time.", advice
-        )
-    if not watched:
-        return Verdict(
-            "throughput", "unknown", f"{typical}; whether that grows was not watched.",
-            "Leave slowdown=0.1 in PerformanceMonitor.",
-        )  # fmt: skip
-    return Verdict("throughput", "ok", f"{typical}, and throughput has not fallen.")
+    return Verdict("convergence", "unknown", f"{change}, within its noise.", advice)

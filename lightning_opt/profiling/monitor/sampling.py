@@ -1,4 +1,4 @@
-"""Looks at the processes of a run and at its GPU, from a thread beside the run."""
+"""Samples the run's processes and its GPU, in a thread."""
 
 from __future__ import annotations
 
@@ -7,41 +7,106 @@ import logging
 import os
 import threading
 from collections import deque
-from typing import TYPE_CHECKING
+from collections.abc import Callable
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+import torch
 
 from lightning_opt.core.measure.memory import MB
-from lightning_opt.profiling.monitor.gpu import GpuReader
+from lightning_opt.core.measure.nvml import find_handle, open_nvml, used_memory
 
 if TYPE_CHECKING:
     import psutil
 
 log = logging.getLogger(__name__)
 
-KEPT = 4096
-"""Samples that wait for a report; older ones are lost."""
+MAX_SAMPLES = 4096
+"""Samples that wait for a report; older ones are dropped."""
 
-JOIN = 5.0
-"""Seconds that the end of a run waits for the thread, should the driver hang."""
+JOIN_SECONDS = 5.0
+"""Longest wait for the thread at the end of a run, in case the driver hangs."""
 
-NAME = "lightning_opt.PerformanceMonitor"
-"""Of the thread."""
+THREAD_NAME = "lightning_opt.PerformanceMonitor"
+
+
+class GpuReader:
+    """Reads one GPU through NVML.
+
+    Args:
+        library: The module ``pynvml``, initialised.
+        handle: The handle of the device or MIG slice.
+    """
+
+    def __init__(self, library: ModuleType, handle: Any) -> None:
+        self._library, self._handle = library, handle
+
+    @property
+    def name(self) -> str:
+        """Its UUID, as NVML writes it."""
+        return str(self._query(self._library.nvmlDeviceGetUUID))
+
+    def read(self) -> dict[str, float]:
+        """Read the GPU. Takes up to some milliseconds, without holding Python's lock.
+
+        Returns:
+            By logged name: the percentage of the last moments in which a kernel ran, the memory
+            that all processes use, power, and temperature. Values that the driver does not offer
+            (such as the use of a MIG slice) are missing.
+        """
+        library = self._library
+        use = self._query(library.nvmlDeviceGetUtilizationRates)
+        memory = used_memory(library, self._handle)
+        watts = self._query(library.nvmlDeviceGetPowerUsage)
+        celsius = self._query(library.nvmlDeviceGetTemperature, library.NVML_TEMPERATURE_GPU)
+        found = {
+            "gpu_percent": None if use is None else float(use.gpu),
+            "gpu_memory_mb": None if memory is None else memory / MB,
+            "gpu_watts": None if watts is None else watts / 1000,
+            "gpu_celsius": None if celsius is None else float(celsius),
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    def _query(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        try:
+            return function(self._handle, *arguments)
+        except self._library.NVMLError:
+            return None
+
+
+def find_gpu(device: torch.device) -> GpuReader | None:
+    """Return the reader of a CUDA device; None without NVML, or if NVML cannot find the device.
+
+    CUDA and NVML number devices differently, so it is found by its UUID. A MIG slice is found by
+    its name in ``CUDA_VISIBLE_DEVICES``, because CUDA may report the UUID of the whole board.
+    """
+    library = open_nvml() if device.type == "cuda" else None
+    if library is None:
+        return None
+    index = torch.cuda.current_device() if device.index is None else device.index
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    name = visible[index].strip() if index < len(visible) else ""
+    if not name.startswith("MIG-"):
+        name = str(torch.cuda.get_device_properties(index).uuid)
+    handle = find_handle(library, name)
+    return None if handle is None else GpuReader(library, handle)
 
 
 class Processes:
-    """This process and all below it: their CPU time and their memory."""
+    """CPU time and memory of this process and all its descendants."""
 
     def __init__(self) -> None:
         self._known: dict[int, psutil.Process] = {}
-        self.look()
+        self.sample()
 
-    def look(self) -> tuple[float, int, int]:
-        """Return CPU percent since the last look, resident bytes, and the number of children."""
+    def sample(self) -> tuple[float, int, int]:
+        """Return CPU percent since the last sample, resident bytes, and number of descendants."""
         import psutil
 
         known, self._known = self._known, {}
         percent, resident = 0.0, 0
-        for pid in (os.getpid(), *children_of(os.getpid())):
-            with contextlib.suppress(psutil.Error):  # it has ended in between
+        for pid in (os.getpid(), *descendants(os.getpid())):
+            with contextlib.suppress(psutil.Error):  # it has just ended
                 process = known.get(pid) or psutil.Process(pid)
                 percent += process.cpu_percent()
                 resident += process.memory_info().rss
@@ -49,24 +114,24 @@ class Processes:
         return percent, resident, len(self._known) - 1
 
 
-def children_of(pid: int) -> list[int]:
+def descendants(pid: int) -> list[int]:
     """Return the processes below ``pid``, at any depth.
 
-    Linux lists them by thread, mostly. Elsewhere psutil has to look at each process there is.
+    Linux usually lists children by thread. Elsewhere psutil has to check every process.
     """
     try:
         direct = [
             int(child)
-            for task in os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - and this is quicker
+            for task in os.listdir(f"/proc/{pid}/task")  # noqa: PTH208 - faster
             for child in _read(f"/proc/{pid}/task/{task}/children").split()
         ]
     except OSError:
         import psutil
 
-        with contextlib.suppress(psutil.Error):  # it has ended
+        with contextlib.suppress(psutil.Error):  # it has just ended
             return [child.pid for child in psutil.Process(pid).children(recursive=True)]
         return []
-    return direct + [below for child in direct for below in children_of(child)]
+    return direct + [below for child in direct for below in descendants(child)]
 
 
 def _read(path: str) -> str:
@@ -75,49 +140,48 @@ def _read(path: str) -> str:
 
 
 class Sampler:
-    """A thread that takes a sample every so often, until it is stopped.
+    """A thread that takes samples until it is stopped.
 
-    A sample is a dict by the names under which its values are logged: the CPU time of the process
-    and its children since the last look over the time passed (100 is one core), their resident
-    memory (what they share counts in each), how many children there are at any depth (workers of a
-    DataLoader, most often), and what a GPU tells.
+    A sample is a dict by logged name: CPU percent of the process and its descendants (100 is one
+    core), their resident memory (shared pages count in each), the number of descendants, and the
+    values of the GPU.
 
     Args:
         seconds: From one sample to the next.
-        gpu: What to ask of the GPU; None for a run without one, or without NVML.
+        gpu: The GPU; None without one, or without NVML.
 
     Attributes:
-        failure: Why it has stopped by itself; empty if it has not.
+        failure: The error that ended the thread; empty without one.
     """
 
     def __init__(self, seconds: float, gpu: GpuReader | None) -> None:
         self.failure = ""
         self._seconds, self._gpu = seconds, gpu
-        self._samples: deque[dict[str, float]] = deque(maxlen=KEPT)
+        self._samples: deque[dict[str, float]] = deque(maxlen=MAX_SAMPLES)
         self._ended = threading.Event()
-        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
         self._thread.start()
 
     def _run(self) -> None:
         try:
             processes = Processes()
             while not self._ended.wait(self._seconds):
-                percent, resident, children = processes.look()
+                percent, resident, children = processes.sample()
                 sample = {
                     "cpu_percent": percent,
                     "rss_mb": resident / MB,
                     "child_processes": float(children),
                 }
                 self._samples.append(sample | (self._gpu.read() if self._gpu is not None else {}))
-        except Exception as error:  # noqa: BLE001 - a look at the machine must not end a run
+        except Exception as error:  # noqa: BLE001 - a failed sample must not end the run
             self.failure = f"{type(error).__name__}: {error}"
-            log.warning("PerformanceMonitor samples no more: %s", self.failure)
+            log.warning("PerformanceMonitor stopped sampling: %s", self.failure)
 
     def take(self) -> list[dict[str, float]]:
         """Return the samples since the last call, oldest first."""
         return [self._samples.popleft() for _ in range(len(self._samples))]
 
     def stop(self) -> None:
-        """End the thread, and wait for that."""
+        """End the thread, and wait for its end."""
         self._ended.set()
-        self._thread.join(timeout=JOIN)
+        self._thread.join(timeout=JOIN_SECONDS)

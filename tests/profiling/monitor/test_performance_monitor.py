@@ -1,4 +1,4 @@
-"""PerformanceMonitor: times, rates, samples of the machine, and falling throughput."""
+"""PerformanceMonitor: step times, rates, slowdowns and verdicts."""
 
 import logging
 import math
@@ -9,9 +9,8 @@ from lightning.pytorch import Callback
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
-from lightning_opt.profiling.monitor import step_times
-from lightning_opt.profiling.monitor.record import Record, Thinned
-from lightning_opt.profiling.monitor.report import judge
+from lightning_opt.core.measure import timing
+from lightning_opt.profiling.monitor.report import Record, ThinnedSeries, judge
 from tests.helpers.models import SmallNet, assert_same_state, batches_of, loader_of
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
@@ -19,7 +18,7 @@ from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 
 class Clock:
-    """A clock that stands still unless it is told."""
+    """A clock that the test sets."""
 
     def __init__(self):
         self.now = 100.0
@@ -29,7 +28,7 @@ class Clock:
 
 
 class Timed(SmallNet):
-    """Its steps, its validation and its batches take seconds of a made-up clock."""
+    """A model whose steps, validation and batches advance the clock."""
 
     def __init__(self, clock, seconds=lambda step: 2.0, **settings):
         super().__init__(**settings)
@@ -59,18 +58,18 @@ class Timed(SmallNet):
 
 def timed(monkeypatch, monitor, seconds=lambda step: 2.0, **settings):
     clock, logger = Clock(), MemoryLogger()
-    monkeypatch.setattr(step_times, "time", clock)
+    monkeypatch.setattr(timing, "time", clock)
     quiet_trainer(callbacks=[monitor], logger=logger, **settings).fit(Timed(clock, seconds))
     return logger
 
 
-def test_a_step_is_all_that_passes_between_two_batches_but_validation(monkeypatch):
-    """A second for four rows, two in the step and half of one in backward."""
+def test_step_time_includes_loading_but_not_validation(monkeypatch):
+    """Loading takes 1 s, the step 2 s, backward 0.5 s."""
     monitor = lo.PerformanceMonitor(every_n_steps=4, tokens=10)
     logger = timed(monkeypatch, monitor, max_epochs=2, val_check_interval=6)
     steps = logger.series("perf/step_seconds")
     assert len(steps) == 6
-    # Lightning fetches one batch ahead, so that some step has the wait of another.
+    # Lightning fetches one batch ahead, so a step may include the wait of the next one.
     assert steps == [pytest.approx(3.5, rel=0.005)] * 6
     assert max(logger.series("perf/step_p95_seconds")) < 5
     assert "22 steps" in monitor.report().title  # without the first two
@@ -84,14 +83,14 @@ def test_a_step_is_all_that_passes_between_two_batches_but_validation(monkeypatc
     assert ratio == [pytest.approx(10)] * 6
 
 
-def test_the_first_two_steps_are_not_timed(monkeypatch):
+def test_first_two_steps_are_not_timed(monkeypatch):
     monitor = lo.PerformanceMonitor(every_n_steps=12)
     timed(monkeypatch, monitor, lambda step: 100.0 if step < 2 else 2.0)
     assert "10 steps" in monitor.report().title
     assert 4 * 10 / report_of(monitor)["samples a second"] == pytest.approx(35, abs=1.1)
 
 
-def test_the_report_has_median_and_p95(monkeypatch):
+def test_report_has_median_and_p95(monkeypatch):
     monitor = lo.PerformanceMonitor(every_n_steps=5)
     timed(monkeypatch, monitor, lambda step: 20.0 if step == 7 else 2.0)
     row = monitor.report().rows[0]
@@ -113,7 +112,7 @@ class Tokens(SmallNet):
         return self(batch["x"]).sum()
 
 
-def test_tokens_of_a_key_are_its_elements():
+def test_tokens_of_a_batch_key_are_its_elements():
     monitor = lo.PerformanceMonitor(tokens="ids")
     quiet_trainer(callbacks=[monitor]).fit(Tokens())
     rates = report_of(monitor)
@@ -121,7 +120,7 @@ def test_tokens_of_a_key_are_its_elements():
 
 
 @pytest.mark.parametrize(("net", "what"), [(Tokens, r"has \['ids', 'x'\]"), (SmallNet, "list")])
-def test_a_batch_without_that_key_is_refused_at_once(net, what):
+def test_missing_batch_key_raises_before_the_first_step(net, what):
     trainer = quiet_trainer(callbacks=[lo.PerformanceMonitor(tokens="labels")])
     with pytest.raises(ValueError, match=f"labels.*{what}"):
         trainer.fit(net())
@@ -137,13 +136,13 @@ def test_a_batch_without_that_key_is_refused_at_once(net, what):
         {"slowdown": 1.5},
     ],
 )
-def test_arguments_out_of_range_are_named(settings):
+def test_arguments_out_of_range_raise(settings):
     with pytest.raises(ValueError, match=next(iter(settings))):
         lo.PerformanceMonitor(**settings)
 
 
-def test_a_series_is_thinned_evenly():
-    thinned = Thinned(most=8)
+def test_long_series_is_thinned_evenly():
+    thinned = ThinnedSeries(size=8)
     for value in range(100):
         thinned.add(value)
     assert list(thinned) == [0, 16, 32, 48, 64, 80, 96]
@@ -152,12 +151,12 @@ def test_a_series_is_thinned_evenly():
 # --- falling throughput -------------------------------------------------------------------------
 
 
-def test_a_run_that_gets_slower_is_told_once_and_reported(monkeypatch, caplog):
+def test_slowdown_warns_once_and_appears_in_the_report(monkeypatch, caplog):
     monitor = lo.PerformanceMonitor(every_n_steps=3)
     with caplog.at_level(logging.WARNING):
         timed(monkeypatch, monitor, lambda step: 2.0 if step < 48 else 6.0, max_epochs=8)
     (message,) = [r.getMessage() for r in caplog.records if "has fallen" in r.getMessage()]
-    assert "since about step 45, from 1.1" in message  # a report early, as soon as it is seen
+    assert "since about step 45, from 1.1" in message  # one report early
     assert monitor.fall.step == 48
     assert monitor.fall.drop == pytest.approx(1 - 3.5 / 7.5, abs=0.05)
     assert any("since about step 48" in note for note in monitor.report().notes)
@@ -165,10 +164,10 @@ def test_a_run_that_gets_slower_is_told_once_and_reported(monkeypatch, caplog):
     assert verdict.state == "look"
 
 
-def test_the_history_resumes(monkeypatch, tmp_path):
+def test_throughput_history_resumes(monkeypatch, tmp_path):
     def run(monitor, epochs, **settings):
         clock = Clock()
-        monkeypatch.setattr(step_times, "time", clock)
+        monkeypatch.setattr(timing, "time", clock)
         trainer = quiet_trainer(callbacks=[monitor], max_epochs=epochs)
         trainer.fit(Timed(clock, lambda step: 2.0 if step < 48 else 6.0), **settings)
         return trainer
@@ -182,28 +181,24 @@ def test_the_history_resumes(monkeypatch, tmp_path):
     # The first two steps of each run are not timed, so that one point differs.
     assert len(resumed.state_dict()["throughput"]["whole"]) == 32
     assert resumed.fall == whole.fall
-
-
-def test_its_state_is_the_same_after_a_round_trip(monkeypatch):
-    monitor = lo.PerformanceMonitor(every_n_steps=3)
-    timed(monkeypatch, monitor)
     twin = lo.PerformanceMonitor(every_n_steps=3)
-    twin.load_state_dict(monitor.state_dict())
-    assert_same_state(twin.state_dict(), monitor.state_dict())
+    twin.load_state_dict(whole.state_dict())
+    assert_same_state(twin.state_dict(), whole.state_dict())
+    assert twin.state_dict()["warned"]
 
 
 # --- verdicts -------------------------------------------------------------------------
 
 
-def test_an_idle_gpu_is_looked_at():
+def test_verdict_on_throughput_depends_on_gpu_use():
     record = Record()
     record.work.add(0.1, 1, 0)
     assert judge(record, None, watched=True)[0].state == "ok"
     assert judge(record, None, watched=False)[0].state == "unknown"
-    record.add([], [{"cpu_percent": 100.0, "gpu_percent": 30.0}])
+    record.add([{"cpu_percent": 100.0, "gpu_percent": 30.0}])
     verdict = judge(record, None, watched=True)[0]
     assert verdict.state == "look"
-    assert "the GPU ran 30% of the time" in verdict.finding
+    assert "the GPU was busy 30% of the time" in verdict.finding
     assert judge(Record(), None, watched=True)[0].state == "unknown"
 
 
@@ -217,20 +212,20 @@ def test_an_idle_gpu_is_looked_at():
         ([1.0], "unknown"),
     ],
 )
-def test_the_course_of_the_loss_is_judged(losses, state):
+def test_verdict_on_the_trend_of_the_loss(losses, state):
     record = Record()
     record.work.add(0.1, 1, 0)
     record.losses.extend(losses)
     assert judge(record, None, watched=True)[1].state == state
 
 
-def test_the_loss_is_looked_at_once_a_report(monkeypatch):
+def test_loss_is_recorded_once_per_report(monkeypatch):
     class Rises(Callback):
-        """In between, where nobody looks, the loss falls."""
+        """The loss rises at reports and falls in between."""
 
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            seen = trainer.global_step % 3 == 0
-            outputs["loss"].data.fill_(trainer.global_step if seen else -trainer.global_step)
+            at_report = trainer.global_step % 3 == 0
+            outputs["loss"].data.fill_(trainer.global_step if at_report else -trainer.global_step)
 
     for every, state in ((3, "look"), (1, "ok")):
         monitor = lo.PerformanceMonitor(every_n_steps=every)
@@ -239,7 +234,7 @@ def test_the_loss_is_looked_at_once_a_report(monkeypatch):
         assert verdict.state == state, verdict.finding
 
 
-def test_two_runs_of_one_instance_are_measured_apart():
+def test_second_run_has_its_own_measurements():
     monitor = lo.PerformanceMonitor(every_n_steps=4)
     net = SmallNet()
     for _ in range(2):

@@ -1,11 +1,11 @@
-"""Falling throughput: what is one, and what only looks like one."""
+"""Slowdowns are found soon, and noise is not a slowdown."""
 
 import math
 import random
 
 import pytest
 
-from lightning_opt.profiling.monitor.slowdown import POINTS, Throughput, find_fall
+from lightning_opt.profiling.monitor.slowdown import MAX_POINTS, Throughput, find_slowdown
 
 
 def noise(kind, sigma, n, seed):
@@ -26,7 +26,7 @@ def first_alarm(rates):
     history = Throughput()
     for i, rate in enumerate(rates):
         history.add(50 * i, 100 * rate, 100.0)
-        fall = history.find_fall(0.1)
+        fall = history.find_slowdown(0.1)
         if fall is not None:
             return i, fall
     return None
@@ -44,7 +44,7 @@ def first_alarm(rates):
         ("settling", 0.03),
     ],
 )
-def test_noise_is_no_fall(kind, sigma):
+def test_noise_is_not_a_slowdown(kind, sigma):
     alarms = [first_alarm(noise(kind, sigma, 150, seed)) for seed in range(5)]
     assert alarms == [None] * 5
 
@@ -53,7 +53,7 @@ def test_noise_is_no_fall(kind, sigma):
     ("shape", "sigma", "within", "beside"),
     [("step", 0.03, 10, 1), ("step", 0.1, 30, 10), ("ramp", 0.03, 30, 10)],
 )
-def test_a_fall_is_found_soon_with_its_begin(shape, sigma, within, beside):
+def test_slowdown_is_found_soon_with_its_first_step(shape, sigma, within, beside):
     """Throughput falls by 20% at report 40: at once, or over the next 40 reports."""
     for seed in range(5):
         rates = [
@@ -66,43 +66,43 @@ def test_a_fall_is_found_soon_with_its_begin(shape, sigma, within, beside):
         assert 0.1 <= fall.drop <= 0.35
 
 
-def test_what_has_recovered_is_no_fall():
+def test_recovered_throughput_is_not_a_slowdown():
     dip = [1.0] * 30 + [0.6] * 12 + [1.0] * 12
-    assert find_fall(range(42), dip[:42], 0.1) is not None
-    assert find_fall(range(54), dip, 0.1) is None
+    assert find_slowdown(range(42), dip[:42], 0.1) is not None
+    assert find_slowdown(range(54), dip, 0.1) is None
 
 
-def test_what_comes_and_goes_is_no_fall():
+def test_oscillation_is_not_a_slowdown():
     steady, ragged = [1.0] * 30, [0.6, 0.6, 0.6, 1.0, 1.0] * 8
-    assert find_fall(range(70), steady + ragged, 0.1) is None
-    assert find_fall(range(50), steady + [0.6] * 20, 0.1) is not None
+    assert find_slowdown(range(70), steady + ragged, 0.1) is None
+    assert find_slowdown(range(50), steady + [0.6] * 20, 0.1) is not None
 
 
-def test_a_smaller_drop_than_asked_for_is_none():
+def test_smaller_drop_is_not_a_slowdown():
     rates = [1.0] * 30 + [0.92] * 30
-    assert find_fall(range(60), rates, 0.1) is None
-    fall = find_fall(range(60), rates, 0.05)
+    assert find_slowdown(range(60), rates, 0.1) is None
+    fall = find_slowdown(range(60), rates, 0.05)
     assert (fall.step, fall.before, fall.after) == (30, 1.0, 0.92)
 
 
-def test_a_history_stays_small_and_exact_in_sum():
+def test_history_is_bounded_and_keeps_the_sum():
     history = Throughput()
     for i in range(5000):
         history.add(10 * i, 2.0, 0.5)
-    assert len(history.newest) == POINTS
-    assert POINTS // 2 <= len(history.whole) <= POINTS
+    assert len(history.newest) == MAX_POINTS
+    assert MAX_POINTS // 2 <= len(history.whole) <= MAX_POINTS
     assert sum(point[1] for point in history.whole) == 10_000
     assert history.whole[0][0] == 0
 
 
-def test_a_sudden_fall_late_in_a_long_run_is_seen_soon():
+def test_sudden_slowdown_late_in_a_long_run_is_found_soon():
     rates = [1.0 + 0.01 * math.sin(i) for i in range(3000)] + [0.8] * 20
     found_at, fall = first_alarm(rates)
     assert found_at < 3000 + 10
     assert fall.step == 50 * 3000
 
 
-def test_a_slow_decline_of_a_long_run_is_seen():
+def test_slow_decline_of_a_long_run_is_found():
     """3% over the newest 96 reports: only the whole run shows it."""
     rates = [1 - i / 3200 for i in range(1000)]
     assert first_alarm(rates) is not None
