@@ -1,4 +1,4 @@
-"""What a Trainer itself shows of a run, without any callback."""
+"""Checks of a Trainer that need no callback."""
 
 from __future__ import annotations
 
@@ -18,19 +18,20 @@ from lightning_opt.core.output.verdicts import Verdict
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-A_PERSONS_SEED = 2**32
-"""Seeds that people give are below; those that torch takes by itself are larger."""
+MAX_USER_SEED = 2**32
+"""Seeds set by users are smaller; seeds that torch draws by itself are larger."""
 
-FULL, ROOMY = 0.95, 0.5
-"""Shares of a GPU's memory: above the one a run may soon end, below the other a batch can grow."""
+NEARLY_FULL, HALF_EMPTY = 0.95, 0.5
+"""Shares of a GPU's memory: above the first a run may soon fail, below the second a larger batch
+fits."""
 
 
 def profile(trainer: pl.Trainer) -> Verdict | None:
-    """Has a profiler seen the run?"""
+    """Was a profiler used?"""
     name = type(trainer.profiler).__name__  # type: ignore[attr-defined]
     if name == "PassThroughProfiler" or hasattr(trainer.profiler, "diagnose"):  # type: ignore[attr-defined]
         return None
-    return Verdict("profile", "ok", f"{name} has profiled the run.")
+    return Verdict("profile", "ok", f"{name} profiled the run.")
 
 
 def memory(trainer: pl.Trainer) -> Verdict | None:
@@ -38,21 +39,21 @@ def memory(trainer: pl.Trainer) -> Verdict | None:
     used = _share_of_gpu(trainer)
     if used is None:
         return None
-    finding = f"At its peak the tensors took {used:.0%} of the GPU's memory."
-    if used > FULL:
-        advice = "Make room before a longer batch ends the run: MicroBatching('auto') survives it."
+    finding = f"At the peak, tensors took {used:.0%} of the GPU's memory."
+    if used > NEARLY_FULL:
+        advice = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
         return Verdict("memory", "look", finding, advice)
     return Verdict("memory", "ok", finding)
 
 
 def batch_size(trainer: pl.Trainer) -> Verdict | None:
-    """Is there room for a larger batch?"""
+    """Is there memory for a larger batch?"""
     used = _share_of_gpu(trainer)
     if used is None:
         return None
-    finding = f"The tensors took {used:.0%} of the GPU's memory at most."
-    if used < ROOMY:
-        advice = "find_batch_size() measures how large it can be, and which is the fastest."
+    finding = f"At the peak, tensors took {used:.0%} of the GPU's memory."
+    if used < HALF_EMPTY:
+        advice = "find_batch_size() finds the largest and the fastest batch size."
         return Verdict("batch size", "look", finding, advice)
     return Verdict("batch size", "ok", finding)
 
@@ -66,19 +67,19 @@ def _share_of_gpu(trainer: pl.Trainer) -> float | None:
 
 
 def precision(trainer: pl.Trainer) -> Verdict | None:
-    """Does it compute in what the device is fast in?"""
+    """Does training use the device's fastest precision?"""
     precision, device = str(trainer.precision), trainer.strategy.root_device
     if not precision.startswith(("32", "64")):
-        return Verdict("precision", "ok", f"It computes in {precision}.")
+        return Verdict("precision", "ok", f"The precision is {precision}.")
     if why_no_bf16(device.type) is not None:
-        return Verdict("precision", "ok", f"It computes in {precision} on {device}.")
-    advice = "Try Trainer(precision='bf16-mixed'); compare() measures what it brings, and the loss."
-    finding = f"It computes in {precision}, and {device} is made for bfloat16 too."
+        return Verdict("precision", "ok", f"The precision is {precision} on {device}.")
+    advice = "Try Trainer(precision='bf16-mixed'); compare() measures the speedup and the loss."
+    finding = f"The precision is {precision}, but {device} also has fast bfloat16."
     return Verdict("precision", "look", finding, advice)
 
 
 def optimizer(trainer: pl.Trainer) -> Verdict | None:
-    """Are the optimizers fused, where they can be?"""
+    """Are the optimizers fused?"""
     optimizers = [o for o in trainer.optimizers if isinstance(o, Optimizer)]
     if not optimizers:
         return None
@@ -89,10 +90,10 @@ def optimizer(trainer: pl.Trainer) -> Verdict | None:
         and not all(group.get("fused") for group in optimizer.param_groups)
     ]
     if slow:
-        finding = f"{', '.join(slow)} can run fused, and does not."
+        finding = f"{', '.join(slow)} has a fused kernel, which is off."
         return Verdict("optimizer", "look", finding, "Add FusedOptimizer(), or pass fused=True.")
     names = ", ".join(type(optimizer).__name__ for optimizer in optimizers)
-    return Verdict("optimizer", "ok", f"{names}: fused, or without a fused kernel in torch.")
+    return Verdict("optimizer", "ok", f"{names}: fused, or torch has no fused kernel.")
 
 
 def compilation(trainer: pl.Trainer) -> Verdict | None:
@@ -100,15 +101,15 @@ def compilation(trainer: pl.Trainer) -> Verdict | None:
     module = trainer.lightning_module
     if module is None or not has_compiled_parts(module):
         return None
-    return Verdict("compilation", "ok", "The model, or a part of it, is compiled.")
+    return Verdict("compilation", "ok", "The model or a part of it is compiled.")
 
 
 def stability(trainer: pl.Trainer) -> Verdict | None:
-    """Are there weights or buffers that are not finite?"""
+    """Are all weights and buffers finite?"""
     module = trainer.lightning_module
     if module is None:
         return None
-    # This process's parts, and no state_dict: ranks may not be asked together here.
+    # Only this process's shards: not all ranks may call this, so no collective.
     bad = [
         name
         for name, tensor in itertools.chain(module.named_parameters(), module.named_buffers())
@@ -116,38 +117,36 @@ def stability(trainer: pl.Trainer) -> Verdict | None:
         and not bool(torch.isfinite(local_part(tensor.detach())).all())
     ]
     if not bad:
-        return None  # that alone does not say that none would come
+        return None  # without a guard nothing is known about skipped steps
     more = f" and {len(bad) - 1} more" if len(bad) > 1 else ""
     finding = f"{bad[0]}{more} of the model's tensors are NaN or infinite."
-    advice = "Go back to a good checkpoint, and add NonFiniteGuard(policy='rollback')."
+    advice = "Resume from a good checkpoint, and add NonFiniteGuard(policy='rollback')."
     return Verdict("stability", "look", finding, advice)
 
 
 def clipping(trainer: pl.Trainer) -> Verdict | None:
-    """Does the Trainer itself clip?"""
+    """Does the Trainer clip?"""
     value = trainer.gradient_clip_val
     if not value:
         return None
-    finding = f"gradient_clip_val={value}; how often that clips is not counted."
-    return Verdict(
-        "clipping", "unknown", finding, "Replace it by AdaptiveClipping(), which counts."
-    )
+    finding = f"gradient_clip_val={value}, but clipped steps are not counted."
+    return Verdict("clipping", "unknown", finding, "AdaptiveClipping() counts them.")
 
 
 def determinism(trainer: pl.Trainer) -> Verdict | None:
     """Was a seed set?"""
-    seeded = "PL_GLOBAL_SEED" in os.environ or torch.initial_seed() < A_PERSONS_SEED
+    seeded = "PL_GLOBAL_SEED" in os.environ or torch.initial_seed() < MAX_USER_SEED
     if not seeded:
         advice = "Call lightning.seed_everything(seed, workers=True) first."
         return Verdict("determinism", "look", "No seed was set.", advice)
     if torch.are_deterministic_algorithms_enabled():
         return Verdict("determinism", "ok", "Seeded, with deterministic algorithms.")
-    finding = "Seeded; algorithms may differ in the last digits from run to run."
+    finding = "Seeded; last digits may differ between runs."
     return Verdict("determinism", "ok", finding)
 
 
 def checkpoints(trainer: pl.Trainer) -> Verdict | None:
-    """What was saved?"""
+    """Was a checkpoint saved?"""
     callbacks: list[Any] = trainer.checkpoint_callbacks
     if not callbacks:
         advice = "Add ModelCheckpoint(every_n_train_steps=..., save_last=True)."
@@ -157,19 +156,19 @@ def checkpoints(trainer: pl.Trainer) -> Verdict | None:
     if not saved:
         advice = "Save more often: ModelCheckpoint(every_n_train_steps=..., save_last=True)."
         return Verdict("checkpoints", "look", "No checkpoint has been saved yet.", advice)
-    return Verdict("checkpoints", "ok", f"The newest is {saved[0]}.")
+    return Verdict("checkpoints", "ok", f"The newest checkpoint is {saved[0]}.")
 
 
 def monitoring(trainer: pl.Trainer) -> Verdict | None:
-    """Who is told?"""
+    """Does the Trainer have a logger?"""
     if not trainer.loggers:
         advice = "Give the Trainer a logger, such as CSVLogger or TensorBoardLogger."
         return Verdict("monitoring", "look", "The Trainer has no logger.", advice)
     names = ", ".join(type(logger).__name__ for logger in trainer.loggers)
-    return Verdict("monitoring", "ok", f"It is logged by {names}.")
+    return Verdict("monitoring", "ok", f"Metrics are logged by {names}.")
 
 
-LOOKS: tuple[Callable[[Any], Verdict | None], ...] = (
+CHECKS: tuple[Callable[[Any], Verdict | None], ...] = (
     profile,
     memory,
     batch_size,

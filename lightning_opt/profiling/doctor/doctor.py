@@ -1,52 +1,52 @@
-"""A production checklist, answered from what was measured of a run."""
+"""A checklist for training runs, answered from the measurements of a run."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import TOPICS, State, Verdict
-from lightning_opt.profiling.doctor.checks import LOOKS
+from lightning_opt.profiling.doctor.checks import CHECKS
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
 
-MEASURES: dict[str, str] = {
-    "profile": "Trainer(profiler=StepProfiler()) tells.",
+HINTS: dict[str, str] = {
+    "profile": "Use Trainer(profiler=StepProfiler()).",
     "memory": "MemoryProfiler() measures the peak of each phase.",
-    "batch size": "find_batch_size() measures how large it can be, and which is the fastest.",
+    "batch size": "find_batch_size() finds the largest and the fastest batch size.",
     "data": "DataMonitor() measures the share of waiting.",
-    "throughput": "PerformanceMonitor() watches it.",
-    "precision": "Look at the Trainer's precision.",
-    "optimizer": "Ask again after fit, when there is one.",
+    "throughput": "PerformanceMonitor() measures it.",
+    "precision": "See Trainer(precision=...).",
+    "optimizer": "Call doctor() after training, when there is an optimizer.",
     "compilation": "compare() measures whether CompileModel() pays for this model.",
-    "gradients": "GradientHealth() looks at every layer.",
-    "stability": "NonFiniteGuard() leaves such steps out, and counts them.",
-    "clipping": "AdaptiveClipping() clips what is unusual, and counts it.",
-    "convergence": "PerformanceMonitor() looks at the trend of the loss.",
-    "leaks": "LeakDetector() watches memory, and names who holds it.",
+    "gradients": "GradientHealth() checks every layer.",
+    "stability": "NonFiniteGuard() skips and counts such steps.",
+    "clipping": "AdaptiveClipping() clips unusual gradients, and counts them.",
+    "convergence": "PerformanceMonitor() tests the trend of the loss.",
+    "leaks": "LeakDetector() measures memory, and names the objects that hold it.",
     "determinism": "Call lightning.seed_everything(seed, workers=True) first.",
     "checkpoints": "Add ModelCheckpoint().",
     "monitoring": "Give the Trainer a logger.",
     "baseline": "compare(model, data, {'plain': {...}, 'mine': {...}}) measures both side by side.",
 }
-"""Who would answer what was not measured."""
+"""Advice for topics that were not measured."""
 
-PUT_BACK = ("optimizer", "compilation")
-"""What callbacks undo at the end of a run, so that they know better than the Trainer."""
+UNDONE_AFTER_TRAINING = ("optimizer", "compilation")
+"""Topics that callbacks change only during training. Their verdicts replace the Trainer's."""
 
-GRAVITY: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
+SEVERITY: dict[State, int] = {"look": 0, "ok": 1, "unknown": 2}
 MARKS: dict[State, str] = {"look": "LOOK", "ok": "ok", "unknown": "?"}
 
 
 class Diagnosis(Report):
-    """The answers to the checklist; those that need attention come first.
+    """The verdicts of the checklist; those that need attention come first.
 
-    Prints as text, renders in a notebook, and gives markdown or JSON.
+    Prints as text, renders in a notebook, and converts to markdown or JSON.
 
     Attributes:
         verdicts: One for each question.
@@ -55,8 +55,8 @@ class Diagnosis(Report):
     """
 
     def __init__(self, verdicts: Sequence[Verdict], notes: Sequence[str] = ()) -> None:
-        self.verdicts = sorted(verdicts, key=lambda verdict: GRAVITY[verdict.state])
-        number = {state: sum(v.state == state for v in verdicts) for state in GRAVITY}
+        self.verdicts = sorted(verdicts, key=lambda verdict: SEVERITY[verdict.state])
+        number = {state: sum(v.state == state for v in verdicts) for state in SEVERITY}
         title = (
             f"Diagnosis: {number['look']} to look at, {number['ok']} ok, {number['unknown']} not "
             "measured"
@@ -82,7 +82,7 @@ class Diagnosis(Report):
         return [verdict.topic for verdict in self.verdicts if verdict.state == state]
 
     def to_text(self) -> str:
-        """Return the answers as plain text, one a paragraph."""
+        """Return the verdicts as plain text, one per paragraph."""
         lines = [self.title]
         for verdict in self.verdicts:
             lines.append(f"{MARKS[verdict.state]:>4}  {TOPICS[verdict.topic]} {verdict.finding}")
@@ -92,15 +92,15 @@ class Diagnosis(Report):
 
 
 def doctor(trainer: pl.Trainer) -> Diagnosis:
-    """Go through a checklist after a run, answered from what the Trainer's callbacks measured.
+    """Answer a checklist from the measurements of a run.
 
-    It runs and measures nothing: call it after ``fit``. Each question is answered by any callback,
-    profiler, strategy or plugin that offers ``diagnose() -> list[Verdict]``, or else from the
-    Trainer itself. If several answer, the one that needs attention counts. A question that nobody
-    answers is ``unknown``, with a hint as to what would measure it.
+    Call it after ``fit``; it runs nothing itself. Verdicts come from every callback, profiler,
+    strategy or plugin with a method ``diagnose() -> list[Verdict]``, and from the Trainer. If there
+    are several on one topic, the one that needs attention is used. A topic without a verdict is
+    ``unknown``, with a hint how to measure it.
 
     Args:
-        trainer: After its run; before it, most answers are unknown.
+        trainer: The Trainer after its run; before, most verdicts are ``unknown``.
 
     Returns:
         One verdict per question, with advice if there is something to do.
@@ -112,39 +112,38 @@ def doctor(trainer: pl.Trainer) -> Diagnosis:
         >>> diagnosis["monitoring"].state
         'look'
         >>> diagnosis["leaks"].advice
-        'LeakDetector() watches memory, and names who holds it.'
+        'LeakDetector() measures memory, and names the objects that hold it.'
     """
     found: list[Verdict] = []
     notes: list[str] = []
-    for part in _parts(trainer):
+    others = ("profiler", "strategy", "precision_plugin")
+    for part in (*trainer.callbacks, *(getattr(trainer, name, None) for name in others)):  # type: ignore[attr-defined]
         diagnose = getattr(part, "diagnose", None)
         if callable(diagnose):
-            found += _ask(diagnose, type(part).__name__, notes)
-    told = {verdict.topic for verdict in found if verdict.state != "unknown"}
-    for question in LOOKS:
-        seen = _ask(question, question.__name__, notes, trainer)
-        found += [v for v in seen if v.topic not in told or v.topic not in PUT_BACK]
-    verdicts = []
+            found += _collect(diagnose, type(part).__name__, notes)
+    measured = {verdict.topic for verdict in found if verdict.state != "unknown"}
+    for check in CHECKS:
+        verdicts = _collect(check, check.__name__, notes, trainer)
+        found += [
+            verdict
+            for verdict in verdicts
+            if verdict.topic not in measured or verdict.topic not in UNDONE_AFTER_TRAINING
+        ]
+    chosen = []
     for topic in TOPICS:
-        answers = [verdict for verdict in found if verdict.topic == topic]
-        silence = Verdict(topic, "unknown", "Not measured.", MEASURES[topic])
-        verdicts.append(min(answers, key=lambda v: GRAVITY[v.state], default=silence))
-    return Diagnosis(verdicts, notes)
+        verdicts = [verdict for verdict in found if verdict.topic == topic]
+        unknown = Verdict(topic, "unknown", "Not measured.", HINTS[topic])
+        chosen.append(min(verdicts, key=lambda v: SEVERITY[v.state], default=unknown))
+    return Diagnosis(chosen, notes)
 
 
-def _parts(trainer: pl.Trainer) -> Iterable[Any]:
-    callbacks = getattr(trainer, "callbacks", None) or []
-    others = ("profiler", "strategy", "precision_plugin")
-    return [*callbacks, *(getattr(trainer, name, None) for name in others)]
-
-
-def _ask(question: Any, name: str, notes: list[str], *arguments: Any) -> list[Verdict]:
-    """Return the answers; a part that fails, or means something else by that name, has none."""
+def _collect(function: Any, name: str, notes: list[str], *arguments: Any) -> list[Verdict]:
+    """Return a function's verdicts. An exception becomes a note; other values are ignored."""
     try:
-        answers = question(*arguments)
-    except Exception as error:  # one that is ill must not hide the others' answers
-        log.debug("doctor: %s has no answer", name, exc_info=True)
-        notes.append(f"{name} could not be asked: {type(error).__name__}: {error}")
+        result = function(*arguments)
+    except Exception as error:  # the other verdicts are still wanted
+        log.debug("doctor: %s failed", name, exc_info=True)
+        notes.append(f"{name} failed: {type(error).__name__}: {error}")
         return []
-    answers = answers if isinstance(answers, (list, tuple)) else [answers]
-    return [answer for answer in answers if isinstance(answer, Verdict)]
+    results = result if isinstance(result, (list, tuple)) else [result]
+    return [verdict for verdict in results if isinstance(verdict, Verdict)]

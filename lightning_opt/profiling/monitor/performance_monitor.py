@@ -18,10 +18,10 @@ from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
+from lightning_opt.profiling.durations import Work
 from lightning_opt.profiling.monitor.report import Record, build_report, describe, judge
 from lightning_opt.profiling.monitor.sampling import Sampler, find_gpu
 from lightning_opt.profiling.monitor.slowdown import Slowdown, Throughput
-from lightning_opt.profiling.durations import Work
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:

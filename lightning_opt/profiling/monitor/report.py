@@ -10,8 +10,8 @@ from typing import Any
 from lightning_opt.core.numerics.trend import mann_kendall
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.profiling.monitor.slowdown import Slowdown
 from lightning_opt.profiling.durations import Work
+from lightning_opt.profiling.monitor.slowdown import Slowdown
 
 UNITS = {
     "gpu_percent": ("GPU use", "%"),
