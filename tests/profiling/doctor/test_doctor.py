@@ -18,13 +18,8 @@ import lightning_opt as lo
 from lightning_opt.core.measure import machine
 from lightning_opt.core.output.verdicts import TOPICS, Verdict
 from lightning_opt.profiling.doctor import checks
-<<<<<<< HEAD
-from lightning_opt.profiling.doctor.doctor import MEASURES
-from lightning_opt.profiling.steps import phase_clock
-=======
 from lightning_opt.profiling.doctor.doctor import HINTS
-from lightning_opt.profiling.steps import step_clock
->>>>>>> 627b006 (Doctor: plain questions, findings and hints)
+from lightning_opt.profiling.steps import phase_clock
 from tests.helpers.models import SmallNet, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
