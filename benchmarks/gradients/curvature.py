@@ -1,11 +1,11 @@
-"""Steps and seconds to a target loss with CurvaturePreconditioner, and what its estimates cost.
+"""Steps and seconds to a target loss with CurvaturePreconditioner, and the cost of its estimates.
 
 Claim: where axes differ in curvature, dividing by the Hessian's diagonal saves steps. The script
-shows where it does and where it does not. Each optimizer, with and without it, has its learning
-rate tuned over the same number of candidates; a run that diverges is out. The target is the loss
-that the optimizer alone ends with at its own best rate. The second table gives the time of a step
-with an estimate and the mean over all steps, as ratios to plain steps. Times are of the processor,
-on one thread, so that other load on the machine counts little.
+shows where it does and where it does not. The learning rate of each optimizer, with and without it,
+is tuned over the same number of candidates; runs that diverge do not count. The target is the final
+loss of the optimizer alone at its best rate. The second table gives the time of a step with an
+estimate and the mean over all steps, as ratios to plain steps. Times are CPU times on one thread,
+so that other load on the machine matters little.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from benchmarks.models import ten_million_transformer
 from benchmarks.strategies.compression_tasks import Bytes
 
 LOOKS = 40
-"""How often a run's loss is measured."""
+"""Number of loss measurements per run."""
 
 RATES = 6
-"""Candidates of the learning rate, a factor of about 3 from one to the next."""
+"""Number of learning rates, a factor of about 3 apart."""
 
 OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
     "SGD": lambda params, lr: torch.optim.SGD(params, lr, momentum=0.9),
@@ -45,14 +45,14 @@ OPTIMIZERS: dict[str, Callable[..., torch.optim.Optimizer]] = {
 }
 
 HIGHEST: dict[str, float] = {"SGD": 3.0, "Adam": 0.3, "AdamW": 0.3, "preconditioned": 1.0}
-"""The largest rate that is tried, by optimizer; times ``far`` of the problem."""
+"""The largest learning rate by optimizer, multiplied by ``far`` of the problem."""
 
 
 class Problem(L.LightningModule):
-    """A network, what it is trained on, and the loss on a fixed batch as score."""
+    """A network with its data, and the loss on a fixed batch as score."""
 
     far = 1.0
-    """How much further than usual parameters have to go, which is what Adam's rate is about."""
+    """Distance of the parameters from their optimum relative to usual; scales Adam's rates."""
 
     def __init__(self, optimizer: str, lr: float, steps: int) -> None:
         super().__init__()

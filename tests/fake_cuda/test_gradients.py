@@ -15,7 +15,7 @@ from lightning_opt.core.measure.reading import DelayedReads
 from lightning_opt.core.numerics.norms import collect_gradients, measure_norms
 from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
-from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
+from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
 from lightning_opt.gradients.guard.snapshot import BufferBackup
 from lightning_opt.gradients.health.measures import UpdateProbe, measure_gradients
 from tests.gradients.cases import ALL_RULES, Net, every_rule, set_gradients

@@ -1,4 +1,4 @@
-"""How sharp the loss is at the current weights."""
+"""The callback that measures trace and largest eigenvalue of the Hessian."""
 
 from __future__ import annotations
 
@@ -12,14 +12,18 @@ from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.gradients.curvature.curved_step import (
+from lightning_opt.gradients.curvature.differentiable_loss import (
     check_parameters,
     check_run,
-    mean_of_parts,
+    mean_over_ranks,
     twice_differentiable_loss,
 )
-from lightning_opt.gradients.curvature.hessian import Product, estimate_trace, hessian_product
-from lightning_opt.gradients.curvature.lanczos import largest_eigenvalue
+from lightning_opt.gradients.curvature.hessian import (
+    Product,
+    estimate_trace,
+    hessian_product,
+    largest_eigenvalue,
+)
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -37,9 +41,8 @@ class CurvatureMonitor(RunCallback):
     (Cohen et al. 2021). ``curvature/edge`` is the sharpness as a share of it. It is logged for SGD
     only: an adaptive optimizer's edge is that of its preconditioned Hessian.
 
-    It uses a part of one training batch, before its step, in float32. Under DDP the Hessian is that
-    of all ranks' parts together. Random state, BatchNorm statistics, metrics and logs are restored
-    afterwards.
+    It uses a part of one training batch, before its step, in float32; under DDP the parts of all
+    ranks together. Random state, BatchNorm statistics, metrics and logs are restored afterwards.
 
     Logged every ``every_n_steps`` steps:
 
@@ -52,18 +55,18 @@ class CurvatureMonitor(RunCallback):
     ========================= ==================================================================
 
     Args:
-        every_n_steps: Steps from one look to the next, at least 1. The first step is looked at.
+        every_n_steps: Steps between measurements, at least 1. The first one is at the first step.
         fraction: Share of the batch's samples, above 0 and at most 1.
-        n_samples: Random vectors for the trace, at least 2.
-        max_iterations: Products with the Hessian for the eigenvalue at most.
-        tolerance: Stop when the eigenvalue is known to this share of itself.
-        seed: Of the random vectors.
+        n_samples: Number of random vectors for the trace, at least 2.
+        max_iterations: Maximum number of products with the Hessian for the eigenvalue.
+        tolerance: Relative residual at which the eigenvalue is accepted.
+        seed: Seed of the random vectors.
 
     Raises:
         ValueError: In ``__init__`` for settings out of range; in ``setup`` as
             :class:`CurvaturePreconditioner`; in ``on_fit_start`` for complex weights and embeddings
             with sparse gradients.
-        RuntimeError: At the first look, if an operator has no second derivative.
+        RuntimeError: At the first measurement, if an operator has no second derivative.
 
     References:
         Cohen, J., Kaur, S., Li, Y., Kolter, J. Z. and Talwalkar, A. (2021). Gradient descent on
@@ -89,34 +92,34 @@ class CurvatureMonitor(RunCallback):
         self.n_samples = at_least("n_samples", n_samples, 2)
         self.max_iterations = at_least("max_iterations", max_iterations, 1)
         self.tolerance = positive("tolerance", tolerance)
-        self._looked: int | None = None
+        self._measured_step: int | None = None
         self.history: list[dict[str, float]] = []
-        """What was measured: one entry a look, with its ``step``."""
+        """One entry per measurement, with its ``step``."""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check what can be checked before the model is wrapped."""
+        """Check strategy, precision and optimisation mode."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             check_run(NAME, trainer, pl_module)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Forget what was measured of another model."""
+        """Reset the history."""
         self.history = []
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Check the parameters."""
         check_parameters(NAME, pl_module)
-        self._looked = None
+        self._measured_step = None
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Look, if it is due."""
+        """Measure, if it is due."""
         step = trainer.global_step
         # With accumulation several batches belong to one step.
-        if step == self._looked or not self._schedule.is_due(step):
+        if step == self._measured_step or not self._schedule.is_due(step):
             return
-        self._looked = step
+        self._measured_step = step
         measured = self._measure(trainer, pl_module, batch, batch_idx)
         if measured:
             measured |= edge_of(measured["sharpness"], trainer.optimizers[0])
@@ -127,7 +130,7 @@ class CurvatureMonitor(RunCallback):
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> dict[str, float]:
         params = [parameter for parameter in module.parameters() if parameter.requires_grad]
-        # The same on all ranks, whose Hessian is one.
+        # The same seed on all ranks, which share one Hessian.
         generator = torch.Generator(module.device)
         generator.manual_seed(self.seed * 1_000_003 + trainer.global_step)
         with twice_differentiable_loss(
@@ -135,7 +138,7 @@ class CurvatureMonitor(RunCallback):
         ) as loss:
             if loss is None:
                 return {}
-            product = _of_ranks(hessian_product(loss, params), ranks_of_a_step(trainer))
+            product = _over_ranks(hessian_product(loss, params), ranks_of_a_step(trainer))
             trace = estimate_trace(product, params, self.n_samples, generator)
             top = largest_eigenvalue(
                 product, params, self.max_iterations, self.tolerance, generator
@@ -144,29 +147,29 @@ class CurvatureMonitor(RunCallback):
         return {
             "sharpness": top.value,
             "residual": top.residual,
-            "trace": trace.value.item(),  # at a look only
+            "trace": trace.value.item(),
             "trace_error": trace.standard_error.item(),
         }
 
     def report(self) -> Report:
-        """Return one row a look."""
+        """Return one row per measurement."""
         return Report(NAME, self.history)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what was measured."""
+        """Return the history."""
         return {"history": [dict(entry) for entry in self.history]}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self.history = [dict(entry) for entry in state_dict["history"]]
 
 
-def _of_ranks(product: Product, groups: Groups) -> Product:
-    return lambda vectors: mean_of_parts(product(vectors), groups)
+def _over_ranks(product: Product, groups: Groups) -> Product:
+    return lambda vectors: mean_over_ranks(product(vectors), groups)
 
 
 def edge_of(sharpness: float, optimizer: Optimizer) -> dict[str, float]:
-    """Return the sharpness as a share of where plain or heavy-ball descent becomes unstable."""
+    """Return the sharpness relative to the edge of stability; empty for other optimizers."""
     group = optimizer.param_groups[0]
     if not isinstance(optimizer, SGD) or len(optimizer.param_groups) > 1 or group["nesterov"]:
         return {}

@@ -1,71 +1,148 @@
-"""Curvature-preconditioned steps for any optimizer of a Lightning Trainer."""
+"""The callback that divides gradients by an average of the Hessian's diagonal."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_opt.core.arguments import at_least, share
+from lightning_opt.core.arguments import at_least, between, fraction, positive, share
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.sharding import ranks_of_a_step
+from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.gradients.curvature.curved_step import (
+from lightning_opt.gradients.curvature.differentiable_loss import (
     check_parameters,
     check_run,
-    mean_of_parts,
+    mean_over_ranks,
     twice_differentiable_loss,
 )
 from lightning_opt.gradients.curvature.hessian import hessian_product, sample_diagonal
-from lightning_opt.gradients.curvature.preconditioning import DiagonalPreconditioner
 from lightning_opt.gradients.gradient_callback import GradientCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 NAME = "CurvaturePreconditioner"
+TINY, LARGE = 1e-30, 1e30
+
+
+class DiagonalPreconditioner:
+    """Divides gradients by the averaged diagonal, and bounds the result.
+
+    The arguments are those of :class:`CurvaturePreconditioner`. A gradient that is not finite stays
+    so, for a guard or a loss scaler to detect.
+    """
+
+    def __init__(self, beta: float, power: float, damping: float, clip: float | None) -> None:
+        self.beta, self.power = fraction("beta", beta), between("power", power, 0.0, 1.0)
+        self.damping = positive("damping", damping)
+        self.clip = None if clip is None else positive("clip", clip)
+        self._average: dict[str, Tensor] = {}
+        self._mass: dict[str, Tensor] = {}
+        self._factors: dict[str, Tensor] = {}
+
+    @torch.no_grad()
+    def update(self, diagonal: Mapping[str, Tensor]) -> None:
+        """Add an estimate, by parameter name. One that is not finite is ignored, on the device."""
+        estimates = [part.float() for part in diagonal.values()]
+        finite = torch.stack([torch.isfinite(part).all() for part in estimates]).all()
+        for name, new in zip(diagonal, estimates, strict=True):
+            old, mass = self._average_of(name, new)
+            # A weight of zero would still add NaN.
+            self._average[name] = old.lerp(torch.where(finite, new, old), 1.0 - self.beta)
+            self._mass[name] = mass.lerp(torch.where(finite, torch.ones_like(mass), mass),
+                                         1.0 - self.beta)  # fmt: skip
+        self._factors = {}
+
+    @torch.no_grad()
+    def apply(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Scalar = 1.0) -> None:
+        """Precondition ``gradients`` in place; one without an estimate is only bounded.
+
+        Args:
+            names: Parameter names.
+            gradients: Gradients, multiplied by ``scale``.
+            scale: The loss scale.
+        """
+        for name, gradient in zip(names, gradients, strict=True):
+            largest = torch.linalg.vector_norm(gradient, torch.inf)
+            if name not in self._factors:
+                self._factors[name] = self._factor(name, gradient)
+            gradient.mul_(self._factors[name])
+            if self.clip is not None:
+                # Clamping would make infinity finite; 0 * infinity makes the bound NaN.
+                bound = self.clip * scale + 0.0 * largest
+                gradient.clamp_(-bound, bound)
+
+    def average(self) -> dict[str, Tensor]:
+        """Return the average by name, in float32, corrected for its start at zero."""
+        return {
+            name: part / self._mass[name].clamp_min(TINY) for name, part in self._average.items()
+        }
+
+    def _average_of(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
+        """Return average and mass of a parameter on its device; zeros at first."""
+        if name not in self._average:
+            self._average[name] = torch.zeros_like(like, dtype=torch.float32)
+            self._mass[name] = torch.zeros((), device=like.device)
+        return self._average[name].to(like.device), self._mass[name].to(like.device)
+
+    def _factor(self, name: str, like: Tensor) -> Tensor:
+        average, mass = self._average_of(name, like)
+        divisor = (average / mass.clamp_min(TINY)).abs_().pow_(self.power).add_(self.damping)
+        factor = torch.where(mass > 0, divisor.reciprocal_().clamp_max_(LARGE), 1.0)
+        return factor.to(like.dtype)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the averages and their masses."""
+        return {"average": dict(self._average), "mass": dict(self._mass)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the result of :meth:`state_dict`."""
+        self._average, self._mass = dict(state_dict["average"]), dict(state_dict["mass"])
+        self._factors = {}
 
 
 class CurvaturePreconditioner(GradientCallback):
     r"""Divides gradients by an average of the Hessian's diagonal before each optimizer step.
 
     Every ``every_n_steps`` steps the loss of a part of the training batch is differentiated twice,
-    which gives one unbiased estimate of the diagonal (Hutchinson's). Its exponential average
-    :math:`h` preconditions every step:
+    which gives one unbiased estimate of the diagonal (Hutchinson's). The exponential average
+    :math:`h` of the estimates preconditions every step:
 
     .. math:: g \leftarrow \mathrm{clip}\left(g / (|h|^p + d), \pm c\right).
 
     With SGD this is a diagonal Newton step: along each axis the learning rate is a share of the way
-    to the minimum, so steep and flat directions move alike, and the learning rate has to be found
-    anew. Optimizers that divide by the size of the gradient themselves (Adam, AdamW) undo most of
-    it.
+    to the minimum, so steep and flat directions move alike, and the learning rate must be tuned
+    again. Optimizers that divide by the size of the gradient (Adam, AdamW) undo most of it.
 
-    The extra pass leaves random numbers, BatchNorm statistics, metrics and logs as they were. It
-    runs in float32 without autocast or loss scale. Under DDP each rank takes its own batch and
-    signs, and the mean of the estimates is shared once. It keeps two tensors of the size of the
-    parameters, and for the time of the pass the graph of a double backward pass.
+    The extra pass restores random state, BatchNorm statistics, metrics and logs. It runs in float32
+    without autocast or loss scale. Under DDP each rank uses its own batch and signs, and the mean
+    of the estimates is shared once. It needs two tensors of the size of the parameters, and during
+    the pass the graph of a double backward pass.
 
     Logged every ``log_every_n_steps`` steps:
 
     ========================== =================================================================
     ``precondition/curvature`` mean of :math:`|h|` over all elements
     ``precondition/negative``  share of the elements whose :math:`h` is negative
-    ``precondition/clipped``   share of the gradient's elements that are at the bound
+    ``precondition/clipped``   share of the gradient's elements at the bound
     ========================== =================================================================
 
     Args:
-        every_n_steps: Optimizer steps from one estimate to the next, at least 1. The first step has
-            one.
-        beta: Share of the old average that is kept at each estimate, in [0, 1).
+        every_n_steps: Optimizer steps from one estimate to the next, at least 1. The first estimate
+            is at the first step.
+        beta: Decay of the average, in [0, 1).
         power: :math:`p`, in [0, 1]: 1 is a Newton step along each axis, 0.5 half way.
         damping: :math:`d`, above 0.
         clip: :math:`c`, above 0, in units of the parameter for a learning rate of 1; None for no
-            bound. Flat and noisy directions are at it, and so move as in sign descent.
-        fraction: Share of the batch's samples that the estimate takes, above 0 and at most 1.
-        seed: Of the random signs.
+            bound. Flat and noisy directions reach it, and so move as in sign descent.
+        fraction: Share of the batch's samples used for the estimate, above 0 and at most 1.
+        seed: Seed of the random signs.
         log_every_n_steps: Steps from one report to the next, at least 1.
 
     Raises:
@@ -108,29 +185,29 @@ class CurvaturePreconditioner(GradientCallback):
         self._batch: tuple[Any, int] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check what can be checked before the model is wrapped."""
+        """Check strategy, precision and optimisation mode."""
         super().setup(trainer, pl_module, stage)
         if stage == "fit":
             check_run(NAME, trainer, pl_module)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Forget the curvature of another model."""
+        """Reset the average."""
         self._steps, self._latest = 0, {}
         self._preconditioner.load_state_dict({"average": {}, "mass": {}})
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Learn the names of the parameters."""
+        """Check the parameters."""
         super().on_fit_start(trainer, pl_module)
         check_parameters(NAME, pl_module)
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Keep hold of the batch until the optimizer steps."""
+        """Keep the batch until the optimizer steps."""
         self._batch = (batch, batch_idx)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Let go of the batch."""
+        """Drop the batch."""
         self._batch = None
 
     def on_before_optimizer_step(
@@ -139,7 +216,7 @@ class CurvaturePreconditioner(GradientCallback):
         """Precondition the gradients, after an estimate if one is due."""
         _, gradients, scale = self.collect(trainer, optimizer)
         if not gradients.tensors:
-            return  # no loss, or a step that a guard leaves out
+            return  # no loss, or a step that a guard skips
         if self._steps % self.every_n_steps == 0:
             self._estimate(trainer, pl_module)
         self._steps += 1
@@ -152,7 +229,7 @@ class CurvaturePreconditioner(GradientCallback):
     def _estimate(self, trainer: pl.Trainer, module: pl.LightningModule) -> None:
         params = {self.names[p]: p for p in module.parameters() if p.requires_grad}
         assert self._batch is not None
-        # From the step, so that a resumed run draws what an uninterrupted one would have.
+        # Seeded by the step, so that a resumed run draws the same signs.
         number = self._steps // self.every_n_steps
         generator = torch.Generator(module.device).manual_seed(
             (self.seed * 1_000_003 + number) * trainer.world_size + trainer.global_rank
@@ -165,7 +242,7 @@ class CurvaturePreconditioner(GradientCallback):
                 sample = sample_diagonal(product, list(params.values()), generator)
                 del product
             del loss
-        mean = mean_of_parts(sample, ranks_of_a_step(trainer))
+        mean = mean_over_ranks(sample, ranks_of_a_step(trainer))
         self._preconditioner.update(dict(zip(params, mean, strict=True)))
 
     def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:
@@ -181,21 +258,21 @@ class CurvaturePreconditioner(GradientCallback):
         return measured
 
     def report(self) -> Report:
-        """Return steps seen, estimates taken, and what was measured last."""
+        """Return the number of steps and estimates, and the latest logged values."""
         estimates = -(-self._steps // self.every_n_steps)
         row = {"steps": self._steps, "estimates": estimates, **self._latest}
         return Report(NAME, [row])
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Let go of the model."""
+        """Drop references to model and batch."""
         super().release(trainer)
         self._batch = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the steps seen and the average of the curvature."""
+        """Return the number of steps and the averages."""
         return {"steps": self._steps, **self._preconditioner.state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned."""
+        """Restore the result of :meth:`state_dict`."""
         self._steps = int(state_dict["steps"])
         self._preconditioner.load_state_dict(state_dict)

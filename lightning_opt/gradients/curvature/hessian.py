@@ -1,6 +1,6 @@
 """Second derivatives of a loss: products with the Hessian, its diagonal, trace and top eigenvalue.
 
-Nothing here forms the Hessian. All is built on its product with a vector, which costs about two
+The Hessian is never formed. Everything uses its product with vectors, which costs about two
 backward passes (Pearlmutter 1994).
 
 References:
@@ -15,15 +15,15 @@ References:
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Generic, TypeAlias, TypeVar
+from typing import Generic, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from lightning_opt.core.arguments import at_least
-from lightning_opt.gradients.curvature.lanczos import Eigenvalue, largest_eigenvalue
 
 Tensors: TypeAlias = Sequence[Tensor]
 Product: TypeAlias = Callable[[Tensors], list[Tensor]]
@@ -31,15 +31,18 @@ Product: TypeAlias = Callable[[Tensors], list[Tensor]]
 
 Value = TypeVar("Value", Tensor, tuple[Tensor, ...])
 
+TINY = 1e-7
+"""Relative length below which a new Lanczos direction is rounding error."""
+
 
 @dataclass(frozen=True)
 class Estimate(Generic[Value]):
-    """A figure, and how far it may be off.
+    """A random estimate with its standard error.
 
     Attributes:
-        value: A scalar, or one tensor a parameter in its shape.
+        value: A scalar, or one tensor per parameter in its shape.
         standard_error: Of ``value``, in its shape; NaN from a single sample.
-        n_samples: Random vectors used.
+        n_samples: Number of random vectors.
     """
 
     value: Value
@@ -47,20 +50,33 @@ class Estimate(Generic[Value]):
     n_samples: int
 
 
+class Eigenvalue(NamedTuple):
+    """The largest eigenvalue that was found.
+
+    Attributes:
+        value: The eigenvalue; NaN if products are not finite.
+        residual: A true eigenvalue lies within this distance.
+        iterations: Number of products.
+    """
+
+    value: float
+    residual: float
+    iterations: int
+
+
 def hessian_vector_product(loss: Tensor, params: Tensors, vectors: Tensors) -> tuple[Tensor, ...]:
     """Return the product of the loss's Hessian with ``vectors``.
 
     Args:
         loss: A scalar with its graph, computed from ``params``; the graph is kept.
-        params: Tensors that the loss depends on; for one that it does not depend on the product is
-            zero.
+        params: Tensors; the product is zero for one that the loss does not depend on.
         vectors: One for each of ``params``, in its shape.
 
     Returns:
         One tensor for each of ``params``, without a graph.
 
     Raises:
-        ValueError: If shapes differ, or the loss is not a scalar.
+        ValueError: If shapes differ, or the loss is not a real scalar.
 
     Example:
         >>> import torch
@@ -80,8 +96,8 @@ def hessian_diagonal(
 ) -> Estimate[tuple[Tensor, ...]]:
     r"""Return the diagonal of the loss's Hessian, by Hutchinson's estimator.
 
-    It is the mean of :math:`z \odot H z` over random signs :math:`z`: unbiased, with a variance of
-    the squared entries beside the diagonal (Bekas et al. 2007).
+    The mean of :math:`z \odot H z` over random signs :math:`z`: unbiased, with the sum of squared
+    off-diagonal entries as variance (Bekas et al. 2007).
 
     Args:
         loss: A scalar with its graph, computed from ``params``.
@@ -90,10 +106,10 @@ def hessian_diagonal(
         generator: Of the random signs, on the device of ``params``.
 
     Returns:
-        One tensor a parameter, with standard errors.
+        One tensor per parameter, with standard errors.
 
     Raises:
-        ValueError: For ``n_samples`` below 1, or a loss that is no scalar.
+        ValueError: For ``n_samples`` below 1, or a loss that is not a scalar.
 
     Example:
         >>> import torch
@@ -124,7 +140,7 @@ def hessian_trace(
         A 0-dimensional tensor, with its standard error.
 
     Raises:
-        ValueError: For ``n_samples`` below 1, or a loss that is no scalar.
+        ValueError: For ``n_samples`` below 1, or a loss that is not a scalar.
     """
     at_least("n_samples", n_samples, 1)
     return estimate_trace(hessian_product(loss, params), params, n_samples, generator)
@@ -139,19 +155,19 @@ def top_eigenvalue(
 ) -> Eigenvalue:
     """Return the largest eigenvalue of the loss's Hessian, its sharpness, by Lanczos's iteration.
 
-    Three vectors of the size of the parameters are kept. Without orthogonalisation against the
-    earlier ones eigenvalues repeat, but the largest is right (Paige 1980). Each iteration waits for
+    It needs three vectors of the size of the parameters. Without orthogonalisation against earlier
+    vectors eigenvalues repeat, but the largest is correct (Paige 1980). Each iteration waits for
     the device once.
 
     Args:
         loss: A scalar with its graph, computed from ``params``.
         params: Tensors that the loss depends on.
-        max_iterations: Products with the Hessian at most.
-        tolerance: Stop when the eigenvalue is within this share of itself of a true one.
+        max_iterations: Maximum number of products with the Hessian.
+        tolerance: Stop at this relative residual.
         generator: Of the random start, on the device of ``params``.
 
     Raises:
-        ValueError: For ``max_iterations`` below 1, ``tolerance`` below 0, or a loss that is no
+        ValueError: For ``max_iterations`` below 1, ``tolerance`` below 0, or a loss that is not a
             scalar.
 
     Example:
@@ -166,11 +182,11 @@ def top_eigenvalue(
 
 
 def hessian_product(loss: Tensor, params: Tensors) -> Product:
-    """Return what multiplies the Hessian with vectors, from one graph, as often as wanted.
+    """Return a function that multiplies the Hessian with vectors, reusing one graph.
 
     Raises:
         ValueError: If the loss is not a real scalar.
-        RuntimeError: If a function in it can be differentiated only once.
+        RuntimeError: If a function in the graph has no second derivative.
     """
     if loss.ndim or loss.is_complex():
         raise ValueError(
@@ -180,19 +196,19 @@ def hessian_product(loss: Tensor, params: Tensors) -> Product:
     gradients = torch.autograd.grad(loss, list(params), create_graph=True, allow_unused=True)
     _check_differentiable(gradients)
     # A gradient without a graph is a constant: its row of the Hessian is zero.
-    curved = [
-        (place, gradient)
+    curved = {
+        place: gradient
         for place, gradient in enumerate(gradients)
         if gradient is not None and gradient.requires_grad
-    ]
+    }
 
     def product(vectors: Tensors) -> list[Tensor]:
         if not curved:
             return [torch.zeros_like(parameter) for parameter in params]
         products = torch.autograd.grad(
-            [gradient for _, gradient in curved],
+            list(curved.values()),
             list(params),
-            [vectors[place] for place, _ in curved],
+            [vectors[place] for place in curved],
             retain_graph=True,
             allow_unused=True,
         )
@@ -207,7 +223,7 @@ def hessian_product(loss: Tensor, params: Tensors) -> Product:
 def sample_diagonal(
     product: Product, params: Tensors, generator: torch.Generator | None = None
 ) -> list[Tensor]:
-    """Return one random estimate of the Hessian's diagonal."""
+    """Draw one estimate of the Hessian's diagonal."""
     signs = [random_signs(parameter, generator) for parameter in params]
     return [own * part for own, part in zip(signs, product(signs), strict=True)]
 
@@ -215,7 +231,7 @@ def sample_diagonal(
 def estimate_trace(
     product: Product, params: Tensors, n_samples: int, generator: torch.Generator | None = None
 ) -> Estimate[Tensor]:
-    """Return the trace, estimated from products with the Hessian."""
+    """Estimate the trace from products with the Hessian."""
 
     def draw() -> list[Tensor]:
         parts = sample_diagonal(product, params, generator)
@@ -225,9 +241,79 @@ def estimate_trace(
     return Estimate(average.value[0], average.standard_error[0], n_samples)
 
 
+def largest_eigenvalue(
+    product: Product,
+    like: Tensors,
+    max_iterations: int = 30,
+    tolerance: float = 1e-3,
+    generator: torch.Generator | None = None,
+) -> Eigenvalue:
+    """Run Lanczos's iteration with vectors shaped as ``like``, from a random start.
+
+    Waits for the device once per iteration, to stop early.
+
+    Args:
+        product: Multiplies the matrix with a vector, given as a list of tensors.
+        like: Tensors of the vector's shapes, types and devices.
+        max_iterations: Maximum number of products.
+        tolerance: Stop at this relative residual.
+        generator: Of the random start, on the device of ``like``.
+
+    Raises:
+        ValueError: For ``max_iterations`` below 1 or ``tolerance`` below 0.
+    """
+    at_least("max_iterations", max_iterations, 1)
+    if not tolerance >= 0:
+        raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
+    sizes = [part.numel() for part in like]
+
+    def multiply(vector: Tensor) -> Tensor:
+        parts = [own.view_as(part) for own, part in zip(vector.split(sizes), like, strict=True)]
+        return torch.cat([part.flatten() for part in product(parts)])
+
+    drawn = (
+        torch.randn(part.numel(), generator=generator, device=part.device, dtype=part.dtype)
+        for part in like
+    )
+    current = torch.cat(list(drawn))
+    current /= torch.linalg.vector_norm(current, dtype=torch.float64)
+    before = torch.zeros_like(current)
+    length = current.new_zeros((), dtype=torch.float64)
+    diagonal: list[float] = []
+    beside: list[float] = [0.0]
+    best = Eigenvalue(math.nan, math.inf, 0)
+    for iteration in range(1, max_iterations + 1):
+        following = multiply(current).addcmul_(before, length, value=-1)
+        along = (following * current).sum(dtype=torch.float64)
+        following.addcmul_(current, along, value=-1)
+        length = torch.linalg.vector_norm(following, dtype=torch.float64)
+        # The only wait of an iteration.
+        center, beyond = torch.stack([along, length]).tolist()
+        diagonal.append(center)
+        if not math.isfinite(center) or not math.isfinite(beyond):
+            return Eigenvalue(math.nan, math.inf, iteration)
+        value, last = _top_of_tridiagonal(diagonal, beside[1:])
+        best = Eigenvalue(value, abs(beyond * last), iteration)
+        scale = max(map(abs, (*diagonal, *beside)))
+        # The start may lie in an invariant subspace, where values are exact.
+        exact = beyond <= TINY * scale or iteration == len(current)
+        if exact or best.residual <= tolerance * abs(value):
+            return best
+        before, current = current, following / length
+        beside.append(beyond)
+    return best
+
+
+def _top_of_tridiagonal(diagonal: list[float], beside: list[float]) -> tuple[float, float]:
+    """Return the largest eigenvalue, and the last entry of its eigenvector."""
+    middle, edge = (torch.tensor(part, dtype=torch.float64) for part in (diagonal, beside))
+    values, vectors = torch.linalg.eigh(torch.diag(middle) + torch.diag(edge, -1))  # lower half
+    return float(values[-1]), float(vectors[-1, -1])
+
+
 def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Return -1 or 1, each as probable, in the shape of ``like``."""
-    # A bit an element: drawing a number for each would take as long as a backward pass.
+    """Draw -1 or 1 with equal probability, in the shape of ``like``."""
+    # One bit per element: one number per element takes as long as a backward pass.
     drawn = torch.randint(
         0, 256, (like.numel() // 8 + 1, 1), generator=generator, device=like.device,
         dtype=torch.uint8,
@@ -238,10 +324,9 @@ def random_signs(like: Tensor, generator: torch.Generator | None) -> Tensor:
 
 
 def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
-    """Find functions that may be differentiated once only.
+    """Raise if a function in the graph is marked ``once_differentiable``.
 
-    Their node raises when it is reached, but leads nowhere, so that ``torch.autograd.grad`` leaves
-    it out and the second derivative lacks a part in silence.
+    Its node has no successors, so ``torch.autograd.grad`` would silently omit its part.
     """
     waiting = [g.grad_fn for g in gradients if g is not None and g.grad_fn is not None]
     seen = set(waiting)
@@ -259,7 +344,7 @@ def _check_differentiable(gradients: Sequence[Tensor | None]) -> None:
 
 
 def _average(draw: Callable[[], list[Tensor]], n_samples: int) -> Estimate[tuple[Tensor, ...]]:
-    """Return the mean of tensors that are drawn one after another, and its error (Welford 1962)."""
+    """Return mean and standard error of several draws (Welford 1962)."""
     means = draw()
     squares = [torch.zeros_like(mean) for mean in means]
     for count in range(2, n_samples + 1):

@@ -1,4 +1,4 @@
-"""CurvatureMonitor against autograd's own Hessian."""
+"""CurvatureMonitor compared with autograd's Hessian."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import torch
 
 import lightning_opt as lo
 from lightning_opt.gradients.curvature.curvature_monitor import edge_of
-from tests.gradients.curvature.test_curvature_preconditioner import Fussy, hessian_of
+from tests.gradients.curvature.test_curvature_preconditioner import Stateful, hessian_of
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -21,7 +21,7 @@ def monitor(**settings: Any) -> lo.CurvatureMonitor:
 
 
 def hessians(every: int = 3, batches: int = 12) -> list[torch.Tensor]:
-    """Return the Hessian before each ``every``-th step of a plain loop."""
+    """Return the Hessian before each ``every``-th step of a manual loop."""
     model, found = SmallNet(lr=LR).double(), []
     optimizer = torch.optim.SGD(model.parameters(), lr=LR)
     for number, (x, y) in enumerate(loader_of(batches)):
@@ -45,7 +45,7 @@ def check(history: list[dict[str, float]]) -> None:
         assert entry["edge"] == pytest.approx(top * LR / 2, rel=1e-3)
 
 
-def test_it_measures_the_hessian_of_the_loss():
+def test_measurements_match_the_hessian():
     logger, callback = MemoryLogger(), monitor()
     quiet_trainer(callbacks=[callback], logger=logger).fit(SmallNet(lr=LR), loader_of(12))
     check(callback.history)
@@ -54,7 +54,7 @@ def test_it_measures_the_hessian_of_the_loss():
     assert callback.report().rows == callback.history
 
 
-def look_on_ranks() -> list[dict[str, float]]:
+def measure_on_ranks() -> list[dict[str, float]]:
     callback = monitor()
     trainer = quiet_trainer(callbacks=[callback], devices=2, strategy="ddp")
     trainer.fit(SmallNet(lr=LR), loader_of(12))
@@ -63,23 +63,23 @@ def look_on_ranks() -> list[dict[str, float]]:
 
 @pytest.mark.distributed
 @pytest.mark.slow
-def test_two_ranks_measure_the_hessian_of_both():
-    ours, theirs = launch(look_on_ranks)
+def test_two_ranks_measure_their_joint_hessian():
+    ours, theirs = launch(measure_on_ranks)
     assert ours == theirs
     check(ours)
 
 
-def test_it_changes_nothing():
+def test_measurements_have_no_side_effects():
     models = []
     for callbacks in ([], [monitor(every_n_steps=1, fraction=0.5, n_samples=2)]):
         torch.manual_seed(0)
-        models.append(Fussy())
+        models.append(Stateful())
         quiet_trainer(callbacks=callbacks).fit(models[-1], loader_of(12))
     assert_same_weights(models[1], models[0])
     assert models[1].calls == 12
 
 
-def test_one_look_a_step_under_accumulation():
+def test_one_measurement_per_step_under_accumulation():
     callback = monitor(every_n_steps=2, n_samples=2)
     trainer = quiet_trainer(callbacks=[callback], accumulate_grad_batches=3)
     trainer.fit(SmallNet(lr=LR), loader_of(12))
@@ -94,8 +94,7 @@ def test_one_look_a_step_under_accumulation():
         ({"momentum": 0.9, "dampening": 0.5}, 2 * 1.9 / 0.5),
     ],
 )
-def test_the_edge_is_where_descent_on_a_parabola_turns_unstable(settings, factor):
-    """Just below it the iterates shrink, just above they grow."""
+def test_descent_on_a_parabola_diverges_above_the_edge(settings, factor):
     lr, ends = 0.1, []
     for share in (0.99, 1.01):
         x = torch.ones((), dtype=torch.float64, requires_grad=True)
@@ -111,7 +110,7 @@ def test_the_edge_is_where_descent_on_a_parabola_turns_unstable(settings, factor
     assert ends[1] > 1e3
 
 
-def test_no_edge_for_an_adaptive_optimizer():
+def test_adaptive_optimizer_has_no_edge():
     callback = monitor(n_samples=2)
     quiet_trainer(callbacks=[callback]).fit(SmallNet("Adam", lr=LR), loader_of(4))
     assert "edge" not in callback.history[0]
@@ -120,12 +119,12 @@ def test_no_edge_for_an_adaptive_optimizer():
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"n_samples": 1}, "n_samples must be a whole number of at least 2, got 1"),
-        ({"fraction": 1.5}, "fraction must be above 0 and at most 1, got 1.5"),
-        ({"tolerance": 0.0}, "tolerance must be a finite number above 0, got 0.0"),
-        ({"max_iterations": 0}, "max_iterations must be a whole number of at least 1, got 0"),
+        ({"n_samples": 1}, "n_samples must be"),
+        ({"fraction": 1.5}, "fraction must be"),
+        ({"tolerance": 0.0}, "tolerance must be"),
+        ({"max_iterations": 0}, "max_iterations must be"),
     ],
 )
-def test_settings_out_of_range(settings, message):
+def test_invalid_argument_raises(settings, message):
     with pytest.raises(ValueError, match=message):
         lo.CurvatureMonitor(**settings)

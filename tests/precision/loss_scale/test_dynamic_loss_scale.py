@@ -87,10 +87,14 @@ def data(steps: int) -> TensorDataset:
 
 
 class Scales(Callback):
-    """Records the scale after each step."""
+    """Records the scale at the start and after each step."""
 
     def __init__(self) -> None:
         self.seen: list[float] = []
+        self.start = 0.0
+
+    def on_train_start(self, trainer, pl_module):
+        self.start = trainer.precision_plugin.scaler.get_scale()
 
     def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
         self.seen.append(trainer.precision_plugin.scaler.get_scale())
@@ -298,7 +302,7 @@ def test_new_settings_replace_those_of_the_checkpoint(tmp_path):
     trainer = quiet_trainer(plugins=[plugin], callbacks=[scales := Scales()], max_epochs=2)
     trainer.fit(Net(4), ckpt_path=file, weights_only=True)
     assert plugin.scaler.get_growth_interval() == 200
-    assert scales.seen == [4096.0] * 4
+    assert [scales.start, *scales.seen] == [4096.0] * 5
 
 
 def test_checkpoints_are_compatible_with_the_plugin_of_lightning(tmp_path):

@@ -1,4 +1,4 @@
-"""The training loss once more, so that it can be differentiated twice, without a trace."""
+"""Compute the training loss again, twice differentiable and without side effects."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Refuse runs in which second derivatives of the loss cannot be had. Call it in ``setup``.
+    """Raise for runs without second derivatives of the loss. Call it in ``setup``.
 
     Raises:
         ValueError: For sharded parameters, manual optimisation and half precision without fp32
@@ -48,7 +48,7 @@ def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> No
 
 
 def check_parameters(owner: str, module: nn.Module) -> None:
-    """Refuse models whose gradients are no dense real tensors. Call it in ``on_fit_start``.
+    """Raise for models whose gradients are not dense and real. Call it in ``on_fit_start``.
 
     Raises:
         ValueError: For complex parameters and for embeddings with sparse gradients.
@@ -76,23 +76,22 @@ def twice_differentiable_loss(
     batch_idx: int,
     fraction: float,
 ) -> Iterator[Tensor | None]:
-    """Give the loss of a part of the batch with its graph; all is put back at the end.
+    """Yield the loss of a part of the batch with its graph, and restore all state afterwards.
 
-    It is computed in the type of the weights without autocast, past DDP, eagerly where modules are
-    compiled, and with attention that has a second derivative. None where ``training_step`` returns
-    none.
+    It is computed without autocast, DDP and compilation, and with an attention kernel that has a
+    second derivative. It is None if ``training_step`` returns None.
 
     Args:
-        owner: Who asks, for the warning and the error.
+        owner: Name of the callback, for the warning and the error.
         trainer: The Trainer.
         module: Its module.
-        batch: On the module's device.
+        batch: The batch, on the module's device.
         batch_idx: Its index.
-        fraction: Share of the samples to take, the first ones; at least one is taken. Of a batch
-            that cannot be cut, such as a graph, the whole is taken, with a warning.
+        fraction: Share of the samples to use, the first ones, at least one. A batch that cannot be
+            split, such as a graph, is used whole, with a warning.
 
     Raises:
-        RuntimeError: Where the loss cannot be differentiated twice within the context.
+        RuntimeError: If the loss cannot be differentiated twice inside the context.
     """
     if fraction < 1:
         try:
@@ -100,14 +99,14 @@ def twice_differentiable_loss(
             batch, _ = split_into(batch, parts)[0]
         except UnsplittableBatchError:
             rank_zero_warn(
-                f"{owner} takes whole batches: those of type {type(batch).__name__} cannot be cut "
-                "into samples. Give fraction=1.0 to say that you know."
+                f"{owner} uses whole batches: those of type {type(batch).__name__} cannot be split "
+                "into samples. Set fraction=1.0 to silence this warning."
             )
     with ExitStack() as stack:
         stack.enter_context(without_side_effects(trainer, module))
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # the fast kernels have no second one
-        stack.enter_context(run_eagerly())  # graphs have no second order
+        stack.enter_context(sdpa_kernel(SDPBackend.MATH))  # other kernels have no second derivative
+        stack.enter_context(run_eagerly())  # compiled graphs have no second derivative
         no_autocast = torch.autocast(module.device.type, enabled=False)
         with replaced(trainer.precision_plugin, train_step_context=lambda: no_autocast):
             loss = loss_of(trainer, module, batch, batch_idx)
@@ -116,15 +115,15 @@ def twice_differentiable_loss(
         except (RuntimeError, NotImplementedError) as error:
             raise RuntimeError(
                 f"{owner} could not differentiate the loss twice: {error} Replace the operator by "
-                "one with a second derivative (a fused or custom kernel often has none), or leave "
-                "the callback out."
+                "one with a second derivative (a fused or custom kernel often has none), or remove "
+                "the callback."
             ) from error
 
 
-def mean_of_parts(parts: list[Tensor], groups: Groups) -> list[Tensor]:
-    """Return the mean over a group of processes, by one all-reduce."""
+def mean_over_ranks(parts: list[Tensor], groups: Groups) -> list[Tensor]:
+    """Return the mean of each tensor over ranks, by one all-reduce."""
     if not groups:
-        return parts  # without the copy
+        return parts
     flat = sum_over(torch.cat([part.float().flatten() for part in parts]), groups)
     flat /= dist.get_world_size(groups[0])
     own = flat.split([part.numel() for part in parts])
