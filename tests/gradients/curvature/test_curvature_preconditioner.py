@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader
 import lightning_opt as lo
 from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
 from lightning_opt.gradients.curvature.hessian import random_signs
+from tests.gradients.curvature.test_hessian import Once
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -48,14 +49,12 @@ def flat(parts) -> Tensor:
     return torch.cat([part.flatten() for part in parts])
 
 
-def manual_loop(
-    world: int = 1, rows: float = 1.0, accumulate: int = 1, batches: int = 12
-) -> SmallNet:
+def manual_loop(world: int = 1, rows: float = 1.0, accumulate: int = 1) -> SmallNet:
     """Train in float64, as ``world`` ranks that divide the rows of each batch."""
     model = SmallNet(lr=LR).double()
     net, params = model.layer, list(model.parameters())
     average, mass, step = torch.zeros(flat(params).numel(), dtype=torch.float64), 0.0, 0
-    for number, (x, y) in enumerate(loader_of(batches)):
+    for number, (x, y) in enumerate(loader_of(12)):
         x, y = x.double(), y.double()
         mse_loss(net(x), y).div(accumulate).backward()
         if (number + 1) % accumulate:
@@ -151,11 +150,8 @@ def test_estimates_have_no_side_effects(precision):
     for callbacks in ([], [neutral]):
         torch.manual_seed(0)
         loggers.append(MemoryLogger())
-        models.append(
-            fit(
-                Stateful(), *callbacks, logger=loggers[-1], precision=precision, log_every_n_steps=1
-            )
-        )
+        settings = {"logger": loggers[-1], "precision": precision, "log_every_n_steps": 1}
+        models.append(fit(Stateful(), *callbacks, **settings))
     assert_same_weights(models[1], models[0])
     assert models[1].calls == models[0].calls == 12
     assert loggers[1].series("calls_step") == loggers[0].series("calls_step")
@@ -206,6 +202,15 @@ def test_compiled_module_gives_the_same_steps():
     fit(model, preconditioner())
     assert_same_weights(model, fit(SmallNet(lr=LR), preconditioner()), atol=1e-5)
     torch.compiler.reset()
+
+
+def test_operator_without_second_derivative_raises():
+    class Cut(SmallNet):
+        def forward(self, x: Tensor) -> Tensor:
+            return Once.apply(self.layer(x))  # type: ignore[no-any-return]
+
+    with pytest.raises(RuntimeError, match=r"could not differentiate the loss twice.*once_differ"):
+        fit(Cut(), preconditioner())
 
 
 def test_steps_without_a_loss_do_not_count():
@@ -303,16 +308,18 @@ class Manual(SmallNet):
     [
         (Manual, {}, "does not work with manual optimisation"),
         (SmallNet, {"precision": "bf16-true"}, "needs weights in float32"),
-        (SmallNet, {"strategy": ModelParallelStrategy()}, "does not work with ModelParallelStr"),
         (lambda: SmallNet("LBFGS"), {}, "LBFGS"),
     ],
 )
 def test_unsupported_runs_raise(make, settings, message):
-    trainer, model, callback = quiet_trainer(**settings), make(), preconditioner()
-    with pytest.raises(ValueError, match=message):  # before any process is started
-        callback.setup(trainer, model, "fit")
-        trainer.callbacks.append(callback)
-        trainer.fit(model, loader_of(2))
+    with pytest.raises(ValueError, match=message):
+        quiet_trainer(callbacks=[preconditioner()], **settings).fit(make(), loader_of(2))
+
+
+def test_sharded_parameters_raise_in_setup():
+    trainer = quiet_trainer(strategy=ModelParallelStrategy())
+    with pytest.raises(ValueError, match="does not work with ModelParallelStrategy"):
+        preconditioner().setup(trainer, SmallNet(), "fit")
 
 
 def test_batch_that_cannot_be_split_is_used_whole():
