@@ -1,13 +1,14 @@
 """Step time of compressed DDP over slow networks, as a ratio to plain DDP.
 
 Claim: over 1 Gbit/s and slower, sending 1% of the gradient's elements with error feedback, or all
-of them in 8 or 4 bits, takes a fraction of the time of an uncompressed step; `ddp_compressed` finds
-out by itself, and costs next to nothing where there is nothing to win.
+of them in 8 or 4 bits, takes a fraction of the time of an uncompressed step. `ddp_compressed`
+chooses the right one, and costs almost nothing on a fast network.
 
-Real processes, one a network namespace, joined by a bridge in a namespace of its own; `tc tbf`
-limits what each may send and receive. Nothing outside these namespaces is touched, and they are
-removed at the end, come what may. That needs root, `ip` and `tc`; elsewhere the script says so and
-ends. Model: eight linear layers of 1024 x 1024 (33.6 MB of float32), batch 64, SGD.
+Each process has its own network namespace; a bridge in another namespace joins them, and `tc tbf`
+limits the rates. Nothing outside these namespaces is changed, and they are always removed at the
+end. That needs root, `ip` and `tc`; elsewhere the script prints that and ends.
+
+Model: eight linear layers of 1024 x 1024 (33.6 MB of float32), batch 64, SGD.
 """
 
 from __future__ import annotations
@@ -48,21 +49,21 @@ NETWORKS: dict[str, tuple[str, str] | None] = {
 """Rate and burst for `tc tbf`."""
 
 INTERFACE = "eth0"
-"""What the only interface of a rank is called."""
+"""Name of a rank's only interface."""
 
 LEFT_OUT = 5
-LEFT_OUT_OF_AUTO = 22
-"""Steps that do not count; of `ddp_compressed`, until it has chosen and seen whether that pays."""
+LEFT_OUT_OF_AUTO = 42
+"""Steps that do not count; of `ddp_compressed`, until it has chosen."""
 
 SECONDS = 80.0
-"""How long to go on with further rounds on one network."""
+"""After this time, no further round starts on one network."""
 
 
 AUTO, TOPK = "ddp_compressed", "ddp_topk 1%"
 
 
 class SilentDDP(DDPStrategy):
-    """Exchanges nothing: what the step takes without a network."""
+    """Exchanges nothing, for the time of a step without a network."""
 
     def _register_ddp_hooks(self) -> None:
         self.model.register_comm_hook(None, _keep)  # type: ignore[union-attr]
@@ -75,7 +76,7 @@ def _keep(state, bucket):  # type: ignore[no-untyped-def]
 
 
 def candidates() -> dict[str, Any]:
-    """Return the strategies by name; the first is what the others are compared with."""
+    """Return the strategies by name; the first is the baseline."""
     compressed = partial(lo.CompressedDDPStrategy, warmup_steps=2, ramp_steps=0)
     return {
         "dense": lambda: "ddp",
@@ -110,7 +111,7 @@ class Network(L.LightningModule):
 
 
 class Stopwatch(L.Callback):
-    """Notes when each step ended, and what this rank had sent by then."""
+    """Records the end of each step, and the bytes sent by then."""
 
     def __init__(self) -> None:
         self.times: list[float] = []
@@ -122,7 +123,7 @@ class Stopwatch(L.Callback):
 
 
 def sent_bytes() -> int:
-    """Return the bytes that have left this network namespace, headers and all."""
+    """Return the bytes sent from this network namespace, with headers."""
     for line in Path("/proc/net/dev").read_text().splitlines():
         name, _, counts = line.partition(":")
         if name.strip() == INTERFACE:
@@ -206,7 +207,7 @@ def time_candidate(
 
 
 class Chosen(L.Callback):
-    """Keeps what a strategy says of its choice."""
+    """Stores the note of the strategy's choice."""
 
     def __init__(self) -> None:
         self.text: str | None = None
@@ -227,7 +228,7 @@ def _run(*command: str) -> None:
 
 @contextlib.contextmanager
 def namespaces(ranks: int, limit: tuple[str, str] | None) -> Iterator[list[str]]:
-    """Make one network namespace a rank, joined by a bridge in a further one; remove them after.
+    """Create one network namespace per rank, joined by a bridge in another; remove them after.
 
     Every command names one of these namespaces, so no interface outside them can be touched.
 

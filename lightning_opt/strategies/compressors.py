@@ -1,8 +1,8 @@
-"""Compressors: from a flat gradient to a message of few bytes, and back.
+"""Compressors encode a flat gradient as a short message, and decode it.
 
 A :class:`Compressor` is a description that can be written in a YAML file and pickled. Its
-:meth:`~Compressor.codec` is what compresses one bucket, step after step, with buffers of its own.
-Neither knows of process groups.
+:meth:`~Compressor.codec` compresses one bucket, step after step, with its own buffers. Neither uses
+process groups.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from torch.nn import functional
 from lightning_opt.core.arguments import at_least, one_of, positive, share
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
-from lightning_opt.strategies.chunks import chunks_of
 from lightning_opt.strategies.packing import (
-    QuantizedLayout,
+    Layout,
     SparseLayout,
+    chunks_of,
     quantize_rows,
     write_count,
 )
-from lightning_opt.strategies.selection import Selector, largest_places
+from lightning_opt.strategies.selection import Selector, largest_indices
 
 
 class Codec(ABC):
@@ -33,13 +33,12 @@ class Codec(ABC):
 
     Args:
         nbytes: Length of a message.
-        device: Where the tensor and its messages lie.
+        device: The device of the tensor and its messages.
 
     Attributes:
-        message: The latest message, ``uint8`` of length ``nbytes``; whoever puts a longer one in
-            its place gets the message at its beginning.
-        bound: What was learned and a resumed run should know, on a device a tensor; None for
-            nothing.
+        message: The latest message, ``uint8`` of length ``nbytes``. It may be replaced by a longer
+            buffer; messages are then written to its beginning.
+        bound: The learned threshold, which checkpoints keep: a tensor on a device; None without.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -49,26 +48,26 @@ class Codec(ABC):
 
     @abstractmethod
     def compress(self, flat: Tensor) -> None:
-        """Write the message of a tensor, and leave in it what the message fails to carry.
+        """Write the message of a tensor, and replace the tensor by its unsent rest.
 
-        With ``decompress_add(message, flat)`` it is whole again. On a device nothing is read.
+        ``decompress_add(message, flat)`` restores the tensor. On a device nothing is read.
 
         Args:
-            flat: One-dimensional, float32 or float64; changed in place. Finite, or on a device
-                also garbage that makes a message of garbage.
+            flat: One-dimensional, float32 or float64; changed in place. On a CPU it must be finite;
+                on a device, the message of a non-finite tensor is not used.
         """
 
     @abstractmethod
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
-        """Add ``alpha`` times what a message carries to ``out``, in place."""
+        """Add ``alpha`` times the values of a message to ``out``, in place."""
 
 
 class Compressor(ABC):
     """Describes how gradients are compressed.
 
     Attributes:
-        late: Whether most elements wait for many steps until they are sent. What enters the
-            residual is then clipped, and not what is sent.
+        late: Whether most elements wait for many steps before they are sent. Clipping then acts on
+            gradients before they enter the residual.
     """
 
     late = False
@@ -87,11 +86,11 @@ class TopK(Compressor):
 
     Args:
         ratio: Share of a bucket's elements to send, above 0 and at most 1.
-        k: Number of elements to send of each bucket, instead of a ratio.
+        k: Number of elements to send per bucket, instead of a ratio.
 
     Raises:
-        ValueError: For a ratio outside (0, 1] or a ``k`` below 1; from :meth:`codec` for a ``k``
-            above the bucket.
+        ValueError: For a ratio outside (0, 1] or a ``k`` below 1; from :meth:`codec` if ``k``
+            exceeds the bucket's elements.
 
     References:
         Aji and Heafield (2017), *Sparse Communication for Distributed Gradient Descent*.
@@ -104,13 +103,13 @@ class TopK(Compressor):
         self.k = None if k is None else at_least("k", k, 1)
 
     def capacity(self, numel: int) -> int:
-        """Return how many of ``numel`` elements are sent."""
+        """Return the number of elements to send out of ``numel``."""
         if self.k is None:
             return max(round(self.ratio * numel), 1)
         if self.k > numel:
             raise ValueError(
-                f"TopK(k={self.k}) asks for more elements than a bucket of {numel} has. Use a "
-                "ratio, which fits buckets of every size."
+                f"TopK(k={self.k}) exceeds the elements of a bucket of {numel}. Use a ratio, which "
+                "fits buckets of every size."
             )
         return self.k
 
@@ -120,16 +119,16 @@ class TopK(Compressor):
 
 
 class Threshold(Compressor):
-    """Sends the elements whose magnitude reaches a bound, so that quiet layers send little.
+    """Sends the elements whose magnitude reaches a threshold; layers with small gradients send few.
 
-    A hard threshold minimises the total error of a whole run, where Top-K minimises that of each
-    step. If more elements reach the bound than a message can carry, the largest are sent.
+    A hard threshold minimizes the total error of a whole run, while Top-K minimizes the error of
+    each step. If more elements reach the threshold than a message can hold, the largest are sent.
 
     Args:
-        value: The bound on a gradient summed with its residual; ``"auto"`` takes the magnitude that
-            1% of the bucket's elements reach at the first compressed step, and keeps it.
-        max_ratio: Share of a bucket's elements that a message can carry. Messages have the length
-            for that many, since ranks with shorter ones would first have to tell each other.
+        value: The threshold for the sum of gradient and residual. ``"auto"`` takes the magnitude
+            that 1% of the bucket's elements reach at the first compressed step, and keeps it.
+        max_ratio: Maximum share of a bucket's elements in a message. All messages have the length
+            for that many, because variable lengths would need another exchange.
 
     Raises:
         ValueError: For a value that is not above 0, or a ratio outside (0, 1].
@@ -170,14 +169,14 @@ class Quantize(Compressor):
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
-        return QuantizedCodec(QuantizedLayout(numel, self.bits, self.block), device)
+        return QuantizedCodec(numel, self.bits, self.block, device)
 
 
 class PowerSGD(Compressor):
-    """Sends low-rank factors of each matrix. Its exchange is torch's, so that it has no codec.
+    """Sends low-rank factors of each matrix. torch exchanges them, so there is no codec.
 
     Args:
-        rank: Of the factors.
+        rank: Rank of the factors.
 
     Raises:
         ValueError: For a rank below 1.
@@ -191,8 +190,8 @@ class PowerSGD(Compressor):
         self.rank = at_least("rank", rank, 1)
 
     def codec(self, numel: int, device: torch.device) -> Codec:
-        """Raise an error: there is none."""
-        raise NotImplementedError("PowerSGD works on matrices, and exchanges them by itself.")
+        """Raise NotImplementedError: there is no codec."""
+        raise NotImplementedError("PowerSGD has no codec: torch exchanges its factors.")
 
 
 class SparseCodec(Codec):
@@ -206,17 +205,17 @@ class SparseCodec(Codec):
     def _select(self, flat: Tensor) -> tuple[Tensor, Tensor]:
         if reads_are_free(flat.device):
             return self._selector.top(flat, self.layout.capacity)
-        indices = largest_places(flat, self.layout.capacity)
+        indices = largest_indices(flat, self.layout.capacity)
         return indices, flat.index_select(0, indices)
 
     def compress(self, flat: Tensor) -> None:
-        """Write the message of a tensor, and leave in it what the message fails to carry."""
+        """Write the message of a tensor, and replace the tensor by its unsent rest."""
         indices, values = self._select(flat)
         sent = self.layout.write(self.message, indices, values)
         flat.index_add_(0, indices, sent.to(flat.dtype), alpha=-1)
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
-        """Add ``alpha`` times what a message carries to ``out``, in place."""
+        """Add ``alpha`` times the values of a message to ``out``, in place."""
         indices, values = self.layout.read(message, alpha)
         out.index_add_(0, indices, values.to(out.dtype))
 
@@ -225,8 +224,8 @@ class ThresholdCodec(SparseCodec):
     """The codec of :class:`Threshold`.
 
     Args:
-        layout: How messages are packed.
-        device: Where the tensor lies.
+        layout: Layout of messages.
+        device: The tensor's device.
         value: The threshold; None to learn it.
     """
 
@@ -256,7 +255,7 @@ class ThresholdCodec(SparseCodec):
             indices, values = self._selector.at_least(flat, bound)
             if len(indices) <= capacity:
                 return indices, values
-        # More elements reach the bound than fit: the largest, until the bound is the higher again.
+        # More elements reach the bound than fit: send the largest until fewer reach it again.
         indices, values = self._selector.top(flat, capacity)
         above = values.abs() >= bound
         self._crowded = bool(above.all())  # on a CPU
@@ -264,30 +263,41 @@ class ThresholdCodec(SparseCodec):
 
 
 class QuantizedCodec(Codec):
-    """The codec of :class:`Quantize`."""
+    """The codec of :class:`Quantize`.
 
-    def __init__(self, layout: QuantizedLayout, device: torch.device) -> None:
-        super().__init__(layout.nbytes, device)
-        self.layout = layout
+    Args:
+        numel: Elements of the tensor.
+        bits: 8 or 4.
+        block: Elements that share a scale; even.
+        device: The tensor's device.
+    """
 
-    def _blocks(self, flat: Tensor) -> Iterator[tuple[Tensor, slice]]:
-        """Yield pieces of a tensor that end where a block does, and the blocks of each."""
-        block = self.layout.block
+    def __init__(self, numel: int, bits: int, block: int, device: torch.device) -> None:
+        self._numel, self._bits, self._block = numel, bits, block
+        self._levels, code = (127, torch.int8) if bits == 8 else (7, torch.uint8)
+        blocks = -(-numel // block)  # the last block is sent whole
+        # One float32 scale and one row of codes per block; of 4 bits, two codes share a byte.
+        self._layout = Layout((torch.float32, (blocks,)), (code, (blocks, block * bits // 8)))
+        super().__init__(self._layout.nbytes, device)
+
+    def _pieces(self, flat: Tensor) -> Iterator[tuple[Tensor, slice]]:
+        """Yield pieces of a tensor that end at the end of a block, and the blocks of each."""
+        block = self._block
         for chunk in chunks_of(flat, block):
             yield flat[chunk], slice(chunk.start // block, -(-chunk.stop // block))
 
     def compress(self, flat: Tensor) -> None:
-        """Write the message of a tensor, and leave in it what the message fails to carry."""
-        block = self.layout.block
-        write_count(self.message, self.layout.numel)
-        scales, codes = self.layout.sections(self.message)
-        for piece, part in self._blocks(flat):
+        """Write the message of a tensor, and replace the tensor by its unsent rest."""
+        block = self._block
+        write_count(self.message, self._numel)
+        scales, codes = self._layout.sections(self.message)
+        for piece, part in self._pieces(flat):
             rows = piece.float()
             if len(rows) % block:
                 rows = functional.pad(rows, (0, -len(rows) % block))
-            coded, scale = quantize_rows(rows.view(-1, block), self.layout.levels)
+            coded, scale = quantize_rows(rows.view(-1, block), self._levels)
             scales[part].copy_(scale)
-            if self.layout.bits == 4:
+            if self._bits == 4:
                 # 16 * high + low, both moved from [-7, 7] to [1, 15]
                 low, high = coded[:, : block // 2], coded[:, block // 2 :]
                 codes[part].copy_(low.add(high, alpha=16).add_(136))
@@ -296,15 +306,15 @@ class QuantizedCodec(Codec):
             piece.sub_(coded.mul_(scale.unsqueeze(1)).view(-1)[: len(piece)])
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
-        """Add ``alpha`` times what a message carries to ``out``, in place.
+        """Add ``alpha`` times the values of a message to ``out``, in place.
 
-        ``out`` may be shorter than the message tells of; the rest is then left out.
+        ``out`` may be shorter than the encoded tensor; the other values are then ignored.
         """
-        scales, codes = self.layout.sections(message)
-        for piece, part in self._blocks(out):
+        scales, codes = self._layout.sections(message)
+        for piece, part in self._pieces(out):
             coded = codes[part]
-            if self.layout.bits == 4:
+            if self._bits == 4:
                 coded = torch.cat([coded & 15, coded >> 4], dim=1).to(torch.int8).sub_(8)
-            # Not `add_(..., alpha=alpha)`, which may or may not round the product.
+            # Not `add_(..., alpha=alpha)`: whether it rounds the product depends on the CPU.
             values = coded.float().mul_(scales[part].mul(alpha).unsqueeze(1))
             piece.add_(values.view(-1)[: len(piece)])

@@ -1,4 +1,4 @@
-"""What strategies share that exchange something else than DDP does."""
+"""Base of the strategies that replace DDP's exchange of gradients."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from lightning_opt.core.modules.sharding import CustomExchange, flat_parameter_g
 
 
 class OwnExchangeStrategy(CustomExchange, DDPStrategy):
-    """DDP with an exchange of its own, whose state is kept in checkpoints to resume from.
+    """DDP with its own exchange, whose state is saved in checkpoints.
 
     Args:
-        **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` takes.
+        **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy`.
 
     Attributes:
-        title: What it is called in messages.
-        checkpoint_key: Where a checkpoint keeps its state.
-        brought: What of DDP it brings itself.
+        title: Name in messages.
+        checkpoint_key: Key of the state in checkpoints.
+        forbidden: Arguments of DDP that cannot be given.
     """
 
     title: ClassVar[str]
     checkpoint_key: ClassVar[str]
-    brought: ClassVar[tuple[str, ...]] = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
+    forbidden: ClassVar[tuple[str, ...]] = ("ddp_comm_hook", "ddp_comm_state", "ddp_comm_wrapper")
 
     def __init__(self, **kwargs: Any) -> None:
-        for name in self.brought:
+        for name in self.forbidden:
             if kwargs.get(name) is not None:
                 raise ValueError(
-                    f"{type(self).__name__} has an exchange of its own, so {name} cannot be given. "
-                    "Use lightning.pytorch.strategies.DDPStrategy for one of yours."
+                    f"{type(self).__name__} has its own exchange, so {name} cannot be given. Use "
+                    "lightning.pytorch.strategies.DDPStrategy for yours."
                 )
         super().__init__(**kwargs)
         self._resumed: Mapping[str, Any] | None = None
@@ -46,12 +46,8 @@ class OwnExchangeStrategy(CustomExchange, DDPStrategy):
         assert self.lightning_module is not None
         return self.lightning_module
 
-    def refuse_shards(self) -> None:
-        """Refuse a model of which a process has but parts.
-
-        Raises:
-            ValueError: If it is one.
-        """
+    def raise_if_sharded(self) -> None:
+        """Raise ValueError if the model is sharded: each process holds only part of it."""
         if any(map(is_dtensor, self._module.parameters())) or flat_parameter_groups(self._module):
             raise ValueError(
                 f"{self.title} needs whole parameters on every process, but this model's are "
@@ -59,29 +55,29 @@ class OwnExchangeStrategy(CustomExchange, DDPStrategy):
             )
 
     def state_to_save(self) -> dict[str, Any] | None:
-        """Return what to resume from. All processes must call it."""
+        """Return the state for a checkpoint. All processes must call it."""
         raise NotImplementedError
 
     def save_checkpoint(self, checkpoint: dict[str, Any], *args: Any, **kwargs: Any) -> None:
-        """Save a checkpoint with the state of the exchange. All processes take part."""
-        # A checkpoint of weights alone is no place to resume from.
+        """Save a checkpoint with the state of the exchange. All processes must call it."""
+        # A checkpoint of only weights cannot be resumed from.
         if "optimizer_states" in checkpoint and (state := self.state_to_save()) is not None:
             checkpoint[self.checkpoint_key] = state
         super().save_checkpoint(checkpoint, *args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint, and keep what it says of the exchange."""
+        """Load a checkpoint, and store the state of the exchange until training starts."""
         checkpoint: dict[str, Any] = super().load_checkpoint(*args, **kwargs)
         module = self.lightning_module
         if module is not None and module.trainer.state.fn == TrainerFn.FITTING:
             self._resumed = checkpoint.get(self.checkpoint_key)
             if self._resumed is None:
                 rank_zero_warn(
-                    f"This checkpoint was written without {self.title}, which begins anew."
+                    f"This checkpoint was written without {self.title}, which starts from scratch."
                 )
         return checkpoint
 
     def teardown(self) -> None:
-        """Undo what was done to the run, and let go of the model."""
+        """Undo all changes to the run, and release the model."""
         self._undo.close()
         super().teardown()

@@ -1,13 +1,12 @@
-"""Finding the largest elements of a tensor without sorting it.
+"""Finds the largest elements of a tensor without sorting it.
 
 ``torch.topk`` on a whole bucket takes tens of times as long as copying it. Here a threshold is
-estimated from a strided sample once, and from then on taken from the step before: gradients change
-slowly, and their sum with what was left over more slowly still. All elements above it are
-candidates, and the largest of these are the answer, exactly, as long as enough passed.
+estimated once from a strided sample, and then taken from the previous step: gradients change
+slowly, and their sum with the residual even more slowly. All elements above it are candidates, and
+the largest candidates are the exact result, as long as there are enough.
 
-All that is for a CPU, where a count is read for free. A device selects by :func:`largest_places`,
-which waits for nothing: it finds the same elements, but never fewer, and zeros where there is
-nothing else.
+That is for a CPU, where counting is free. A device uses :func:`largest_indices`, which waits for
+nothing: it finds the same elements, always ``k``, with zeros if there are fewer.
 """
 
 from __future__ import annotations
@@ -18,32 +17,32 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from lightning_opt.strategies.chunks import CHUNK, chunks_of
+from lightning_opt.strategies.packing import CHUNK, chunks_of
 
 SAMPLE = 16_384
 EXPECTED_IN_SAMPLE = 64
-"""Elements above the threshold that a sample should hold: its count is then good to 1 in 8."""
+"""Expected elements above the threshold in a sample: its count then has an error of 1 in 8."""
 
 TINY = torch.finfo(torch.float32).tiny
 
 
 def sampled_threshold(flat: Tensor, k: int) -> float:
-    """Return a magnitude that about ``k`` elements of ``flat`` reach, from a strided sample."""
+    """Estimate the magnitude that ``k`` elements of ``flat`` reach, from a strided sample."""
     wanted = max(SAMPLE, EXPECTED_IN_SAMPLE * flat.numel() // k)
-    # An odd stride, so that the sample runs through all columns of a matrix of even width.
+    # An odd stride, so that the sample covers all columns of a matrix of even width.
     stride = max(flat.numel() // wanted, 1) | 1
     sample = flat[::stride].abs()
     place = max(round(k * sample.numel() / flat.numel()), 1)
     return sample.topk(place, sorted=False).values.min().item()  # on a CPU
 
 
-def largest_places(flat: Tensor, k: int) -> Tensor:
-    """Return the places of the ``k`` largest magnitudes in ascending order, without a wait."""
+def largest_indices(flat: Tensor, k: int) -> Tensor:
+    """Return the ascending indices of the ``k`` largest magnitudes, without a wait."""
     return flat.abs().topk(k, sorted=False).indices.sort().values
 
 
 def largest(magnitudes: Tensor, k: int) -> tuple[Tensor, float]:
-    """Return the places of the ``k`` largest of ``magnitudes`` in ascending order, and the k-th."""
+    """Return the ascending indices of the ``k`` largest ``magnitudes``, and the k-th magnitude."""
     array = magnitudes.numpy()
     among = np.zeros(len(array), dtype=bool)
     among[np.argpartition(array, len(array) - k)[len(array) - k :]] = True
@@ -68,13 +67,12 @@ class Selector:
     def top(self, flat: Tensor, k: int) -> tuple[Tensor, Tensor]:
         """Return the ``k`` largest elements of ``flat``.
 
-        Zeros are never returned, and nothing that is left out is larger than what is returned.
-        Where the threshold taken from the last step proves too high, fewer are returned, but at
-        least half of ``k``.
+        Zeros are never returned, and no other element is larger than a returned one. If the
+        threshold of the previous step proves too high, fewer are returned, at least half of ``k``.
 
         Args:
             flat: One-dimensional, finite, float32 or float64.
-            k: How many to return, at least 1.
+            k: Number of elements, at least 1.
 
         Returns:
             int64 indices in ascending order, and the values there.
@@ -85,8 +83,8 @@ class Selector:
             self.threshold = sampled_threshold(flat, k) * self._margin
         indices, values = self.at_least(flat, self.threshold)
         if len(indices) < k // 2:
-            # The gradient has shrunk since the last step. Should a sample miss too, as it may in a
-            # tensor with few elements that are not zero, all of these are candidates.
+            # The gradient has shrunk since the last step. If a sample fails too, as in a tensor
+            # with few nonzero elements, all nonzero elements are candidates.
             indices, values = self.at_least(flat, sampled_threshold(flat, k) * self._margin)
             if len(indices) < k // 2:
                 indices, values = self.at_least(flat, TINY)
@@ -94,17 +92,16 @@ class Selector:
         if len(indices) <= k:
             kth = values.abs().min().item() if len(indices) else TINY
         else:
-            places, kth = largest(values.abs(), k)
-            indices, values = indices[places], values[places]
-        self._aim(kth, surplus)
+            top, kth = largest(values.abs(), k)
+            indices, values = indices[top], values[top]
+        self._set_next_threshold(kth, surplus)
         return indices, values
 
-    def _aim(self, kth: float, surplus: float) -> None:
-        """Set the next step's threshold for about one candidate in ten too many.
+    def _set_next_threshold(self, kth: float, surplus: float) -> None:
+        """Set the next step's threshold for a surplus of about one candidate in ten.
 
-        That is enough to fall short rarely, and little to sort out. What is left over grows from
-        step to step at first, and the k-th magnitude with it ever more slowly, so half of its
-        course is carried on.
+        With that, there are rarely too few candidates, and few to sort out. The residual, and with
+        it the k-th magnitude, grows ever more slowly, so half of the growth is extrapolated.
         """
         self._margin = min(max(self._margin * (1.005 if surplus > 0.1 else 0.99), 0.8), 0.995)
         growth = kth / self._last if self._last > 0 else 1.0
@@ -113,12 +110,12 @@ class Selector:
         self.threshold = max(kth * self._margin * trend, TINY)
 
     def at_least(self, flat: Tensor, threshold: float) -> tuple[Tensor, Tensor]:
-        """Return what is at least ``threshold`` in size: ascending int64 indices, and values."""
+        """Return the ascending int64 indices and the values of magnitudes >= ``threshold``."""
         found, least = [], np.float32(max(threshold, TINY))
         for chunk in chunks_of(flat):
             piece = flat[chunk].numpy()
             magnitude, mask = self._magnitude[: len(piece)], self._mask[: len(piece)]
-            # In less than half of the time that torch takes to write bools, and to list them.
+            # numpy takes less than half of torch's time here.
             np.abs(piece, out=magnitude, casting="same_kind")
             np.greater_equal(magnitude, least, out=mask)
             found.append(np.flatnonzero(mask) + chunk.start)

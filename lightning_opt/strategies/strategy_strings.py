@@ -1,4 +1,4 @@
-"""The strategy strings."""
+"""The strategy strings of ``Trainer(strategy=...)``."""
 
 from __future__ import annotations
 
@@ -27,10 +27,7 @@ STRATEGIES: dict[str, tuple[type, dict[str, Any]]] = {
 
 
 def register_strategies() -> None:
-    """Make the strategy strings known to ``Trainer(strategy=...)``.
-
-    Calling it again changes nothing, and a string that something else has registered is left alone.
-    """
+    """Register the strategy strings, except those that exist already."""
     for name, (strategy, arguments) in STRATEGIES.items():
         for suffix, start_method in START_METHODS.items():
             if name + suffix not in StrategyRegistry:

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from lightning_opt.strategies import chunks, selection
+from lightning_opt.strategies import packing, selection
 from lightning_opt.strategies.compressors import (
     Compressor,
     Quantize,
@@ -28,7 +28,7 @@ relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(He
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
     """Small tensors then take several chunks, as large ones do."""
-    monkeypatch.setattr(chunks, "CHUNK", 100)
+    monkeypatch.setattr(packing, "CHUNK", 100)
 
 
 compressors = st.one_of(
@@ -137,9 +137,9 @@ def test_quantisation_rounds_to_the_nearest_of_its_levels(flat, bits, block):
 
 
 def test_gradients_too_large_to_square_are_finite():
-    assert chunks.is_finite(torch.full((10,), 1e30))
-    assert chunks.is_finite(torch.full((10,), 6e4, dtype=torch.float16))
-    assert not chunks.is_finite(torch.tensor([1.0, math.inf, -math.inf]))
+    assert packing.is_finite(torch.full((10,), 1e30))
+    assert packing.is_finite(torch.full((10,), 6e4, dtype=torch.float16))
+    assert not packing.is_finite(torch.tensor([1.0, math.inf, -math.inf]))
 
 
 def test_float64_is_compressed_in_its_own_precision():

@@ -17,9 +17,14 @@ from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.strategies.compression.choosing.auto import LOOK, AutoChoice
-from lightning_opt.strategies.compression.choosing.ramp import Ramp, default_steps
-from lightning_opt.strategies.compression.exchange.local_clipping import clip_locally
+from lightning_opt.strategies.compression.buckets import clip_locally
+from lightning_opt.strategies.compression.choice import (
+    TIMED,
+    AutoChoice,
+    Ramp,
+    Scheme,
+    default_ramp_steps,
+)
 from lightning_opt.strategies.compression.hook import CompressedReduction, reduce_bucket
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 from lightning_opt.strategies.own_exchange import OwnExchangeStrategy
@@ -28,42 +33,41 @@ from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 TOO_SPARSE_FOR_ADAM = 0.002
 
 ONE_BUCKET = 2**20
-"""Megabytes of a bucket that holds any model."""
+"""``bucket_cap_mb`` for one bucket, whatever the model."""
 
 
 class CompressedDDPStrategy(OwnExchangeStrategy):
     """DDP that sends compressed gradients: from half to 1/164 of the bytes.
 
-    For networks that are slow relative to the model: 1 to 25 Gbit/s between machines. What a step
-    does not send stays on the rank and is added to the next step's gradient (error feedback), so
-    nothing is lost, only late. All replicas stay bit-identical. It works with gloo on CPUs and NCCL
-    on GPUs, accumulation, mixed precision and several optimizers.
+    For networks that are slow relative to the model: 1 to 25 Gbit/s between machines. The unsent
+    rest of a gradient (the residual) stays on the rank and is added to the next step's gradient
+    (error feedback), so nothing is lost, only late. All replicas stay bit-identical. It works with
+    gloo on CPUs and NCCL on GPUs, accumulation, mixed precision and several optimizers.
 
-    A named compressor is always used. ``"auto"`` measures the network, the backward pass and the
-    compressors during warm-up, and chooses once: uncompressed, bfloat16, int8, int4 or, if all
-    optimizers are SGD and nothing clips reduced gradients, Top-K. It takes the gentlest scheme that
-    no harsher one is predicted to beat by a tenth of a step (Top-K: a quarter). After a few steps
-    the choice is compared with uncompressed steps, and dropped if it does not pay. The choice is
-    logged, :meth:`describe` tells more, and a resumed run keeps it.
+    A named compressor is always used. ``"auto"`` tries each scheme for 8 steps after the warm-up,
+    and chooses once: uncompressed, bfloat16, int8, int4 or, if all optimizers are SGD and nothing
+    clips reduced gradients, Top-K. It takes the gentlest scheme that no harsher one beats by 10% of
+    a step (Top-K: 25%). The choice is logged, :meth:`describe` returns the step times, and a
+    resumed run keeps the choice.
 
-    If a guard or a loss scaler skips a step, its contribution to the residual is undone. If any
-    rank's gradient holds a NaN or an infinity, all ranks get NaN for the whole bucket, so all of
-    them skip the step.
+    If a guard or a loss scaler skips a step, its residual is discarded. If any rank's gradient has
+    a NaN or an infinity, all ranks get NaN for the whole bucket, so all of them skip the step.
 
-    Top-K and Threshold clip what enters the residual: with ``Trainer(gradient_clip_val=c)`` each of
-    N ranks clips each bucket at ``c / sqrt(N)``, and the sum is clipped once more. Adam with either
-    is experimental: an element that arrives late, all at once, is noise to its second moments.
+    With Top-K and Threshold, gradients are clipped before they enter the residual: with
+    ``Trainer(gradient_clip_val=c)`` each of N ranks clips each bucket at ``c / sqrt(N)``, and the
+    sum is clipped once more. Adam with either is experimental: an element that arrives late, all at
+    once, is noise to its second moments.
 
-    Logged every ``every_n_steps`` optimizer steps, bytes as means over the steps in between:
+    Logged every ``every_n_steps`` optimizer steps, with bytes as means over the steps in between:
 
     ======================= ====================================================================
-    ``comm/bytes``          bytes that this rank sends in a step, by the collectives' own count
+    ``comm/bytes``          bytes that this rank sends per step, by the collectives' algorithms
     ``comm/ratio``          how many times more an uncompressed ring all-reduce would send
     ``comm/selected``       share of elements in the latest messages
-    ``comm/residual_norm``  L2 norm of what this rank still has to send
-    ``comm/seconds``        time of the latest step during which a bucket was on its way, decoding
-                            included; on a GPU by the GPU's clock
-    ``comm/mode``           how most elements went: 0 uncompressed, 1 quantised, 2 threshold, 3
+    ``comm/residual_norm``  L2 norm of this rank's residual
+    ``comm/seconds``        time in the latest step with any bucket in flight, decoding included; on
+                            a GPU by the GPU's clock
+    ``comm/mode``           how most elements were sent: 0 uncompressed, 1 quantized, 2 threshold, 3
                             Top-K, 4 another compressor, 5 bfloat16
     ======================= ====================================================================
 
@@ -73,25 +77,24 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
     Args:
         compressor: ``"topk"``, ``"threshold"``, ``"int8"``, ``"int4"``, ``"powersgd"``, an object
             such as ``Quantize(bits=8, block=256)``, or ``"auto"``.
-        ratio: Share of the elements that Top-K sends; not used by the others.
-        error_feedback: Keep what is not sent for the next step. Without it accuracy suffers; that
-            is what this switch is there to show.
+        ratio: Share of the elements that Top-K sends; the others ignore it.
+        error_feedback: Keep the residual. False is for comparison: accuracy suffers.
         warmup_steps: First backward passes that are not compressed: at least 2, or 3 with
-            ``static_graph``, until DDP has settled how it arranges the gradients.
+            ``static_graph``, because DDP rearranges its buckets after the first ones.
         ramp_steps: Steps after these in which Top-K goes from a quarter of the elements to
             ``ratio``, each stage sending a quarter of the one before. Early gradients change fast,
-            and a late one does harm. None for half of the run, at most ``30 / ratio`` steps;
-            ``10 / ratio`` where the run's length is not known.
-        every_n_steps: Optimizer steps from one report to the next.
-        process_group_backend: ``"gloo"``, ``"nccl"``, or None for what fits the device.
-        **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` and
-            :class:`~torch.nn.parallel.DistributedDataParallel` take.
+            so late ones do harm. None for half of the run, at most ``30 / ratio`` steps;
+            ``10 / ratio`` if the run's length is unknown.
+        every_n_steps: Optimizer steps between reports.
+        process_group_backend: ``"gloo"``, ``"nccl"``, or None to choose by the device.
+        **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy` and
+            :class:`~torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
         ValueError: For an unknown compressor, a ratio outside (0, 1], too few warm-up steps,
-            PowerSGD with a ``bucket_cap_mb`` or a communication hook besides this one; in ``setup``
-            for LBFGS, sharded parameters, a backend that does not fit, or a callback or a
-            ``configure_gradient_clipping`` that clips reduced gradients beside Top-K or Threshold.
+            PowerSGD with a ``bucket_cap_mb``, or another communication hook; in ``setup`` for
+            LBFGS, sharded parameters, an unsuitable backend, or if a callback or a
+            ``configure_gradient_clipping`` clips reduced gradients with Top-K or Threshold.
 
     Example:
         >>> import lightning as L
@@ -129,9 +132,9 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         layout_steps = 3 if kwargs.get("static_graph") else 2
         self.warmup_steps = at_least("warmup_steps", warmup_steps, layout_steps)
         self.ramp_steps = None if ramp_steps is None else at_least("ramp_steps", ramp_steps, 0)
-        length = default_steps(self.compressor) if self.ramp_steps is None else self.ramp_steps
-        self._ramp = Ramp(self.compressor, length)
-        self._first_choice = max(warmup_steps, layout_steps + LOOK)
+        unknown = default_ramp_steps(self.compressor)
+        self._ramp = Ramp(self.compressor, unknown if ramp_steps is None else ramp_steps)
+        self._first_trial = max(warmup_steps, layout_steps + TIMED)
         self._schedule = Schedule(every_n_steps)
         self._optimizer_steps = 0
         self._updated = False
@@ -139,25 +142,25 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         self._auto: AutoChoice | None = None
 
     def compressor_at(self, step: int) -> Compressor | None:
-        """Return how backward pass number ``step`` (the first is 0) is compressed, if named."""
+        """Return the compressor of backward pass ``step`` (the first is 0); None for warm-up."""
         step -= self.warmup_steps
         return None if step < 0 else self._ramp.at(step)
 
     def on_train_start(self) -> None:
-        """Settle the length of the ramp, now that the length of the run is known."""
+        """Set the length of the ramp, now that the length of the run is known."""
         super().on_train_start()
         if self.ramp_steps is None:
             planned = float(self._module.trainer.estimated_stepping_batches)
             # Ranks may have different numbers of batches.
-            self._ramp.steps = default_steps(self.compressor, self.broadcast(planned))
+            self._ramp.steps = default_ramp_steps(self.compressor, self.broadcast(planned))
 
     def describe(self) -> Report | None:
-        """Return what was measured and chosen; None before that, and where there is no choice."""
+        """Return the step times and the choice of ``"auto"``; None before the choice."""
         return None if self._auto is None else self._auto.report()
 
     def setup_environment(self) -> None:
         """Check the backend, then connect the processes."""
-        backend = self.process_group_backend or "gloo"  # which fits CPUs
+        backend = self.process_group_backend or "gloo"  # for CPUs
         if self.root_device.type == "cpu" and (
             "gloo" not in backend or not dist.is_gloo_available()
         ):
@@ -171,19 +174,21 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         # Lightning registers hooks on CUDA only; gloo takes them as well.
         model = self.model
         assert isinstance(model, DistributedDataParallel)
-        self.refuse_shards()
+        self.raise_if_sharded()
         module = self._module
         if isinstance(self.compressor, TopK):
-            # Refuses a k above the model now, one above a bucket at the first compressed step.
+            # Raises now for a k above the model, and at the first compressed step above a bucket.
             self.compressor.capacity(sum(parameter.numel() for parameter in module.parameters()))
         self._auto = None
         if self.world_size == 1:
-            return  # there is nobody to send to
+            return  # nothing to exchange
+        schemes: list[Scheme] = [self.compressor]
         if self.chooses:
             schemes = [None, torch.bfloat16, Quantize(bits=8), Quantize(bits=4), self.compressor]
-            self._auto = AutoChoice(schemes, self._first_choice, self._ramp)
+            self._auto = AutoChoice(schemes, self._first_trial, self._ramp)
         self._reduction = CompressedReduction(
             {parameter: name for name, parameter in module.named_parameters()},
+            schemes,
             self.compressor_at,
             error_feedback=self.error_feedback,
             loss_scale=self._loss_scale,
@@ -195,7 +200,7 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         model.register_comm_hook(self._reduction, reduce_bucket)
 
     def setup_optimizers(self, trainer: Any) -> None:
-        """Make the optimizers, and look whether compression suits them and the callbacks."""
+        """Create the optimizers, and check them and the callbacks."""
         super().setup_optimizers(trainer)
         raise_if_lbfgs("Compressed DDP", self.optimizers)
         adaptive = not all(isinstance(optimizer, SGD) for optimizer in self.optimizers)
@@ -207,31 +212,31 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         if is_overridden("configure_gradient_clipping", self.lightning_module):
             clipping.append(f"{type(self.lightning_module).__name__}.configure_gradient_clipping")
         if self._auto is not None and (adaptive or clipping):
-            self._auto.schemes.pop()  # late gradients suit neither
+            self._auto.schemes.pop()  # neither works with late gradients
         if self._reduction is not None and not self.chooses and self.compressor.late and clipping:
             raise ValueError(
-                f"{clipping[0]} clips what has been sent, but {self.compressor} keeps the rest of "
+                f"{clipping[0]} clips reduced gradients, but {self.compressor} keeps the rest of "
                 "an outlier and sends it later, past the clipping. Use "
-                "Trainer(gradient_clip_val=...), which clips what is kept, or 'ddp_int8'."
+                "Trainer(gradient_clip_val=...), which clips before compression, or 'ddp_int8'."
             )
         ratio = self.compressor.ratio if isinstance(self.compressor, TopK) else 1.0
         if adaptive and not self.chooses and ratio <= TOO_SPARSE_FOR_ADAM:
             rank_zero_warn(
                 f"Sending {ratio:.2%} of the gradients with an Adam optimizer is known to lose "
-                "accuracy: most elements then look as if they were zero for hundreds of steps, and "
-                "the second moments decay. Use ratio=0.01, or SGD with momentum."
+                "accuracy: most elements are then zero for hundreds of steps, and the second "
+                "moments decay. Use ratio=0.01, or SGD with momentum."
             )
         if self._reduction is not None:
             if self._resumed is not None:
                 self._reduction.load_state_dict(self._resumed)
             for optimizer in self.optimizers:
-                self._undo.callback(optimizer.register_step_post_hook(self._note_update).remove)
+                self._undo.callback(optimizer.register_step_post_hook(self._after_update).remove)
         self._resumed = None
 
     def _loss_scale(self) -> Tensor:
         scaler = getattr(self.precision_plugin, "scaler", None)
         one = torch.ones((), device=self.root_device)
-        return one if scaler is None else scaler.scale(one)  # unlike get_scale(), without a wait
+        return one if scaler is None else scaler.scale(one)  # does not wait, unlike get_scale()
 
     def _clip(self, gradient: Tensor, scale: Tensor) -> None:
         trainer = self._module.trainer
@@ -239,56 +244,56 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         if bound:
             clip_locally(gradient, scale * bound, algorithm or "norm", self.world_size)
 
-    def _note_update(self, optimizer: Optimizer, *_: Any) -> None:
-        """Note whether an optimizer that has just stepped had anything to apply."""
+    def _after_update(self, optimizer: Optimizer, *_: Any) -> None:
+        """Record whether the optimizer that has just stepped applied any gradient."""
         parameters = parameters_of(optimizer)
         self._updated = any(parameter.grad is not None for parameter in parameters)
-        found = getattr(optimizer, "found_inf", None)  # with which fused optimizers do nothing
+        found = getattr(optimizer, "found_inf", None)  # fused optimizers skip the update by it
         if found is not None and self._reduction is not None:
-            self._reduction.leave_out(parameters, found)
+            self._reduction.skip(parameters, found)
 
     def optimizer_step(self, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Any:
-        """Take the step, see whether it was applied, and log what was sent when that is due."""
+        """Take the step, record whether it was applied, and log if a report is due."""
         self._updated = False
         output = super().optimizer_step(optimizer, *args, **kwargs)
         self._optimizer_steps += 1
         if self._reduction is not None:
             if not self._updated:
-                self._reduction.leave_out(parameters_of(optimizer))
+                self._reduction.skip(parameters_of(optimizer))
             if self._schedule.is_due(self._optimizer_steps):
                 log_scalars(self._module.trainer, self._reduction.read())
         return output
 
     def state_to_save(self) -> dict[str, Any] | None:
-        """Return what the ranks have not yet sent."""
+        """Return the residuals and the choice."""
         return None if self._reduction is None else self._reduction.state_dict()
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> dict[str, Any]:
-        """Load a checkpoint with what it says is owed: now, or when the model is wrapped."""
+        """Load a checkpoint with its residuals: now, or when the model is wrapped."""
         checkpoint = super().load_checkpoint(*args, **kwargs)
-        if self._reduction is not None:  # in the midst of a run, as a learning-rate finder does
+        if self._reduction is not None:  # within a run, as a learning-rate finder does
             self._reduction.load_state_dict(self._resumed or {})
             self._resumed = None
         return checkpoint
 
     def reset_residuals(self) -> None:
-        """Drop what was not yet sent, since the weights have been put back."""
+        """Discard the residuals, because the weights have been restored."""
         if self._reduction is not None:
-            self._reduction.forget()
+            self._reduction.reset()
 
     def teardown(self) -> None:
-        """Let go of the model and the residuals."""
+        """Release the model and the residuals."""
         self._reduction = None
         super().teardown()
 
 
 def resolve_compressor(compressor: str | Compressor, ratio: float) -> Compressor:
-    """Return the compressor that a name stands for; for ``"auto"`` the harshest.
+    """Return the compressor of a name; for ``"auto"`` the harshest.
 
     Raises:
         ValueError: For an unknown name or a ratio outside (0, 1].
     """
-    sparse = TopK(ratio)  # checks the ratio, whoever uses it
+    sparse = TopK(ratio)  # checks the ratio
     named: dict[object, Compressor] = {
         "auto": sparse,
         "topk": sparse,

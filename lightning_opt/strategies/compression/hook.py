@@ -1,11 +1,15 @@
-"""The communication hook: what happens to each bucket at each step."""
+"""The communication hook of compressed DDP: exchanges each bucket of each step.
+
+The way of one bucket: the hook adds the bucket's gradient to its residual, an exchange encodes the
+sum, sends it and decodes the mean, and the rest stays in the residual.
+"""
 
 # No `from __future__ import annotations`: DDP compares the hook's annotations with the classes
-# themselves, and strings would not do.
+# themselves, not with strings.
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import partial
@@ -18,39 +22,31 @@ from torch.cuda import Event
 from torch.distributed import GradBucket  # type: ignore[attr-defined]
 from torch.futures import Future
 
-from lightning_opt.strategies.compression.choosing.auto import AutoChoice
-from lightning_opt.strategies.compression.choosing.measurements import Scheme
-from lightning_opt.strategies.compression.exchange.buckets import Bucket, Buckets
-from lightning_opt.strategies.compression.exchange.channels import (
-    Channel,
-    GatherChannel,
+from lightning_opt.strategies.compression.buckets import Bucket, Buckets
+from lightning_opt.strategies.compression.choice import AutoChoice, Scheme
+from lightning_opt.strategies.compression.exchange import (
+    Exchange,
+    GatherExchange,
+    LowRankExchange,
     all_reduce_mean,
     dense_bytes,
 )
-from lightning_opt.strategies.compression.exchange.low_rank import LowRankChannel
-from lightning_opt.strategies.compression.exchange.residuals import Residual
-from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel, is_staged
+from lightning_opt.strategies.compression.two_stage import TwoStageExchange, uses_two_stages
 from lightning_opt.strategies.compressors import Compressor, PowerSGD, Quantize, Threshold, TopK
 
 MODES = {type(None): 0.0, Quantize: 1.0, Threshold: 2.0, TopK: 3.0, torch.dtype: 5.0}
-"""What ``comm/mode`` logs, since loggers take numbers; 4 for a compressor of somebody else's."""
-
-LAST = 2**60
-"""A step after which the scheme stays what it is."""
-
-STAGED_FROM = 1024
-"""Elements of a shard below which a sparse message is not worth a second stage."""
+"""Values of ``comm/mode``; 4 for other compressors."""
 
 
 class HostEvent:
-    """What an event of a device is, by the host's clock."""
+    """Has the interface of a CUDA event, with the host's clock."""
 
     def record(self) -> None:
-        """Take down the time."""
+        """Store the time."""
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
     def elapsed_time(self, end: "HostEvent") -> float:
         """Return the milliseconds up to a later event."""
@@ -59,13 +55,13 @@ class HostEvent:
 
 @dataclass
 class Traffic:
-    """What this rank sent since the last report. Counting costs no look at any device.
+    """Counts the sent bytes since the last report, without reading from a device.
 
     Attributes:
-        sent_bytes: Bytes handed to the network by this rank.
-        dense_bytes: What an all-reduce of the same gradients would have sent.
-        steps: Reduced backward passes.
-        spans: When each bucket of the latest step was launched and had arrived.
+        sent_bytes: Bytes that this rank has sent.
+        dense_bytes: Bytes that an all-reduce of the same gradients would have sent.
+        steps: Number of reduced backward passes.
+        spans: For each bucket of the latest step, the events of its launch and arrival.
     """
 
     sent_bytes: int = 0
@@ -73,25 +69,27 @@ class Traffic:
     steps: int = 0
     spans: list[tuple[Any, Any]] = field(default_factory=list)
 
-    def opened(self, sent: int, dense: int, on: torch.device) -> Callable[[Future[Tensor]], Tensor]:
-        """Count a bucket that is launched, and return what its future calls then."""
+    def launch(
+        self, sent: int, dense: int, device: torch.device
+    ) -> Callable[[Future[Tensor]], Tensor]:
+        """Count a bucket that is launched, and return a callback for its future."""
         self.sent_bytes += sent
         self.dense_bytes += dense
-        event: Any = partial(Event, enable_timing=True) if on.type == "cuda" else HostEvent
+        event: Any = partial(Event, enable_timing=True) if device.type == "cuda" else HostEvent
         span = event(), event()
         span[0].record()
         self.spans.append(span)
 
         def arrived(future: Future[Tensor]) -> Tensor:
-            span[1].record()  # on a stream that waits for what the future holds
+            span[1].record()  # on a stream that waits for the future's value
             return future.value()
 
         return arrived
 
     def seconds(self) -> float:
-        """Return for how long the latest step had a bucket on its way. Waits for the device."""
+        """Return how long any bucket of the latest step was in flight. Waits for the device."""
         total = end = 0.0
-        for launched, arrived in self.spans:  # in the order in which they were launched
+        for launched, arrived in self.spans:  # in the order of their launch
             arrived.synchronize()
             first = self.spans[0][0]
             start, end = end, max(first.elapsed_time(arrived), end)
@@ -102,25 +100,26 @@ class Traffic:
 class CompressedReduction:
     """A DDP communication hook that compresses with error feedback.
 
-    What a step leaves unsent is kept only once the step has been applied: the next step, or a
-    checkpoint, settles it. So a step that a guard or a loss scaler leaves out takes back all that
-    it has brought, and one that is not finite is forgotten.
+    The residual of a step is committed when the step is applied, that is at the next step or
+    checkpoint. So a skipped step or one that is not finite leaves no trace.
 
     Args:
         names: The name of each parameter of the wrapped module.
-        scheme_at: Says for a step (the first is 0) how to send it, the same on every rank.
-        error_feedback: Add what was not sent to the next step's gradient.
-        loss_scale: Says what the gradients are multiplied with at this moment.
-        clip: Clips a rank's gradient with this loss scale before it is added to what is owed; for
+        schemes: All schemes that may be used.
+        scheme_at: Returns the scheme of a step (the first is 0), the same on every rank.
+        error_feedback: Add the unsent rest to the next step's gradient.
+        loss_scale: Returns the present loss scale of the gradients.
+        clip: Clips a rank's gradient with this loss scale before it is added to the residual; for
             compressors that are ``late``.
         may_skip: Whether a step may leave parameters without a gradient
             (``find_unused_parameters``).
-        auto: Chooses how to send a step, instead of ``scheme_at``.
+        auto: Chooses the scheme of a step, instead of ``scheme_at``.
     """
 
     def __init__(
         self,
         names: Mapping[Tensor, str],
+        schemes: Sequence[Scheme],
         scheme_at: Callable[[int], Scheme],
         *,
         error_feedback: bool = True,
@@ -140,23 +139,21 @@ class CompressedReduction:
         self._may_skip = may_skip
         self._auto = auto
         self._world = dist.get_world_size()
-        # What codecs had learned, by the name of their bucket's first parameter.
+        # Learned thresholds of a checkpoint, by the name of the bucket's first parameter.
         self._bounds: dict[str, float] = {}
         self._scheme: Scheme = None
         self._scale = torch.ones(())
-        self._launched: list[Bucket] = []
+        self._launched: list[Bucket] = []  # of the latest step
         self._sent_as: Counter[float] = Counter()
         self._worker = ThreadPoolExecutor(1, thread_name_prefix="compressed-ddp")
         self._own_group: dist.ProcessGroup | None = None
-        schemes = [scheme_at(LAST)] if auto is None else auto.schemes
-        if not may_skip and any(map(is_staged, schemes)):
-            # What an unused parameter is owed as a mean could not be set aside.
+        # With two stages, the residual of an unused parameter's mean could not be excluded.
+        if not may_skip and any(map(uses_two_stages, schemes)):
             self._own_group = dist.new_group()
-            # Connects the ranks now, not in the midst of a backward pass.
+            # Connects the ranks now, not during a backward pass.
             dist.all_reduce(next(iter(names)).new_zeros(()), group=self._own_group)
+        # Parameters with a gradient since the last exchange: these hooks run before DDP's.
         self._touched: set[Tensor] = set()
-        # Fires before DDP hears of the gradient, so a bucket knows which of its parameters the
-        # backward passes since the last exchange have reached.
         self._handles = [
             parameter.register_post_accumulate_grad_hook(self._touched.add)
             for parameter in names
@@ -167,53 +164,51 @@ class CompressedReduction:
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
         """Average one bucket over the ranks; see :func:`reduce_bucket`."""
+        gradient = bucket.buffer()
         if bucket.index() == 0:
-            self._begin_step()
-        gradient, scheme = bucket.buffer(), self._scheme
+            self._begin_step(gradient.device)
+        scheme = self._scheme
         if gradient.layout is not torch.strided:  # an embedding's sparse gradient is small already
             return all_reduce_mean(gradient)
-        if self._auto is not None:
-            self._auto.note(bucket.index(), gradient)
         self._sent_as[MODES.get(type(scheme), 4.0)] += gradient.numel()
         dense = dense_bytes(gradient.numel(), gradient.element_size(), self._world)
         if isinstance(scheme, Compressor):
             if scheme.late:
                 self._clip(gradient, self._scale)
-            channel = self._begin(bucket, scheme).channel
-            assert channel is not None
-            arrived = self.traffic.opened(channel.sent_bytes, dense, gradient.device)
-            future = channel.start(gradient, self._scale)
+            exchange = self._add_to_residual(bucket, scheme).exchange
+            assert exchange is not None
+            arrived = self.traffic.launch(exchange.sent_bytes, dense, gradient.device)
+            future = exchange.start(gradient, self._scale)
         else:
-            if self.buckets.any_owed:
-                self._begin(bucket, None).residual.flush(gradient, self._scale)
+            if self.buckets.may_be_nonzero:
+                self._add_to_residual(bucket, None).send_all(gradient, self._scale)
             itemsize = gradient.element_size() if scheme is None else scheme.itemsize
             sent = dense_bytes(gradient.numel(), itemsize, self._world)
-            arrived = self.traffic.opened(sent, dense, gradient.device)
+            arrived = self.traffic.launch(sent, dense, gradient.device)
             future = all_reduce_mean(gradient, scheme)
         self._touched.difference_update(bucket.parameters())
         return future.then(arrived)
 
-    def _begin(self, bucket: GradBucket, compressor: Compressor | None) -> Bucket:
-        """Add a bucket's gradient to what it is owed."""
+    def _add_to_residual(self, bucket: GradBucket, compressor: Compressor | None) -> Bucket:
         parameters = {self._names[parameter]: parameter for parameter in bucket.parameters()}
-        state = self.buckets.of(parameters, bucket.buffer())
+        state = self.buckets.get(parameters, bucket.buffer())
         if state.compressor is not compressor:
-            state.fold()
-            state.compressor, state.channel = compressor, None
+            state.by_parameter()  # folds the residuals of the earlier exchange
+            state.compressor, state.exchange = compressor, None
             if compressor is not None:
-                state.channel = self._make_channel(compressor, state.residual, parameters)
-        state.residual.add(bucket.buffer(), self._scale)
+                state.exchange = self._make_exchange(compressor, state, parameters)
+        state.add(bucket.buffer(), self._scale)
         if self._may_skip:
-            # DDP gives a parameter that no rank used no gradient, so what would be sent for it was
-            # lost; and what it finds in their ``.grad`` is an earlier step's.
+            # DDP discards the reduced gradient of a parameter that no rank used, and the bucket
+            # holds its gradient of an earlier step.
             for name, parameter in parameters.items():
                 if parameter not in self._touched:
-                    state.residual.set_aside(name)
+                    state.exclude_unused(name)
         self._launched.append(state)
         return state
 
-    def _begin_step(self) -> None:
-        self._settle()
+    def _begin_step(self, device: torch.device) -> None:
+        self.commit()
         self.step += 1
         self.traffic.steps += 1
         self.traffic.spans.clear()
@@ -221,58 +216,54 @@ class CompressedReduction:
         if self._auto is None:
             self._scheme = self._scheme_at(self.step)
         else:
-            self._scheme = self._auto.begin_step()
+            self._scheme = self._auto.begin_step(device)
         self._scale = self._loss_scale()
-        if not isinstance(self._scheme, Compressor) and not self.buckets.any_owed:
-            self.forget()  # and with it buffers of the gradients' size
+        if not isinstance(self._scheme, Compressor) and not self.buckets.may_be_nonzero:
+            self.reset()  # frees buffers of the gradients' size
 
-    def leave_out(self, parameters: Collection[Tensor], condition: Tensor | None = None) -> None:
-        """The latest step was not applied to these parameters.
+    def skip(self, parameters: Collection[Tensor], condition: Tensor | None = None) -> None:
+        """Record that the latest step was not applied to these parameters.
 
         Args:
-            parameters: All of an optimizer's.
-            condition: Holds where that is so; None if it is.
+            parameters: All parameters of an optimizer.
+            condition: Positive if the step was not applied; None if that is known.
         """
         names = [self._names[one] for one in parameters if one in self._names]
         for state in self._launched:
-            state.residual.hold(names, condition)
+            state.skip(names, condition)
 
-    def _settle(self) -> None:
-        """Keep what the latest step left unsent, as far as the step has been applied."""
+    def commit(self) -> None:
+        """Commit the residuals of the latest step, for the parameters to which it was applied."""
         launched, self._launched = self._launched, []
         for state in launched if self._error_feedback else []:
-            if not state.residual.is_left_out:
-                state.commit()
+            if not state.is_skipped:
+                state.commit_step()
 
-    # --- buckets ----------------------------------------------------------------------------------
-
-    def _make_channel(
-        self, compressor: Compressor, residual: Residual, parameters: Mapping[str, Tensor]
-    ) -> Channel:
+    def _make_exchange(
+        self, compressor: Compressor, bucket: Bucket, parameters: Mapping[str, Tensor]
+    ) -> Exchange:
         if isinstance(compressor, PowerSGD):
             shapes = [parameter.shape for parameter in parameters.values()]
-            return LowRankChannel(compressor.rank, residual, shapes)
-        numel = residual.kept.numel()
-        large = isinstance(compressor, Quantize) or numel >= STAGED_FROM * self._world
-        if self._own_group is None or not (large and is_staged(compressor)):
-            return GatherChannel(compressor, residual, self._bounds.get(next(iter(parameters))))
-        return TwoStageChannel(compressor, residual, self._own_group, self._worker)
+            return LowRankExchange(compressor.rank, bucket, shapes)
+        if self._own_group is None or not uses_two_stages(compressor, bucket.committed.numel()):
+            return GatherExchange(compressor, bucket, self._bounds.get(next(iter(parameters))))
+        return TwoStageExchange(compressor, bucket, self._own_group, self._worker)
 
     def close(self) -> None:
-        """Take back what was registered with the model's parameters."""
+        """Remove the hooks of the model's parameters, and end the thread."""
         for handle in self._handles:
             handle.remove()
         self._worker.shutdown(wait=False)
 
-    # --- what lasts -------------------------------------------------------------------------------
+    # --- state ------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the means over the ranks of what is owed, and the step. All ranks must call it."""
-        self._settle()
+        """Return the state, with residuals averaged over ranks. All ranks must call it."""
+        self.commit()
         bounds = dict(self._bounds)
         for names, state in self.buckets.present.items():
-            if isinstance(state.channel, GatherChannel) and state.channel.bound is not None:
-                bounds[names[0]] = float(state.channel.bound)
+            if isinstance(state.exchange, GatherExchange) and state.exchange.bound is not None:
+                bounds[names[0]] = float(state.exchange.bound)
         return {
             "step": self.step,
             "residuals": self.buckets.averaged(),
@@ -282,8 +273,8 @@ class CompressedReduction:
         }
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore what :meth:`state_dict` returned, at any number of ranks; begin anew if empty."""
-        self.forget()
+        """Restore the state of :meth:`state_dict`, at any number of ranks; reset if it is empty."""
+        self.reset()
         self.step = state_dict.get("step", -1)
         if self._error_feedback:
             self.buckets.load(state_dict.get("residuals", {}))
@@ -291,19 +282,19 @@ class CompressedReduction:
         if self._auto is not None:
             self._auto.restore(state_dict.get("choice"), state_dict.get("ramped", 0))
 
-    def forget(self) -> None:
-        """Drop all that is owed, since the weights are no longer those that it is owed to."""
+    def reset(self) -> None:
+        """Discard all residuals."""
         self._launched = []
         self.buckets.load({})
 
     def read(self) -> dict[str, float]:
-        """Return what the strategy logs, per step since the last call. Reads from the device."""
+        """Return the logged values, per step since the last call. Reads from the device."""
         traffic, self.traffic = self.traffic, Traffic()
         steps = max(traffic.steps, 1)
         total = selected = self._sent_as.total()
         for state in self._launched:
-            if state.channel is not None:
-                selected += state.channel.selected - state.residual.kept.numel()
+            if state.exchange is not None:
+                selected += state.exchange.selected - state.committed.numel()
         return {
             "comm/bytes": traffic.sent_bytes / steps,
             "comm/ratio": traffic.dense_bytes / traffic.sent_bytes if traffic.sent_bytes else 1.0,
@@ -315,5 +306,5 @@ class CompressedReduction:
 
 
 def reduce_bucket(state: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
-    """Average one bucket over the ranks. The hook that is registered with DDP."""
+    """Average one bucket over the ranks. This function is registered with DDP."""
     return state.reduce(bucket)

@@ -1,4 +1,4 @@
-"""torch's own casting reductions under one word, to compare with."""
+"""torch's own communication hooks that cast gradients, for comparison."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ class HookedDDPStrategy(DDPStrategy):
     """DDP with one of torch's own communication hooks, on gloo too.
 
     Args:
-        hook: ``"fp16"`` or ``"bf16"``, which cast what they send.
-        **kwargs: What :class:`~lightning.pytorch.strategies.DDPStrategy` and
-            :class:`~torch.nn.parallel.DistributedDataParallel` take.
+        hook: ``"fp16"`` or ``"bf16"``: the dtype that gradients are sent in.
+        **kwargs: Arguments of :class:`~lightning.pytorch.strategies.DDPStrategy` and
+            :class:`~torch.nn.parallel.DistributedDataParallel`.
 
     Raises:
         ValueError: For an unknown hook.
@@ -37,9 +37,9 @@ class HookedDDPStrategy(DDPStrategy):
 
 
 def send_bf16(state: Any, bucket: Any) -> torch.futures.Future[torch.Tensor]:
-    """Cast to bf16 as torch's hook does, which DDP refuses by its name where there is no CUDA."""
+    """Call torch's bf16 hook, which DDP rejects by its name without CUDA."""
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
-# DDP compares annotations with the classes themselves, and finds strings here.
+# DDP compares annotations with classes, but here they are strings.
 send_bf16.__annotations__.clear()

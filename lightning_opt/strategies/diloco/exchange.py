@@ -1,7 +1,7 @@
-"""The mean over replicas, in messages of few bytes, of those whose numbers are sound.
+"""Averages pseudo-gradients over the replicas whose values are finite, in compressed messages.
 
 Each replica sends every other one its shard, and gathers the compressed means: twice the message,
-however many replicas there are. All decode the same bytes, so that all get the same bits.
+for any number of replicas. All decode the same bytes, so all get the same bits.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_opt.strategies.chunks import is_finite
 from lightning_opt.strategies.compressors import Quantize
-from lightning_opt.strategies.packing import any_flag, write_flag
+from lightning_opt.strategies.packing import any_flag, is_finite, write_flag
 
 PIECE = 2**18
-"""Bytes that travel by themselves: a large message gloo sends first one way and then the other."""
+"""Bytes per message: gloo sends a large message first in one direction and then in the other."""
 
 CODECS = {"int8": Quantize(bits=8), "int4": Quantize(bits=4), "float32": None}
 
 
 @dataclass
 class Replicas:
-    """The process groups, which nothing else may use.
+    """The process groups of the exchange, which nothing else may use.
 
     Attributes:
-        count: How many replicas there are.
-        index: Which is this one.
-        leaders: The first process of each replica.
-        leads: Whether this process talks to the other replicas.
-        inside: This replica's processes; None if there is but one.
+        count: Number of replicas.
+        index: Index of this replica.
+        leaders: Group of the first process of each replica.
+        leads: Whether this process is in that group.
+        inside: Group of this replica's processes; None if there is only one.
     """
 
     count: int
@@ -44,11 +43,13 @@ class Replicas:
 
 
 def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGroup]:
-    """Return who exchanges, and a group for what happens within this replica. A collective.
+    """Create the groups of the exchange, and another group of this replica for its DDP.
+
+    Every rank must call this.
 
     Args:
-        processes: Of each replica; they have consecutive ranks.
-        timeout: How long they wait for each other.
+        processes: Processes per replica; they have consecutive ranks.
+        timeout: How long processes wait for each other.
     """
     firsts = list(range(0, dist.get_world_size(), processes))
     leaders = dist.new_group(firsts, timeout=timeout)
@@ -60,66 +61,68 @@ def make_groups(processes: int, timeout: Any) -> tuple[Replicas, dist.ProcessGro
 
 
 Outcome: TypeAlias = tuple[Tensor | None, bool, int]
-"""The mean over the replicas that were sound, or None if there was none; whether this one was; and
-the bytes that this process sent."""
+"""The mean over the finite replicas, or None without any; whether this replica was finite; and the
+bytes that this process sent."""
 
 
-def exchange(moved: Tensor, owed: Tensor, replicas: Replicas, compression: str) -> Outcome:
-    """Average what the replicas moved. All processes of all replicas must call it.
+def exchange(
+    pseudo_gradient: Tensor, residual: Tensor, replicas: Replicas, compression: str
+) -> Outcome:
+    """Average the replicas' pseudo-gradients. All processes of all replicas must call it.
 
-    Waits for the device and the network: it is made for a thread of its own.
+    It waits for the device and the network, so it runs in a thread.
 
     Args:
-        moved: Flat; one that is not finite is left out on every replica.
-        owed: What this replica's earlier messages failed to carry, which is added; changed to what
-            they fail to carry now.
-        replicas: Who takes part.
+        pseudo_gradient: Flat; a replica whose pseudo-gradient is not finite is skipped by all.
+        residual: The unsent rest of this replica's earlier messages. It is added, and replaced by
+            the new rest.
+        replicas: The process groups.
         compression: A key of :data:`CODECS`.
     """
-    finite = is_finite(moved).int()
+    all_finite = is_finite(pseudo_gradient).int()
     if replicas.inside is not None:
-        dist.all_reduce(finite, dist.ReduceOp.MIN, replicas.inside)
-    sound, compressor = bool(finite), CODECS[compression]
-    if sound:
-        owed.add_(moved)
+        dist.all_reduce(all_finite, dist.ReduceOp.MIN, replicas.inside)
+    finite, compressor = bool(all_finite), CODECS[compression]
+    if finite:
+        residual.add_(pseudo_gradient)
     if compressor is None:
-        mean, sent_bytes = _average(owed, sound, replicas)
+        mean, sent_bytes = _average(residual, finite, replicas)
     else:
-        mean, sent_bytes = _average_compressed(owed, sound, replicas, compressor)
-    return mean, sound, sent_bytes
+        mean, sent_bytes = _average_compressed(residual, finite, replicas, compressor)
+    return mean, finite, sent_bytes
 
 
-def _average(owed: Tensor, sound: bool, replicas: Replicas) -> tuple[Tensor | None, int]:
-    """Return the mean of what sound replicas owe, which is 0 then, and the bytes sent."""
-    mine = owed if sound else torch.zeros_like(owed)
-    total = functional.pad(mine, (0, 1), value=float(sound)).to(_wire(owed))
-    owed.mul_(not sound)
+def _average(residual: Tensor, finite: bool, replicas: Replicas) -> tuple[Tensor | None, int]:
+    """Return the mean of the finite replicas' residuals, which become 0, and the bytes sent."""
+    mine = residual if finite else torch.zeros_like(residual)
+    total = functional.pad(mine, (0, 1), value=float(finite)).to(_message_device(residual))
+    residual.mul_(not finite)
     if replicas.leads:
         dist.all_reduce(total, group=replicas.leaders)
     if replicas.inside is not None:
         dist.broadcast(total, group=replicas.inside, group_src=0)
-    total = total.to(owed.device)
+    total = total.to(residual.device)
     sent = 2 * (replicas.count - 1) * total.nbytes // replicas.count if replicas.leads else 0
     return (total[:-1] / total[-1] if total[-1] else None), sent
 
 
 def _average_compressed(
-    owed: Tensor, sound: bool, replicas: Replicas, compressor: Quantize
+    residual: Tensor, finite: bool, replicas: Replicas, compressor: Quantize
 ) -> tuple[Tensor | None, int]:
-    """Return the mean of what sound replicas owe, and the bytes sent; the rest stays owed."""
-    count, numel, sent_bytes = replicas.count, owed.numel(), 0
+    """Return the mean of the finite replicas' residuals and the bytes sent; the rest stays."""
+    count, numel, sent_bytes = replicas.count, residual.numel(), 0
     size = -(-numel // (count * compressor.block)) * compressor.block
-    codec = compressor.codec(size, owed.device)
+    codec = compressor.codec(size, residual.device)
     row = codec.nbytes
-    gathered = torch.empty(count, row, dtype=torch.uint8, device=_wire(owed))
+    gathered = torch.empty(count, row, dtype=torch.uint8, device=_message_device(residual))
     if replicas.leads:
-        shards = functional.pad(owed, (0, count * size - numel)).view(count, size)
-        sent = torch.zeros(count, row, dtype=torch.uint8, device=owed.device)
+        shards = functional.pad(residual, (0, count * size - numel)).view(count, size)
+        sent = torch.zeros(count, row, dtype=torch.uint8, device=residual.device)
         for shard, codec.message in zip(shards, sent, strict=True):
-            write_flag(codec.message, not sound)
-            if sound:
+            write_flag(codec.message, not finite)
+            if finite:
                 codec.compress(shard)
-        received = _swap(sent.to(gathered.device), replicas.leaders).to(owed.device)
+        received = _all_to_all(sent.to(gathered.device), replicas.leaders).to(residual.device)
         messages = [message for message in received if not any_flag(message)]
         total = torch.zeros_like(shards[0])
         for message in messages:
@@ -128,24 +131,24 @@ def _average_compressed(
         write_flag(own, not messages)
         if messages:
             codec.compress(total)
-            # What the mean's message fails to carry.
+            # The unsent rest of the mean.
             shards[replicas.index].add_(total, alpha=count)
-        owed.copy_(shards.view(-1)[:numel])
-        gathered.copy_(_swap(own.to(gathered.device).expand(count, -1), replicas.leaders))
+        residual.copy_(shards.view(-1)[:numel])
+        gathered.copy_(_all_to_all(own.to(gathered.device).expand(count, -1), replicas.leaders))
         sent_bytes = 2 * (count - 1) * row
     if replicas.inside is not None:
         dist.broadcast(gathered, group=replicas.inside, group_src=0)
-    gathered = gathered.to(owed.device)
+    gathered = gathered.to(residual.device)
     if any_flag(gathered):
         return None, sent_bytes
-    mean = owed.new_zeros(count, size)
+    mean = residual.new_zeros(count, size)
     for message, out in zip(gathered, mean, strict=True):
         codec.decompress_add(message, out)
     return mean.view(-1)[:numel], sent_bytes
 
 
-def _swap(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Return what the others have sent to this process: a row for each, as it sends one to each."""
+def _all_to_all(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
+    """Send row ``i`` to process ``i``, and return the rows that the processes sent to this one."""
     count, row = rows.shape
     pieces = max(1, row // PIECE) if rows.device.type == "cpu" else 1
     size = -(-row // (8 * pieces)) * 8  # aligned, as scales within a message must be
@@ -160,6 +163,6 @@ def _swap(rows: Tensor, group: dist.ProcessGroup) -> Tensor:
     return received.transpose(0, 1).reshape(count, -1)[:, :row]
 
 
-def _wire(tensor: Tensor) -> torch.device:
-    """Return where what is sent must lie: gloo sends from host memory."""
+def _message_device(tensor: Tensor) -> torch.device:
+    """Return the device of messages: gloo sends from host memory."""
     return torch.device("cpu") if dist.get_backend() == "gloo" else tensor.device

@@ -1,4 +1,4 @@
-"""A fragment of the model: how far a replica moved it, and the outer step with what all moved.
+"""Fragments of the model: their pseudo-gradients and the outer optimizer step.
 
 References:
     Douillard et al. (2023), *DiLoCo: Distributed Low-Communication Training of Language Models*.
@@ -17,13 +17,14 @@ class Fragment:
     """Parameters that are exchanged together.
 
     Args:
-        parameters: Dense, on one device, by name.
+        parameters: Dense parameters on one device, by name.
 
     Attributes:
         outer: The weights that all replicas share, flat, float32 or wider.
-        momentum: Of the outer steps; like ``outer``.
-        owed: What this replica's messages failed to carry; like ``outer``.
-        moved: How far this replica was from ``outer`` when it last sent; None after the merge.
+        momentum: The momentum of the outer optimizer; like ``outer``.
+        residual: The unsent rest of this replica's messages; like ``outer``.
+        pseudo_gradient: ``outer`` minus this replica's weights when it last sent; None after the
+            merge.
     """
 
     def __init__(self, parameters: Mapping[str, Tensor]) -> None:
@@ -31,8 +32,8 @@ class Fragment:
         flat = torch.cat([parameter.detach().flatten() for parameter in parameters.values()])
         self.outer = flat.to(torch.promote_types(flat.dtype, torch.float32))
         self.momentum = torch.zeros_like(self.outer)
-        self.owed = torch.zeros_like(self.outer)
-        self.moved: Tensor | None = None
+        self.residual = torch.zeros_like(self.outer)
+        self.pseudo_gradient: Tensor | None = None
 
     def parts(self, flat: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Return each parameter with its part of a flat tensor, in the parameter's shape."""
@@ -40,29 +41,29 @@ class Fragment:
         pieces = flat.split([parameter.numel() for parameter in parameters])
         return [(p, piece.view(p.shape)) for p, piece in zip(parameters, pieces, strict=True)]
 
-    def adopt(self) -> None:
-        """Take this replica's weights for those that all share."""
+    def set_outer(self) -> None:
+        """Copy this replica's weights to the shared weights."""
         for parameter, part in self.parts(self.outer):
             part.copy_(parameter)
 
-    def measure(self) -> Tensor:
-        """Return the pseudo-gradient: the shared weights minus this replica's."""
-        self.moved = self.outer.clone()
-        for parameter, moved in self.parts(self.moved):
-            # Rounded as the replica's weights were, so that what did not move is 0.
-            moved.copy_(moved.to(parameter.dtype)).sub_(parameter)
-        return self.moved
+    def compute_pseudo_gradient(self) -> Tensor:
+        """Return the shared weights minus this replica's."""
+        self.pseudo_gradient = self.outer.clone()
+        for parameter, part in self.parts(self.pseudo_gradient):
+            # Rounded like the replica's weights, so that unchanged weights give 0.
+            part.copy_(part.to(parameter.dtype)).sub_(parameter)
+        return self.pseudo_gradient
 
     def step(self, mean: Tensor, lr: float, momentum: float) -> Tensor:
-        """Apply the mean of the pseudo-gradients by SGD with Nesterov momentum.
+        """Apply the mean pseudo-gradient to ``outer`` by SGD with Nesterov momentum.
 
         Args:
             mean: Like ``outer``.
             lr: The outer learning rate.
-            momentum: 0 for none; the buffer is then left alone.
+            momentum: 0 for none; the momentum buffer then stays unchanged.
 
         Returns:
-            What was subtracted from ``outer``.
+            The update that was subtracted from ``outer``.
         """
         update = mean
         if momentum:
@@ -72,24 +73,24 @@ class Fragment:
         self.outer.sub_(update)
         return update
 
-    def carry(self, shift: Tensor) -> None:
-        """Move this replica's weights by ``shift``; the steps that it took meanwhile stay."""
+    def shift(self, shift: Tensor) -> None:
+        """Add ``shift`` to this replica's weights, which keeps its steps since it sent."""
         for parameter, part in self.parts(shift):
             parameter.add_(part.to(parameter.dtype))
 
     def reset(self) -> None:
-        """Give this replica the shared weights."""
-        self.moved = None
+        """Overwrite this replica's weights by the shared weights."""
+        self.pseudo_gradient = None
         for parameter, part in self.parts(self.outer):
             parameter.copy_(part)
 
 
 def cut_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[Fragment]:
-    """Return fragments of about equal size, of whole parameters in their order.
+    """Return fragments of about equal size, each of whole parameters in their order.
 
     Args:
-        parameters: By name.
-        count: How many; fewer if there are not that many parameters.
+        parameters: Parameters by name.
+        count: Number of fragments; fewer if there are fewer parameters.
     """
     total = sum(parameter.numel() for parameter in parameters.values())
     groups: dict[int, dict[str, Tensor]] = {}
@@ -102,7 +103,7 @@ def cut_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[Fra
 
 
 def due_at(step: int, sync_every: int, fragments: int) -> list[int]:
-    """Return which fragments are sent after ``step`` (the first is 1): all once in a window."""
+    """Return the fragments to send after ``step`` (the first is 1): each once per window."""
     return [
         number
         for number in range(fragments)
@@ -111,12 +112,12 @@ def due_at(step: int, sync_every: int, fragments: int) -> list[int]:
 
 
 def default_outer(sync_every: int) -> tuple[float, float]:
-    """Return the outer learning rate and momentum that did best for so many local steps."""
+    """Return the outer learning rate and momentum that were best for this window in benchmarks."""
     return (1.0, 0.0) if sync_every <= 16 else (0.7, 0.8)
 
 
 def momentum_of(fragments: Sequence[Fragment]) -> dict[str, Tensor]:
-    """Return the outer momentum by the parameters' names; a view, which may be written."""
+    """Return writable views of the outer momentum, by the parameters' names."""
     return {
         name: part
         for one in fragments

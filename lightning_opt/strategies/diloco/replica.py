@@ -1,4 +1,4 @@
-"""One replica: it counts its local steps, sends its fragments in turn, and merges what comes."""
+"""One replica: counts local steps, sends fragments in turn, and merges the means."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_opt.strategies.diloco.agreement import average_changed, checksums, forget_non_finite
+from lightning_opt.strategies.diloco.averaging import average_changed, checksums, reset_non_finite
 from lightning_opt.strategies.diloco.exchange import Outcome, Replicas, exchange
 from lightning_opt.strategies.diloco.fragments import cut_into_fragments, due_at, momentum_of
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How often, how much and how: see the arguments of the strategy."""
+    """The settings of the strategy; see its arguments."""
 
     sync_every: int
     outer_lr: float
@@ -30,17 +30,17 @@ class Plan:
 
 
 class Replica:
-    """Trains by itself, and now and then applies what all replicas have moved.
+    """Trains on its own, and at intervals applies the mean pseudo-gradient of all replicas.
 
     Args:
-        module: Whose weights are the same on all replicas now.
-        optimizers: What trains it.
-        replicas: Who takes part.
-        plan: The same on all replicas.
-        state: What :meth:`state_dict` returned, or nothing.
+        module: The model; its weights are the same on all replicas now.
+        optimizers: The inner optimizers.
+        replicas: The process groups.
+        plan: The settings, the same on all replicas.
+        state: The state of :meth:`state_dict`, or empty.
 
     Attributes:
-        worker: The thread that exchanges.
+        worker: The thread of the exchanges.
     """
 
     def __init__(
@@ -55,29 +55,30 @@ class Replica:
         self._replicas, self._plan = replicas, plan
         self._step: int = state.get("step", 0)
         self._reported = self._step
-        self._sent, self._waited = 0, 0.0
-        self._agreed = True
-        self._on_the_way: dict[int, tuple[int, Future[Outcome]]] = {}
+        self._sent, self._waited = 0, 0.0  # bytes and seconds since the last report
+        self._synchronized = True
+        # Fragments in flight: the step of the merge, and the outcome.
+        self._in_flight: dict[int, tuple[int, Future[Outcome]]] = {}
         self._norms: dict[int, tuple[Tensor, Tensor]] = {}
         self.worker = ThreadPoolExecutor(1, thread_name_prefix="diloco")
-        self._cut(state.get("momentum", {}))
+        self._make_fragments(state.get("momentum", {}))
         device = self._fragments[0].outer.device
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
 
     @torch.no_grad()
-    def _cut(self, momentum: Mapping[str, Tensor]) -> None:
-        """Cut what is trained into fragments; the rest is looked at when the replicas agree."""
+    def _make_fragments(self, momentum: Mapping[str, Tensor]) -> None:
+        """Divide the trained parameters into fragments; other tensors are only synchronized."""
         trained = {
             name: parameter
             for name, parameter in self._module.named_parameters()
-            # Manual optimisation may have switched some off for a moment.
+            # Manual optimization may have frozen some for a moment.
             if parameter.requires_grad or name in momentum
         }
-        own = set(trained.values())
-        self._frozen = [one for one in self._module.parameters() if one not in own]
+        in_fragments = set(trained.values())
+        self._frozen = [one for one in self._module.parameters() if one not in in_fragments]
         others = (*self._module.buffers(), *self._frozen)
         self._tensors = [one for one in others if one.is_floating_point() and one.numel()]
-        self._others = len(self._tensors)
+        self._others = len(self._tensors)  # the first ones; the trained parameters follow
         self._tensors += trained.values()
         self._sums = checksums(self._tensors)
         self._fragments = cut_into_fragments(trained, self._plan.fragments)
@@ -86,16 +87,16 @@ class Replica:
                 part.copy_(momentum[name])
 
     def before_step(self) -> None:
-        """Take in what has been unfrozen, while it is still alike on all replicas."""
+        """Include unfrozen parameters, while they are still the same on all replicas."""
         if any(parameter.requires_grad for parameter in self._frozen):
-            self.agree()
-            self._cut(momentum_of(self._fragments))
+            self.synchronize()
+            self._make_fragments(momentum_of(self._fragments))
 
     def after_step(self) -> int:
-        """Merge and send what is due after a local step, and return its number."""
-        self._agreed = False
+        """Merge and send the fragments that are due after a local step, and return its number."""
+        self._synchronized = False
         self._step += 1
-        for number, (due, _) in list(self._on_the_way.items()):
+        for number, (due, _) in list(self._in_flight.items()):
             if due == self._step:
                 self._merge(number)
         for number in due_at(self._step, self._plan.sync_every, len(self._fragments)):
@@ -108,76 +109,76 @@ class Replica:
     def _send(self, number: int, compression: str) -> None:
         """Launch the exchange of a fragment."""
         fragment, replicas, stream = self._fragments[number], self._replicas, self._stream
-        moved, owed = fragment.measure(), fragment.owed
-        measured = None if stream is None else torch.cuda.current_stream().record_event()
+        pseudo_gradient, residual = fragment.compute_pseudo_gradient(), fragment.residual
+        computed = None if stream is None else torch.cuda.current_stream().record_event()
 
         def run() -> Outcome:
-            with torch.no_grad(), torch.cuda.stream(stream):  # no context at all for None
-                if measured is not None:
-                    measured.wait()
-                outcome = exchange(moved, owed, replicas, compression)
+            with torch.no_grad(), torch.cuda.stream(stream):  # has no effect for None
+                if computed is not None:
+                    computed.wait()
+                outcome = exchange(pseudo_gradient, residual, replicas, compression)
                 if stream is not None:
                     stream.synchronize()
                 return outcome
 
         due = self._step + self._plan.delay
-        self._on_the_way[number] = (due, self.worker.submit(run))
+        self._in_flight[number] = (due, self.worker.submit(run))
 
     @torch.no_grad()
     def _merge(self, number: int, plain: bool = False) -> None:
-        """Wait for a fragment, take the outer step with it, and give the result to the replica.
+        """Wait for a fragment's mean, take the outer step, and update the replica's weights.
 
         Args:
-            number: Of the fragment.
-            plain: Give all replicas the mean of their weights, instead of an outer step.
+            number: The fragment's number.
+            plain: Set all replicas to the mean of their weights, instead of an outer step.
         """
         fragment, plan = self._fragments[number], self._plan
         start = time.perf_counter()
-        mean, sound, sent_bytes = self._on_the_way.pop(number)[1].result()
+        mean, finite, sent_bytes = self._in_flight.pop(number)[1].result()
         self._waited += time.perf_counter() - start
         self._sent += sent_bytes
         update: Tensor | float = 0.0
         if mean is not None:
             lr, momentum = (1.0, 0.0) if plain else (plan.outer_lr, plan.outer_momentum)
             update = fragment.step(mean, lr, momentum)
-            if sound and fragment.moved is not None:
-                apart = torch.linalg.vector_norm(fragment.moved - mean)
-                self._norms[number] = (apart, torch.linalg.vector_norm(mean))
-        if not sound:
-            self.reset()  # what is NaN anywhere makes all of it NaN in a step or two
-        elif plain or plan.delay == 0 or fragment.moved is None:
+            if finite and fragment.pseudo_gradient is not None:
+                drift = torch.linalg.vector_norm(fragment.pseudo_gradient - mean)
+                self._norms[number] = (drift, torch.linalg.vector_norm(mean))
+        if not finite:
+            self.reset()  # a NaN in one fragment spreads to all within a step or two
+        elif plain or plan.delay == 0 or fragment.pseudo_gradient is None:
             fragment.reset()
         else:
-            fragment.carry(fragment.moved - update)
-        fragment.moved = None
+            fragment.shift(fragment.pseudo_gradient - update)
+        fragment.pseudo_gradient = None
 
     @torch.no_grad()
-    def agree(self) -> None:
-        """Give all replicas the mean of their weights and buffers. All processes must call it."""
-        for number in list(self._on_the_way):
+    def synchronize(self) -> None:
+        """Set all replicas to the mean of their weights and buffers. All processes must call it."""
+        for number in list(self._in_flight):
             self._merge(number)
-        if not self._agreed:
-            self._agreed = True
+        if not self._synchronized:
+            self._synchronized = True
             for number in range(len(self._fragments)):
                 self._send(number, "float32")
             for number, fragment in enumerate(self._fragments):
                 self._merge(number, plain=True)
-                fragment.adopt()  # half-precision weights are rounded
+                fragment.set_outer()  # half-precision weights are rounded
             self._sums[self._others :] = checksums(self._tensors[self._others :])
-        # Of the weights, what callbacks have put in since: averages over earlier ones, say.
+        # Weights too, if callbacks have replaced them since, by an average over steps, say.
         average_changed(self._tensors, self._sums)
         self._sums = checksums(self._tensors)
 
     @torch.no_grad()
     def reset(self) -> None:
-        """Give this replica the weights that all share, and begin anew what is not finite."""
+        """Set this replica to the shared weights, and zero optimizer states that are not finite."""
         for fragment in self._fragments:
             fragment.reset()
         for optimizer in self._optimizers:
-            forget_non_finite(optimizer)
+            reset_non_finite(optimizer)
 
     def read(self) -> dict[str, float]:
-        """Return what is logged. Reads from the device."""
+        """Return the logged values. Reads from the device."""
         steps = max(self._step - self._reported, 1)
         values = {"comm/bytes": self._sent / steps, "comm/wait_s": self._waited / steps}
         self._sent, self._waited, self._reported = 0, 0.0, self._step
@@ -187,6 +188,6 @@ class Replica:
         return values
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what lasts, once the replicas agree."""
+        """Return the state for a checkpoint; the replicas must be synchronized."""
         momentum = {name: part.cpu().clone() for name, part in momentum_of(self._fragments).items()}
         return {"step": self._step, "momentum": momentum}

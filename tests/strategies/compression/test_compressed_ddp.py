@@ -9,11 +9,10 @@ from lightning.pytorch.callbacks import Callback
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from lightning_opt.strategies.compression import hook as reduction
+from lightning_opt.strategies.compression import two_stage
 from lightning_opt.strategies.compression.compressed_ddp import (
     CompressedDDPStrategy,
 )
-from lightning_opt.strategies.compression.exchange import two_stage
 from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
 from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
 from tests.helpers.models import SmallNet
@@ -74,7 +73,7 @@ def test_nothing_is_lost(processes):
 def _balance_in_two_stages(steps: int) -> None:
     world = dist_world()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reduction, "STAGED_FROM", 100)
+        patch.setattr(two_stage, "SPARSE_SHARD", 100)
         patch.setattr(two_stage, "SPARSE_FROM", 3)
         for compressor in (TopK(0.05), TopK(k=40), TopK(0.01)):
             strategy, model = (

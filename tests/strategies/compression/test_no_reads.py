@@ -8,9 +8,8 @@ import torch
 from torch import Tensor
 
 from lightning_opt.strategies.compression import hook as hook_module
-from lightning_opt.strategies.compression.exchange import two_stage
-from lightning_opt.strategies.compression.exchange.local_clipping import clip_locally
-from lightning_opt.strategies.compression.exchange.residuals import Residual
+from lightning_opt.strategies.compression import two_stage
+from lightning_opt.strategies.compression.buckets import Bucket, clip_locally
 from lightning_opt.strategies.compression.hook import CompressedReduction, Traffic
 from lightning_opt.strategies.compressors import (
     Compressor,
@@ -19,10 +18,10 @@ from lightning_opt.strategies.compressors import (
     TopK,
 )
 from tests.helpers.syncs import SyncCounter, take_device_path
-from tests.strategies.pretended import (
-    PretendedBucket,
-    PretendedEvent,
-    pretend_ranks,
+from tests.strategies.simulated import (
+    SimulatedBucket,
+    SimulatedEvent,
+    simulate_ranks,
 )
 
 SCHEMES = {
@@ -42,7 +41,7 @@ def reduction(scheme: Any, parameters: list[Tensor], **settings: Any) -> Compres
     """A hook with every step sent as ``scheme``."""
     settings = {"loss_scale": lambda: torch.ones(()), "clip": lambda *_: None, **settings}
     names = {parameter: f"p{place}" for place, parameter in enumerate(parameters)}
-    return CompressedReduction(names, lambda step: scheme, **settings)
+    return CompressedReduction(names, [scheme], lambda step: scheme, **settings)
 
 
 def gradients(step: int, device: str = "cpu") -> list[Tensor]:
@@ -62,12 +61,12 @@ def run_steps(hook: CompressedReduction, parameters: list[Tensor], device: str) 
             buckets[1][-1] = math.inf
         for index, buffer in enumerate(buckets):
             own = parameters[:1] if index == 0 else parameters[1:]
-            bucket = PretendedBucket(index, own, buffer)
+            bucket = SimulatedBucket(index, own, buffer)
             means.append(hook.reduce(bucket).wait())  # type: ignore[arg-type]
         found = torch.full((), float(step == 3), device=device)
-        hook.leave_out(parameters, found)
-        hook.leave_out(parameters[1:2], found)
-    hook._settle()
+        hook.skip(parameters, found)
+        hook.skip(parameters[1:2], found)
+    hook.commit()
     return means
 
 
@@ -84,7 +83,7 @@ def scaled(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, world, settings):
     monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
-    launched = pretend_ranks(monkeypatch, world)
+    launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.zeros(size) for size in SIZES]
     found = []
     for path in ("host", "device"):
@@ -95,8 +94,8 @@ def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, 
             launched.clear()
             means = run_steps(hook, parameters, "cpu")
             kept = {}
-            for one in (bucket.residual for bucket in hook.buckets.present.values()):
-                kept |= {name: one.kept[part] for name, part in one.parts.items()}
+            for bucket in hook.buckets.present.values():
+                kept |= {name: bucket.committed[part] for name, part in bucket.parts.items()}
             if path == "device":
                 assert not syncs.where
             found.append((means, kept))
@@ -119,7 +118,7 @@ def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, 
 
 def test_what_a_fused_optimizer_left_out_of_a_part_of_a_bucket_is_put_back_on_a_device(monkeypatch):
     """As on a CPU, where the condition is read: bit by bit, whichever conditions hold."""
-    pretend_ranks(monkeypatch, 2)
+    simulate_ranks(monkeypatch, 2)
     parts = {"a": slice(0, 3), "b": slice(3, 5), "c": slice(5, 9)}
     conditions = [("a", 0.0), ("b", 1.0), ("b", 0.0), ("c", 0.0), ("c", None)]
     kept = []
@@ -127,29 +126,29 @@ def test_what_a_fused_optimizer_left_out_of_a_part_of_a_bucket_is_put_back_on_a_
         with monkeypatch.context() as patch, SyncCounter() as syncs:
             if path == "device":
                 take_device_path(patch)
-            residual = Residual(torch.arange(9.0), parts)
+            residual = Bucket(torch.arange(9.0), parts)
             residual.add(torch.full((9,), 10.0), torch.full((), 2.0))
             for name, found in conditions:
-                residual.hold([name, "elsewhere"], None if found is None else torch.tensor(found))
-            assert not residual.is_left_out
-            residual.commit(residual.lost)
+                residual.skip([name, "elsewhere"], None if found is None else torch.tensor(found))
+            assert not residual.is_skipped
+            residual.commit_step()
             assert path == "host" or not syncs.where
-            kept.append(residual.kept)
+            kept.append(residual.committed)
     assert kept[0].tolist() == [5.0, 6.0, 7.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0]
     assert torch.equal(*kept)
 
 
 def test_a_bucket_that_went_uncompressed_knows_that_nothing_is_owed(monkeypatch):
     take_device_path(monkeypatch)
-    for found, owes in ((0.0, False), (1.0, True)):
-        residual = Residual(torch.ones(4), {"a": slice(0, 4)})
+    for found, nonzero in ((0.0, False), (1.0, True)):
+        residual = Bucket(torch.ones(4), {"a": slice(0, 4)})
         gradient = torch.ones(4)
         residual.add(gradient, torch.ones(()))
-        residual.flush(gradient, torch.ones(()))
-        residual.hold(["a"], torch.tensor(found))
-        if not residual.is_left_out:
-            residual.commit(residual.lost)
-        assert residual.owes is owes
+        residual.send_all(gradient, torch.ones(()))
+        residual.skip(["a"], torch.tensor(found))
+        if not residual.is_skipped:
+            residual.commit_step()
+        assert residual.may_be_nonzero is nonzero
 
 
 @pytest.mark.parametrize("algorithm", ["norm", "value"])
@@ -170,15 +169,15 @@ def test_local_clipping_reads_nothing(algorithm, dtype):
 
 def test_seconds_on_a_device_are_those_with_a_bucket_on_its_way(monkeypatch):
     """By the device's clock, of the latest step; what overlaps counts once."""
-    monkeypatch.setattr(hook_module, "Event", PretendedEvent)
+    monkeypatch.setattr(hook_module, "Event", SimulatedEvent)
     traffic = Traffic()
     device = torch.device("cuda")
     for launches in ([(0.0, 900.0)], [(1.0, 4.0), (2.0, 3.0), (3.0, 6.0), (8.0, 9.0)]):
         traffic.spans.clear()
         for launched, arrived in launches:
-            PretendedEvent.now = launched
-            then = traffic.opened(1, 4, device)
-            PretendedEvent.now = arrived
+            SimulatedEvent.now = launched
+            then = traffic.launch(1, 4, device)
+            SimulatedEvent.now = arrived
             future: torch.futures.Future[Any] = torch.futures.Future()
             future.set_result(None)
             then(future)
@@ -191,7 +190,7 @@ def test_seconds_on_a_device_are_those_with_a_bucket_on_its_way(monkeypatch):
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
 def test_torch_sees_no_wait_on_a_gpu(monkeypatch, scheme, world):
     monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
-    pretend_ranks(monkeypatch, world, torch.device("cuda", 0))
+    simulate_ranks(monkeypatch, world, torch.device("cuda", 0))
     parameters = [torch.zeros(size, device="cuda") for size in SIZES]
     hook = reduction(scheme, parameters, **scaled("cuda"))
     run_steps(hook, parameters, "cuda")  # the first step of a bucket makes its buffers

@@ -203,9 +203,9 @@ class ClipsByHand(Ledger):
 
 def _clippers() -> None:
     for compressor in (TopK(0.05), Threshold()):
-        with pytest.raises(ValueError, match=r"ClipsByHand.configure_gradient_clipping clips what"):
+        with pytest.raises(ValueError, match=r"ClipsByHand.configure_gradient_clipping clips"):
             fit(ClipsByHand(), compressed(compressor), range(3))
-        with pytest.raises(ValueError, match=r"AdaptiveClipping clips what .*gradient_clip_val"):
+        with pytest.raises(ValueError, match=r"AdaptiveClipping clips .*gradient_clip_val"):
             fit(Ledger(), compressed(compressor), range(3), callbacks=[lo.AdaptiveClipping()])
     fit(Ledger(), compressed(Quantize(8)), range(12), callbacks=[lo.AdaptiveClipping()])
     fit(ClipsByHand(), compressed(Quantize(8)), range(12))

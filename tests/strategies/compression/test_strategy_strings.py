@@ -1,6 +1,5 @@
 """Strategy strings, arguments and refusals, without training; and the launchers, with it."""
 
-import math
 import os
 import pickle
 import subprocess
@@ -14,7 +13,6 @@ import torch
 from lightning.pytorch.cli import LightningCLI
 from lightning.pytorch.strategies import StrategyRegistry
 
-from lightning_opt.strategies.compression.choosing.ramp import default_steps
 from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 from lightning_opt.strategies.compression.hooked_ddp import HookedDDPStrategy
 from lightning_opt.strategies.compressors import (
@@ -161,20 +159,6 @@ def test_few_elements_are_approached_in_stages(settings, ratios):
     assert {step: c and c.ratio for step, c in found.items()} == ratios
     # One object a stage: a new one costs new buffers.
     assert strategy.compressor_at(10) is strategy.compressor_at(10)
-
-
-def test_only_top_k_has_a_ramp():
-    for compressor in (Quantize(), Threshold(), TopK(k=3)):
-        assert default_steps(compressor, 10_000) == default_steps(compressor) == 0
-        assert CompressedDDPStrategy(compressor).compressor_at(10) is compressor
-
-
-def test_a_ramp_takes_a_share_of_the_run_up_to_a_multiple_of_an_elements_wait():
-    assert default_steps(TopK(0.01), 900) == 450
-    assert default_steps(TopK(0.01), 10**6) == 3000
-    assert default_steps(TopK(0.001), 10**6) == 30_000
-    for unknown in (math.inf, -1):  # what Lightning's estimate may be
-        assert default_steps(TopK(0.01), unknown) == 1000
 
 
 def test_cpus_need_gloo():

@@ -1,4 +1,4 @@
-"""One bucket in two stages, without a model around it."""
+"""The exchanges of one bucket, without a model."""
 
 import contextlib
 import itertools
@@ -11,11 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from lightning_opt.strategies.compression.exchange import channels as transport
-from lightning_opt.strategies.compression.exchange import two_stage
-from lightning_opt.strategies.compression.exchange.channels import Channel, GatherChannel
-from lightning_opt.strategies.compression.exchange.residuals import Owed
-from lightning_opt.strategies.compression.exchange.two_stage import TwoStageChannel
+from lightning_opt.strategies.compression import exchange as exchange_module
+from lightning_opt.strategies.compression import two_stage
+from lightning_opt.strategies.compression.exchange import Exchange, GatherExchange, Residual
+from lightning_opt.strategies.compression.two_stage import TwoStageExchange
 from lightning_opt.strategies.compressors import Quantize, TopK
 from tests.helpers.processes import launch
 from tests.strategies.runs import (
@@ -30,43 +29,44 @@ from tests.strategies.runs import (
 NUMEL = 4000
 
 
-def _meet() -> tuple[int, int]:
+def _init_process_group() -> tuple[int, int]:
     rank, world = int(os.environ["RANK"]), dist_world()
     dist.init_process_group("gloo", rank=rank, world_size=world)
     return rank, world
 
 
-def _exchange(channel: Channel, gradient: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
-    """One step, up to the mean; whether it is applied is left open."""
-    torch.add(channel.owed.kept, gradient, alpha=1.0 / scale, out=channel.owed.pending)
-    return channel.start(gradient.clone(), scale).wait()
+def _average(exchange: Exchange, gradient: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+    """Exchange one step, without committing it."""
+    residual = exchange.residual
+    torch.add(residual.committed, gradient, alpha=1.0 / scale, out=residual.pending)
+    return exchange.start(gradient.clone(), scale).wait()
 
 
 def _infinity_in(compressor: Any, place: int) -> None:
-    """An infinity in whichever shard leaves nothing of the step, also of shards done before."""
-    rank, world = _meet()
+    """An infinity in any shard discards the whole step, earlier shards too."""
+    rank, world = _init_process_group()
     with ThreadPoolExecutor(1) as worker:
         generator = torch.Generator().manual_seed(rank)
         before = torch.randn(NUMEL, generator=generator)
-        owed = Owed(before.clone())
-        channel = TwoStageChannel(compressor, owed, dist.group.WORLD, worker)
+        residual = Residual(before.clone())
+        exchange = TwoStageExchange(compressor, residual, dist.group.WORLD, worker)
         gradient = torch.randn(NUMEL, generator=generator) * 10
         if rank == 1:
             gradient[place] = torch.inf
-        mean = _exchange(channel, gradient)
-        assert channel.flagged
+        mean = _average(exchange, gradient)
+        assert exchange.non_finite
         assert mean.isnan().all()
-        assert torch.equal(owed.kept, before)
+        assert torch.equal(residual.committed, before)
 
-        # The next step is sound again, and what is sent and what is left are all of it.
+        # The next step is finite: the mean and the residuals add up to the gradients.
         gradient[place] = 0.0
-        mean = _exchange(channel, gradient)
-        assert not channel.flagged
-        channel.commit(channel.flagged)
-        channel.fold()
+        mean = _average(exchange, gradient)
+        assert not exchange.non_finite
+        exchange.commit(exchange.non_finite)
+        exchange.fold()
         total = before + gradient
         dist.all_reduce(total)
-        left = owed.kept.clone()
+        left = residual.committed.clone()
         dist.all_reduce(left)
         torch.testing.assert_close(mean * world + left, total, rtol=0, atol=1e-3)
         assert mean.abs().max() > 1
@@ -76,27 +76,27 @@ def _infinity_in(compressor: Any, place: int) -> None:
 @pytest.mark.parametrize(
     ("compressor", "place"), [(Quantize(8, block=128), NUMEL - 1), (TopK(0.1), 2000)]
 )
-def test_an_infinity_in_a_later_shard_leaves_no_trace(compressor, place):
+def test_infinity_in_a_later_shard_leaves_no_trace(compressor, place):
     launch(_infinity_in, compressor, place, processes=3)
 
 
-def _channel(compressor: Any, owed: Owed, worker: ThreadPoolExecutor) -> Channel:
-    """What a bucket of this compressor would get, among this many ranks."""
+def _make(compressor: Any, residual: Residual, worker: ThreadPoolExecutor) -> Exchange:
+    """Return the exchange of this compressor at this number of ranks."""
     if dist_world() == 2:
-        return GatherChannel(compressor, owed)
-    return TwoStageChannel(compressor, owed, dist.group.WORLD, worker)
+        return GatherExchange(compressor, residual)
+    return TwoStageExchange(compressor, residual, dist.group.WORLD, worker)
 
 
 def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -> None:
-    """Four steps, one with a NaN on a rank and one not applied, in pieces and whole: same bits."""
+    """Five steps, one with a NaN on a rank and one not applied: pieces give the same bits."""
     rank, world = dist.get_rank(), dist_world()
     block = compressor.block
-    channels, owed = [], [Owed(torch.zeros(numel)), Owed(torch.zeros(numel))]
-    for one, size in zip(owed, (10**9, 3 * block), strict=True):
+    exchanges, residuals = [], [Residual(torch.zeros(numel)), Residual(torch.zeros(numel))]
+    for one, size in zip(residuals, (10**9, 3 * block), strict=True):
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(transport, "PIECE", size)
-            patch.setattr(transport, "LEAST_PIECE", size)
-            channels.append(_channel(compressor, one, worker))
+            patch.setattr(exchange_module, "PIECE", size)
+            patch.setattr(exchange_module, "LEAST_PIECE", size)
+            exchanges.append(_make(compressor, one, worker))
     shard = numel if world == 2 else -(-numel // (world * block)) * block
     pieces = max(-(-shard // (3 * block)), 1)
     account = torch.zeros(numel, dtype=torch.float64)
@@ -106,37 +106,37 @@ def _pieces_and_whole(compressor: Any, numel: int, worker: ThreadPoolExecutor) -
         spoilt = step == 2 and numel > 0
         if spoilt and rank == 1:
             gradient[-1] = torch.nan
-        means = [_exchange(channel, gradient, 2.0) for channel in channels]
-        for channel in channels:
-            assert channel.flagged == spoilt
-            assert channel.selected == (0 if spoilt and rank == 1 else numel)
+        means = [_average(exchange, gradient, 2.0) for exchange in exchanges]
+        for exchange in exchanges:
+            assert exchange.non_finite == spoilt
+            assert exchange.selected == (0 if spoilt and rank == 1 else numel)
         if spoilt:
             assert all(mean.isnan().all() for mean in means)
         else:
             assert torch.equal(*means)
         if not spoilt and step != 3:  # that one is not applied
             account += (gradient.double() - means[1].double()) / 2.0
-            for channel in channels:
-                channel.commit(channel.flagged)
-        assert torch.equal(*(one.kept for one in owed))
-    for channel in channels:
-        channel.fold()
-    assert torch.equal(*(one.kept for one in owed))
-    # What was applied and what is still owed by the ranks together are all of it.
-    left = owed[1].kept.double()
+            for exchange in exchanges:
+                exchange.commit(exchange.non_finite)
+        assert torch.equal(*(one.committed for one in residuals))
+    for exchange in exchanges:
+        exchange.fold()
+    assert torch.equal(*(one.committed for one in residuals))
+    # The applied means and the residuals of all ranks add up to the gradients.
+    left = residuals[1].committed.double()
     dist.all_reduce(left)
     dist.all_reduce(account)
     torch.testing.assert_close(left, account, rtol=0, atol=1e-4)
-    # A message in pieces has more headers, and ends of rows, but no more than that.
+    # A message in pieces has only more headers and padding.
     extra = 2 * world * (pieces + 1) * (16 + 8)
-    assert channels[0].sent_bytes <= channels[1].sent_bytes + 8 * world
-    assert channels[1].sent_bytes <= channels[0].sent_bytes + extra + 2 * world * 4 * block
+    assert exchanges[0].sent_bytes <= exchanges[1].sent_bytes + 8 * world
+    assert exchanges[1].sent_bytes <= exchanges[0].sent_bytes + extra + 2 * world * 4 * block
     if pieces > 2:
-        assert channels[1].sent_bytes > channels[0].sent_bytes
+        assert exchanges[1].sent_bytes > exchanges[0].sent_bytes
 
 
 def _every_size() -> None:
-    _meet()
+    _init_process_group()
     with ThreadPoolExecutor(1) as worker:
         for bits in (8, 4):
             for numel in (0, 1, 33, 34, 35, 3 * 34, 3 * 34 + 1, 500, 34 * 12, 34 * 12 + 5, 2000):
@@ -145,15 +145,15 @@ def _every_size() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [2, 3, 4])
-def test_pieces_leave_the_bits_of_the_whole(processes):
+def test_pieces_have_the_same_bits_as_whole_buckets(processes):
     launch(_every_size, processes=processes)
 
 
 @contextlib.contextmanager
 def _small_pieces() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "PIECE", 340)
-        patch.setattr(transport, "LEAST_PIECE", 136)
+        patch.setattr(exchange_module, "PIECE", 340)
+        patch.setattr(exchange_module, "LEAST_PIECE", 136)
         yield
 
 
@@ -172,9 +172,9 @@ def test_training_in_pieces_loses_nothing(processes):
 
 
 def _lose_a_rank_between_pieces() -> None:
-    """Rank 1 dies when it has sent some of the pieces of a bucket."""
+    """Rank 1 dies after it has sent some pieces of a bucket."""
     sent = itertools.count()
-    gather = transport.all_gather
+    gather = exchange_module.all_gather
 
     def all_gather(*arguments: Any, **settings: Any) -> Any:
         if int(os.environ["RANK"]) == 1 and next(sent) == 20:
@@ -182,7 +182,7 @@ def _lose_a_rank_between_pieces() -> None:
         return gather(*arguments, **settings)
 
     with _small_pieces(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(transport, "all_gather", all_gather)
+        patch.setattr(exchange_module, "all_gather", all_gather)
         patch.setattr(two_stage, "all_gather", all_gather)
         strategy = KeptResiduals(Quantize(8, block=34), warmup_steps=3)
         fit(Ledger(), strategy, range(1000))
@@ -190,6 +190,6 @@ def _lose_a_rank_between_pieces() -> None:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("processes", [2, 3])
-def test_a_rank_lost_between_pieces_ends_the_others(processes):
+def test_rank_lost_between_pieces_ends_the_others(processes):
     with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
         launch(_lose_a_rank_between_pieces, timeout=240, processes=processes)

@@ -1,4 +1,4 @@
-"""Ranks, buckets and events of a device that are only pretended, in one process."""
+"""Simulated ranks, buckets and CUDA events, in one process."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -9,11 +9,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.futures import Future
 
-from lightning_opt.strategies.compression.exchange import channels, two_stage
+from lightning_opt.strategies.compression import exchange, two_stage
 
 
 class Done:
-    """A collective as NCCL returns it: complete, for all that the host can see, once launched."""
+    """A collective as NCCL returns it: the host sees it complete once launched."""
 
     def __init__(self, value: Tensor, device: torch.device | None) -> None:
         self._value, self._device = value, device
@@ -28,18 +28,18 @@ class Done:
         return future
 
 
-def pretend_ranks(
+def simulate_ranks(
     monkeypatch: pytest.MonkeyPatch, world: int, device: torch.device | None = None
 ) -> list[str]:
-    """Pretend to be the first of ``world`` ranks, all of which have the same gradients.
+    """Simulate the first of ``world`` ranks, all of which have the same gradients.
 
     Args:
-        monkeypatch: Takes it back.
-        world: How many ranks.
-        device: A real GPU, on which collectives are futures of its own.
+        monkeypatch: Restores the functions.
+        world: Number of ranks.
+        device: A real GPU for the futures of collectives, or None.
 
     Returns:
-        The collectives, as they are launched.
+        The names of the launched collectives, appended in order.
     """
     launched: list[str] = []
 
@@ -67,13 +67,13 @@ def pretend_ranks(
     monkeypatch.setattr(dist, "new_group", new_group)
     monkeypatch.setattr(dist, "all_reduce", all_reduce)
     monkeypatch.setattr(dist, "all_to_all_single", all_to_all_single)
-    for module in (channels, two_stage):
+    for module in (exchange, two_stage):
         monkeypatch.setattr(module, "all_gather", all_gather)
     return launched
 
 
-class PretendedBucket:
-    """What DDP hands to a hook."""
+class SimulatedBucket:
+    """A bucket as DDP passes it to a hook."""
 
     def __init__(self, index: int, parameters: Sequence[Tensor], buffer: Tensor) -> None:
         self._index, self._parameters, self._buffer = index, list(parameters), buffer
@@ -88,7 +88,7 @@ class PretendedBucket:
         return self._parameters
 
 
-class PretendedEvent:
+class SimulatedEvent:
     """A CUDA event of a device whose clock is ``now``, in milliseconds."""
 
     now = 0.0
@@ -97,10 +97,10 @@ class PretendedEvent:
         assert enable_timing
 
     def record(self) -> None:
-        self.at = PretendedEvent.now
+        self.at = SimulatedEvent.now
 
     def synchronize(self) -> None:
-        """There is nothing to wait for."""
+        """Return at once."""
 
-    def elapsed_time(self, other: "PretendedEvent") -> float:
+    def elapsed_time(self, other: "SimulatedEvent") -> float:
         return other.at - self.at

@@ -1,0 +1,215 @@
+"""Buckets with residuals: values that one step does not send are added to the next gradient.
+
+References:
+    Seide, Fu, Droppo, Li and Yu (2014), *1-Bit Stochastic Gradient Descent and its Application to
+    Data-Parallel Distributed Training of Speech DNNs*. Karimireddy, Rebjock, Stich and Jaggi
+    (2019), *Error Feedback Fixes SignSGD and other Gradient Compression Schemes*. Lin, Han, Mao,
+    Wang and Dally (2018), *Deep Gradient Compression: Reducing the Communication Bandwidth for
+    Distributed Training* (local gradient clipping).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from lightning_opt.core.modules.sharding import reads_are_free
+from lightning_opt.core.numerics.scalars import Scalar
+from lightning_opt.strategies.compression.exchange import Exchange, Residual
+from lightning_opt.strategies.compressors import Compressor
+from lightning_opt.strategies.packing import is_finite
+
+
+class Bucket(Residual):
+    """The residual of one bucket, and the exchange of the bucket.
+
+    Args:
+        committed: Flat, one value per element.
+        parts: The slice of each parameter, by its name.
+
+    Attributes:
+        parts: See above.
+        exchange: Exchanges the bucket; None until it is first compressed.
+        compressor: The compressor of ``exchange``.
+        may_be_nonzero: Whether ``committed`` may hold anything.
+        skipped: Whether the latest step was applied to no parameter, if only the device knows that:
+            0-dimensional.
+    """
+
+    def __init__(self, committed: Tensor, parts: Mapping[str, slice]) -> None:
+        super().__init__(committed)
+        self.parts = parts
+        self.exchange: Exchange | None = None
+        self.compressor: Compressor | None = None
+        self.may_be_nonzero = True
+        self.skipped = self._not_skipped = torch.zeros(
+            (), dtype=torch.bool, device=committed.device
+        )
+        # Parameters to which the step is not applied; a tensor if only the device knows.
+        self._skipped_parts: dict[str, Tensor | None] = {}
+        self._sent_all = False
+
+    def add(self, gradient: Tensor, scale: Tensor) -> None:
+        """Start a step: add a gradient that has the loss scale ``scale``."""
+        self._skipped_parts.clear()
+        self._sent_all, self.skipped = False, self._not_skipped
+        torch.addcdiv(self.committed, gradient, scale, out=self.pending)
+
+    def exclude_unused(self, name: str) -> None:
+        """Exclude the residual of a parameter from the step, because no rank uses it."""
+        part = self.parts[name]
+        self.pending[part].sub_(self.committed[part])
+        self._skipped_parts[name] = None
+
+    def send_all(self, gradient: Tensor, scale: Tensor) -> None:
+        """Move the whole residual into a gradient that is sent uncompressed."""
+        gradient.copy_(self.pending.mul_(scale))
+        self.pending.zero_()
+        self._sent_all = True
+
+    def skip(self, names: Iterable[str], condition: Tensor | None = None) -> None:
+        """Exclude parameters from the next :meth:`commit`, because their update was not applied.
+
+        Args:
+            names: The parameters; those of other buckets are ignored.
+            condition: Positive if the update was not applied, 0-dimensional; None if that is known.
+        """
+        names = [name for name in names if name in self.parts]
+        if condition is not None:
+            condition = condition > 0
+            if self._sent_all or reads_are_free(condition.device):
+                # Waits for a device only once, after the first uncompressed step: the host must
+                # know that nothing is left.
+                if not condition:
+                    return
+                condition = None
+            elif len(names) == len(self.parts):  # the optimizer has the whole bucket
+                self.skipped = self.skipped | condition
+                return
+        for name in names:
+            known = self._skipped_parts.get(name, condition)
+            both = None if condition is None or known is None else known | condition
+            self._skipped_parts[name] = both
+
+    @property
+    def is_skipped(self) -> bool:
+        """Whether the host knows that the step was applied to no parameter."""
+        known = [condition is None for condition in self._skipped_parts.values()]
+        return sum(known) == len(self.parts)
+
+    def commit_step(self) -> None:
+        """Commit the latest step for all parameters to which it was applied."""
+        for name, condition in self._skipped_parts.items():
+            part = self.parts[name]
+            pending, committed = self.pending[part], self.committed[part]
+            pending.copy_(
+                committed if condition is None else torch.where(condition, committed, pending)
+            )
+        self.may_be_nonzero = not self._sent_all or bool(self._skipped_parts)
+        if self.exchange is None:
+            self.commit(self.skipped)
+        else:
+            self.exchange.commit(self.skipped | self.exchange.non_finite)
+
+    def by_parameter(self) -> dict[str, Tensor]:
+        """Return the whole committed residual by parameter; views."""
+        if self.exchange is not None:
+            self.exchange.fold()
+        return {name: self.committed[part] for name, part in self.parts.items()}
+
+
+class Buckets:
+    """All buckets of the current layout.
+
+    DDP rearranges its buckets after the first steps, and other settings give other layouts. The
+    residuals move to the new buckets with their parameters.
+
+    Attributes:
+        present: The buckets of the current layout, by the names of their parameters.
+    """
+
+    def __init__(self) -> None:
+        self.present: dict[tuple[str, ...], Bucket] = {}
+        self._unassigned: dict[str, Tensor] = {}  # residuals by parameter
+
+    def get(self, parameters: Mapping[str, Tensor], gradient: Tensor) -> Bucket:
+        """Return the bucket of these parameters.
+
+        Args:
+            parameters: The parameters by name, in the bucket's order.
+            gradient: The bucket's gradient. The residual has its device, and its dtype if that is
+                wider than float32.
+        """
+        names = tuple(parameters)
+        if names not in self.present:
+            for other in [one for one in self.present if not parameters.keys().isdisjoint(one)]:
+                self._unassigned.update(self.present.pop(other).by_parameter())
+            parts, end = {}, 0
+            for name, parameter in parameters.items():
+                parts[name] = slice(end, end + parameter.numel())
+                end += parameter.numel()
+            dtype = torch.promote_types(gradient.dtype, torch.float32)
+            bucket = Bucket(torch.zeros(end, dtype=dtype, device=gradient.device), parts)
+            for name, part in parts.items():
+                if name in self._unassigned:  # after a resume it is on the CPU
+                    bucket.committed[part].copy_(self._unassigned.pop(name))
+            self.present[names] = bucket
+        return self.present[names]
+
+    @property
+    def may_be_nonzero(self) -> bool:
+        """Whether any residual may hold anything."""
+        return bool(self._unassigned) or any(one.may_be_nonzero for one in self.present.values())
+
+    def norm(self) -> float:
+        """Return the L2 norm of all committed residuals. Reads one number from the device."""
+        parts = [*self._unassigned.values(), *(one.committed for one in self.present.values())]
+        norms = [part.norm() for part in parts] or [torch.zeros(())]
+        return float(torch.stack([norm.to(norms[0].device) for norm in norms]).norm())
+
+    def averaged(self) -> dict[str, Tensor]:
+        """Return the mean residual over ranks by parameter, on the CPU. All ranks must call it.
+
+        The mean can be restored at any number of ranks, and the sum over ranks, which the model has
+        still to receive, stays the same.
+        """
+        residuals = dict(self._unassigned)
+        for bucket in self.present.values():
+            residuals.update(bucket.by_parameter())
+        means = {}
+        for name in sorted(residuals):
+            mean = residuals[name] / dist.get_world_size()
+            dist.all_reduce(mean)
+            means[name] = mean.cpu()
+        return means
+
+    def load(self, means: Mapping[str, Tensor]) -> None:
+        """Replace all residuals by those of :meth:`averaged`."""
+        self.present.clear()
+        self._unassigned = {name: mean.clone() for name, mean in means.items()}
+
+
+def clip_locally(gradient: Tensor, bound: Scalar, algorithm: str, world: int) -> None:
+    """Clip one rank's gradient before compression, in place; a non-finite one stays so.
+
+    Without it, an outlier would leak out of the residual for many steps. Nothing is read from a
+    device. If the gradients of ``world`` ranks are independent and each has a norm of at most
+    ``bound / sqrt(world)``, the norm of their sum is about ``bound`` at most.
+
+    Args:
+        gradient: A bucket, flat.
+        bound: ``gradient_clip_val``, times the loss scale.
+        algorithm: ``"norm"`` or ``"value"``.
+        world: Number of ranks.
+    """
+    if algorithm == "value":
+        limit = torch.where(is_finite(gradient), bound, math.inf)
+        gradient.clamp_(-limit, limit)
+        return
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(gradient, dtype=wide)
+    gradient.mul_((bound / math.sqrt(world) / norm).clamp_(max=1.0))

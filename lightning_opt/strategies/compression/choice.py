@@ -1,0 +1,239 @@
+"""How each step is sent: the ramp of Top-K, and the choice of ``ddp_compressed`` by trial."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+from lightning_utilities.core.rank_zero import rank_zero_info
+
+from lightning_opt.core.measure.timing import wait_for
+from lightning_opt.core.modules.sharding import largest_over_ranks
+from lightning_opt.core.output.report import Report
+from lightning_opt.strategies.compressors import Compressor, Quantize, TopK
+
+Scheme = Compressor | torch.dtype | None
+"""How buckets are sent: compressed, cast to a narrower dtype, or uncompressed (None)."""
+
+SETTLING = 2
+"""First steps of each trial, which are not timed: they create buffers."""
+
+TIMED = 6
+"""Timed steps of each trial."""
+
+MARGIN = 0.1
+"""A harsher scheme must save this share of a step, or the gentler one is chosen."""
+
+LATE_MARGIN = 0.25
+"""The same for a scheme that sends most elements late, which costs about one step in ten."""
+
+RAMP_FACTOR = 4
+"""Each stage of a ramp sends this many times fewer elements: 25%, 6.2%, 1.6%, 0.4%, ..."""
+
+RAMP_SHARE = 1 / 2
+"""Share of the run that a ramp takes by default."""
+
+LONGEST_RAMP = 30
+"""Longest default ramp, in steps after which each element could be sent: 3,000 steps for 1%."""
+
+RAMP_OF_UNKNOWN_RUN = 10
+"""Default ramp of a run of unknown length, in the same unit: 1,000 steps for 1%."""
+
+
+class Ramp:
+    """The compressors that come before one that sends few elements.
+
+    Args:
+        final: The last compressor.
+        steps: Length of the ramp.
+
+    Attributes:
+        stages: The compressors before ``final``, the gentlest first; none unless ``final`` is a
+            :class:`TopK` with a ratio.
+
+    Example:
+        >>> Ramp(TopK(0.05), 300).stages
+        [TopK(ratio=0.25, k=None), TopK(ratio=0.0625, k=None)]
+
+    References:
+        Lin, Han, Mao, Wang and Dally (2018), *Deep Gradient Compression: Reducing the Communication
+        Bandwidth for Distributed Training*.
+    """
+
+    def __init__(self, final: Compressor, steps: int) -> None:
+        self.final = final
+        self.steps = steps
+        self.stages: list[Compressor] = []
+        if isinstance(final, TopK) and final.k is None:
+            ratio = 1.0 / RAMP_FACTOR
+            while ratio > final.ratio:
+                self.stages.append(TopK(ratio))
+                ratio /= RAMP_FACTOR
+
+    def at(self, step: int) -> Compressor:
+        """Return the compressor of a step of the ramp (the first is 0)."""
+        if step >= self.steps or not self.stages:
+            return self.final
+        return self.stages[step * len(self.stages) // self.steps]
+
+
+def default_ramp_steps(compressor: Compressor, planned: float = math.inf) -> int:
+    """Return the default length of a ramp.
+
+    Args:
+        compressor: The last compressor.
+        planned: Optimizer steps of the whole run; infinite or below 0 if unknown.
+    """
+    if not isinstance(compressor, TopK) or compressor.k is not None:
+        return 0
+    round_trip = 1.0 / compressor.ratio  # steps after which every element could be sent once
+    if not 0 <= planned < math.inf:
+        return round(RAMP_OF_UNKNOWN_RUN * round_trip)
+    return round(min(RAMP_SHARE * planned, LONGEST_RAMP * round_trip))
+
+
+class AutoChoice:
+    """Tries each scheme for a few steps, and chooses one.
+
+    The slowest rank's step times count, so all ranks choose alike.
+
+    Args:
+        schemes: The schemes, the gentlest for the gradients first: None, for uncompressed.
+        first_trial: Backward pass (the first is 0) of the first trial. The ``TIMED`` uncompressed
+            steps before it are timed as well.
+        ramp: Replaces its last compressor at first, if that is chosen.
+
+    Attributes:
+        schemes: See above.
+        choice: Index of the chosen scheme; None before the choice.
+        ramped: Number of steps sent by the ramp.
+    """
+
+    def __init__(self, schemes: Sequence[Scheme], first_trial: int, ramp: Ramp) -> None:
+        self.schemes = list(schemes)
+        self._first_trial = first_trial
+        self._ramp = ramp
+        self.restore(None, 0)
+
+    def restore(self, name: str | None, ramped: int) -> None:
+        """Restore the choice of a checkpoint, or reset.
+
+        Args:
+            name: :attr:`name` of the checkpoint; None to choose.
+            ramped: See :class:`AutoChoice`.
+        """
+        names = [name_of(scheme) for scheme in self.schemes]
+        self.choice = names.index(name) if name in names else None
+        self.ramped = ramped
+        self._pass = -1
+        self._began = 0.0
+        self._times: list[list[float]] = []  # of the current and earlier trials
+        self._medians: list[float] = []
+        if self.choice is not None:
+            rank_zero_info(f"Compressed DDP: the checkpoint's choice is kept: {name}.")
+
+    @property
+    def name(self) -> str | None:
+        """Name of the chosen scheme; None before the choice."""
+        return None if self.choice is None else name_of(self.schemes[self.choice])
+
+    def begin_step(self, device: torch.device) -> Scheme:
+        """Return how to send the buckets of a step. Called at its first bucket.
+
+        Args:
+            device: The gradients' device. Until the choice, each timed step waits for it.
+        """
+        if self.choice is None:
+            return self._next_of_trials(device)
+        scheme = self.schemes[self.choice]
+        if scheme is self._ramp.final:
+            scheme = self._ramp.at(self.ramped)
+            self.ramped += 1
+        return scheme
+
+    def _next_of_trials(self, device: torch.device) -> Scheme:
+        """Time the previous step, and return the scheme of this one."""
+        trial, step = self._place(self._pass)
+        if step >= SETTLING - 1:
+            wait_for(device)
+        now = time.perf_counter()
+        if step >= SETTLING:
+            while len(self._times) <= trial:
+                self._times.append([])
+            self._times[trial].append(now - self._began)
+        self._pass += 1
+        self._began = now
+        trial, _ = self._place(self._pass)
+        if trial < len(self.schemes):
+            return self.schemes[trial]
+        self._choose(device)
+        return self.begin_step(device)
+
+    def _place(self, number: int) -> tuple[int, int]:
+        """Return the trial of a backward pass, and its step within the trial.
+
+        Trial 0 is uncompressed and ends at ``first_trial``; its earlier steps are not timed.
+        """
+        length = SETTLING + TIMED
+        trial, step = divmod(number - self._first_trial + length, length)
+        return max(trial, 0), (step if trial >= 0 else 0)
+
+    def _choose(self, device: torch.device) -> None:
+        self._medians = largest_over_ranks([median(times) for times in self._times], device)
+        margins = [
+            LATE_MARGIN if isinstance(scheme, Compressor) and scheme.late else MARGIN
+            for scheme in self.schemes
+        ]
+        self.choice = gentlest_that_pays(self._medians, margins)
+        rank_zero_info(self._summary())
+
+    def _summary(self) -> str:
+        steps = ", ".join(
+            f"{name_of(scheme)} {1e3 * seconds:.3g} ms"
+            for scheme, seconds in zip(self.schemes, self._medians, strict=True)
+        )
+        return f"Compressed DDP: measured steps: {steps}. Chosen: {self.name}."
+
+    def report(self) -> Report | None:
+        """Return the step times and the choice; None if nothing was measured."""
+        if not self._medians:
+            return None
+        rows = [
+            {
+                "scheme": name_of(scheme),
+                "step ms": 1e3 * seconds,
+                "of uncompressed": seconds / self._medians[0],
+                "chosen": index == self.choice,
+            }
+            for index, (scheme, seconds) in enumerate(zip(self.schemes, self._medians, strict=True))
+        ]
+        return Report("How gradients are sent", rows, [self._summary()])
+
+
+def gentlest_that_pays(seconds: Sequence[float], margins: Sequence[float]) -> int:
+    """Return the first scheme that no later one beats by more than the later one's margin.
+
+    Args:
+        seconds: Step time of each scheme, the gentlest first.
+        margins: Shares of the gentler scheme's time.
+    """
+    later = list(zip(seconds, margins, strict=True))
+    return next(
+        index
+        for index, own in enumerate(seconds)
+        if all(own * (1.0 - margin) <= other for other, margin in later[index + 1 :])
+    )
+
+
+def name_of(scheme: Scheme) -> str:
+    """Return the name of a scheme for reports and checkpoints."""
+    if scheme is None:
+        return "uncompressed"
+    if isinstance(scheme, TopK):
+        return f"TopK({scheme.ratio:g})"
+    if isinstance(scheme, Quantize):
+        return f"Quantize({scheme.bits})"
+    return str(scheme).removeprefix("torch.")

@@ -1,1 +1,0 @@
-"""What pays on this network, measured, for ``ddp_compressed``."""

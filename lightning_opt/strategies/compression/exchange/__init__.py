@@ -1,1 +1,0 @@
-"""How messages travel, and what stays for the next step."""

@@ -1,0 +1,385 @@
+"""The ramp, and the choice by trial, in real processes over simulated links."""
+
+import logging
+import math
+import os
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule
+from lightning_utilities.core import rank_zero
+from torch import Tensor, nn
+
+import lightning_opt as lo
+from lightning_opt.strategies.compression import choice, exchange, two_stage
+from lightning_opt.strategies.compression.choice import (
+    SETTLING,
+    TIMED,
+    AutoChoice,
+    Ramp,
+    default_ramp_steps,
+    gentlest_that_pays,
+)
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
+from lightning_opt.strategies.compressors import Quantize, Threshold, TopK
+from tests.helpers.processes import launch
+from tests.helpers.trainers import MemoryLogger
+from tests.strategies.runs import (
+    SMALL_BUCKETS,
+    KeptResiduals,
+    Ledger,
+    LedgerByHand,
+    SaveAtEnd,
+    assert_nothing_is_lost,
+    dist_world,
+    expected,
+    fit,
+    same_on_all_ranks,
+)
+
+SECONDS_PER_BYTE = 3e-5
+"""Of the slow link: 33 KB per second, so that the 10 KB of gradients take 0.3 s."""
+
+WARM = TIMED + 2
+"""Uncompressed steps before the first trial."""
+
+TRIALS = 3 * (SETTLING + TIMED)
+"""Steps of the trials of int8, int4 and Top-K."""
+
+TOPK = 3.0
+
+
+class SlowLink:
+    """Simulates the time of gradients on a network, with a fake clock.
+
+    The clock stands still during the backward pass, while messages travel one after the other, and
+    advances to the arrival of the last one before the next step.
+
+    Args:
+        patch: Restores the functions.
+        seconds_per_byte: Of the network.
+        encoding: Seconds to encode a bucket.
+    """
+
+    def __init__(
+        self,
+        patch: pytest.MonkeyPatch,
+        seconds_per_byte: float = SECONDS_PER_BYTE,
+        encoding: float = 0.0,
+    ) -> None:
+        self.now = self.arrival = 0.0
+        self._seconds_per_byte = seconds_per_byte
+        self._all_reduce, self._all_gather = dist.all_reduce, exchange.all_gather
+        self._all_to_all = dist.all_to_all_single
+        start = exchange.GatherExchange.start
+
+        def slow_start(own: Any, *arguments: Any) -> Any:
+            self.now += encoding
+            return start(own, *arguments)
+
+        patch.setattr(choice, "time", SimpleNamespace(perf_counter=self._step_end))
+        patch.setattr(dist, "all_reduce", self.all_reduce)
+        patch.setattr(dist, "all_to_all_single", self.all_to_all)
+        for module in (exchange, two_stage):
+            patch.setattr(module, "all_gather", self.all_gather)
+        patch.setattr(exchange.GatherExchange, "start", slow_start)
+
+    def _step_end(self) -> float:
+        self.now = max(self.now, self.arrival) + 0.001
+        return self.now
+
+    def _send(self, tensor: Tensor) -> None:
+        seconds = self._seconds_per_byte * tensor.numel() * tensor.element_size()
+        self.arrival = max(self.now, self.arrival) + seconds
+
+    def all_reduce(self, tensor: Tensor, *arguments: Any, **rest: Any) -> Any:
+        if tensor.dtype is not torch.float64:  # not a maximum over ranks
+            self._send(tensor)
+        return self._all_reduce(tensor, *arguments, **rest)
+
+    def all_to_all(self, received: Tensor, own: Tensor, **rest: Any) -> Any:
+        self._send(own)
+        return self._all_to_all(received, own, **rest)
+
+    def all_gather(self, gathered: Tensor, own: Tensor, **rest: Any) -> Any:
+        self._send(own)
+        return self._all_gather(gathered, own, **rest)
+
+
+def chooser(**settings: Any) -> KeptResiduals:
+    settings = {
+        "warmup_steps": 2,
+        "ramp_steps": 0,
+        "bucket_cap_mb": SMALL_BUCKETS,
+        "ratio": 0.01,
+        "every_n_steps": 1,
+        **settings,
+    }
+    return ExactChoice("auto", **settings)
+
+
+class ExactChoice(KeptResiduals):
+    """Does not try bfloat16, whose rounding has no error feedback."""
+
+    def _register_ddp_hooks(self) -> None:
+        super()._register_ddp_hooks()
+        self._auto.schemes.remove(torch.bfloat16)  # type: ignore[union-attr]
+
+
+def run(model: LightningModule, strategy: Any, steps: range, **settings: Any) -> list[float]:
+    """Train, and return ``comm/mode`` of each step on rank 0."""
+    logger = MemoryLogger()
+    fit(model, strategy, steps, logger=logger, log_every_n_steps=1, **settings)
+    modes = [logger.series("comm/mode")]
+    dist.broadcast_object_list(modes)
+    return modes[0]
+
+
+def assert_balance(model: Ledger, strategy: KeptResiduals, steps: int, *, residual: bool) -> None:
+    accounts = expected(range(steps), dist_world(), model)
+    if residual:
+        assert_nothing_is_lost(model, strategy, accounts)
+    else:
+        assert same_on_all_ranks(model)
+        for weight, account in zip(model.weights, accounts, strict=True):
+            torch.testing.assert_close(weight.detach().double(), account, rtol=0, atol=2e-4)
+
+
+# --- the rule -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("seconds", "chosen"),
+    [
+        ([1.0, 1.0, 1.0], 0),
+        ([1.0, 0.95, 0.91], 0),  # no scheme saves 10%
+        ([1.0, 0.85, 0.8], 1),
+        ([1.0, 0.85, 0.7], 1),  # the last one must save 25% of the second's time
+        ([1.0, 0.85, 0.6], 2),
+        ([1.0, 1.2, 0.7], 2),
+    ],
+)
+def test_gentlest_scheme_that_pays_is_chosen(seconds, chosen):
+    assert gentlest_that_pays(seconds, [0.1, 0.1, 0.25]) == chosen
+
+
+def test_only_timed_steps_of_each_trial_count(monkeypatch):
+    """The first steps of a trial, and those before the first trial, take much longer."""
+    now = 0.0
+    monkeypatch.setattr(choice, "time", SimpleNamespace(perf_counter=lambda: now))
+    first = 20
+    schemes = [None, Quantize(8), TopK(0.3)]
+    auto = AutoChoice(schemes, first, Ramp(schemes[-1], 0))
+    sent = []
+    for number in range(first + 2 * (SETTLING + TIMED) + 1):
+        sent.append(auto.begin_step(torch.device("cpu")))
+        trial, step = divmod(number - first, SETTLING + TIMED)
+        slow = number < first - TIMED or (trial >= 0 and step < SETTLING)
+        now += 9.0 if slow else {-1: 1.0, 0: 0.5, 1: 0.6}[min(max(trial, -1), 1)]
+    length = SETTLING + TIMED
+    assert sent == [None] * first + [schemes[1]] * length + [schemes[2]] * length + [schemes[1]]
+    assert [row["step ms"] for row in auto.report().rows] == pytest.approx([1000, 500, 600])
+    assert auto.name == "Quantize(8)"
+
+
+def test_only_top_k_has_a_ramp():
+    for compressor in (Quantize(), Threshold(), TopK(k=3)):
+        assert default_ramp_steps(compressor, 10_000) == default_ramp_steps(compressor) == 0
+        assert CompressedDDPStrategy(compressor).compressor_at(10) is compressor
+
+
+def test_default_ramp_is_a_share_of_the_run_up_to_a_maximum():
+    assert default_ramp_steps(TopK(0.01), 900) == 450
+    assert default_ramp_steps(TopK(0.01), 10**6) == 3000
+    assert default_ramp_steps(TopK(0.001), 10**6) == 30_000
+    for unknown in (math.inf, -1):  # possible values of Lightning's estimate
+        assert default_ramp_steps(TopK(0.01), unknown) == 1000
+
+
+# --- a fast link ----------------------------------------------------------------------------------
+
+
+def _fast() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch, 0.0, encoding=0.02)
+        model, strategy = Ledger(), chooser()
+        steps = WARM + TRIALS + 5
+        modes = run(model, strategy, range(steps))
+        assert modes[:WARM] == [0.0] * WARM
+        assert modes[WARM + TRIALS :] == [0.0] * 5
+        assert_balance(model, strategy, steps, residual=False)
+        report = strategy.describe()
+        assert [row["chosen"] for row in report.rows] == [True] + [False] * 3
+        assert report.notes[0].endswith("Chosen: uncompressed.")
+        strategy = KeptResiduals("auto", warmup_steps=2, bucket_cap_mb=SMALL_BUCKETS)
+        fit(Ledger(), strategy, range(steps + SETTLING + TIMED))
+        assert [row["scheme"] for row in strategy.describe().rows] == [
+            *("uncompressed", "bfloat16", "Quantize(8)", "Quantize(4)", "TopK(0.01)")
+        ]
+        # Named strategies always compress.
+        for name, mode in {"topk": 3.0, "threshold": 2.0, "int8": 1.0, "int4": 1.0}.items():
+            named = KeptResiduals(name, warmup_steps=2, ramp_steps=0, every_n_steps=1)
+            assert run(Ledger(), named, range(12)) == [0.0] * 2 + [mode] * 10
+            assert named.describe() is None
+
+
+@pytest.mark.distributed
+def test_uncompressed_is_chosen_on_a_fast_link():
+    launch(_fast)
+
+
+class Sparse(LightningModule):
+    """Has only sparse gradients, which are never compressed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.table = nn.Embedding(50, 3, sparse=True)
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        return self.table(torch.tensor([int(batch) + self.global_rank])).square().sum()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+
+def _same_as_ddp() -> None:
+    for kind, steps in ((Ledger, WARM), (Sparse, WARM + TRIALS + 5)):
+        weights = []
+        for strategy in ("ddp", chooser()):
+            model = kind()
+            fit(model, strategy, range(steps))
+            weights.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
+        assert torch.equal(*weights)
+
+
+@pytest.mark.distributed
+def test_uncompressed_steps_have_the_same_bits_as_ddp():
+    launch(_same_as_ddp)
+
+
+# --- a slow link ----------------------------------------------------------------------------------
+
+
+class LedgerOfAdam(Ledger):
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(self.parameters())
+
+
+def _slow() -> list[str]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    rank_zero.log.addHandler(handler)
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch)  # so slow that Top-K is far ahead of int4
+        model, strategy = Ledger(), chooser()
+        steps = WARM + TRIALS + 10
+        modes = run(model, strategy, range(steps))
+        assert modes[:WARM] == [0.0] * WARM
+        assert modes[WARM + TRIALS :] == [TOPK] * 10
+        assert_balance(model, strategy, steps, residual=True)
+        assert [row["chosen"] for row in strategy.describe().rows] == [False] * 3 + [True]
+        # Neither second moments nor clipping of reduced gradients work with late gradients.
+        for kind, callbacks in ((LedgerOfAdam, []), (Ledger, [lo.AdaptiveClipping()])):
+            strategy = chooser()
+            assert TOPK not in run(kind(), strategy, range(steps), callbacks=callbacks)
+            assert [row["scheme"] for row in strategy.describe().rows] == [
+                *("uncompressed", "Quantize(8)", "Quantize(4)")
+            ]
+    return lines
+
+
+@pytest.mark.distributed
+def test_top_k_is_chosen_on_a_slow_link():
+    lines, *others = launch(_slow, processes=3)
+    assert len([line for line in lines if "Chosen: " in line]) == 3
+    assert not any(others)
+
+
+def _slow_rank() -> str:
+    """Only rank 1's link is slow."""
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch, SECONDS_PER_BYTE * int(os.environ["RANK"]))
+        strategy = chooser()
+        fit(Ledger(), strategy, range(WARM + TRIALS + 2))
+        return strategy.describe().notes[0]
+
+
+@pytest.mark.distributed
+def test_slowest_rank_decides():
+    first, second = launch(_slow_rank)
+    assert first == second
+    assert first.endswith("Chosen: TopK(0.01).")
+
+
+def _ramped() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch)
+        # Half of the 144 steps are the ramp, in two stages.
+        logger, model, strategy = MemoryLogger(), Ledger(), chooser(ratio=0.05, ramp_steps=None)
+        fit(model, strategy, range(144), logger=logger, log_every_n_steps=1)
+        assert_balance(model, strategy, 144, residual=True)
+        if dist.get_rank() == 0:
+            sent = logger.series("comm/bytes")
+            last_trial, ramp = sent[WARM + TRIALS - TIMED :][:TIMED], sent[WARM + TRIALS :]
+            assert set(last_trial) == set(ramp[72:])
+            assert len(set(ramp[:36])) == len(set(ramp[36:72])) == 1
+            assert ramp[0] > 3 * ramp[36] > 3.5 * ramp[72]
+
+
+@pytest.mark.distributed
+def test_ramp_comes_after_the_trials():
+    launch(_ramped)
+
+
+def _by_hand() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch)
+        strategy, model = chooser(find_unused_parameters=True), LedgerByHand()
+        steps = WARM + TRIALS + 5
+        fit(model, strategy, range(steps))
+        assert_balance(model, strategy, steps, residual=True)
+        assert strategy.describe() is not None
+
+
+@pytest.mark.distributed
+def test_choice_works_with_two_optimizers_by_hand():
+    launch(_by_hand)
+
+
+# --- resume ---------------------------------------------------------------------------------------
+
+
+STOP = WARM + TRIALS + 4
+
+
+def _first_half(path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch)
+        fit(Ledger(), chooser(), range(STOP), callbacks=[SaveAtEnd(path)])
+
+
+def _second_half(path: str) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        SlowLink(patch, 0.0, encoding=0.02)  # a new choice would be another one
+        strategy, model = chooser(), Ledger()
+        batches = range(STOP, 2 * STOP)
+        modes = run(model, strategy, batches, ckpt_path=path, max_epochs=2)
+    assert modes == [TOPK] * STOP
+    assert strategy.describe() is None  # nothing was measured
+    first, second = expected(range(STOP), 2, model), expected(batches, dist_world(), model)
+    accounts = [one + other for one, other in zip(first, second, strict=True)]
+    assert_nothing_is_lost(model, strategy, accounts)
+
+
+@pytest.mark.distributed
+def test_resumed_run_keeps_the_choice(tmp_path):
+    path = str(tmp_path / "half.ckpt")
+    launch(_first_half, path)
+    state = torch.load(path, weights_only=True)[CompressedDDPStrategy.checkpoint_key]
+    assert state["choice"] == "TopK(0.01)"
+    launch(_second_half, path, processes=3)
