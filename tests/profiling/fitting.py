@@ -1,4 +1,4 @@
-"""Models, data and mishaps for trainings in processes of their own."""
+"""Models, data and faults for trainings in their own processes."""
 
 import ctypes
 import os
@@ -50,7 +50,7 @@ def rows_with_workers() -> DataLoader[Tensor]:
 
 
 class Waits(Callback):
-    """Adds a time to each step that a test can know."""
+    """Adds a known time to each step."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -60,10 +60,10 @@ class Waits(Callback):
 
 
 class Mishap(Callback):
-    """Something goes wrong at the third step.
+    """Fails at the third step.
 
     Args:
-        kind: What.
+        kind: The name of the method that fails.
     """
 
     def __init__(self, kind: str) -> None:

@@ -1,4 +1,4 @@
-"""Counted FLOPs against formulas, and the table of peaks against Lightning's."""
+"""Counted FLOPs against formulas, and the peaks of GPUs against Lightning's table."""
 
 import copy
 
@@ -53,13 +53,13 @@ class GPT2(nn.Module):
 
 
 def gpt2_forward(batch: int, length: int) -> int:
-    """Return 2 FLOP a weight and token, and two products of length x length in each layer."""
+    """Return 2 FLOP per weight and token, plus two length x length products per layer."""
     weights = 12 * LAYERS * WIDTH**2 + VOCABULARY * WIDTH
     return batch * length * (2 * weights + 4 * LAYERS * length * WIDTH)
 
 
 @pytest.mark.parametrize("recompute", [False, True])
-def test_gpt2_small(recompute):
+def test_flops_of_gpt2_small_follow_the_formula(recompute):
     with torch.device("meta"):
         model, words = GPT2(recompute), torch.zeros(2, CONTEXT, dtype=torch.long)
     assert sum(p.numel() for p in model.parameters()) == pytest.approx(124e6, rel=0.01)
@@ -68,7 +68,7 @@ def test_gpt2_small(recompute):
     assert flops.forward == pytest.approx(theory, rel=0.02)
     assert flops.backward == pytest.approx(2 * theory, rel=0.02)
     assert flops.model == pytest.approx(3 * theory, rel=0.02)
-    # What runs again are the blocks, without the head; early stop leaves out their last product.
+    # The blocks are recomputed, except for their last product, by early stopping.
     head = 2 * 2 * CONTEXT * VOCABULARY * WIDTH
     last = LAYERS * 2 * 2 * CONTEXT * 4 * WIDTH**2
     again = theory - head - last if recompute else 0
@@ -105,7 +105,7 @@ def resnet18() -> nn.Sequential:
     )  # fmt: skip
 
 
-def test_resnet18():
+def test_flops_of_resnet18_follow_torchvision():
     with torch.device("meta"):
         flops = count_flops(resnet18(), torch.zeros(4, 3, 224, 224))
     # torchvision's page of resnet18 says 1.81 billion multiplications with addition an image.
@@ -115,7 +115,7 @@ def test_resnet18():
     assert flops.backward == pytest.approx(2 * flops.forward - first, rel=0.02)
 
 
-def test_agrees_with_torch_s_own_counter():
+def test_flops_equal_torch_s_counter():
     net = nn.Sequential(nn.Conv2d(3, 8, 3), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 36, 5))
     images = torch.randn(2, 3, 8, 8)
     with FlopCount() as ours:
@@ -126,7 +126,7 @@ def test_agrees_with_torch_s_own_counter():
     assert ours.flops.recomputed == 0
 
 
-def test_leaves_no_trace():
+def test_counting_changes_nothing():
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout(), nn.Linear(4, 2))
     model(torch.randn(8, 4)).sum().backward()
     before, gradients = weights_of(model), copy.deepcopy([p.grad for p in model.parameters()])
@@ -139,7 +139,7 @@ def test_leaves_no_trace():
         assert torch.equal(parameter.grad, gradient)
 
 
-def test_forward_alone_and_losses():
+def test_forward_only_and_custom_loss():
     model = nn.Linear(10, 5)
     batch = torch.ones(2, 10)
     assert count_flops(model, batch, backward=False) == Flops(200, 0, 0)
@@ -149,7 +149,7 @@ def test_forward_alone_and_losses():
     assert not model.weight.requires_grad
 
 
-def test_says_which_operator_it_cannot_count(monkeypatch):
+def test_uncounted_operator_raises(monkeypatch):
     def fails(*args, **kwargs):
         raise AssertionError("odd shapes")
 
@@ -170,7 +170,7 @@ def test_says_which_operator_it_cannot_count(monkeypatch):
         ("Tesla T4", "t4"),
     ],
 )
-def test_peaks_are_those_of_lightning(name, chip):
+def test_peaks_equal_lightning_s_table(name, chip):
     for dtype, peak in _CUDA_FLOPS[chip].items():
         if dtype in (torch.float16, torch.bfloat16, torch.float32):
             assert peak_flops(name, dtype) == pytest.approx(peak, rel=0.01)
@@ -178,7 +178,7 @@ def test_peaks_are_those_of_lightning(name, chip):
             assert peak_flops(name, "tf32") == pytest.approx(peak, rel=0.01)
 
 
-def test_peaks_of_names_that_contain_others():
+def test_peaks_of_similar_names():
     def peak_of(name: str) -> float | None:
         peak = peak_flops(name, torch.bfloat16)
         return None if peak is None else round(peak / 1e12, 1)
@@ -199,7 +199,7 @@ def test_peaks_of_names_that_contain_others():
         assert peak_of(unknown) is None, unknown
 
 
-def test_type_of_a_precision(monkeypatch):
+def test_multiplied_type_follows_precision(monkeypatch):
     assert multiplied_type("bf16-mixed") is torch.bfloat16
     assert multiplied_type("16-true") is torch.float16
     assert multiplied_type("64-true") is torch.float64

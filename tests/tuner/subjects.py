@@ -1,4 +1,4 @@
-"""A model that sleeps, and callbacks that let it sleep less: some harmless, some not."""
+"""A model that sleeps in each step, and callbacks that shorten the sleep, some with faults."""
 
 import ctypes
 import os
@@ -15,7 +15,7 @@ DELAY = 0.03
 
 
 class Sleeper(LightningModule):
-    """Classifies vectors with a small loss, and sleeps in each step for as long as it is told."""
+    """Classifies vectors with a tiny loss, and sleeps for `delay` in each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,7 @@ class Sleeper(LightningModule):
 
 
 class SlowStart(Sleeper):
-    """Takes longer to make than a search may last."""
+    """Takes longer to create than a search may last."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -54,7 +54,7 @@ def batches() -> DataLoader[Any]:
 
 
 class Faster(Callback):
-    """Takes a share of the sleep."""
+    """Shortens the sleep to a share."""
 
     def __init__(self, share: float = 0.05) -> None:
         self.share = share
@@ -64,7 +64,7 @@ class Faster(Callback):
 
 
 class Autocast(Faster):
-    """Faster, in a precision of one's choice without any loss scale."""
+    """Faster, with autocast and without a loss scale."""
 
     def __init__(self, dtype: str = "float16") -> None:
         super().__init__()
@@ -76,14 +76,14 @@ class Autocast(Faster):
 
 
 class Freezing(Faster):
-    """Faster, and the first layer gets no gradient any more."""
+    """Faster, without a gradient for the first layer."""
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         pl_module.layers[0].weight.grad = None  # type: ignore[index, union-attr]
 
 
 class Flipping(Faster):
-    """Faster, and climbs where it should descend."""
+    """Faster, with negated gradients."""
 
     def on_before_optimizer_step(self, trainer: Trainer, *rest: Any) -> None:
         for parameter in trainer.lightning_module.parameters():
@@ -92,7 +92,7 @@ class Flipping(Faster):
 
 
 class Stumbling(Faster):
-    """Faster, and steps a tenth as far."""
+    """Faster, with a tenth of the learning rate."""
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
@@ -100,7 +100,7 @@ class Stumbling(Faster):
 
 
 class Failing(Callback):
-    """Fails in the fifth batch, in one of several ways."""
+    """Fails in the fifth batch."""
 
     def __init__(self, how: str = "raise") -> None:
         self.how = how

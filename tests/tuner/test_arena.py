@@ -1,4 +1,4 @@
-"""How trials are run, on processes that only pretend: their clocks, losses and faults are planned.
+"""Trials with simulated processes, whose times, losses and faults are planned.
 
 Real ones are in ``test_autotune.py``; a device that holds one training but not two is not at hand.
 """
@@ -28,7 +28,7 @@ def falling(step: int) -> float:
 
 @dataclass
 class Plan:
-    """What a pretended training does."""
+    """The behaviour of a simulated training."""
 
     seconds: float = 0.1
     peak: int = 1000
@@ -45,12 +45,12 @@ class Plan:
 
 @dataclass
 class World:
-    """All pretended trainings, and how many are alive."""
+    """All simulated trainings, and the number alive."""
 
     plans: dict[Switches, Plan]
     folder: Path
     alive: int = 0
-    refused: str = "no role"  # in which a training runs out of memory
+    oom_role: str = "no role"  # runs of this role run out of memory
     busy_from: int = 99  # process from which on the machine is slow
 
     @property
@@ -58,20 +58,20 @@ class World:
         return 3.0 if len(self.started) >= self.busy_from else 1.0
 
     started: list[tuple[Switches, str]] = field(default_factory=list)
-    turns: list[int] = field(default_factory=list)  # steps that each was told to take
-    whose: list[Switches] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)  # steps of each turn
+    turn_switches: list[Switches] = field(default_factory=list)
 
     def start(self, switches: Switches, role: str = "", /) -> tuple[Any, Path]:
         file = self.folder / f"{len(self.started)}.pt"
         self.started.append((switches, role))
-        return Pretended(self, switches, role, file), file
+        return SimulatedProcess(self, switches, role, file), file
 
     def arena(self, objective: str = "throughput", **settings: Any) -> Arena:
         return Arena(self.start, Baseline(self.start, 0.5), Objective(objective), **settings)
 
 
-class Pretended:
-    """Stands for a Fit."""
+class SimulatedProcess:
+    """A simulated TrainingProcess."""
 
     def __init__(self, world: World, switches: Switches, role: str, file: Path) -> None:
         self.world, self.switches, self.role, self.file = world, switches, role, file
@@ -83,7 +83,7 @@ class Pretended:
 
     def advance(self, count: int) -> list[Step]:
         assert self.open
-        if self.world.alive > self.plan.room or self.role == self.world.refused:
+        if self.world.alive > self.plan.room or self.role == self.world.oom_role:
             raise FitFailed("out of memory", "no room")
         if self.plan.fails and self.taken + count > self.plan.fails[0]:
             raise FitFailed(self.plan.fails[1], "planted", "trace")
@@ -92,7 +92,7 @@ class Pretended:
         numbers = range(self.taken, self.taken + count)
         self.steps += [Step(seconds, self.plan.loss(number), 8) for number in numbers]
         self.world.turns.append(count)
-        self.world.whose.append(self.switches)
+        self.world.turn_switches.append(self.switches)
         self.write()
         return self.steps[-count:]
 
@@ -139,7 +139,7 @@ def world_of(folder: Path, **plans: Plan) -> World:
     return World({(): Plan(), **{(name,): plan for name, plan in plans.items()}}, folder)
 
 
-def test_times_memory_and_gradients_are_those_of_the_trainings(tmp_path: Path) -> None:
+def test_trials_have_times_memory_and_gradients_of_their_runs(tmp_path: Path) -> None:
     world = world_of(tmp_path, quick=Plan(0.06, 1500), slow=Plan(0.12), awful=Plan(2.0))
     trials = run(world, [("quick",), ("slow",), ("awful",)])
     quick, slow, awful = trials.values()
@@ -157,7 +157,7 @@ def test_times_memory_and_gradients_are_those_of_the_trainings(tmp_path: Path) -
     )
 
 
-def test_a_machine_that_becomes_slow_makes_no_candidate_too_slow(tmp_path: Path) -> None:
+def test_slow_machine_does_not_make_a_candidate_too_slow(tmp_path: Path) -> None:
     world = world_of(tmp_path, quick=Plan(0.06))
     world.busy_from = 2
     trial = run(world, [("quick",)])[("quick",)]
@@ -165,7 +165,7 @@ def test_a_machine_that_becomes_slow_makes_no_candidate_too_slow(tmp_path: Path)
     assert trial.ratio == pytest.approx(0.6, rel=0.05)
 
 
-def test_other_random_numbers_are_drawn_once_and_only_when_they_decide(tmp_path: Path) -> None:
+def test_noise_run_happens_once_and_only_if_it_decides(tmp_path: Path) -> None:
     world = world_of(
         tmp_path, off=Plan(0.05, draws=True), wrong=Plan(0.05, gradient=-1.0, draws=True)
     )
@@ -177,10 +177,10 @@ def test_other_random_numbers_are_drawn_once_and_only_when_they_decide(tmp_path:
     assert [role for names, role in world.started if not names] == ["account", "noise"]
 
 
-def test_gradients_are_compared_with_eager_float32_whatever_the_users_precision(
+def test_gradients_are_compared_with_eager_float32(
     tmp_path: Path,
 ) -> None:
-    """A user's precision that is wrong itself hides nothing, and is asked for once."""
+    """Not with the user's precision, which may be wrong itself; float32 runs once."""
     world = world_of(tmp_path, same=Plan(0.05), right=Plan(0.05, gradient=-1.0))
     world.plans[()] = Plan(eager=False)
     trials = run(world, [("same",), ("right",)])
@@ -189,11 +189,11 @@ def test_gradients_are_compared_with_eager_float32_whatever_the_users_precision(
     assert [role for names, role in world.started if not names] == ["account", "float32", "noise"]
 
 
-def test_a_model_too_large_for_float32_is_compared_with_itself(
+def test_baseline_s_own_gradients_serve_without_memory_for_float32(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     world = world_of(tmp_path, same=Plan(0.05))
-    world.plans[()], world.refused = Plan(eager=False), "float32"
+    world.plans[()], world.oom_role = Plan(eager=False), "float32"
     assert run(world, [("same",)])[("same",)].verdict == "accepted"
     assert [role for names, role in world.started if not names] == ["account", "float32", "float32"]
     assert "A run of the baseline (float32) failed" in caplog.text
@@ -213,7 +213,7 @@ def test_a_model_too_large_for_float32_is_compared_with_itself(
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_what_does_not_learn_the_same_is_rejected(tmp_path: Path, wrong: Plan, why: str) -> None:
+def test_different_learning_is_rejected(tmp_path: Path, wrong: Plan, why: str) -> None:
     trial = run(world_of(tmp_path, wrong=wrong), [("wrong",)])[("wrong",)]
     assert trial.verdict == "rejected"
     assert trial.why.startswith(why)
@@ -221,14 +221,14 @@ def test_what_does_not_learn_the_same_is_rejected(tmp_path: Path, wrong: Plan, w
 
 @pytest.mark.parametrize("when", [0, 1, 3, 8])
 @pytest.mark.parametrize("kind", ["error", "died", "timeout", "setup"])
-def test_a_failure_ends_one_trial_only(tmp_path: Path, kind: str, when: int) -> None:
+def test_failure_ends_only_its_trial(tmp_path: Path, kind: str, when: int) -> None:
     world = world_of(tmp_path, bad=Plan(0.05, fails=(when, kind)), good=Plan(0.05))
     trials = run(world, [("bad",), ("good",)])
     assert (trials[("bad",)].verdict, trials[("bad",)].details) == (kind, "trace")
     assert trials[("good",)].verdict == "accepted"
 
 
-def test_what_finds_no_room_beside_the_others_is_tried_alone(tmp_path: Path) -> None:
+def test_candidate_without_memory_beside_the_baseline_runs_alone(tmp_path: Path) -> None:
     world = world_of(tmp_path, big=Plan(0.05, 5000, room=1), small=Plan(0.07))
     trials = run(world, [("big",), ("small",)])
     assert trials[("big",)].verdict == "accepted"
@@ -236,7 +236,7 @@ def test_what_finds_no_room_beside_the_others_is_tried_alone(tmp_path: Path) -> 
     assert trials[("small",)].verdict == "accepted"
 
 
-def test_a_baseline_that_is_crowded_out_is_begun_again(tmp_path: Path) -> None:
+def test_baseline_out_of_memory_beside_a_candidate_restarts(tmp_path: Path) -> None:
     world = world_of(tmp_path, a=Plan(0.05), b=Plan(0.06))
     world.plans[()] = Plan(room=1)
     trials = run(world, [("a",), ("b",)])
@@ -244,7 +244,7 @@ def test_a_baseline_that_is_crowded_out_is_begun_again(tmp_path: Path) -> None:
     assert trials[("b",)].ratio == pytest.approx(0.6, rel=0.05)
 
 
-def test_where_there_is_room_for_one_random_numbers_are_drawn_alone(tmp_path: Path) -> None:
+def test_noise_run_is_repeated_alone_without_memory_for_two(tmp_path: Path) -> None:
     world = world_of(tmp_path, off=Plan(0.05, draws=True, room=1))
     world.plans[()] = Plan(room=1, draws=True)
     assert run(world, [("off",)])[("off",)].verdict == "accepted"
@@ -252,21 +252,21 @@ def test_where_there_is_room_for_one_random_numbers_are_drawn_alone(tmp_path: Pa
 
 
 @pytest.mark.parametrize("when", [0, 1, 7, 12, 30])
-def test_a_baseline_that_fails_by_itself_is_an_error(tmp_path: Path, when: int) -> None:
+def test_baseline_failure_raises(tmp_path: Path, when: int) -> None:
     world = world_of(tmp_path, a=Plan())
     world.plans[()] = Plan(fails=(when, "error"))
     with pytest.raises(BaselineFailed, match="planted"):
         run(world, [("a",)])
 
 
-def test_a_baseline_that_takes_too_long_names_the_option(tmp_path: Path) -> None:
+def test_baseline_timeout_names_the_option(tmp_path: Path) -> None:
     world = world_of(tmp_path, a=Plan())
     world.plans[()] = Plan(fails=(0, "timeout"))
     with pytest.raises(BaselineFailed, match=r"timeout \(--timeout\) allows more"):
         run(world, [("a",)])
 
 
-def test_no_trial_is_begun_after_the_deadline(tmp_path: Path) -> None:
+def test_no_trial_starts_after_the_deadline(tmp_path: Path) -> None:
     world = world_of(tmp_path, a=Plan())
     with pytest.raises(TimeIsUp):
         run(world, [("a",)], deadline=0.0)
@@ -274,7 +274,7 @@ def test_no_trial_is_begun_after_the_deadline(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("step", [0, 9])
-def test_a_trial_ends_with_the_budget(tmp_path: Path, step: int) -> None:
+def test_trial_ends_with_the_budget(tmp_path: Path, step: int) -> None:
     world = world_of(tmp_path, a=Plan(fails=(step, "timeout")))
     with pytest.raises(TimeIsUp):
         run(world, [("a",)], deadline=time.monotonic() + 50)
@@ -283,7 +283,7 @@ def test_a_trial_ends_with_the_budget(tmp_path: Path, step: int) -> None:
     assert trials["a",].verdict == "timeout"
 
 
-def test_memory_may_cost_some_time_but_not_any(tmp_path: Path) -> None:
+def test_memory_objective_limits_the_slowdown(tmp_path: Path) -> None:
     world = world_of(tmp_path, small=Plan(0.13, 500), slow=Plan(0.16, 300), worse=Plan(0.1, 1200))
     small, slow, worse = run(
         world, [("small",), ("slow",), ("worse",)], objective="memory"
@@ -293,8 +293,8 @@ def test_memory_may_cost_some_time_but_not_any(tmp_path: Path) -> None:
     assert worse.verdict == "no gain"
 
 
-def test_three_rounds_decide_only_what_is_hopeless() -> None:
-    """In a slow phase of the machine three call what gains a tenth surely slower."""
+def test_three_rounds_decide_only_hopeless_candidates() -> None:
+    """In a slow phase of the machine three rounds have called a gain of 10% a loss."""
 
     def decided(*own: float) -> bool:
         process: Any = SimpleNamespace(timeout=9.0)
@@ -314,22 +314,20 @@ def test_three_rounds_decide_only_what_is_hopeless() -> None:
     ("candidate", "whole"),
     [(Plan(device="cpu"), False), (Plan(device="cpu", workers=2), True), (Plan(), True)],
 )
-def test_turns_are_whole_blocks_where_short_ones_would_mislead(
+def test_turns_are_whole_blocks_on_gpu_and_with_workers(
     tmp_path: Path, candidate: Plan, whole: bool
 ) -> None:
-    """A GPU is waited for at the end of each, and a loader's workers rest between them."""
     world = world_of(tmp_path, same=candidate)
     rounds = len(run(world, [("same",)])[("same",)].rounds[0])
     assert (world.turns.count(5) >= 2 * rounds) == whole
     assert (world.turns.count(1) >= 10 * rounds) != whole
 
 
-def test_nobody_has_two_turns_running(tmp_path: Path) -> None:
-    """A ratio would depend on which of the two began its round."""
+def test_turns_alternate_strictly(tmp_path: Path) -> None:
     world = world_of(tmp_path, same=Plan(device="cpu"))
     rounds = len(run(world, [("same",)])[("same",)].rounds[0])
     assert rounds >= 4
-    while not world.whose[-1]:
-        world.whose.pop()  # the baseline catches up at the end
-    timed = world.whose[-10 * rounds :]
+    while not world.turn_switches[-1]:
+        world.turn_switches.pop()  # the baseline catches up at the end
+    timed = world.turn_switches[-10 * rounds :]
     assert timed == [(), ("same",)] * (5 * rounds)

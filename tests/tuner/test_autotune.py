@@ -1,4 +1,4 @@
-"""The tuner on real trainings in processes of their own."""
+"""The tuner with real trainings in their own processes."""
 
 import json
 import os
@@ -35,7 +35,7 @@ CANDIDATES: dict[str, Any] = {
 
 
 @pytest.mark.slow
-def test_what_breaks_learning_is_rejected_and_what_fails_is_survived() -> None:
+def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
     candidates = [{name: settings} for name, settings in CANDIDATES.items()]
     result = lo.autotune(
         MODEL, DATA, budget="4m", base=BASE, candidates=candidates, timeout=12, progress=False
@@ -81,19 +81,19 @@ def tune(journal: Path) -> lo.TuneResult:
 
 
 def lines_of(journal: Path) -> list[dict[str, Any]]:
-    """Return the records."""
+    """Return the complete records."""
     lines = journal.read_text().splitlines() if journal.exists() else []
     return [json.loads(line)["record"] for line in lines if line.endswith("}}")]
 
 
-def wait_for(journal: Path, count: int) -> None:
+def wait_for_records(journal: Path, count: int) -> None:
     deadline = time.monotonic() + 200
     while len(lines_of(journal)) < count and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
 @pytest.mark.slow
-def test_a_start_longer_than_the_budget_leaves_time_for_a_trial() -> None:
+def test_budget_starts_after_the_baseline() -> None:
     candidates = [{"less sleep": CANDIDATES["less sleep"]}]
     result = lo.autotune(
         f"{MODEL.partition(':')[0]}:SlowStart", DATA, budget=4, base=BASE, candidates=candidates,
@@ -103,20 +103,20 @@ def test_a_start_longer_than_the_budget_leaves_time_for_a_trial() -> None:
 
 
 @pytest.mark.slow
-def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
+def test_killed_and_interrupted_searches_continue_from_the_journal(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     journal = tmp_path / "tune.jsonl"
     script = f"from tests.tuner.test_autotune import Path, tune; tune(Path({str(journal)!r}))"
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     with subprocess.Popen([sys.executable, "-c", script], env=environment) as process:
-        wait_for(journal, 2)
+        wait_for_records(journal, 2)
         process.kill()
     killed = lines_of(journal)
     assert [line["kind"] for line in killed] == ["baseline", "trial"]
 
     def interrupt() -> None:
-        wait_for(journal, len(killed) + 1)
+        wait_for_records(journal, len(killed) + 1)
         os.kill(os.getpid(), signal.SIGINT)
 
     capsys.readouterr()
@@ -143,7 +143,7 @@ def test_a_killed_and_an_interrupted_search_go_on_from_the_journal(
 
 
 @pytest.mark.slow
-def test_a_budget_that_is_shorter_than_the_start_tries_something() -> None:
+def test_budget_shorter_than_a_start_allows_one_trial() -> None:
     result = lo.autotune(
         MODEL, DATA, budget=0.5, base=BASE, candidates=[{"less sleep": added("Faster")}]
     )
@@ -151,8 +151,8 @@ def test_a_budget_that_is_shorter_than_the_start_tries_something() -> None:
 
 
 @pytest.mark.slow
-def test_the_largest_batch_is_tried_and_limits_of_the_users_end_no_trial(tmp_path: Path) -> None:
-    """The search ends at the number of samples, and a base with few epochs is the usual one."""
+def test_largest_batch_is_found_and_user_limits_do_not_end_a_trial(tmp_path: Path) -> None:
+    """The largest batch is the whole data set; `max_epochs` of the base does not end a trial."""
     result = lo.autotune(
         MODEL, DATA, objective="batch", budget="1m", base={**BASE, "max_epochs": 1},
         candidates=[{"less sleep": added("Faster")}], progress=False,
@@ -168,7 +168,7 @@ def test_the_largest_batch_is_tried_and_limits_of_the_users_end_no_trial(tmp_pat
     ("text", "seconds"),
     [("90s", 90), ("10m", 600), (" 1.5 min ", 90), ("1h", 3600), ("45", 45), (12, 12)],
 )
-def test_a_budget_is_seconds_or_a_text(text: str | float, seconds: float) -> None:
+def test_budget_is_seconds_or_text(text: str | float, seconds: float) -> None:
     assert parse_budget(text) == seconds
 
 
@@ -185,14 +185,12 @@ def test_a_budget_is_seconds_or_a_text(text: str | float, seconds: float) -> Non
         ({"timeout": 0}, "timeout must be"),
     ],
 )
-def test_impossible_arguments_are_refused_before_anything_runs(
-    arguments: dict[str, Any], match: str
-) -> None:
+def test_invalid_arguments_raise_before_any_run(arguments: dict[str, Any], match: str) -> None:
     with pytest.raises(ValueError, match=match):
         lo.autotune(MODEL, DATA, **arguments)
 
 
-def test_a_model_instead_of_a_factory_is_refused() -> None:
+def test_model_instead_of_a_factory_raises() -> None:
     from tests.tuner.subjects import Sleeper
 
     with pytest.raises(TypeError, match="model must be a function without arguments"):

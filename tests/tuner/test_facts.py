@@ -1,4 +1,4 @@
-"""Seconds by group, from the phases of a profiler whose numbers are given."""
+"""The account of a step by group, from given times of phases."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +22,7 @@ def clock(device: dict[int, float] | None = None) -> Any:
     return found
 
 
-def test_phases_are_grouped_and_our_own_do_not_count() -> None:
+def test_phases_are_grouped_without_those_of_the_measurement() -> None:
     of = clock()
     own = of.phases.number("callback EarlyStopping", False)
     gate = of.phases.number("callback StepGate", False)
@@ -49,7 +49,7 @@ HOST = {phases.DATA: 3.0, phases.FORWARD: 1.0, phases.BACKWARD: 1.0, phases.LOOP
         ({phases.FORWARD: 1.0, phases.BACKWARD: 2.0, -1: 9.0}, 3.0, 4.0),
     ],
 )
-def test_on_a_gpu_the_hosts_time_counts_as_far_as_it_leaves_the_device_idle(
+def test_host_time_counts_on_gpu_only_while_the_device_is_idle(
     device: dict[int, float], waiting: float, rest: float
 ) -> None:
     found = account(clock(device), HOST, 1)

@@ -1,4 +1,4 @@
-"""A journal survives kills, and serves only the search that it was written for."""
+"""A journal survives kills, and is read only by the same search."""
 
 import json
 from dataclasses import asdict
@@ -20,7 +20,7 @@ def written(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_records_are_there_for_the_next_search(tmp_path: Path) -> None:
+def test_records_are_read_by_the_next_search(tmp_path: Path) -> None:
     path = tmp_path / "new" / "tune.jsonl"
     content = written(path)
     journal = Journal(path, KEY)
@@ -31,14 +31,7 @@ def test_records_are_there_for_the_next_search(tmp_path: Path) -> None:
     assert len(Journal(path, KEY).records) == 3
 
 
-def test_a_record_is_on_the_disk_when_add_returns(tmp_path: Path) -> None:
-    journal = Journal(tmp_path / "j", KEY)
-    journal.add(RECORDS[0])
-    last = json.loads((tmp_path / "j").read_text().splitlines()[-1])
-    assert last["record"] == RECORDS[0]
-
-
-def test_wherever_a_kill_cuts_the_file_whole_records_are_kept(tmp_path: Path) -> None:
+def test_whole_records_survive_a_cut_at_any_byte(tmp_path: Path) -> None:
     content = written(tmp_path / "whole")
     whole = [content.index(b"}", content.index(b'"a"')) + 2, len(content)]
     for end in range(len(content) + 1):
@@ -50,7 +43,7 @@ def test_wherever_a_kill_cuts_the_file_whole_records_are_kept(tmp_path: Path) ->
         assert Journal(path, KEY).records == journal.records
 
 
-def test_another_machine_or_setting_begins_anew_and_says_what_differs(tmp_path: Path) -> None:
+def test_other_key_starts_over_and_names_the_difference(tmp_path: Path) -> None:
     path = tmp_path / "j"
     content = written(path)
     other = {**KEY, "settings": "xyz", "more": 1}
@@ -63,7 +56,7 @@ def test_another_machine_or_setting_begins_anew_and_says_what_differs(tmp_path: 
     assert Journal(path, KEY).records == RECORDS
 
 
-def test_without_a_path_records_are_kept_in_memory() -> None:
+def test_records_stay_in_memory_without_a_path() -> None:
     journal = Journal(None, KEY)
     journal.add(RECORDS[0])
     assert journal.records == RECORDS[:1]
@@ -71,7 +64,7 @@ def test_without_a_path_records_are_kept_in_memory() -> None:
 
 
 @pytest.mark.parametrize("loss", [1.5, float("nan"), float("-inf")])
-def test_a_trial_comes_back_as_it_was(loss: float) -> None:
+def test_trial_survives_json(loss: float) -> None:
     trial = Trial(("a", "b"), "rejected", "nan", [[(1.0, 0.5)]], 0.5, losses=[1.0, loss])
     back = Trial(**json.loads(json.dumps(asdict(trial))))
     back.rounds = [[tuple(pair) for pair in start] for start in back.rounds]

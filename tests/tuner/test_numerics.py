@@ -1,4 +1,4 @@
-"""What rounding and other random numbers explain is accepted; what changes learning is not."""
+"""Rounding and other random numbers are accepted; changes of what is learned are rejected."""
 
 import math
 from collections.abc import Callable
@@ -15,7 +15,7 @@ Step = dict[str, Tensor]
 def gradients(
     seed: int = 0, drop: float = 0.0, masks: int = 0, dtype: torch.dtype | None = None
 ) -> list[Step]:
-    """Return the first gradients of a net, from weights and batches of a seed."""
+    """Return the first gradients of a net, with weights and batches from a seed."""
     torch.manual_seed(seed)
     net = nn.Sequential(
         nn.Linear(16, 64), nn.LayerNorm(64), nn.GELU(), nn.Dropout(drop), nn.Linear(64, 4)
@@ -38,12 +38,12 @@ def changed(steps: list[Step], change: Callable[[str, Tensor], Tensor]) -> list[
 
 
 def shuffled(values: Tensor) -> Tensor:
-    """Return other values of the same length."""
+    """Return random values with the same norm."""
     return torch.randn_like(values) * values.norm() / math.sqrt(len(values))
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rounding_is_accepted(seed: int) -> None:
+def test_rounding_to_bfloat16_is_accepted(seed: int) -> None:
     usual = gradients(seed)
     least, why = compare_gradients(gradients(seed, dtype=torch.bfloat16), usual)
     assert why == ""
@@ -65,8 +65,8 @@ PLANTED: dict[str, Callable[[str, Tensor], Tensor]] = {
 @pytest.mark.parametrize("fault", PLANTED)
 @pytest.mark.parametrize("seed", range(5))
 @pytest.mark.parametrize("drop", [0.0, 0.3])
-def test_what_is_wrong_is_rejected(fault: str, seed: int, drop: float) -> None:
-    """Also where the model draws other random numbers, as a compiled dropout does."""
+def test_planted_gradient_faults_are_rejected(fault: str, seed: int, drop: float) -> None:
+    """Also if the candidate draws other random numbers, as compiled dropout does."""
     usual, noise = gradients(seed, drop), gradients(seed, drop, masks=1)
     wrong = changed(gradients(seed, drop, masks=2 if drop else 0), PLANTED[fault])
     _, why = compare_gradients(wrong, usual, noise)
@@ -74,14 +74,14 @@ def test_what_is_wrong_is_rejected(fault: str, seed: int, drop: float) -> None:
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_other_random_numbers_are_accepted_where_the_model_draws_them(seed: int) -> None:
+def test_noise_run_makes_other_random_numbers_acceptable(seed: int) -> None:
     usual, other = gradients(seed, 0.5), gradients(seed, 0.5, masks=2)
     noise = gradients(seed, 0.5, masks=1)
     assert compare_gradients(other, usual, noise)[1] == ""
     assert compare_gradients(other, usual)[1], "they are far apart"
 
 
-def test_what_begins_with_zeros_counts_when_it_has_a_gradient() -> None:
+def test_zero_gradient_is_compared_at_a_later_update() -> None:
     usual = gradients()
     usual[0]["0.weight"].zero_()
     usual[0]["0.bias"].zero_()
@@ -93,7 +93,7 @@ def test_what_begins_with_zeros_counts_when_it_has_a_gradient() -> None:
     assert "gradient of 0.weight" in compare_gradients(wrong, usual)[1]
 
 
-def test_a_loss_scale_may_still_be_too_large() -> None:
+def test_infinite_first_gradient_is_skipped() -> None:
     usual = gradients()
     first = changed(usual, lambda name, values: values * math.inf)[0]
     assert compare_gradients([first, *usual[1:]], usual)[1] == ""
@@ -101,7 +101,7 @@ def test_a_loss_scale_may_still_be_too_large() -> None:
 
 
 class Cancelling(nn.Module):
-    """Attention, whose bias of the keys gets no gradient, and a bias before a normalisation."""
+    """Has two biases with zero gradient: of attention's keys, and before a normalisation."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -116,7 +116,7 @@ class Cancelling(nn.Module):
 
 
 @pytest.mark.parametrize("seed", range(10))
-def test_a_gradient_that_cancels_out_is_nothing_but_rounding(seed: int) -> None:
+def test_cancelled_gradients_may_differ(seed: int) -> None:
     found = []
     for dtype in (None, torch.bfloat16):
         torch.manual_seed(seed)
@@ -136,11 +136,11 @@ def test_a_gradient_that_cancels_out_is_nothing_but_rounding(seed: int) -> None:
             assert f"gradient of {name} points" in compare_gradients(wrong, usual)[1]
 
 
-def test_nothing_to_compare() -> None:
+def test_missing_gradients_have_no_cosine() -> None:
     assert compare_gradients([], gradients()) == (None, "")
 
 
-def test_a_parameter_that_no_longer_moves_is_named() -> None:
+def test_frozen_parameter_is_named() -> None:
     near = dict.fromkeys("abcdef", 1.0)
     reference = {2: {**near, "c": 0.0}, 4: near}
     assert compare_distances({2: {**near, "c": 0.0}, 4: near}, reference) == ""
@@ -155,8 +155,8 @@ def test_a_parameter_that_no_longer_moves_is_named() -> None:
     assert "b, c, d and 2 more" in compare_distances({4: {"a": 1.0}}, reference)
 
 
-def test_weights_that_move_far_less_or_more_are_seen() -> None:
-    """A tenth of the learning rate leaves the gradients as they are."""
+def test_distances_that_differ_tenfold_are_rejected() -> None:
+    """A tenth of the learning rate changes distances, not gradients."""
     reference = {8: {"a": 1.0, "b": 2.0}}
     assert compare_distances({8: {"a": 0.5, "b": 1.4}}, reference) == ""
     for factor in (0.1, 10.0):
@@ -167,7 +167,7 @@ def test_weights_that_move_far_less_or_more_are_seen() -> None:
 FALLING = [1 + 4 * math.exp(-0.1 * step) for step in range(30)]
 
 
-def test_losses() -> None:
+def test_losses_may_differ_by_a_share_of_loss_or_progress() -> None:
     assert compare_losses(FALLING, FALLING) == ""
     assert compare_losses([1.01 * loss for loss in FALLING], FALLING) == ""
     late = [*FALLING[:20], *(loss + 0.9 for loss in FALLING[20:])]
@@ -177,7 +177,7 @@ def test_losses() -> None:
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
-def test_a_loss_that_is_not_finite_is_rejected(value: float) -> None:
+def test_nonfinite_loss_is_rejected(value: float) -> None:
     losses = [*FALLING[:7], value, *FALLING[8:]]
     assert compare_losses(losses, FALLING) == (
         f"its loss is {value} at step 7, and the baseline's is not"
@@ -186,14 +186,14 @@ def test_a_loss_that_is_not_finite_is_rejected(value: float) -> None:
     assert compare_losses(FALLING, losses) == "", "there is nothing to compare with"
 
 
-def test_losses_may_differ_by_what_the_models_random_numbers_make_of_them() -> None:
-    """Of 200 runs that only draw others, and of a fault that as many steps show."""
+def test_losses_may_differ_by_the_model_s_randomness() -> None:
+    """200 runs that differ only in random numbers, and a run with a fault."""
     torch.manual_seed(0)
     flat, verdicts = torch.full((9,), 2.0), []
     for _ in range(200):
         usual, noise, other = ((flat + 0.1 * torch.randn(9)).tolist() for _ in range(3))
         verdicts.append((compare_losses(other, usual), compare_losses(other, usual, noise)))
-    blind, told = (sum(map(bool, said)) for said in zip(*verdicts, strict=True))
-    assert blind > 10
-    assert told <= 2
+    without, with_noise = (sum(map(bool, whys)) for whys in zip(*verdicts, strict=True))
+    assert without > 10
+    assert with_noise <= 2
     assert compare_losses((flat + 0.6).tolist(), usual, noise)

@@ -1,4 +1,4 @@
-"""Planted faults and harmless changes, as a trial's callback sees them in real trainings."""
+"""Planted faults and harmless changes in real trainings with a TrialWatch."""
 
 import itertools
 from typing import Any
@@ -19,7 +19,7 @@ TASK = ("ConvNet", "AdamW", False)
 
 @pytest.mark.parametrize("task", TASKS, ids=str)
 def test_planted_faults_are_rejected(task: Any) -> None:
-    """Whatever the learning rate: from equal weights and batches gradients say it at once."""
+    """By the gradients, whatever the learning rate."""
     for fault in FAULTS:
         why = why_not(task, callbacks=[Planted(fault, NETS[task[0]][1])])
         assert "gradient" in why, fault
@@ -36,7 +36,7 @@ def test_harmless_changes_are_accepted(task: Any) -> None:
         assert why_not(task, **change) == "", change
 
 
-def test_what_it_tells() -> None:
+def test_observations_have_facts_gradients_and_distances() -> None:
     observed = observe(TASK, 0)
     facts = observed.facts
     assert (facts.device, facts.convolutions, facts.samples, facts.fused) == ("cpu", 2, 32, False)
@@ -49,19 +49,18 @@ def test_what_it_tells() -> None:
 
 
 class Workers(Callback):
-    """Gives the loader workers at the start of an epoch, as DataPipelineTuner does."""
+    """Sets workers at the start of an epoch, as DataPipelineTuner does."""
 
     def on_train_epoch_start(self, trainer: Trainer, pl_module: Any) -> None:
         trainer.train_dataloader.num_workers = 2
 
 
-def test_it_tells_the_workers_that_the_steps_have() -> None:
+def test_workers_are_read_at_the_first_batch() -> None:
     assert observe(TASK, 0).facts.workers == 0
     assert observe(TASK, 0, callbacks=[Workers()]).facts.workers == 2
 
 
-def test_wrappers_leave_the_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What compiles or wraps a part of the model puts a name of its own between."""
+def test_wrapped_modules_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> None:
     usually = usual(TASK, 0, "32-true")
     make, layer = NETS["ConvNet"]
 
@@ -77,7 +76,7 @@ def test_wrappers_leave_the_names_as_they_are(monkeypatch: pytest.MonkeyPatch) -
     assert compare_gradients(own.gradients, usually.gradients)[1] == ""
 
 
-def test_a_profiler_says_where_the_steps_go_until_that_is_steady(
+def test_profiler_is_removed_once_the_account_is_steady(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("lightning_opt.tuner.probe.SECONDS", 0.0)

@@ -1,4 +1,4 @@
-"""The forms of an answer: they run, they load, and they say what was measured."""
+"""The forms of a result: table, explanation, YAML, Python, JSON."""
 
 import json
 import math
@@ -60,11 +60,11 @@ def result(best: Switches = ("fused", "channels_last"), **base: Any) -> TuneResu
 
 
 class Configured(LightningCLI):
-    """A command line that keeps the Trainer as it was configured."""
+    """A LightningCLI with a public Trainer."""
 
 
 @pytest.mark.parametrize("best", [("fused", "channels_last"), ()])
-def test_the_yaml_runs_under_a_plain_lightning_cli(
+def test_yaml_runs_under_lightning_cli(
     best: Switches, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.argv", ["fit"])  # LightningCLI warns of the arguments of pytest
@@ -82,7 +82,7 @@ def test_the_yaml_runs_under_a_plain_lightning_cli(
     assert cli.trainer.global_step == 12
 
 
-def test_the_python_makes_the_same_trainer() -> None:
+def test_python_creates_the_same_trainer() -> None:
     scope: dict[str, Any] = {}
     source = result().to_python()
     exec(source, scope)
@@ -96,7 +96,7 @@ def test_the_python_makes_the_same_trainer() -> None:
     assert scope["trainer"].max_epochs == 1
 
 
-def test_python_writes_what_is_nested() -> None:
+def test_python_has_nested_arguments() -> None:
     base = {
         "callbacks": [
             {
@@ -112,7 +112,7 @@ def test_python_writes_what_is_nested() -> None:
     assert timer.time_remaining() == 3 * 3600
 
 
-def test_trainer_kwargs_are_new_objects_with_more_added() -> None:
+def test_trainer_kwargs_are_new_objects_each_time() -> None:
     found = result()
     one, other = found.trainer_kwargs(max_epochs=2), found.trainer_kwargs(callbacks=[Timer()])
     assert one["max_epochs"] == 2
@@ -125,7 +125,7 @@ def test_trainer_kwargs_are_new_objects_with_more_added() -> None:
     assert "callbacks" not in result(()).trainer_kwargs()
 
 
-def test_objects_cannot_be_written_down_but_used(tmp_path: Path) -> None:
+def test_settings_with_objects_can_be_used_but_not_written(tmp_path: Path) -> None:
     found = result(callbacks=[Timer()])
     for form in (found.to_yaml, found.to_python):
         with pytest.raises(ValueError, match="which cannot be written down"):
@@ -138,7 +138,7 @@ def test_objects_cannot_be_written_down_but_used(tmp_path: Path) -> None:
     assert isinstance(found.trainer_kwargs()["callbacks"][0], Timer)
 
 
-def test_everything_is_saved(tmp_path: Path) -> None:
+def test_save_writes_all_forms(tmp_path: Path) -> None:
     written = result().save(tmp_path / "new")
     assert sorted(path.name for path in written) == [
         "report.md",
@@ -154,7 +154,7 @@ def test_everything_is_saved(tmp_path: Path) -> None:
     assert content["trials"][1]["ratio"] == 0.9
 
 
-def test_the_table_has_every_trial_with_its_reason() -> None:
+def test_table_has_every_trial() -> None:
     table = result().table
     assert table.title == "Trials for throughput: fused + channels_last"
     assert [row["configuration"] for row in table.rows] == [
@@ -173,7 +173,7 @@ def test_the_table_has_every_trial_with_its_reason() -> None:
     assert table.rows[0]["step ms"] == 65.0
 
 
-def test_the_explanation_says_what_happened() -> None:
+def test_explanation_has_answer_rejections_and_failures() -> None:
     text = result().explain()
     assert text.startswith(
         "Take fused + channels_last: a step takes 0.65 of the time (from 0.64 to 0.66), "
@@ -249,8 +249,7 @@ def test_explanation_has_the_largest_batch_or_model() -> None:
 # --- numbers ------------------------------------------------------------------------------------
 
 
-def test_trials_that_were_measured_twice_are_pooled() -> None:
-    """The interval of two starts is that of the two, as compare() has it."""
+def test_repeated_trials_are_pooled() -> None:
     noise = [0.01, -0.01, 0.02, 0.0, -0.02, 0.01]
     first, second = Trial(("a",)), Trial(("a",))
     first.rounds = [[(1.0, 0.80 + part) for part in noise]]
@@ -265,7 +264,7 @@ def test_trials_that_were_measured_twice_are_pooled() -> None:
     assert wrong.pooled(first) is wrong
 
 
-def test_objectives_score_what_they_are_about() -> None:
+def test_objectives_score_time_or_memory() -> None:
     small, quick = trial(("a",), 1.2, 0.5), trial(("b",), 0.6, 1.5)
     throughput, memory = Objective("throughput"), Objective("memory", max_slowdown=1.3)
     assert throughput.outcome(quick).score == 0.6
@@ -281,7 +280,7 @@ def test_objectives_score_what_they_are_about() -> None:
     assert throughput.outcome(trial(("f",), 0.5, 1, "rejected")).score == math.inf
 
 
-def test_the_answer_is_a_change_of_the_call() -> None:
+def test_diff_shows_the_changed_arguments() -> None:
     found = result(("fused", "channels_last")).diff()
     python, _, yaml = found.partition("--- yours/trainer.yaml")
     assert "-    callbacks=" not in python
@@ -291,7 +290,7 @@ def test_the_answer_is_a_change_of_the_call() -> None:
     assert result(()).diff() == ""
 
 
-def test_on_a_cpu_the_memory_of_recomputation_is_not_all_seen() -> None:
+def test_cpu_note_on_recomputation() -> None:
     found = result()
     assert "stay resident" not in found.table.to_markdown()
     found.objective, found.facts = "memory", {"device": "cpu"}

@@ -1,4 +1,4 @@
-"""The search finds what an exhaustive one finds, with few trials, and knows when to stop."""
+"""The search on simulated machines, compared with an exhaustive one."""
 
 import itertools
 import math
@@ -14,10 +14,10 @@ Names = tuple[str, ...]
 
 
 class Machine:
-    """Costs that are products of each switch's factor and of those of pairs, and some noise.
+    """Costs are products of factors of switches and of pairs, with noise.
 
     Attributes:
-        tried: What was measured, in order.
+        tried: All configurations measured, in order.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class Machine:
 
 
 def random_machine(seed: int, switches: int, noise: float) -> Machine:
-    """Half of the switches gain; a fifth of the pairs spoil or help each other."""
+    """Half of the switches gain; a fifth of the pairs interact."""
     rng = random.Random(seed)
     names = "abcdefgh"[:switches]
     factors = {name: rng.choice([rng.uniform(0.6, 0.97), rng.uniform(0.97, 1.5)]) for name in names}
@@ -81,7 +81,7 @@ def random_machine(seed: int, switches: int, noise: float) -> Machine:
 
 
 @pytest.mark.parametrize(("noise", "share"), [(0.0, 0.95), (0.01, 0.9)])
-def test_it_is_near_the_optimum_of_random_machines_for_a_quarter_of_the_trials(
+def test_search_is_near_the_optimum_with_a_quarter_of_the_trials(
     noise: float, share: float
 ) -> None:
     near, trials, grid = 0, 0, 0
@@ -98,7 +98,7 @@ def test_it_is_near_the_optimum_of_random_machines_for_a_quarter_of_the_trials(
     assert trials / grid <= 0.25
 
 
-def test_gains_that_multiply_take_one_trial_more_than_their_number() -> None:
+def test_multiplying_gains_take_one_extra_trial() -> None:
     machine = Machine({"a": 0.8, "b": 0.9, "c": 1.4, "d": 0.95})
     search = machine.search()
     assert search.run() == ("a", "b", "d")
@@ -106,57 +106,51 @@ def test_gains_that_multiply_take_one_trial_more_than_their_number() -> None:
     assert search.complete
 
 
-def test_where_nothing_gains_it_says_so() -> None:
+def test_nothing_is_chosen_without_gains() -> None:
     machine = Machine({"a": 1.02, "b": 1.4, "c": 0.985})
     assert machine.search().run() == ()
     assert len(machine.tried) == 3
 
 
-def test_two_that_spoil_each_other_are_not_both_taken() -> None:
-    machine = Machine({"a": 0.7, "b": 0.8, "c": 0.9}, {frozenset("ab"): 1.5})
-    assert machine.search().run() == ("a", "c")
+@pytest.mark.parametrize("interacts_known", [True, False])
+@pytest.mark.parametrize(
+    ("factors", "pairs", "excluded", "answer"),
+    [
+        ({"a": 0.7, "b": 0.8, "c": 0.9}, {"ab": 1.5}, "", "ac"),
+        ({"a": 0.7, "b": 0.8, "c": 0.75, "d": 0.85}, {"ab": 1.5, "cd": 1.4}, "", "ac"),
+        ({"a": 0.7, "b": 0.72, "c": 0.8}, {"ac": 1.3}, "ab", "bc"),
+        ({"a": 0.7, "b": 0.98}, {"ab": 1.021}, "", "a"),
+        ({"a": 0.8, "b": 0.9, "c": 0.98}, {"ac": 1.035}, "", "ab"),
+    ],
+    ids=["one spoils", "two spoil", "better company", "adds nothing", "costs a little"],
+)
+def test_parts_that_spoil_a_combination_are_dropped(
+    factors: dict[str, float],
+    pairs: dict[str, float],
+    excluded: str,
+    answer: str,
+    interacts_known: bool,
+) -> None:
+    planted = {frozenset(pair): factor for pair, factor in pairs.items()}
+    machine = Machine(factors, planted, [set(excluded)] if excluded else [])
+    if not interacts_known:
+        machine.interacts = lambda one, other: False  # type: ignore[method-assign]
+    assert machine.search().run() == tuple(answer)
 
 
-def test_more_than_one_may_have_to_go() -> None:
-    factors = {"a": 0.7, "b": 0.8, "c": 0.75, "d": 0.85}
-    machine = Machine(factors, {frozenset("ab"): 1.5, frozenset("cd"): 1.4})
-    machine.interacts = lambda one, other: False  # type: ignore[method-assign]
-    assert machine.search().run() == ("a", "c")
-
-
-def test_a_switch_that_only_pays_beside_another_is_found() -> None:
-    machine = Machine({"a": 0.8, "b": 1.05, "c": 1.3}, {frozenset("ab"): 0.7})
+@pytest.mark.parametrize("alone", [(0.8, 1.05), (1.04, 1.05)])
+def test_interacting_pairs_that_win_together_are_found(alone: tuple[float, float]) -> None:
+    machine = Machine({"a": alone[0], "b": alone[1], "c": 1.3}, {frozenset("ab"): 0.7})
     assert machine.search().run() == ("a", "b")
 
 
-def test_two_losers_that_win_together_are_found() -> None:
-    machine = Machine({"a": 1.04, "b": 1.05, "c": 1.2}, {frozenset("ab"): 0.7})
-    assert machine.search().run() == ("a", "b")
-
-
-def test_of_two_that_exclude_each_other_the_better_company_is_taken() -> None:
-    machine = Machine({"a": 0.7, "b": 0.72, "c": 0.8}, {frozenset("ac"): 1.3}, [{"a", "b"}])
-    assert machine.search().run() == ("b", "c")
-
-
-def test_what_adds_nothing_is_left_out() -> None:
-    machine = Machine({"a": 0.7, "b": 0.98}, {frozenset("ab"): 1.021})
-    assert machine.search().run() == ("a",)
-
-
-def test_what_costs_a_little_is_left_out() -> None:
-    machine = Machine({"a": 0.8, "b": 0.9, "c": 0.98}, {frozenset("ac"): 1.035})
-    machine.interacts = lambda one, other: False  # type: ignore[method-assign]
-    assert machine.search().run() == ("a", "b")
-
-
-def test_of_two_that_are_alike_the_simpler_is_taken() -> None:
+def test_simpler_of_two_similar_configurations_wins() -> None:
     search = Machine({"a": 0.8, "b": 0.9, "c": 0.98}).search()
     assert search.run() == ("a", "b")
     assert search.best() == ("a", "b", "c"), "by less than is worth a switch"
 
 
-def test_a_failure_is_not_tried_again_unless_another_may_cure_it() -> None:
+def test_failure_is_retried_only_if_curable() -> None:
     broken = Machine({"a": 0.5, "b": 0.9}, {frozenset("ab"): 1.0})
     broken.failing = {"a": Outcome(math.inf)}
     assert broken.search().run() == ("b",)
@@ -173,7 +167,7 @@ def test_a_failure_is_not_tried_again_unless_another_may_cure_it() -> None:
 
 
 @pytest.mark.parametrize("limit", range(6))
-def test_when_the_time_is_up_the_best_so_far_is_the_answer(limit: int) -> None:
+def test_best_so_far_is_the_answer_when_time_is_up(limit: int) -> None:
     machine = Machine({"a": 0.8, "b": 0.9, "c": 1.4, "d": 0.95})
     machine.limit = limit
     search = machine.search()
@@ -181,14 +175,14 @@ def test_when_the_time_is_up_the_best_so_far_is_the_answer(limit: int) -> None:
     assert search.complete == (limit == 5)
 
 
-def test_an_uncertain_gain_is_none() -> None:
+def test_uncertain_gain_is_not_chosen() -> None:
     measure: Callable[..., list[Outcome]] = lambda some: [Outcome(0.93, 0.85, 1.02) for _ in some]  # noqa: E731
     assert Search(measure, ("a",)).run() == ()
     assert Search(lambda some: [Outcome(0.93, 0.91, 0.95) for _ in some], ("a",)).run() == ("a",)
 
 
-def test_what_is_undecided_is_measured_again() -> None:
-    """The most promising first, as often as it may help; a small gain once in any case."""
+def test_undecided_configurations_are_measured_again() -> None:
+    """The most promising first, a limited number of times; a small gain once in any case."""
     search = Search(lambda some: [], ("a", "b", "c"))
     search.outcomes = {
         (): Outcome(1.0, 1.0, 1.0),
@@ -210,8 +204,8 @@ def test_what_is_undecided_is_measured_again() -> None:
     assert search.undecided(("b",), {("b",): 1}) is None
 
 
-def test_what_starves_comes_first_and_the_others_beside_it() -> None:
-    """A faster computation gains nothing as long as the loader is what is waited for."""
+def test_first_switch_is_tried_first_and_others_beside_it() -> None:
+    """Faster computation gains nothing while a step waits for data."""
     machine = Machine({"bf16": 1.0, "data": 0.5, "fused": 1.0}, {frozenset(("bf16", "data")): 0.6})
     search = machine.search()
     search.first = "data"
@@ -220,8 +214,8 @@ def test_what_starves_comes_first_and_the_others_beside_it() -> None:
     assert ("bf16",) not in machine.tried
 
 
-def test_what_matters_most_may_gain_only_beside_another() -> None:
-    """As workers of a loader do when torch leaves them a CPU; by itself `threads` gains nothing."""
+def test_first_switch_may_gain_only_beside_another() -> None:
+    """Workers may gain only once torch leaves them a CPU."""
     machine = Machine(
         {"data": 1.0, "fused": 1.0, "threads": 1.0}, {frozenset(("data", "threads")): 0.6}
     )
@@ -238,7 +232,7 @@ def test_what_matters_most_may_gain_only_beside_another() -> None:
     assert machine.tried[-2:] == [("fused",), ("threads",)], "without what fails"
 
 
-def test_what_may_well_gain_is_in_the_union() -> None:
+def test_possible_gains_join_the_union() -> None:
     seen = {("a",): Outcome(0.8, 0.7, 0.9), ("b",): Outcome(1.01, 0.9, 1.1)}
     seen |= {("c",): Outcome(1.01, 1.0, 1.02), ("d",): Outcome(1.05, 0.9, 1.2)}
     tried: list[Names] = []
@@ -254,7 +248,7 @@ def test_what_may_well_gain_is_in_the_union() -> None:
 
 
 def test_interval_beside_others_is_a_share_of_their_gain() -> None:
-    """A switch that surely gains nothing beside a gain of a half does not join the union."""
+    """A switch with a certain loss beside a gain of a half does not join the union."""
     machine = Machine({"data": 0.5, "a": 0.8, "b": 1.01})
     search = machine.search()
     search.interacts = lambda one, other: False
@@ -263,7 +257,7 @@ def test_interval_beside_others_is_a_share_of_their_gain() -> None:
     assert ("data", "a", "b") not in machine.tried
 
 
-def test_what_starts_slowly_comes_last_and_beside_what_gains() -> None:
+def test_late_switches_are_tried_last_beside_gains() -> None:
     machine = Machine({"compile": 0.8, "fused": 0.9, "threads": 1.1})
     search = machine.search()
     search.late = ("compile",)
@@ -288,7 +282,7 @@ def test_what_starts_slowly_comes_last_and_beside_what_gains() -> None:
 
 
 @pytest.mark.parametrize("first", ["data", "not there"])
-def test_where_that_gains_nothing_the_others_may_and_the_answer_is_without_it(first: str) -> None:
+def test_first_switch_without_gain_is_not_in_the_answer(first: str) -> None:
     machine = Machine({"bf16": 0.9, "data": 1.0})
     search = machine.search()
     search.first = first

@@ -1,4 +1,4 @@
-"""What can be switched on, what excludes what, and how settings are joined."""
+"""The switches, their exclusions, and the joining of settings."""
 
 import inspect
 from dataclasses import replace
@@ -20,7 +20,7 @@ def names(facts: Facts = NET, objective: str = "throughput", **arguments: Any) -
     return list(Space(objective, facts, **arguments).switches)
 
 
-def test_what_cannot_work_here_is_left_out_with_a_reason() -> None:
+def test_unsuitable_switches_are_left_out_with_reasons() -> None:
     space = Space("throughput", NET)
     assert list(space.switches) == [
         "fused",
@@ -52,12 +52,12 @@ def test_what_cannot_work_here_is_left_out_with_a_reason() -> None:
         (Facts(device="cuda"), "fp16", "bfloat16 needs no loss scale"),
     ],
 )
-def test_reasons(facts: Facts, gone: str, reason: str) -> None:
+def test_reason_of_a_left_out_switch(facts: Facts, gone: str, reason: str) -> None:
     assert Space("throughput", facts).left_out[gone] == reason
 
 
-def test_no_switch_decides_by_itself_whether_it_is_on() -> None:
-    """Some trials of such a one would measure what it does, and others nothing."""
+def test_no_switch_has_an_automatic_policy() -> None:
+    """Trials of the same switch must measure the same."""
     for switch in built_in(NET):
         for callback in switch.settings.get("callbacks", ()):
             made = getattr(lo, callback["class_path"].rpartition(".")[2])
@@ -67,8 +67,7 @@ def test_no_switch_decides_by_itself_whether_it_is_on() -> None:
             assert not call.arguments.get("measure"), switch.name
 
 
-def test_only_what_bears_on_the_step_is_tried() -> None:
-    """Each change bears on its part of a step; a part that is nearly nothing is left alone."""
+def test_switches_for_negligible_groups_are_not_tried() -> None:
 
     def tried(**account: float) -> set[str]:
         usual = dict.fromkeys(ACCOUNT, 0.0) | {
@@ -86,18 +85,18 @@ def test_only_what_bears_on_the_step_is_tried() -> None:
     assert "fused" in space.switches, "of time alone"
 
 
-def test_data_that_cannot_follow_starve_the_step() -> None:
+def test_step_that_waits_for_data_is_starved() -> None:
     assert Facts(account={**ACCOUNT, "waiting for data": 4.0}).starved
     assert not Facts(account=ACCOUNT).starved
 
 
-def test_the_largest_batch_is_not_cut_into_parts() -> None:
+def test_batch_objective_excludes_split_batches() -> None:
     found = names(objective="batch")
     assert {"checkpointing", "bf16"} <= set(found)
     assert not {"half_batches", "channels_last"} & set(found)
 
 
-def test_memory_has_switches_of_its_own() -> None:
+def test_memory_objective_has_its_own_switches() -> None:
     small = names(objective="memory")
     assert {"checkpointing", "half_batches", "quarter_batches"} <= set(small)
     assert "channels_last" not in small
@@ -108,7 +107,7 @@ def test_memory_has_switches_of_its_own() -> None:
     assert "use micro_batches" in manual.left_out["half_batches"]
 
 
-def test_every_switch_can_be_made() -> None:
+def test_every_switch_can_be_created() -> None:
     for facts in (NET, Facts(device="cuda", no_bf16="old", samples=8, blocks=2, convolutions=1)):
         for switch in built_in(facts):
             for callback in plain(switch.settings).get("callbacks", []):
@@ -118,13 +117,13 @@ def test_every_switch_can_be_made() -> None:
             assert switch.about
 
 
-def test_a_list_says_exactly_what_is_tried() -> None:
+def test_list_of_candidates_is_exact() -> None:
     own = {"slow decay": {"accumulate_grad_batches": 2}}
     space = Space("throughput", NET, ["checkpointing", own, "bf16"])
     assert list(space.switches) == ["checkpointing", "slow decay", "bf16"]
 
 
-def test_a_mapping_changes_the_choice() -> None:
+def test_mapping_of_candidates_changes_the_choice() -> None:
     found = names(candidates={"compile": None, "checkpointing": True, "own": {"benchmark": True}})
     assert "compile" not in found
     assert found[-2:] == ["checkpointing", "own"]
@@ -144,12 +143,12 @@ def test_a_mapping_changes_the_choice() -> None:
         ("compile", "must be a list or a mapping, got the string 'compile'"),
     ],
 )
-def test_other_candidates_are_refused(candidates: Any, match: str) -> None:
+def test_invalid_candidates_raise(candidates: Any, match: str) -> None:
     with pytest.raises(ValueError, match=match):
         Space("throughput", NET, candidates)
 
 
-def test_what_base_has_is_left_out() -> None:
+def test_switches_in_base_are_left_out() -> None:
     base = {"precision": "bf16-mixed", "callbacks": [lo.FusedOptimizer()]}
     left = Space("throughput", NET, base=base).left_out
     assert left["fused"] == "base has FusedOptimizer already"
@@ -157,7 +156,7 @@ def test_what_base_has_is_left_out() -> None:
     assert "base" in Space("throughput", NET, base=lambda: base).left_out["bf16"]
 
 
-def test_what_excludes_each_other() -> None:
+def test_incompatible_switches_are_not_allowed() -> None:
     space = Space("memory", NET, {"own": {"precision": "16-true"}})
     assert space.allows(["compile", "checkpointing", "bf16"])
     assert not space.allows(["compile", "compile_regions"])
@@ -168,7 +167,7 @@ def test_what_excludes_each_other() -> None:
     assert not Space("memory", NET, [timed]).allows("ab")
 
 
-def test_what_interacts() -> None:
+def test_interacting_kinds() -> None:
     space = Space("memory", NET, {"own": {"benchmark": True}})
     assert space.interacts("compile", "checkpointing")
     assert space.interacts("checkpointing", "half_batches")
@@ -179,7 +178,7 @@ def test_what_interacts() -> None:
     assert Space("throughput", NET).interacts("compile", threads)
 
 
-def test_settings_are_joined_in_the_order_of_the_space() -> None:
+def test_settings_are_joined_in_order() -> None:
     base = {"accelerator": "cpu", "callbacks": LearningRateMonitor()}
     space = Space("memory", NET, base=base)
     settings = space.settings(["compile", "bf16"], {"callbacks": ["last"], "max_epochs": 3})
@@ -193,7 +192,7 @@ def test_settings_are_joined_in_the_order_of_the_space() -> None:
     assert Space("memory", NET).is_written(["compile"])
 
 
-def test_a_function_makes_settings_anew_each_time() -> None:
+def test_function_settings_are_called_each_time() -> None:
     space = Space("memory", NET, {"own": lambda: {"callbacks": [Timer()]}})
     made = space.settings(["own"])
     assert callable(made)
@@ -201,6 +200,6 @@ def test_a_function_makes_settings_anew_each_time() -> None:
     assert not space.is_written(["own"])
 
 
-def test_values_replace_and_lists_add_up() -> None:
+def test_values_replace_and_lists_concatenate() -> None:
     joined = join([{"precision": 32, "callbacks": None}, {"precision": 16, "callbacks": [1]}])
     assert joined == {"precision": 16, "callbacks": [1]}

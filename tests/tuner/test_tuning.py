@@ -1,4 +1,4 @@
-"""How long a trial may take, and which earlier ones serve."""
+"""The timeout of trials, and the key of a search."""
 
 from functools import partial
 from typing import Any
@@ -15,14 +15,14 @@ def plan(budget: float, timeout: float | None = None) -> Plan:
 
 
 @pytest.mark.parametrize("budget", [10.0, 60.0, 600.0, 7200.0])
-def test_the_limit_follows_from_the_baselines_own_start(budget: float) -> None:
-    """A model that takes a minute to start is no failure, however short the budget is."""
+def test_timeout_follows_from_the_baseline_s_start(budget: float) -> None:
+    """A model that takes a minute to start does not fail, however short the budget is."""
     assert plan(budget).timeout_after(0.0) >= max(300.0, budget)
     assert plan(budget).timeout_after(60.0) >= 240.0
     assert 30.0 <= plan(budget).timeout_after(1.0) <= 300.0
 
 
-def test_what_is_asked_for_holds() -> None:
+def test_given_timeout_holds() -> None:
     assert (
         plan(60.0, timeout=7.0).timeout_after(0.0)
         == plan(60.0, timeout=7.0).timeout_after(60.0)
@@ -40,8 +40,8 @@ def key(**parts: Any) -> str:
     return repr(made.key())
 
 
-def test_a_journal_serves_the_very_same_search() -> None:
-    """Functions count by what they do, objects by what they hold; the budget does not count."""
+def test_key_covers_code_settings_and_objective() -> None:
+    """Functions by their code, objects by their attributes; the budget does not count."""
     found = {
         key(**parts)
         for parts in (

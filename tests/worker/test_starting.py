@@ -1,4 +1,4 @@
-"""How processes start where there is CUDA, and how ranks wait, on pretended devices."""
+"""Starting processes, and the pauses of a StepGate, with simulated devices."""
 
 import os
 import signal
@@ -17,68 +17,67 @@ from lightning_opt.worker import gate, starting
 from lightning_opt.worker.gate import StepGate
 
 
-def test_with_cuda_a_process_is_spawned_and_not_forked(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A fork of a process that has used CUDA cannot use it; a server may have been made to."""
+def test_process_is_spawned_if_cuda_is_available(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fork of a process that has used CUDA cannot use it."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert starting._context(dict(os.environ), "json").get_start_method() == "spawn"
 
 
-def waits_for_its_end(end: connection.Connection, place: starting.Place) -> None:
+def wait_for_eof(end: connection.Connection, place: starting.Place) -> None:
     with end, pytest.raises(EOFError):
         end.recv()
 
 
-def test_ctrl_c_waits_until_what_is_opened_has_an_owner(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whichever thread it comes to: in between, sockets and a process belonged to nobody."""
-    begun, sent, went_on = threading.Event(), threading.Event(), []
+def test_ctrl_c_during_a_start_closes_the_pipe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if another thread receives the signal."""
+    opening, sent, ends = threading.Event(), threading.Event(), []
 
     def sender() -> None:
-        begun.wait()
+        opening.wait()
         signal.raise_signal(signal.SIGINT)
         sent.set()
 
     def pipe(duplex: bool) -> tuple[connection.Connection, connection.Connection]:
-        begun.set()
+        opening.set()
         assert sent.wait(300)
-        ends = usual_pipe(duplex)
-        went_on.extend(ends)
-        return ends
+        ends.extend(original_pipe(duplex))
+        return ends[0], ends[1]
 
-    usual_pipe = connection.Pipe
-    starting.start(waits_for_its_end)[0].join()  # the server has started
+    original_pipe = connection.Pipe
+    starting.start(wait_for_eof)[0].join()  # the server has started
     monkeypatch.setattr(connection, "Pipe", pipe)
     threading.Thread(target=sender, daemon=True).start()
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
-            starting.start(waits_for_its_end)
+            starting.start(wait_for_eof)
         assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     finally:
         signal.signal(signal.SIGINT, before)
-    ours, theirs = went_on
+    ours, theirs = ends
     assert theirs.closed
     ours.close()
 
 
 class Distributed:
-    """Remembers what is asked of torch.distributed."""
+    """Records calls of torch.distributed."""
 
     def __init__(self) -> None:
-        self.asked: list[Any] = []
+        self.calls: list[Any] = []
 
     def new_group(self, **settings: Any) -> str:
-        self.asked.append(settings["backend"])
+        self.calls.append(settings["backend"])
         return "the group"
 
     def broadcast(self, tensor: torch.Tensor, source: int, group: str) -> None:
-        self.asked.append((tensor.device.type, source, group))
+        self.calls.append((tensor.device.type, source, group))
         tensor.fill_(5)
 
 
-def test_ranks_wait_on_the_cpu_while_others_have_their_turn(
+def test_ranks_pause_in_a_gloo_broadcast(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In a broadcast of NCCL they would keep their GPU busy."""
+    """A broadcast by NCCL would keep the GPU busy."""
     distributed = Distributed()
     monkeypatch.setattr(gate, "dist", distributed)
     monkeypatch.setattr(gate, "wait_for", lambda device: None)
@@ -87,15 +86,14 @@ def test_ranks_wait_on_the_cpu_while_others_have_their_turn(
     strategy = SimpleNamespace(root_device=torch.device("cuda", 1))
     trainer: Any = SimpleNamespace(world_size=2, is_global_zero=False, strategy=strategy)
     held.on_train_start(trainer, None)  # type: ignore[arg-type]
-    assert distributed.asked == ["gloo", ("cpu", 0, "the group")]
+    assert distributed.calls == ["gloo", ("cpu", 0, "the group")]
     assert held._block_steps == 5
 
 
 @pytest.mark.parametrize(("device", "rests"), [("cpu", ["rest"]), ("cuda", [])])
-def test_threads_have_come_to_rest_when_the_next_one_has_its_turn(
+def test_openmp_threads_stop_spinning_before_the_steps_are_delivered(
     monkeypatch: pytest.MonkeyPatch, device: str, rests: list[str]
 ) -> None:
-    """Those of OpenMP go on spinning for some milliseconds, on a CPU that the other one needs."""
     done: list[str] = []
     monkeypatch.setattr(gate.time, "sleep", lambda seconds: done.append("rest"))
     monkeypatch.setattr(gate, "wait_for", lambda device: None)
@@ -120,37 +118,37 @@ def test_threads_have_come_to_rest_when_the_next_one_has_its_turn(
 
 
 class Cpus:
-    """A machine's CPUs, and those to which its one thread is asked to go."""
+    """The CPUs of a machine, and the calls that set a thread's affinity."""
 
     def __init__(self) -> None:
         self.allowed = {2, 5, 7}
-        self.asked: list[set[int]] = []
+        self.calls: list[set[int]] = []
 
     def sched_getaffinity(self, thread: int) -> set[int]:
         return self.allowed
 
     def sched_setaffinity(self, thread: int, cpus: Iterable[int]) -> None:
         self.allowed = set(cpus)
-        self.asked.append(self.allowed)
+        self.calls.append(self.allowed)
 
 
 @pytest.mark.parametrize(
-    ("device", "rank", "asked"),
+    ("device", "rank", "calls"),
     [("cpu", 0, [{2}, {2, 5, 7}]), ("cpu", 4, [{5}, {2, 5, 7}]), ("cuda", 0, [])],
 )
-def test_runs_that_are_compared_go_to_the_same_cpu_and_are_not_held_there(
-    monkeypatch: pytest.MonkeyPatch, device: str, rank: int, asked: list[set[int]]
+def test_thread_moves_to_its_rank_s_cpu_without_being_pinned(
+    monkeypatch: pytest.MonkeyPatch, device: str, rank: int, calls: list[set[int]]
 ) -> None:
-    """Of the CPUs that the user allows; ranks of one run go to different ones."""
+    """Among the CPUs that the user allows; each rank has its own."""
     cpus = Cpus()
     for name in ("sched_getaffinity", "sched_setaffinity"):
         monkeypatch.setattr(os, name, getattr(cpus, name), raising=False)
     strategy = SimpleNamespace(root_device=torch.device(device))
     gate.start_on_first_cpu(SimpleNamespace(strategy=strategy, local_rank=rank))  # type: ignore[arg-type]
-    assert cpus.asked == asked
+    assert cpus.calls == calls
 
 
-def test_every_step_begins_on_the_same_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_starts_on_the_same_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     moved: list[str] = []
     monkeypatch.setattr(gate, "start_on_first_cpu", lambda trainer: moved.append("moved"))
     granted = iter([2, 2, 0])

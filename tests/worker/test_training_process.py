@@ -1,4 +1,4 @@
-"""A training in a process of its own: the steps that it takes, what it says, and that it ends."""
+"""A training in its own process: its steps, its failures and its end."""
 
 import math
 import multiprocessing
@@ -28,7 +28,7 @@ from tests.profiling.fitting import CPU, Net, Rows, Waits, mishap, rows, rows_wi
 
 
 class Losses(Callback):
-    """Keeps what a training without us loses."""
+    """Records the losses of a plain training."""
 
     def __init__(self) -> None:
         self.losses: list[float] = []
@@ -37,7 +37,7 @@ class Losses(Callback):
         self.losses.append(float(outputs["loss"]))
 
 
-def losses_without_us(epochs: int = 2) -> list[float]:
+def plain_losses(epochs: int = 2) -> list[float]:
     state = torch.get_rng_state()
     spy = Losses()
     seed_everything(0, workers=True, verbose=False)
@@ -56,7 +56,7 @@ def fit() -> Iterator[TrainingProcess]:
 
 
 def gone(pid: int, seconds: float = 100.0) -> bool:
-    """Return whether the process ends, or has ended and only waits to be noticed."""
+    """Return whether the process ends in time; a zombie has ended."""
     deadline = time.monotonic() + seconds
     while time.monotonic() < deadline:
         try:
@@ -68,26 +68,26 @@ def gone(pid: int, seconds: float = 100.0) -> bool:
     return False
 
 
-# --- what it does -------------------------------------------------------------------------------
+# --- steps ----------------------------------------------------------------------------------------
 
 
-def test_steps_are_those_of_a_training_without_us(fit):
-    """In blocks of any size, over the end of an epoch (10 batches)."""
+def test_steps_equal_an_uninterrupted_training(fit):
+    """In blocks of different sizes, across the end of an epoch (10 batches)."""
     steps = [*fit.advance(3), *fit.advance(1), *fit.advance(16)]
     assert all(type(step) is Step for step in steps)
-    assert [step.loss for step in steps] == losses_without_us()
+    assert [step.loss for step in steps] == plain_losses()
     assert {step.samples for step in steps} == {4}
     assert all(0 < step.seconds < 5 for step in steps)
 
 
-def test_summary_says_what_is_trained(fit):
+def test_summary_has_device_and_process(fit):
     summary = fit.summary
     assert (summary["device"], summary["devices"]) == ("cpu", 1)
     assert psutil.pid_exists(summary["pid"])
     assert summary["pid"] != os.getpid()
 
 
-def test_waiting_takes_no_cpu(fit):
+def test_paused_process_uses_no_cpu(fit):
     fit.advance(1)
     process = psutil.Process(fit.summary["pid"])
     before = sum(process.cpu_times()[:2])
@@ -95,8 +95,8 @@ def test_waiting_takes_no_cpu(fit):
     assert sum(process.cpu_times()[:2]) - before <= 0.02
 
 
-def test_time_between_blocks_is_no_step_s():
-    """The wait for the next block is left out, what callbacks and loaders do is in."""
+def test_pause_between_blocks_is_not_timed():
+    """Callbacks are timed, the wait for the next block is not."""
     with TrainingProcess(Net, rows, {**CPU, "callbacks": [Waits(0.1)]}) as fit:
         fit.advance(1)
         time.sleep(1.0)
@@ -104,7 +104,7 @@ def test_time_between_blocks_is_no_step_s():
     assert all(0.1 <= step.seconds < 0.9 for step in steps)
 
 
-def test_peak_of_memory_counts_the_model():
+def test_peak_memory_includes_the_model():
     def large() -> Net:
         net = Net()
         net.more = nn.Parameter(torch.ones(25_000_000))  # 100 MB
@@ -119,16 +119,14 @@ def test_peak_of_memory_counts_the_model():
         assert 95e6 < large_fit.peak_bytes - small_fit.peak_bytes < 130e6
 
 
-def test_samples_and_loss_with_accumulated_gradients():
+def test_loss_is_not_divided_by_accumulation():
     with TrainingProcess(Net, rows, {**CPU, "accumulate_grad_batches": 2}) as fit:
         steps = fit.advance(2)
     # The weights have not changed yet, and the loss is not divided.
-    assert [step.loss for step in steps] == pytest.approx(
-        losses_with_the_first_weights(2), rel=1e-6
-    )
+    assert [step.loss for step in steps] == pytest.approx(losses_of_initial_weights(2), rel=1e-6)
 
 
-def losses_with_the_first_weights(count: int) -> list[float]:
+def losses_of_initial_weights(count: int) -> list[float]:
     state = torch.get_rng_state()
     seed_everything(0, workers=True, verbose=False)
     net = Net()
@@ -139,7 +137,7 @@ def losses_with_the_first_weights(count: int) -> list[float]:
     return [net.training_step(batch, 0).item() for batch in batches]
 
 
-def test_the_user_s_own_limit_ends_it():
+def test_end_of_the_run_is_a_failure_of_advance():
     with TrainingProcess(Net, rows, {**CPU, "max_steps": 5}) as fit:
         assert len(fit.advance(3)) == 3
         with pytest.raises(FitFailed, match="ended after 5 steps") as failure:
@@ -147,8 +145,8 @@ def test_the_user_s_own_limit_ends_it():
         assert failure.value.kind == "error"
 
 
-def test_settings_are_made_in_the_process():
-    """By a function, and from class paths as in a configuration file."""
+def test_settings_are_created_in_the_process():
+    """A function, and class paths as in a configuration file."""
 
     def settings() -> dict[str, Any]:
         waits = {"class_path": "tests.profiling.fitting.Waits", "init_args": {"seconds": 0.05}}
@@ -159,11 +157,11 @@ def test_settings_are_made_in_the_process():
 
 
 @pytest.mark.slow
-def test_a_variable_that_is_read_early_is_obeyed(fit, monkeypatch):
-    """The process is not forked then from a server that has imported torch without it."""
+def test_changed_early_variable_starts_a_new_interpreter(fit, monkeypatch):
+    """The fork server has imported torch without that variable."""
     monkeypatch.setenv("OMP_THREAD_LIMIT", "3")
     with TrainingProcess(lambda: Net(), rows, CPU) as fresh:
-        assert [step.loss for step in fresh.advance(5)] == losses_without_us()[:5]
+        assert [step.loss for step in fresh.advance(5)] == plain_losses()[:5]
         assert is_forked(fit)
         assert not is_forked(fresh)
 
@@ -173,7 +171,7 @@ def is_forked(fit: TrainingProcess) -> bool:
 
 
 class Counted(Rows):
-    """Adds a byte to a file for each row that is made, which takes a while."""
+    """Writes a byte to a file for each row, slowly."""
 
     def __init__(self, file: Path) -> None:
         super().__init__(4000)
@@ -186,8 +184,8 @@ class Counted(Rows):
         return super().__getitem__(index)
 
 
-def test_workers_make_nothing_ready_while_training_is_held(tmp_path):
-    """Training that waits for data would look faster than it is after each pause."""
+def test_workers_prepare_no_batches_during_a_pause(tmp_path):
+    """A training that waits for data would otherwise look faster after each pause."""
     file = tmp_path / "made"
     with TrainingProcess(
         Net, lambda: DataLoader(Counted(file), batch_size=8, num_workers=1), CPU
@@ -203,7 +201,7 @@ def test_workers_make_nothing_ready_while_training_is_held(tmp_path):
 
 
 def leave_one_open() -> tuple[int, int, str]:
-    """In a process that is one of several, as a cluster starts them."""
+    """Start a training in a rank of a cluster, and leave it open."""
     multiprocessing.current_process().daemon = False  # which may not have children
     os.environ |= {"SLURM_NTASKS": "2", "SLURM_JOB_NAME": "two nodes"}
     fit = TrainingProcess(Net, rows, CPU)
@@ -215,7 +213,7 @@ def leave_one_open() -> tuple[int, int, str]:
 LEFT_OPEN: list[TrainingProcess] = []
 
 
-def test_a_process_ends_that_has_left_one_open_and_its_rank_does_not_matter():
+def test_process_with_an_open_training_exits_and_ignores_its_rank():
     ((pid, devices, rank),) = launch(leave_one_open, processes=1)
     assert (devices, rank) == (1, "0")
     assert gone(pid)
@@ -223,7 +221,7 @@ def test_a_process_ends_that_has_left_one_open_and_its_rank_does_not_matter():
 
 @pytest.mark.slow
 @pytest.mark.distributed
-def test_two_ranks_wait_and_step_together():
+def test_two_ranks_pause_and_step_together():
     settings = {"accelerator": "cpu", "devices": 2, "strategy": "ddp"}
     with TrainingProcess(Net, rows, settings) as fit:
         steps = fit.advance(3)
@@ -235,7 +233,7 @@ def test_two_ranks_wait_and_step_together():
     assert all(gone(pid) for pid in pids)
 
 
-# --- how it fails -------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -248,7 +246,7 @@ def test_two_ranks_wait_and_step_together():
         ("is_killed", "out of memory", "SIGKILL"),
     ],
 )
-def test_failures_have_a_kind_and_one_sentence(what, kind, message):
+def test_failure_has_a_kind_and_a_sentence(what, kind, message):
     with TrainingProcess(Net, rows, lambda: mishap(what)) as fit:
         assert len(fit.advance(2)) == 2
         with pytest.raises(FitFailed, match=message) as failure:
@@ -262,7 +260,7 @@ def test_failures_have_a_kind_and_one_sentence(what, kind, message):
         assert fit.closed
 
 
-def test_a_hang_ends_with_the_place_where_it_hung():
+def test_timeout_reports_the_stack():
     with TrainingProcess(Net, rows, lambda: mishap("hangs"), timeout=60) as fit:
         pid = fit.summary["pid"]
         with pytest.raises(FitFailed, match=r"more than 1 s") as failure:
@@ -288,7 +286,7 @@ def broken() -> Net:
         (Net, rows, {**CPU, "num_nodes": 2, "strategy": "ddp"}, "num_nodes=1"),
     ],
 )
-def test_what_cannot_begin_says_why(model, data, settings, message):
+def test_start_failure_names_the_reason(model, data, settings, message):
     with pytest.raises(FitFailed, match=message) as failure:
         TrainingProcess(model, data, settings)
     assert failure.value.kind == "setup"
@@ -304,19 +302,19 @@ def test_what_cannot_begin_says_why(model, data, settings, message):
         ((Net, rows, {"callbacks": [(i for i in ())]}), TypeError, "cannot be pickled"),
     ],
 )
-def test_impossible_arguments_are_refused_at_once(arguments, error, message):
+def test_invalid_arguments_raise_before_a_process_starts(arguments, error, message):
     with pytest.raises(error, match=message):
         TrainingProcess(*arguments)
 
 
-# --- that it ends -------------------------------------------------------------------------------
+# --- the end ------------------------------------------------------------------------------------
 
 
 def children_of(fit: TrainingProcess) -> list[int]:
     return [child.pid for child in psutil.Process(fit.summary["pid"]).children(recursive=True)]
 
 
-def test_closing_ends_workers_too():
+def test_close_ends_the_workers_too():
     fit = TrainingProcess(Net, rows_with_workers, CPU)
     fit.advance(2)
     pids = [fit.summary["pid"], *children_of(fit)]
@@ -328,7 +326,7 @@ def test_closing_ends_workers_too():
         fit.advance(1)
 
 
-def test_a_training_told_to_end_tidies_up(tmp_path):
+def test_closed_training_cleans_up(tmp_path):
     class Leaves(Callback):
         def on_exception(self, *_: Any) -> None:
             (tmp_path / "tidy").touch()
@@ -338,7 +336,7 @@ def test_a_training_told_to_end_tidies_up(tmp_path):
     assert (tmp_path / "tidy").exists()
 
 
-def test_a_forgotten_one_is_ended():
+def test_deleted_process_is_killed():
     fit = TrainingProcess(Net, rows, CPU)
     pid = fit.summary["pid"]
     del fit
@@ -359,7 +357,7 @@ fits[1].advance(5)  # hangs
 """
 
 
-def test_ctrl_c_ends_a_training_that_hangs():
+def test_ctrl_c_ends_a_hanging_training():
     fit = TrainingProcess(Net, rows, lambda: mishap("hangs"))
     pid = fit.summary["pid"]
     # A shell has what it starts in the background ignore the signal.
@@ -374,8 +372,8 @@ def test_ctrl_c_ends_a_training_that_hangs():
 
 
 @pytest.mark.slow
-def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
-    """One training waits, another hangs in a step; each has a worker. The script has no guard."""
+def test_all_processes_end_with_a_killed_parent(tmp_path):
+    """One training is paused, another hangs; each has a worker. The script has no main guard."""
     script = tmp_path / "script.py"
     script.write_text(PARENT)
     parent = subprocess.Popen(
@@ -403,7 +401,7 @@ def test_nothing_outlives_a_parent_that_is_killed(tmp_path):
 # --- factories ----------------------------------------------------------------------------------
 
 
-def test_files_are_found_with_their_neighbours(tmp_path, monkeypatch):
+def test_file_path_is_imported_with_its_neighbours(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "neighbour_of_ours.py").write_text("VALUE = 3\n")
     (tmp_path / "project_of_ours.py").write_text(
@@ -419,7 +417,7 @@ def test_files_are_found_with_their_neighbours(tmp_path, monkeypatch):
     del sys.modules["project_of_ours"], sys.modules["neighbour_of_ours"]
 
 
-def test_class_paths_are_made_within_lists_and_arguments():
+def test_class_paths_are_instantiated_in_lists_and_dicts():
     made = instantiate(
         {
             "callbacks": [
@@ -439,7 +437,7 @@ def test_class_paths_are_made_within_lists_and_arguments():
         instantiate({"class_path": "Nothing"})
 
 
-def test_loss_is_nan_where_there_is_none():
+def test_missing_loss_is_nan():
     class Silent(Net):
         def __init__(self) -> None:
             super().__init__()

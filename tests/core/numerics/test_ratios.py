@@ -54,6 +54,14 @@ def test_variance_is_about_that_between_new_series(memory):
     assert 0.6 * true < statistics.fmean(variance for _, variance in found) < 1.6 * true
 
 
+def test_variance_of_a_short_series_is_not_too_small():
+    """Resamples of a short series vary less than new series would, hence ``WIDENED``."""
+    generator = random.Random(3)
+    found = [centre_and_variance(noisy(generator, 12, 0.5)) for _ in range(300)]
+    true = statistics.variance(centre for centre, _ in found)
+    assert 0.95 * true < statistics.fmean(variance for _, variance in found) < 1.4 * true
+
+
 def timings(
     generator: random.Random, slower: float, starts: int = 3, rounds: int = 12
 ) -> list[list[tuple[float, float]]]:

@@ -1,4 +1,4 @@
-"""Functions timed in turns, by a clock that the test turns, and once by the real one."""
+"""Functions timed in turns, with a simulated clock and once with the real one."""
 
 import gc
 import json
@@ -13,10 +13,10 @@ from lightning_opt.profiling.comparing.benchmark import format_seconds
 
 
 class Clock:
-    """Time that passes only in the functions.
+    """A clock that advances only inside the functions.
 
     Args:
-        noise: The relative deviation of what each call takes.
+        noise: Relative noise of each call.
     """
 
     def __init__(self, noise: float = 0.0) -> None:
@@ -40,7 +40,7 @@ def clock(monkeypatch) -> Clock:
     return clock
 
 
-def test_ratios_and_seconds_are_those_of_the_clock(clock):
+def test_ratios_and_seconds_follow_the_clock(clock):
     result = lo.benchmark(
         {"one": clock.takes("one", 0.01), "three": clock.takes("three", 0.03)}, rounds=5
     )
@@ -59,7 +59,7 @@ def test_functions_take_turns_whose_order_rotates(clock):
     assert "".join(rounds) == "ccaabb" + "aabbcc" + "bbccaa" + "ccaabb"
 
 
-def test_as_many_calls_are_timed_together_as_take_long_enough(clock):
+def test_calls_per_timing_take_min_seconds(clock):
     functions = {"short": clock.takes("short", 1e-6), "long": clock.takes("long", 1.0)}
     result = lo.benchmark(functions, min_seconds=0.002, rounds=2)
     assert 2000 <= result.calls["short"] <= 4000
@@ -67,7 +67,7 @@ def test_as_many_calls_are_timed_together_as_take_long_enough(clock):
     assert result.seconds["short"] == pytest.approx([1e-6] * 2, rel=1e-3)
 
 
-def test_equal_ones_are_no_difference_and_a_note_says_what_that_means(clock):
+def test_equal_functions_show_no_difference(clock):
     clock.noise = 0.05
     result = lo.benchmark({"a": clock.takes("a", 1.0), "b": clock.takes("b", 1.0)}, iterations=1)
     assert result.ratios["b"].verdict == "no difference"
@@ -92,11 +92,11 @@ def test_json_and_markdown(clock):
     assert "| two |" in result._repr_markdown_()
 
 
-def test_real_work_is_told_apart_and_the_collector_is_left_as_it_was():
+def test_real_difference_is_found_and_garbage_collection_is_restored():
     x = torch.randn(48, 48)
 
     def often() -> None:
-        for _ in range(100):  # beyond any noise: a busy machine has told 4 from 1 wrongly
+        for _ in range(100):  # a factor of 4 was once lost in the noise of a busy machine
             _ = x @ x
 
     for enabled in (True, False):
@@ -111,7 +111,7 @@ def test_real_work_is_told_apart_and_the_collector_is_left_as_it_was():
         assert result.ratios["often"].value > 1.5
 
 
-def test_an_error_leaves_the_collector_on():
+def test_error_restores_garbage_collection():
     with pytest.raises(ZeroDivisionError):
         lo.benchmark(lambda: 1 / 0)
     assert gc.isenabled()
@@ -128,11 +128,11 @@ def test_an_error_leaves_the_collector_on():
         (print, {"confidence": 2}, ValueError, "confidence"),
     ],
 )
-def test_impossible_arguments_are_refused(functions, settings, error, message):
+def test_invalid_arguments_raise(functions, settings, error, message):
     with pytest.raises(error, match=message):
         lo.benchmark(functions, **settings)
 
 
-def test_seconds_are_written_in_a_unit_that_reads():
+def test_seconds_are_formatted_with_units():
     texts = [format_seconds(value) for value in (2.5, 0.0213, 4.2e-5, 3e-9)]
     assert texts == ["2.5 s", "21.3 ms", "42 us", "3 ns"]

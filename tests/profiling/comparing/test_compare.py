@@ -1,4 +1,4 @@
-"""Configurations beside each other: what is reported, in which order they train, what may fail."""
+"""Configurations that train in turns: the report, the order and failures."""
 
 import json
 import math
@@ -19,7 +19,7 @@ QUICK = {"steps": 8, "rounds": 4, "starts": 2, "warmup": 1}
 
 
 class Signs(Callback):
-    """Writes down whose step it was."""
+    """Writes its name to a file at each step."""
 
     def __init__(self, name: str, file: Path) -> None:
         self.name, self.file = name, file
@@ -56,7 +56,7 @@ def row_of(comparison: Comparison, name: str) -> dict[str, Any]:
     return row
 
 
-def test_a_slower_configuration_is_found(comparison):
+def test_slower_configuration_is_found(comparison):
     plain, slower = row_of(comparison, "plain"), row_of(comparison, "slower")
     assert slower["verdict"] == "slower"
     assert slower["low"] < slower["ratio"] < slower["high"]
@@ -66,7 +66,7 @@ def test_a_slower_configuration_is_found(comparison):
     assert plain["peak MB"] > 0
 
 
-def test_one_that_dies_is_a_row_and_the_others_go_on(comparison):
+def test_failed_configurations_are_rows_and_others_continue(comparison):
     assert "SIGSEGV" in row_of(comparison, "broken")["verdict"]
     assert "max_stepz" in row_of(comparison, "wrong")["verdict"]
     assert "ended after 4 steps" in row_of(comparison, "short")["verdict"]
@@ -76,8 +76,8 @@ def test_one_that_dies_is_a_row_and_the_others_go_on(comparison):
     assert [len(t.turns) for t in comparison.runs["plain"].trainings] == [4, 4]
 
 
-def test_losses_after_equal_steps_are_those_of_one_training(comparison):
-    """Each start trains from the same seed, so all agree, whatever is between the steps."""
+def test_losses_equal_an_uninterrupted_training(comparison):
+    """Each start trains from the same seed."""
     with TrainingProcess(Net, rows, CPU) as fit:
         losses = [step.loss for step in fit.advance(1 + 4 * (1 + 2))]
     for name in ("plain", "slower"):
@@ -106,13 +106,13 @@ def test_turns_rotate_and_starts_are_new_processes(tmp_path):
     assert file.read_text() == f"|a|b{first}|b|a{second}".replace(" ", "")
 
 
-def test_time_ends_it_after_two_turns(comparison):
+def test_time_limit_allows_two_turns(comparison):
     result = lo.compare(Net, rows, {"plain": CPU}, rounds=1000, steps=2000, seconds=0.01, starts=3)
     (training,) = result.runs["plain"].trainings
     assert len(training.turns) == 2
 
 
-def test_without_the_first_nothing_is_compared():
+def test_failed_reference_leaves_no_ratios():
     named = {"broken": lambda: mishap("raises"), "plain": CPU}
     result = lo.compare(Net, rows, named, steps=4, rounds=2, starts=1)
     assert result.ratios == {}
@@ -133,7 +133,7 @@ def compared(*runs: Run) -> Comparison:
     return Comparison({run.name: run for run in runs}, confidence=0.95, tolerance=0.01)
 
 
-def test_loss_is_that_after_as_many_steps_as_the_one_with_the_fewest():
+def test_loss_is_read_after_the_fewest_steps():
     losses = [10.0, 9.0, 8.0, 7.0, 6.0, 5.0, 4.0, 3.0, 2.0, 1.0]
     long, short = run_of("long", [1.0] * 10, losses), run_of("short", [1.0] * 7, losses[:7])
     found = {
@@ -142,7 +142,7 @@ def test_loss_is_that_after_as_many_steps_as_the_one_with_the_fewest():
     assert found == {"long": 4.0, "short": 4.0}
 
 
-def test_batches_of_different_size_are_compared_by_the_sample():
+def test_different_batch_sizes_are_compared_per_sample():
     plain = run_of("plain", [1.0] * 9, [1.0] * 9, samples=4)
     double = run_of("double", [1.5] * 9, [1.0] * 9, samples=8)
     result = compared(plain, double)
@@ -150,13 +150,13 @@ def test_batches_of_different_size_are_compared_by_the_sample():
     assert "seconds per sample" in str(result)
 
 
-def test_a_loss_that_is_not_finite_is_no_number():
+def test_nonfinite_loss_is_null():
     run = run_of("plain", [1.0] * 4, [math.nan] * 4)
     assert compared(run).report.rows[0]["loss, equal steps"] is None
     assert json.loads(compared(run).to_json())["trainings"]["plain"][0]["losses"] == [None] * 4
 
 
-def test_lengths_of_turns():
+def test_steps_of_turns():
     assert _turns(None, 12, [0.02, 0.01]) == [5] * 12
     assert _turns(None, 3, [2.0]) == [2] * 3
     assert _turns(10, 4, []) == [3, 3, 2, 2]
@@ -173,6 +173,6 @@ def test_lengths_of_turns():
         ((Net, rows, {"a": {}}), {"seconds": -1}, ValueError, "seconds"),
     ],
 )
-def test_impossible_arguments_are_refused(arguments, settings, error, message):
+def test_invalid_arguments_raise(arguments, settings, error, message):
     with pytest.raises(error, match=message):
         lo.compare(*arguments, **settings)

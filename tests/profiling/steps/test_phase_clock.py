@@ -1,4 +1,4 @@
-"""The clocks below StepProfiler, on a time that tests make up."""
+"""The clocks of StepProfiler, with simulated time."""
 
 import contextlib
 import pickle
@@ -37,7 +37,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Time:
-    """A clock that stands still until told to go on."""
+    """A clock that the test advances."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -63,7 +63,7 @@ def totals(clock: PhaseClock) -> dict[int, float]:
 # --- durations ----------------------------------------------------------------------------------
 
 
-def test_quantiles_are_those_of_all_values():
+def test_quantiles_are_within_half_a_percent():
     draw = random.Random(0)
     values = sorted(draw.lognormvariate(-5.0, 1.0) for _ in range(5000))
     durations = Durations()
@@ -87,7 +87,7 @@ def test_quantiles_of_few():
 # --- the host's clock ---------------------------------------------------------------------------
 
 
-def test_each_moment_counts_once_for_the_innermost_phase(passing):
+def test_time_counts_for_the_innermost_phase(passing):
     clock = PhaseClock(Phases(), SETUP)
     passing.pass_by(1.0)
     clock.enter(LOOP, "epoch")
@@ -111,9 +111,9 @@ def test_each_moment_counts_once_for_the_innermost_phase(passing):
     assert clock.elapsed == pytest.approx(2.8)
 
 
-def test_an_exception_closes_what_is_open(passing):
+def test_leaving_after_an_exception_closes_inner_phases(passing):
     clock = PhaseClock(Phases(), SETUP)
-    clock.leave("of before")
+    clock.leave("from before")
     clock.enter(LOOP, "epoch")
     clock.enter(OPTIMIZER, "update")  # Lightning ends this one only if nothing was raised
     clock.enter(FORWARD, "forward")
@@ -126,7 +126,7 @@ def test_an_exception_closes_what_is_open(passing):
     assert totals(clock) == {FORWARD: 1.0, SETUP: 2.0}
 
 
-def test_what_belongs_to_the_phase_around_it(passing):
+def test_inner_phases_count_for_absorbing_phases(passing):
     phases = Phases()
     callback, region = phases.number("callback X", False), phases.number("region r", True)
     clock = PhaseClock(phases, SETUP)
@@ -148,7 +148,7 @@ def test_what_belongs_to_the_phase_around_it(passing):
     assert spend(PROFILER, LOSS, FORWARD, CHECKPOINT, region) == {PROFILER: 5.0}
 
 
-def test_steps_in_which_the_profiler_worked_do_not_count(passing):
+def test_steps_with_profiler_time_do_not_count(passing):
     clock = PhaseClock(Phases(), SETUP)
     for phase in (FORWARD, PROFILER):
         clock.enter(phase, "it")
@@ -159,8 +159,8 @@ def test_steps_in_which_the_profiler_worked_do_not_count(passing):
     assert sum(totals(clock).values()) == clock.elapsed
 
 
-def test_memory_does_not_grow(passing, monkeypatch):
-    """Thousands of steps hold as much as hundreds, with names that are new each time."""
+def test_memory_is_bounded(passing, monkeypatch):
+    """Over thousands of steps, each with a new name of an action."""
     trainer = quiet_trainer()
     trainer.strategy.connect(SmallNet())
     run = StepRun("fit", trainer, log_every_n_steps=10, tokens=None, flops=True, trace=None)
@@ -206,7 +206,7 @@ class Data(LightningDataModule):
         return batch
 
 
-def test_names_of_lightnings_actions():
+def test_phases_of_lightning_s_actions():
     fitting: Any = SimpleNamespace(
         state=SimpleNamespace(fn="fit"), callbacks=[], gradient_clip_val=None,
         lightning_module=Net(), datamodule=Data(),
@@ -240,7 +240,7 @@ def test_names_of_lightnings_actions():
 
 
 class Device:
-    """A device that does what it is given later, at its own pace, and counts who waits for it."""
+    """A device that works behind the host, and counts waits."""
 
     def __init__(self) -> None:
         self.queued = 0.0  # when what was queued so far will be done
@@ -282,8 +282,8 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
 
 
 @pytest.mark.parametrize("behind", [0, 40, 10_000])
-def test_device_time_is_read_later_and_never_waited_for(device, behind):
-    """Whatever the device is behind by; beyond some windows steps are dropped and said so."""
+def test_device_times_are_read_without_waiting(device, behind):
+    """For any delay of the device; far behind, steps are dropped and counted."""
     clock = DeviceClock(torch.device("cuda"))
     ends: list[float] = []
     for step in range(400):
@@ -304,7 +304,7 @@ def test_device_time_is_read_later_and_never_waited_for(device, behind):
     assert clock.durations[-1].mean == pytest.approx(0.25, rel=0.05)
 
 
-def test_device_phases_follow_those_of_the_host(device, passing):
+def test_device_phases_follow_the_host_s_phases(device, passing):
     clock = PhaseClock(Phases(), SETUP, DeviceClock(torch.device("cuda")))
     for _ in range(40):
         clock.enter(DATA, "data")

@@ -1,4 +1,4 @@
-"""StepProfiler in trainings on a made-up clock, beside what each part of them is known to take."""
+"""StepProfiler in trainings whose parts take known times of a simulated clock."""
 
 import contextlib
 import copy
@@ -26,7 +26,7 @@ from tests.helpers.syncs import SyncCounter
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 NAP = 0.02
-"""Seconds of the made-up clock."""
+"""Seconds of the simulated clock."""
 
 
 def profiler(**settings: Any) -> lo.StepProfiler:
@@ -46,10 +46,10 @@ def rows_of(profiler: lo.StepProfiler, stage: str | None = None) -> dict[str, di
 
 
 class Timers:
-    """A clock on which time passes only where something is said to take it.
+    """A clock that advances only by `spend`.
 
     Args:
-        tick: Seconds that pass whenever somebody looks, so that nothing takes no time at all.
+        tick: Seconds that pass at each reading.
     """
 
     def __init__(self, tick: float = 0.0) -> None:
@@ -108,7 +108,7 @@ def test_phases_account_for_the_wall_time(accumulate, monkeypatch):
 
 
 class NapsInCallback(Callback):
-    """On the second rank, after the backward pass."""
+    """Spends time on the second rank, after the backward pass."""
 
     def __init__(self, timers: Timers) -> None:
         self.timers = timers
@@ -131,7 +131,7 @@ def account_in_ddp() -> Any:
 
 
 class Losing(SmallNet):
-    """Takes its time before and after its forward pass."""
+    """Spends time before and in its forward pass."""
 
     def __init__(self, timers: Timers) -> None:
         super().__init__()
@@ -168,11 +168,11 @@ def test_ranks_and_their_communication():
     assert second[3] == ""
 
 
-# --- what each part takes -----------------------------------------------------------------------
+# --- phases ---------------------------------------------------------------------------------
 
 
 class Napping(nn.Module):
-    """Sleeps in the forward and in the backward pass."""
+    """Spends time in the forward and in the backward pass."""
 
     def __init__(self, timers: Timers) -> None:
         super().__init__()
@@ -188,7 +188,7 @@ class Napping(nn.Module):
 
 
 class Napper(SmallNet):
-    """Naps in each phase, and takes the time."""
+    """Spends time in each phase."""
 
     def __init__(self, timers: Timers) -> None:
         super().__init__()
@@ -284,7 +284,7 @@ class NappingLogger(MemoryLogger):
         self.timers.spend("logging", NAP)
 
 
-def test_phases_are_what_each_part_takes(timers, tmp_path):
+def test_phases_equal_the_time_of_each_part(timers, tmp_path):
     logger, watched = NappingLogger(timers), profiler(flops=False, log_every_n_steps=0)
     checkpoint = ModelCheckpoint(tmp_path, save_top_k=-1)
     callbacks = [NappingCallback(timers), NappingCheckpoint(timers), checkpoint]
@@ -299,7 +299,7 @@ def test_phases_are_what_each_part_takes(timers, tmp_path):
 
 
 class WithParts(Napper):
-    """Calls its parts itself, in a list, and a loss that is a module."""
+    """Calls modules in a list, and a loss module."""
 
     def __init__(self, timers: Timers) -> None:
         super().__init__(timers)
@@ -323,7 +323,7 @@ class Criterion(nn.Module):
         return nn.functional.mse_loss(outputs, targets)
 
 
-def test_tells_parts_from_losses(timers):
+def test_loss_modules_are_separate_from_forward(timers):
     watched = profiler(flops=False)
     fit(watched, WithParts(timers), limit_val_batches=0)
     for name in ("forward", "loss"):
@@ -331,7 +331,7 @@ def test_tells_parts_from_losses(timers):
 
 
 class Inline(SmallNet):
-    """Has no module that it calls."""
+    """Calls no module."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +345,7 @@ class Inline(SmallNet):
         pass
 
 
-def test_says_when_forward_and_loss_cannot_be_told_apart():
+def test_forward_and_loss_are_one_phase_if_inseparable():
     watched = profiler()
     fit(watched, Inline())
     rows = rows_of(watched)
@@ -362,11 +362,11 @@ def test_says_when_forward_and_loss_cannot_be_told_apart():
     assert any("compiled" in note for note in watched.report().notes)
 
 
-# --- leaves nothing, changes nothing ------------------------------------------------------------
+# --- side effects ------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fail_at", [None, 0, 4])
-def test_leaves_nothing_behind(fail_at, tmp_path):
+def test_everything_is_removed_after_a_run_or_an_exception(fail_at, tmp_path):
     def footprints(watched: Any) -> tuple[Any, ...]:
         model, trainer = SmallNet(fail_at=fail_at), quiet_trainer(profiler=watched, max_epochs=2)
         try:
@@ -387,7 +387,7 @@ def test_leaves_nothing_behind(fail_at, tmp_path):
 
 
 class Regular(SmallNet):
-    """Draws random numbers and has statistics."""
+    """Has dropout and batch statistics."""
 
     def __init__(self) -> None:
         super().__init__(optimizer="Adam")
@@ -396,7 +396,7 @@ class Regular(SmallNet):
         )
 
 
-def test_changes_nothing():
+def test_training_is_unchanged():
     torch.manual_seed(3)
     model = Regular()
     twin = copy.deepcopy(model)
@@ -408,14 +408,14 @@ def test_changes_nothing():
 
 
 class Copies(Callback):
-    """Copies the module in the middle of an epoch, as averaging callbacks do."""
+    """Copies a module within an epoch, as averaging callbacks do."""
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *args: Any) -> None:
         self.copy = copy.deepcopy(pl_module.layer)
         self.size = len(pickle.dumps(pl_module.layer))
 
 
-def test_copies_of_the_module_know_nothing_of_it():
+def test_module_copies_have_no_active_hooks():
     copies, model, watched = Copies(), SmallNet(), profiler(flops=False)
     fit(watched, model, copies)
     before = watched.report().rows
@@ -424,7 +424,7 @@ def test_copies_of_the_module_know_nothing_of_it():
     assert copies.size < len(pickle.dumps(model.layer)) + 1000
 
 
-def test_reads_nothing_from_the_device_in_a_step():
+def test_steps_do_not_synchronize():
     def syncs(watched: Any) -> dict[str, int]:
         class Counted(SmallNet):
             def on_train_batch_start(self, *args: Any) -> None:
@@ -445,7 +445,7 @@ def test_reads_nothing_from_the_device_in_a_step():
 # --- runs ---------------------------------------------------------------------------------------
 
 
-def test_fits_again_and_evaluates_alone():
+def test_second_fit_and_evaluations_are_measured():
     watched, model = profiler(), SmallNet()
     trainer = quiet_trainer(profiler=watched, max_epochs=2)
     trainer.fit(model)
@@ -464,7 +464,7 @@ def test_fits_again_and_evaluates_alone():
     assert watched.summary().startswith("StepProfiler: predict")
 
 
-def test_manual_optimization():
+def test_manual_optimization_is_measured():
     watched = profiler()
     fit(watched, AdversarialNet(), limit_val_batches=0)
     rows = rows_of(watched)
@@ -472,7 +472,7 @@ def test_manual_optimization():
         assert rows[phase]["count"] == 11, phase
 
 
-def test_epochs_that_end_early():
+def test_stopped_epoch_counts_finished_batches():
     class Stops(Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> Any:
             trainer.should_stop = index == 5
@@ -483,7 +483,7 @@ def test_epochs_that_end_early():
     assert watched.measures().clock.work.steps.count == 5
 
 
-def test_callbacks_by_name_and_only_those_that_do_something():
+def test_only_callbacks_with_hooks_have_phases():
     class Idle(Callback):
         pass
 
@@ -493,7 +493,7 @@ def test_callbacks_by_name_and_only_those_that_do_something():
     assert callbacks == ["callback Copies"]
 
 
-def test_actions_of_ones_own(timers):
+def test_user_actions_are_phases(timers):
     class Profiled(SmallNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with self.trainer.profiler.profile("my part"):
@@ -511,7 +511,7 @@ def test_actions_of_ones_own(timers):
 
 
 class WithRegions(SmallNet):
-    """Marks parts of its own, one within another, and one around the forward pass."""
+    """Has nested regions, and one around the forward pass."""
 
     def __init__(self, profiler: lo.StepProfiler, timers: Timers) -> None:
         super().__init__()
@@ -535,7 +535,7 @@ class WithRegions(SmallNet):
         return DataLoader(list(super().train_dataloader())[:4], batch_size=None)
 
 
-def test_regions(timers):
+def test_regions_are_phases_of_their_own(timers):
     watched = profiler(flops=False)
     with watched.region("before any run"):
         pass
@@ -590,7 +590,7 @@ def test_tokens_by_name():
         fit(profiler(tokens="words"), Named())
 
 
-def test_an_operator_without_a_count_does_not_stop_the_training(monkeypatch):
+def test_failing_flop_formula_is_a_note(monkeypatch):
     def fails(*args: Any, **kwargs: Any) -> int:
         raise AssertionError("odd shapes")
 
@@ -600,7 +600,7 @@ def test_an_operator_without_a_count_does_not_stop_the_training(monkeypatch):
     assert any("odd shapes" in note for note in watched.report().notes)
 
 
-# --- what comes out -----------------------------------------------------------------------------
+# --- output -----------------------------------------------------------------------------------
 
 
 def test_table_files_and_loggers(tmp_path, capsys):
@@ -625,12 +625,12 @@ def test_table_files_and_loggers(tmp_path, capsys):
         watched.report("test")
 
 
-def test_without_a_run_it_says_where_it_belongs():
+def test_report_without_a_run_raises():
     with pytest.raises(RuntimeError, match="pass it to a Trainer"):
         profiler().report()
 
 
-def test_trace_of_some_batches(tmp_path):
+def test_trace_records_the_given_batches(tmp_path):
     class Marked(SmallNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             with torch.profiler.record_function(f"batch {batch_idx}"):
@@ -662,12 +662,12 @@ def test_trace_of_some_batches(tmp_path):
         ({"trace": [-1, 3]}, "two batches"),
     ],
 )
-def test_refuses_what_makes_no_sense(settings, message):
+def test_invalid_arguments_raise(settings, message):
     with pytest.raises(ValueError, match=message):
         lo.StepProfiler(**settings)
 
 
-def test_a_configuration_file_can_construct_it(tmp_path, monkeypatch):
+def test_configuration_file_constructs_it(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fit"])  # LightningCLI warns of the arguments of pytest
     # Lightning 2.6 calls jsonargparse 4.53 in a way that is about to go.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -683,7 +683,7 @@ def test_a_configuration_file_can_construct_it(tmp_path, monkeypatch):
     assert (found.tokens, list(found.trace), found.filename) == ("ids", [3, 5], "steps")
 
 
-def test_pickles_before_and_after_a_run():
+def test_profiler_can_be_pickled_before_and_after_a_run():
     watched = profiler()
     for _ in range(2):
         twin = pickle.loads(pickle.dumps(watched))
