@@ -13,7 +13,6 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer, RMSprop
 
 import lightning_opt as lo
 from lightning_opt.kernels.fused_optimizer.fused_optimizer import Fused, obstacle_to_fused
-from lightning_opt.kernels.layouts import is_dense, laid_out, same_layout
 from tests.helpers.models import (
     AdversarialNet,
     SmallNet,
@@ -183,21 +182,6 @@ def test_other_layouts_of_gradients_and_state_give_the_same_weights(kind, odd):
     cls, settings = KINDS[kind]
     expected = steps_of(cls, odd, False, settings)
     torch.testing.assert_close(steps_of(cls, odd, True, settings), expected)
-
-
-def test_layout_functions():
-    tensor = torch.randn(4, 3, 5, 2)
-    last = tensor.to(memory_format=torch.channels_last)
-    assert is_dense(tensor) and is_dense(last) and is_dense(tensor.permute(3, 1, 0, 2))  # noqa: PT018
-    assert not is_dense(tensor[..., :1])
-    assert not is_dense(torch.ones(1).expand(3))
-    assert is_dense(torch.ones(()))
-    assert laid_out(tensor, tensor.stride()) is tensor
-    assert laid_out(tensor, last.stride()).stride() == last.stride()
-    assert torch.equal(laid_out(tensor, last.stride()), tensor)
-    assert not same_layout(tensor, last)
-    narrow = torch.randn(4, 3, 1, 1)
-    assert same_layout(narrow, narrow.to(memory_format=torch.channels_last))
 
 
 def test_late_first_gradients_get_a_momentum_buffer():

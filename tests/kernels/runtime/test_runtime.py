@@ -110,11 +110,13 @@ def run_in_process(asked: dict[str, Any], fail_at: int | None = None, test: bool
 @linux
 @pytest.mark.parametrize("how", ["fit", "test", "fails"])
 def test_settings_are_applied_and_restored(how):
-    cpu = min(allowed_cpus())
+    cpus = [min(allowed_cpus())]
+    if how == "test":
+        cpus = allowed_cpus()  # the share of a single process
     asked = {
         "matmul_precision": "medium",
         "deterministic": True,
-        "cpu_affinity": [cpu],
+        "cpu_affinity": "split" if how == "test" else cpus,
         "threads": 2,
     }
     fail_at = 3 if how == "fails" else None
@@ -131,7 +133,7 @@ def test_settings_are_applied_and_restored(how):
         assert found["cudnn"] is True
         assert found["workspace"] == ":4096:8"
         assert found["threads"] == 2
-        assert found["affinity"] == found["child"] == {cpu}
+        assert found["affinity"] == found["child"] == set(cpus)
     done = {name for name, row in rows.items() if row["set"]}
     assert done == {"matmul_precision", "deterministic", "cpu_affinity", "threads"}
     assert rows["threads"]["before"] == "1"
@@ -197,33 +199,23 @@ def test_deterministic_runs_are_bit_identical():
 
 
 @pytest.mark.parametrize("workspace", [None, ":16:8", ":0:0"])
-def test_cublas_workspace_is_set_and_restored(workspace, monkeypatch):
+@pytest.mark.parametrize("mode", ["default", "warn"])
+def test_deterministic_mode_and_cublas_workspace_are_restored(workspace, mode, monkeypatch):
     if workspace is None:
         monkeypatch.delenv(settings.CUBLAS, raising=False)
     else:
         monkeypatch.setenv(settings.CUBLAS, workspace)
+    torch.set_deterministic_debug_mode(mode)
     before = state()
     outcome = settings.set_deterministic()
+    assert torch.get_deterministic_debug_mode() == 2
     assert os.environ[settings.CUBLAS] == (":16:8" if workspace == ":16:8" else ":4096:8")
     assert (outcome.note == "CUBLAS_WORKSPACE_CONFIG was :0:0") == (workspace == ":0:0")
     assert settings.set_cudnn_benchmark(True, CUDA).done is False
     outcome.undo()
-    assert state() == before
-
-
-def test_warn_only_mode_is_restored():
-    torch.use_deterministic_algorithms(True, warn_only=True)
-    try:
-        before = state()
-        outcome = settings.set_deterministic()
-        assert not torch.is_deterministic_algorithms_warn_only_enabled()
-        outcome.undo()
-        assert state() == before
-    finally:
-        torch.use_deterministic_algorithms(False)
-
-
-# --- CPUs and priority --------------------------------------------------------------------------
+    after = state()
+    torch.set_deterministic_debug_mode("default")
+    assert {**after, **THREADS} == {**before, **THREADS}
 
 
 @linux
@@ -241,7 +233,7 @@ def test_missing_cpu_warns_and_training_continues():
 
 
 @linux
-def test_cpus_of_which_some_do_not_exist():
+def test_partly_missing_cpus_count_as_failure():
     outcome = settings.set_affinity([*allowed_cpus(), 100_000])
     assert not outcome.done
     assert outcome.failed
@@ -252,14 +244,6 @@ def test_split_gives_equal_shares():
     assert [settings.share_of(cpus, rank, 2) for rank in range(2)] == [[0, 1], [4, 5]]
     assert settings.share_of(cpus, 0, 1) == cpus
     assert settings.share_of([3], 1, 2) == []
-
-
-@linux
-def test_split_with_one_process_allows_all_cpus():
-    _, seen, _, rows, messages = run_in_process({"cpu_affinity": "split"})
-    assert seen[0]["affinity"] == set(allowed_cpus())
-    assert rows["cpu_affinity"]["set"] is True
-    assert messages == []
 
 
 @linux

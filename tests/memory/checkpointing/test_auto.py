@@ -240,31 +240,6 @@ def test_growth_bounds_elements_and_attention() -> None:
     assert growth(((8,),), ((8,), (8,))) == 4
 
 
-@pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet budget")
-def test_longer_batch_of_equal_size_gets_a_plan_within_the_first_limit() -> None:
-    class Attention(Wide):
-        blocks = 4
-
-        def block(self) -> nn.Module:
-            return nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
-
-        def train_dataloader(self) -> DataLoader[Any]:
-            shapes = [(16, 8), (16, 8), (1, 128), (16, 8)]
-            return DataLoader([torch.randn(*shape, 16) for shape in shapes], batch_size=None)
-
-    limits, plans = [], []
-
-    class Recording(ActivationCheckpointing):
-        def on_train_batch_end(self, *args: Any) -> None:
-            assert self.batch_plan is not None
-            limits.append(self.batch_plan.limit)
-            plans.append(id(self.batch_plan))
-
-    fit(Recording("auto", budget=0.7), Attention(), max_steps=4)
-    assert len(set(limits)) == 1
-    assert [plan == plans[0] for plan in plans] == [True, True, False, True]
-
-
 class Attention(nn.Module):
     """Attention that stores its scores."""
 

@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.utils.data import DataLoader
 
+from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.modules.blocks import find_blocks
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.processes import launch
@@ -156,6 +157,43 @@ class Growing(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
         generator = torch.Generator().manual_seed(rank)
         batches = [torch.randn(size, 4, 8, generator=generator) for size in sizes]
         return DataLoader(batches, batch_size=None)
+
+
+class Uneven(ARCHITECTURES["Transformer"]):  # type: ignore[misc]
+    """A larger batch on rank 1."""
+
+    def train_dataloader(self) -> Any:
+        size = 16 if torch.distributed.get_rank() else 8
+        return DataLoader([torch.randn(size, 4, 8)] * 2, batch_size=None)
+
+
+def plan_for_uneven_batches() -> tuple[float, float, int]:
+    """Return this rank's peak and limit, and the number of recomputed blocks."""
+    ARCHITECTURES["Uneven"] = Uneven
+
+    def plan(budget_mb: float) -> Any:
+        callback = ActivationCheckpointing("auto", budget_mb=budget_mb)
+        strategy = DDPStrategy(process_group_backend="gloo")
+        settings = {"strategy": strategy, "devices": 2, "use_distributed_sampler": False}
+        train("Uneven", callback, max_steps=1, **settings)
+        return callback.batch_plan
+
+    found = plan(1000)
+    standing = 1000 * MB - found.limit
+    peaks = [0.0, 0.0]
+    torch.distributed.all_gather_object(peaks, found.profile.unchecked_peak)
+    assert peaks[0] < 0.6 * peaks[1]
+    found = plan((standing + 0.75 * peaks[1]) / MB)
+    return found.step_plan.peak + found.profile.reserve, found.limit, len(found.plan)
+
+
+def test_plan_fits_the_rank_with_the_largest_peak() -> None:
+    """The other rank would keep everything within the same budget."""
+    first, second = launch(plan_for_uneven_batches)
+    for peak, limit, recomputed in (first, second):
+        assert 0 < peak <= limit
+        assert recomputed > 0
+    assert first[2] == second[2]
 
 
 def train_with_a_larger_batch_on_one_rank(sharded: bool) -> tuple[list[int], str]:
