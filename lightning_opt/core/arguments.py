@@ -12,66 +12,36 @@ Choice = TypeVar("Choice")
 
 
 def positive(name: str, value: float) -> float:
-    """Return ``value`` if it is a finite number above 0.
-
-    Raises:
-        ValueError: Otherwise.
-    """
     if not (is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
     return value
 
 
 def fraction(name: str, value: float) -> float:
-    """Return ``value`` if it is a number of at least 0 and below 1.
-
-    Raises:
-        ValueError: Otherwise.
-    """
     if not (is_number(value) and 0 <= value < 1):
         raise ValueError(f"{name} must be a number of at least 0 and below 1, got {value!r}.")
     return value
 
 
 def share(name: str, value: float) -> float:
-    """Return ``value`` if it is a number above 0 and at most 1.
-
-    Raises:
-        ValueError: Otherwise.
-    """
     if not (is_number(value) and 0 < value <= 1):
         raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
     return value
 
 
 def between(name: str, value: float, low: float, high: float) -> float:
-    """Return ``value`` if it is a number from ``low`` to ``high``.
-
-    Raises:
-        ValueError: Otherwise.
-    """
     if not (is_number(value) and low <= value <= high):
         raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}.")
     return value
 
 
 def at_least(name: str, value: int, lowest: int) -> int:
-    """Return ``value`` if it is a whole number of at least ``lowest``.
-
-    Raises:
-        ValueError: Otherwise.
-    """
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}.")
     return value
 
 
 def one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
-    """Return ``value`` if it is one of ``allowed``.
-
-    Raises:
-        ValueError: Otherwise.
-    """
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
     return value

@@ -57,7 +57,6 @@ class Part:
     kind: type[Callback] | None = None
 
     def choose(self, situation: Situation) -> Chosen:
-        """Decide on settings, and on whether the part is used."""
         settings = self.value(situation) if callable(self.value) else self.value
         wish = situation.wishes.get(self.name)
         if isinstance(wish, Mapping):
@@ -94,11 +93,9 @@ class Chosen:
 
     @property
     def is_on(self) -> bool:
-        """Whether the preset uses it."""
         return self.because is None
 
     def make(self) -> Callback:
-        """Create the callback."""
         assert self.part.kind is not None
         return self.part.kind(**instantiate(self.settings))
 
@@ -354,7 +351,6 @@ def _class_names(callback: Callback | Mapping[str, Any]) -> list[str]:
 
 
 def _check_settings(kind: type[Callback], settings: Mapping[str, Any]) -> None:
-    """Raise for settings that the callback does not have or does not accept."""
     allowed = [name for name in inspect.signature(kind).parameters if name != "self"]
     unknown = [name for name in settings if name not in allowed]
     if unknown:

@@ -63,7 +63,6 @@ class Situation:
 
     @cached_property
     def given(self) -> list[Callback]:
-        """The user's own callbacks."""
         callbacks = self.arguments.get("callbacks") or []
         return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
 
@@ -76,7 +75,6 @@ class Situation:
         return {} if wish is True else wish
 
     def excludes(self, name: str) -> bool:
-        """Return whether the user leaves a callback out."""
         return self.wishes.get(name, True) is None
 
     @cached_property
@@ -98,12 +96,10 @@ class Situation:
 
     @cached_property
     def nodes(self) -> int:
-        """The number of machines."""
         return int(self.arguments.get("num_nodes") or 1)
 
     @cached_property
     def processes(self) -> int:
-        """The number of processes on all machines."""
         return self.nodes * self._devices(self.arguments.get("devices", "auto"))
 
     def _devices(self, given: Any) -> int:
@@ -154,7 +150,6 @@ class Situation:
 
     @property
     def strategy_name(self) -> str:
-        """The strategy's name, for reasons."""
         kind = self._strategy[0]
         return kind.__name__ if kind is not None else repr(self.arguments.get("strategy"))
 
@@ -170,7 +165,6 @@ class Situation:
 
     @property
     def static_graph(self) -> bool:
-        """Whether DDP expects the same graph in each step."""
         return bool(self._strategy[1].get("static_graph"))
 
     @property
@@ -182,14 +176,12 @@ class Situation:
 
     @property
     def accumulates(self) -> bool:
-        """Whether an optimizer step takes several batches."""
         return (self.arguments.get("accumulate_grad_batches") or 1) != 1 or any(
             isinstance(callback, GradientAccumulationScheduler) for callback in self.given
         )
 
     @property
     def precision_plugin(self) -> bool:
-        """Whether a plugin sets the precision."""
         plugins = self.arguments.get("plugins") or []
         plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
         return any(isinstance(plugin, Precision) for plugin in plugins)
@@ -198,7 +190,6 @@ class Situation:
 
     @property
     def manual(self) -> bool:
-        """Whether the model uses manual optimisation."""
         return self.model is not None and not self.model.automatic_optimization
 
     @property
@@ -210,7 +201,6 @@ class Situation:
 
     @property
     def compiled(self) -> bool:
-        """Whether a part of the model is compiled already."""
         return self.model is not None and has_compiled_parts(self.model)
 
     @property

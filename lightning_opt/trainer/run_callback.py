@@ -1,4 +1,4 @@
-"""The life of a callback: what belongs to a run ends with it, however the run ends."""
+"""The base class of callbacks, and a check that several features share."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ if TYPE_CHECKING:
 
 
 class RunCallback(Callback):
-    """A callback that starts anew on another model and lets go of everything when a run ends.
+    """A callback with separate hooks for the end of a run, for a new model and for pickling.
 
     Lightning calls no ``teardown`` after an exception, calls ``setup`` for each stage, and pickles
-    callbacks when it spawns processes. A subclass says in one place each what that means for it:
+    callbacks when it spawns processes. A subclass overrides:
 
-    - :meth:`release` undoes what was patched and drops references;
-    - :meth:`reset_for_model` resets the state that belongs to one model;
-    - ``process_only`` names attributes that are ``None`` in a pickled copy;
-    - ``only_one = True`` refuses a second instance in the same Trainer.
+    - :meth:`release` to undo patches and drop references when a run ends;
+    - :meth:`reset_for_model` to reset the state that belongs to one model;
+    - ``process_only``, the attributes that are ``None`` in a pickled copy;
+    - ``only_one = True`` to raise for a second instance in the same Trainer.
 
-    A ``setup`` of its own calls ``super().setup(...)`` first.
+    An overridden ``setup`` calls ``super().setup(...)`` first.
 
     Raises:
         ValueError: In ``setup``, for a second instance of a class with ``only_one``.
@@ -45,7 +45,7 @@ class RunCallback(Callback):
     _model: ref[pl.LightningModule] | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Start anew if the model of this ``fit`` is not that of the last one."""
+        """Check ``only_one``, and reset the state if this ``fit`` has another model."""
         if stage != "fit":
             return
         kind = type(self)
@@ -64,23 +64,20 @@ class RunCallback(Callback):
         return ""
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
-        """Forget what was learned from another model. Called before the first run too."""
+        """Reset the state that belongs to one model. Also called before the first run."""
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Undo what was patched and let go of the model; called once or more as a run ends."""
+        """Undo patches and drop references to the model. Called once or more when a run ends."""
 
     def on_exception(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
-        """Let go; Lightning calls no ``teardown`` after an exception."""
         self.release(trainer)
 
     def teardown(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Let go."""
         self.release(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leave out the model and what holds in this process only."""
         return {**self.__dict__, "_model": None, **dict.fromkeys(self.process_only)}
 
 

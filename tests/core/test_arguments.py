@@ -1,4 +1,4 @@
-"""What each check lets through and refuses."""
+"""Accepted and rejected values of each check."""
 
 import math
 from collections.abc import Callable
@@ -18,7 +18,9 @@ CHECKS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
 
 
 @pytest.mark.parametrize(("check", "right", "wrong"), CHECKS.values(), ids=list(CHECKS))
-def test_checks(check: Callable[[Any], Any], right: list[Any], wrong: list[Any]) -> None:
+def test_check_accepts_and_rejects(
+    check: Callable[[Any], Any], right: list[Any], wrong: list[Any]
+) -> None:
     for value in right:
         assert check(value) is value
     for value in [*wrong, *NO_NUMBERS]:

@@ -88,9 +88,3 @@ def test_table_and_warning_say_that_the_model_does_not_fit() -> None:
     assert notes[1].startswith("Does not fit: weights, gradients and two states")
     with pytest.warns(UserWarning, match="Does not fit: .* FSDP2"):
         preset.trainer_kwargs(accelerator="cuda", devices=1)
-
-
-def test_each_preset_has_its_own_purpose() -> None:
-    purposes = {lo.preset(name).purpose for name in ("basic", "advanced", "ultra")}
-    assert len(purposes) == 3
-    assert all(purpose.endswith(".") for purpose in purposes)

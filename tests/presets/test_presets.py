@@ -379,12 +379,6 @@ def test_own_callbacks_replace_and_are_ordered():
     assert lo.preset("basic").trainer_kwargs(callbacks=None)["callbacks"]
 
 
-def test_each_call_creates_new_callbacks():
-    preset = lo.preset("advanced")
-    first, second = preset.callbacks(), preset.callbacks()
-    assert not {*map(id, first)} & {*map(id, second)}
-
-
 def test_overrides_reach_callbacks_and_trainer():
     preset = lo.preset(
         "advanced",

@@ -21,8 +21,7 @@ def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     In a container the path in ``/proc/self/cgroup`` is often the host's path, which does not exist
     there. The mounted group is then the container's own.
 
-    Args:
-        root: The folder that contains ``proc`` and ``sys``.
+    ``root`` is the folder that contains ``proc`` and ``sys``.
     """
     groups = [partial(_read_memory, *found) for found in _folders(root, "memory")]
     return [group for group in groups if group() is not None]
@@ -43,11 +42,7 @@ _NAMES = {
 
 
 def find_cpu_quota(root: Path = Path("/")) -> float | None:
-    """Return the smallest CPU quota of this process's groups, in CPUs, or None without a quota.
-
-    Args:
-        root: The folder that contains ``proc`` and ``sys``.
-    """
+    """Return the smallest CPU quota of this process's groups, in CPUs, or None without a quota."""
     quotas = (_quota(folder, version) for folder, version in _folders(root, "cpu"))
     return min((quota for quota in quotas if quota), default=None)
 
@@ -81,7 +76,6 @@ def _folders(root: Path, controller: str) -> Iterator[tuple[Path, int]]:
 
 
 def _mounts(root: Path, controller: str) -> Iterator[tuple[int, Path, PurePosixPath]]:
-    """Yield version, mount point and mounted group of each hierarchy."""
     for line in _lines(root / "proc/self/mountinfo"):
         left, _, right = line.partition(" - ")
         fields, kind = left.split(), right.split()

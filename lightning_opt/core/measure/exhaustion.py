@@ -35,7 +35,6 @@ CAUGHT = (RuntimeError, MemoryError, OSError)
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether the error is a failed allocation, on a device or on the host."""
     if isinstance(error, (torch.OutOfMemoryError, MemoryError)):
         return True
     if isinstance(error, OSError):
@@ -50,7 +49,6 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def free_unused(device: torch.device) -> None:
-    """Collect garbage and return unused memory of torch's allocator or the C library's heap."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -27,11 +27,7 @@ def allowed_cpus() -> list[int]:
 
 
 def available_cpus(root: Path = Path("/")) -> int:
-    """Return how many CPUs affinity and control groups allow, at least 1.
-
-    Args:
-        root: The folder that contains ``proc`` and ``sys``.
-    """
+    """Return how many CPUs affinity and control groups allow, at least 1."""
     cpus = len(allowed_cpus())
     quota = find_cpu_quota(root)
     return max(1, cpus if quota is None else min(cpus, int(quota)))
@@ -39,7 +35,6 @@ def available_cpus(root: Path = Path("/")) -> int:
 
 @lru_cache
 def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
-    """Return the instruction sets of this CPU; empty if the system does not list them."""
     try:
         lines = path.read_text(errors="replace").splitlines()
     except OSError:  # not Linux
@@ -99,7 +94,6 @@ def why_no_compiler(device: str, forks: bool = False) -> str | None:
 
 
 def describe_machine(device: str) -> str:
-    """Return one line with the GPUs, the number of CPUs and the version of torch."""
     cpus = available_cpus()
     words = [f"{cpus} CPU{'s' * (cpus > 1)} ({platform.machine()})", f"torch {torch.__version__}"]
     if device == "cuda" and torch.cuda.is_initialized():

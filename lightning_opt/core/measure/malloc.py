@@ -70,11 +70,7 @@ def _reader() -> Callable[[], MallocInfo] | None:
 
 
 def malloc_trim() -> bool | None:
-    """Return the heap's free pages to the system.
-
-    Returns:
-        Whether any were returned; None if the C library has no such function.
-    """
+    """Return the heap's free pages to the system; None if the C library cannot do that."""
     function = libc_function("malloc_trim")
     if function is None:
         return None
@@ -84,7 +80,6 @@ def malloc_trim() -> bool | None:
 
 @functools.cache
 def libc_function(name: str) -> Any | None:
-    """Return a function of Linux's C library, or None."""
     if not sys.platform.startswith("linux"):
         return None
     try:

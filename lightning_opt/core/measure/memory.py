@@ -38,12 +38,10 @@ class Usage:
 
     @property
     def fraction(self) -> float:
-        """Used over total."""
         return self.used / self.total
 
 
 def process_memory() -> tuple[int, int]:
-    """Return physical memory and address space of this process."""
     try:
         with open(_STATM, "rb") as file:  # noqa: PTH123 - pathlib takes twice as long
             virtual, resident = file.read().split()[:2]
@@ -56,7 +54,6 @@ def process_memory() -> tuple[int, int]:
 
 
 def resident_memory() -> int:
-    """Return the physical memory of this process."""
     return process_memory()[0]
 
 
@@ -65,7 +62,6 @@ _PAGE = os.sysconf("SC_PAGE_SIZE") if hasattr(os, "sysconf") else 4096
 
 
 def _peak_resident() -> int:
-    """Return the largest physical memory since :func:`_reset_peak_resident`, on Linux."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 

@@ -59,7 +59,6 @@ def used_memory(library: ModuleType, handle: Any) -> int | None:
 
 
 def find_handle(library: ModuleType, uuid: str) -> Any:
-    """Return NVML's handle of the device or MIG slice with this UUID, or None."""
     names = [uuid] if uuid.startswith(("GPU-", "MIG-")) else [f"GPU-{uuid}", f"MIG-{uuid}"]
     for name in names:
         try:

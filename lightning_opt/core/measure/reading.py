@@ -25,7 +25,6 @@ class Schedule:
         self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
 
     def is_due(self, step: int) -> bool:
-        """Return whether step number ``step`` (the first is 1) is on the schedule."""
         return step % self.every_n_steps == 0
 
 
@@ -70,7 +69,6 @@ class DelayedReads(Generic[Note]):
             yield self._take()
 
     def clear(self) -> None:
-        """Discard all unread values."""
         self._queue.clear()
 
     def _take(self) -> tuple[list[float], Note]:

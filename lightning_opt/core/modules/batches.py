@@ -152,7 +152,6 @@ def leaves_of(value: Any) -> Iterator[Any]:
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
-    """Yield the tensors in any nested structure: see :func:`leaves_of`."""
     return (leaf for leaf in leaves_of(value) if isinstance(leaf, Tensor))
 
 
@@ -167,11 +166,6 @@ def samples_in(batch: Any) -> int:
 
 
 def check_tokens(tokens: int | str | None) -> int | str | None:
-    """Check the argument ``tokens`` of :func:`tokens_in`, which may be None.
-
-    Raises:
-        ValueError: For a number below 1.
-    """
     return tokens if tokens is None or isinstance(tokens, str) else at_least("tokens", tokens, 1)
 
 

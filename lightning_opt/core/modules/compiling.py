@@ -18,7 +18,6 @@ def is_compiled(module: nn.Module) -> bool:
 
 
 def has_compiled_parts(model: nn.Module) -> bool:
-    """Return whether torch.compile runs ``model`` or any module inside it."""
     return any(map(is_compiled, model.modules()))
 
 
@@ -32,7 +31,6 @@ def is_checkpointed(module: nn.Module) -> bool:
 
 
 def has_checkpointed_parts(model: nn.Module) -> bool:
-    """Return whether ``model`` or any module inside it is checkpointed."""
     return any(map(is_checkpointed, model.modules()))
 
 

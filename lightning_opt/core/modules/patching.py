@@ -88,12 +88,10 @@ class ReplacedForward:
 
     @property
     def is_compiled(self) -> bool:
-        """Whether it runs compiled code."""
         return False
 
     @property
     def original(self) -> Callable[..., Any]:
-        """The ``forward`` below this one."""
         if self.shadowed is not None:
             return self.shadowed  # type: ignore[no-any-return]
         return MethodType(type(self.module).forward, self.module)
@@ -104,7 +102,6 @@ class ReplacedForward:
         return inspect.signature(self.original)
 
     def apply(self) -> None:
-        """Set it as the module's ``forward``."""
         vars(self.module)["forward"] = self
 
     def remove(self) -> None:

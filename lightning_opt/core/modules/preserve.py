@@ -77,13 +77,11 @@ class StepState:
         self.clear()
 
     def clear(self) -> None:
-        """Drop the copies."""
         self._versions: list[int] = []
         self._undo: list[Undo] = []
         self._tensors: list[_SavedTensor] = []
 
     def take(self) -> None:
-        """Record the current state."""
         self._versions = [parameter._version for parameter in self._parameters]
         self._undo, self._tensors = list(random_states([self._device])), []
         for buffers in self._buffers:
@@ -251,9 +249,7 @@ def random_states(
 ) -> Iterator[Undo]:
     """Yield functions that restore random states: Python's, NumPy's, torch's and ``generators``.
 
-    Args:
-        devices: Devices whose generators are restored, in addition to the CPU's.
-        generators: Further generators.
+    torch's generators are the CPU's and those of ``devices``.
     """
     yield functools.partial(random.setstate, random.getstate())
     yield _NumpyState.current().restore

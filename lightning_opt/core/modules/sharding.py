@@ -20,7 +20,6 @@ COMPLETE: Groups = ()
 
 
 def is_dtensor(tensor: Tensor) -> bool:
-    """Return whether ``tensor`` is a DTensor, without importing DTensor."""
     return type(tensor) is not Tensor and hasattr(tensor, "device_mesh")
 
 

@@ -209,13 +209,7 @@ class _WriteWatch(TorchDispatchMode):
 
 
 def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """Yield the tensors among the arguments that ``func`` writes to.
-
-    Args:
-        func: An operator, as ``__torch_dispatch__`` gets it.
-        args: Its positional arguments.
-        kwargs: Its other arguments.
-    """
+    """Yield the tensors among the arguments that the operator ``func`` writes to."""
     for position, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[position] if position < len(args) else kwargs.get(argument.name)
@@ -223,5 +217,5 @@ def written_by(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iter
 
 
 def returns_views(func: Any) -> bool:
-    """Return whether what ``func`` returns is memory of its arguments."""
+    """Return whether the operator ``func`` returns views of its arguments."""
     return any(result.alias_info is not None for result in func._schema.returns)

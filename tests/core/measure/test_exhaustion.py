@@ -1,4 +1,4 @@
-"""Which errors mean that memory has run out."""
+"""Out-of-memory errors are recognized by type and message."""
 
 import errno
 
@@ -37,17 +37,17 @@ UNCLEAR = [
 
 
 @pytest.mark.parametrize("error", MEANT, ids=lambda error: str(error)[:60])
-def test_is_recognised(error):
+def test_out_of_memory_is_recognized(error):
     assert is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", OTHERS, ids=lambda error: str(error)[:60])
-def test_others_are_not(error):
+def test_other_errors_are_not_out_of_memory(error):
     assert not is_out_of_memory(error)
 
 
 @pytest.mark.parametrize("error", UNCLEAR, ids=lambda error: str(error)[:60])
-def test_what_a_failed_workspace_says_counts_where_the_device_is_full(monkeypatch, error):
+def test_unclear_errors_count_only_on_a_full_device(monkeypatch, error):
     assert not is_out_of_memory(error)
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     for free, full in ((90, False), (2, True)):

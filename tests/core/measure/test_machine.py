@@ -1,4 +1,4 @@
-"""available_cpus: affinity and quotas of control groups, of both versions."""
+"""The number of CPUs: affinity and quotas of control groups, version 1 and 2."""
 
 import os
 
@@ -10,7 +10,7 @@ from lightning_opt.core.measure.machine import available_cpus
 
 
 def group(root, version, path, quotas):
-    """Write what the kernel shows of a process in the group ``path``, with quotas by folder."""
+    """Write the kernel's files for a process in the group ``path``, with quotas by folder."""
     kind = ("cgroup2", "cgroup2 rw") if version == 2 else ("cgroup", "cgroup rw,cpu,cpuacct")
     mount = "sys/fs/cgroup" if version == 2 else "sys/fs/cgroup/cpu"
     (root / "proc/self").mkdir(parents=True)
@@ -39,15 +39,15 @@ def group(root, version, path, quotas):
         ({}, None),
     ],
 )
-def test_quotas(version, quotas, expected, tmp_path):
+def test_smallest_quota_of_all_levels_counts(version, quotas, expected, tmp_path):
     if version == 1:
         quotas = {folder: quota.replace("max", "-1") for folder, quota in quotas.items()}
     group(tmp_path, version, "/a/b", quotas)
     assert find_cpu_quota(tmp_path) == expected
 
 
-@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="there is no affinity here")
-def test_the_smaller_of_affinity_and_quota(tmp_path, monkeypatch):
+@pytest.mark.skipif(not hasattr(os, "sched_getaffinity"), reason="no CPU affinity on this system")
+def test_smaller_of_affinity_and_quota_counts(tmp_path, monkeypatch):
     monkeypatch.setattr(machine.os, "sched_getaffinity", lambda pid: set(range(6)))
     monkeypatch.setattr(machine.os, "cpu_count", lambda: 64)
     assert available_cpus(tmp_path) == 6

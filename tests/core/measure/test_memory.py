@@ -1,11 +1,10 @@
-"""The sources of memory figures, against the kernel, a fake file system and a fake driver."""
+"""Memory readings, against the kernel, a fake file system and a fake driver."""
 
 import gc
-import os
-import shutil
-import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import psutil
 import pytest
@@ -34,12 +33,12 @@ linux = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads L
 # --- the process and the machine ----------------------------------------------------------------
 
 
-def test_resident_memory_is_that_of_the_kernel():
+def test_resident_memory_agrees_with_psutil():
     assert resident_memory() == pytest.approx(psutil.Process().memory_info().rss, rel=0.01)
 
 
 @linux
-def test_peak_outlives_what_made_it():
+def test_peak_is_kept_after_memory_is_freed():
     before, meter = resident_memory(), PeakMeter(CPU)
     block = torch.ones(64 * MB, dtype=torch.uint8)
     after = resident_memory()
@@ -49,9 +48,9 @@ def test_peak_outlives_what_made_it():
 
 
 @linux
-def test_meters_that_run_at_once_do_not_erase_each_others_peak():
-    """Of 64 MB that are there in the middle only, whoever started before knows, and nobody else."""
-    malloc_trim()  # what other tests have left in the heap
+def test_meters_that_run_together_keep_their_own_peaks():
+    """Only a meter started before 64 MB were allocated and freed reports them."""
+    malloc_trim()  # memory of earlier tests
     outer, before = PeakMeter(CPU), resident_memory()
     assert not outer.samples
     block = torch.ones(64 * MB, dtype=torch.uint8)
@@ -65,8 +64,8 @@ def test_meters_that_run_at_once_do_not_erase_each_others_peak():
     assert (later.read() - before) / MB == pytest.approx(0, abs=6)
 
 
-def test_on_a_device_a_mark_begins_anew_for_one_meter_alone(monkeypatch):
-    """CUDA's allocator has one peak for the process: pretended, so that no device is needed."""
+def test_mark_resets_one_meter_only_on_cuda(monkeypatch):
+    """CUDA's allocator has one peak per process, which this test simulates."""
     held = peak = 0
 
     def hold(amount: int) -> None:
@@ -96,13 +95,13 @@ def test_on_a_device_a_mark_begins_anew_for_one_meter_alone(monkeypatch):
 
 
 @linux
-def test_growth_figures_see_what_is_touched_and_what_is_reserved():
+def test_growth_figures_include_touched_and_reserved_memory():
     before = growth_figures(CPU)
     reserved = torch.empty(64 * MB, dtype=torch.uint8)
     between = growth_figures(CPU)
     reserved.fill_(1)
     after = growth_figures(CPU)
-    # To some MB: the kernel counts by thread and adds up now and then.
+    # The kernel sums per-thread counters only now and then.
     assert [(b - a) / MB for a, b in zip(before, between, strict=True)] == pytest.approx(
         [0, 64], abs=4
     )
@@ -111,19 +110,11 @@ def test_growth_figures_see_what_is_touched_and_what_is_reserved():
     )
 
 
-def test_system_memory():
+def test_system_memory_agrees_with_psutil():
     usage, reference = system_memory(), psutil.virtual_memory()
     assert usage.total == reference.total
     assert usage.used == pytest.approx(reference.total - reference.available, rel=0.2)
     assert 0 < usage.fraction < 1
-
-
-def test_usage_is_a_fraction():
-    assert Usage("system", 3, 4).fraction == 0.75
-
-
-def test_a_cpu_is_no_cuda_device():
-    assert MemoryLimits(CPU, host=False).read() == []
 
 
 def limited_process() -> dict[str, float]:
@@ -150,12 +141,12 @@ def limited_process() -> dict[str, float]:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(malloc_info() is None, reason="needs the statistics of glibc's malloc")
-def test_address_space_is_read_only_where_it_is_limited():
+def test_address_space_is_read_if_it_is_limited():
     (found,) = launch(limited_process, processes=1)
-    # A heap that the C library begins for another thread meanwhile is 64 MB of address space.
+    # The C library may meanwhile create a heap of 64 MB for another thread.
     assert found["grown"] == pytest.approx(64 * round(found["grown"] / 64), abs=3)
     assert found["grown"] >= 253
-    assert found["freed"] == pytest.approx(76, abs=3)  # still mapped, but the next tensor's
+    assert found["freed"] == pytest.approx(76, abs=3)  # still mapped, but free
     assert found["seen"]
 
 
@@ -164,13 +155,13 @@ def test_address_space_is_read_only_where_it_is_limited():
 
 @pytest.mark.skipif(malloc_info() is None, reason="needs the statistics of glibc's malloc")
 @pytest.mark.parametrize("size", [3_000, 300_000, 30_000_000])
-def test_heap_counts_tensors(size):
+def test_heap_includes_tensors(size):
     gc.collect()
     count = max(1, 3_000_000 // size)
     before = malloc_info().used
     tensors = [torch.empty(size, dtype=torch.uint8) for _ in range(count)]
     grown = malloc_info().used - before
-    # A tensor takes some 600 bytes beside its elements, alignment included.
+    # Each tensor adds about 600 bytes to its elements.
     assert count * size <= grown <= count * (size + 1500) + 20_000
     assert live_bytes(CPU) == pytest.approx(malloc_info().used, abs=100_000)
     del tensors
@@ -190,13 +181,13 @@ def trim_a_full_heap() -> tuple[float, float]:
 
 @pytest.mark.distributed
 @pytest.mark.skipif(malloc_trim() is None, reason="this C library has no malloc_trim")
-def test_trim_gives_freed_memory_back():
+def test_trim_returns_freed_memory_to_the_system():
     ((at_once, trimmed),) = launch(trim_a_full_heap, processes=1)
     assert at_once < 10
     assert trimmed > 80
 
 
-# --- control groups, in a file system of our own ------------------------------------------------
+# --- control groups, in a fake file system ------------------------------------------------------
 
 
 def write(root: Path, files: dict[str, str]) -> Path:
@@ -212,7 +203,7 @@ V2 = {
 }
 
 
-def test_cgroup_v2_counts_every_level_and_no_cached_files(tmp_path):
+def test_cgroup_v2_includes_parents_and_excludes_cached_files(tmp_path):
     root = write(
         tmp_path,
         V2
@@ -229,7 +220,7 @@ def test_cgroup_v2_counts_every_level_and_no_cached_files(tmp_path):
     assert Usage("cgroup", 550, 1000) in MemoryLimits(CPU, root=root).read()
 
 
-def test_cgroup_v2_in_a_container_where_the_path_is_the_hosts(tmp_path):
+def test_cgroup_v2_in_a_container_with_the_hosts_path(tmp_path):
     root = write(
         tmp_path,
         V2 | {"sys/fs/cgroup/memory.max": "800", "sys/fs/cgroup/memory.current": "80"},
@@ -240,7 +231,7 @@ def test_cgroup_v2_in_a_container_where_the_path_is_the_hosts(tmp_path):
 @pytest.mark.parametrize(
     ("limit", "expected"), [("9223372036854771712", []), ("5000", [(900, 5000)])]
 )
-def test_cgroup_v1(tmp_path, limit, expected):
+def test_cgroup_v1_limit(tmp_path, limit, expected):
     folder = "sys/fs/cgroup/memory/docker/abc/"
     root = write(
         tmp_path,
@@ -256,7 +247,7 @@ def test_cgroup_v1(tmp_path, limit, expected):
     assert [group() for group in find_memory_groups(root)] == expected
 
 
-def test_container_that_mounts_its_own_subtree(tmp_path):
+def test_cgroup_of_a_container_that_mounts_a_subtree(tmp_path):
     root = write(
         tmp_path,
         {
@@ -269,110 +260,76 @@ def test_container_that_mounts_its_own_subtree(tmp_path):
     assert [group() for group in find_memory_groups(root)] == [(4, 10)]
 
 
-def test_no_control_groups_at_all(tmp_path):
+def test_system_without_control_groups(tmp_path):
     assert find_memory_groups(tmp_path) == []
 
 
-# --- NVML, with a driver of our own -------------------------------------------------------------
-
-DRIVER = r"""
-#include <string.h>
-#include <stdio.h>
-typedef struct { unsigned long long total, free, used; } memory_v1;
-typedef struct { unsigned int version; unsigned long long total, reserved, free, used; } memory_v2;
-static int whole, slice;
-int nvmlInitWithFlags(unsigned int flags) { printf("init\n"); fflush(stdout); return INIT; }
-int nvmlInit_v2(void) { return nvmlInitWithFlags(0); }
-const char *nvmlErrorString(int code) { return code == 9 ? "Driver Not Loaded" : "some error"; }
-int nvmlDeviceGetHandleByUUID(const char *uuid, void **handle) {
-    if (!strcmp(uuid, "GPU-aaaa")) { *handle = &whole; return 0; }
-    if (!strcmp(uuid, "MIG-bbbb")) { *handle = &slice; return 0; }
-    return 6;
-}
-int nvmlDeviceGetMemoryInfo(void *handle, memory_v1 *memory) {
-    memory->total = 80000; memory->used = 7000; memory->free = 73000;
-    return handle == &whole ? 0 : 2;
-}
-#ifdef NEW
-int nvmlDeviceGetMemoryInfo_v2(void *handle, memory_v2 *memory) {
-    if (memory->version != (sizeof(memory_v2) | 2 << 24)) return 25;
-    memory->total = handle == &slice ? 10000 : 80000;
-    memory->reserved = 600; memory->used = 6400; memory->free = memory->total - 7000;
-    return 0;
-}
-#endif
-"""
-
-# The module needs nothing of the package, so that it can be loaded without importing torch.
-ASK = """
-import importlib.util, logging, sys
-logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stdout)
-spec = importlib.util.spec_from_file_location("nvml", sys.argv[1])
-module = sys.modules["nvml"] = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(module)
-for uuid in ("aaaa", "GPU-aaaa", "bbbb", "cccc"):
-    library = module.open_nvml()
-    handle = library and module.find_handle(library, uuid)
-    print(handle and module.used_memory(library, handle), flush=True)
-"""
+# --- NVML ---------------------------------------------------------------------------------------
 
 
-def ask_driver(folder: Path, *flags: str) -> list[str]:
-    compiler = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        pytest.skip("needs a C compiler for the fake driver")
-    source = folder / "driver.c"
-    source.write_text(DRIVER)
-    library = folder / "libnvidia-ml.so.1"
-    subprocess.run(
-        [compiler, "-shared", "-fPIC", *flags, "-o", str(library), str(source)], check=True
+class DriverError(Exception):
+    pass
+
+
+def fake_nvml(new: bool = True, works: bool = True) -> Any:
+    """One GPU and one MIG slice; only a new driver has the second version of the query."""
+
+    def init() -> None:
+        library.starts += 1
+        if not works:
+            raise DriverError("Driver Not Loaded")
+
+    def handle_by_uuid(name: str) -> str:
+        if name not in ("GPU-aaaa", "MIG-bbbb"):
+            raise DriverError("not found")
+        return name
+
+    def memory_info(handle: str, version: int = 1) -> SimpleNamespace:
+        if (version == 2 and not new) or (version == 1 and handle == "MIG-bbbb"):
+            raise DriverError("not supported")
+        return SimpleNamespace(used=6400 if version == 2 else 7000)
+
+    library: Any = SimpleNamespace(
+        starts=0,
+        NVMLError=DriverError,
+        nvmlMemory_v2=2,
+        nvmlInit=init,
+        nvmlDeviceGetHandleByUUID=handle_by_uuid,
+        nvmlDeviceGetMemoryInfo=memory_info,
     )
-    done = subprocess.run(
-        [sys.executable, "-c", ASK, nvml.__file__],
-        env={**os.environ, "LD_LIBRARY_PATH": str(folder)},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.splitlines()
+    return library
 
 
-@linux
-def test_nvml_finds_devices_and_slices_by_uuid(tmp_path):
-    assert ask_driver(tmp_path, "-DINIT=0", "-DNEW") == [
-        "init",
-        "6400",
-        "6400",
-        "6400",
-        "None",
-    ]
+def used_by_uuid(monkeypatch: pytest.MonkeyPatch, library: Any) -> list[int | None]:
+    monkeypatch.setitem(sys.modules, "pynvml", library)
+    nvml.open_nvml.cache_clear()
+    found = []
+    for uuid in ("aaaa", "GPU-aaaa", "bbbb", "cccc"):
+        opened = nvml.open_nvml()
+        handle = opened and nvml.find_handle(opened, uuid)
+        found.append(handle and nvml.used_memory(opened, handle))
+    nvml.open_nvml.cache_clear()
+    assert library.starts == 1
+    return found
 
 
-@linux
-def test_an_old_driver_counts_its_own_share_as_used(tmp_path):
-    lines = ask_driver(tmp_path, "-DINIT=0")
-    assert lines[1:] == ["7000"] * 2 + ["None", "None"]
+@pytest.mark.parametrize(
+    ("new", "expected"), [(True, [6400, 6400, 6400, None]), (False, [7000, 7000, None, None])]
+)
+def test_nvml_finds_devices_and_slices_by_uuid(monkeypatch, new, expected):
+    """An old driver includes its own reserve, and does not support slices."""
+    assert used_by_uuid(monkeypatch, fake_nvml(new)) == expected
 
 
-@linux
-def test_without_nvml_there_is_one_notice(tmp_path):
-    lines = ask_driver(tmp_path, "-DINIT=9")
-    notices = [line for line in lines if "NVML is not available" in line]
-    assert len(notices) == 1
-    assert "Driver Not Loaded" in notices[0]
-    assert lines.count("None") == 4
-    assert lines.count("init") == 1
-
-
-def test_nothing_here_raises_without_a_gpu_or_a_limit():
-    assert all(usage.total > 0 for usage in MemoryLimits(CPU).read())
-    assert address_space() is None or address_space().total > 0
+def test_missing_driver_is_logged_once(monkeypatch, caplog):
+    with caplog.at_level("INFO"):
+        assert used_by_uuid(monkeypatch, fake_nvml(works=False)) == [None] * 4
+    (record,) = [r for r in caplog.records if "NVML is not available" in r.getMessage()]
+    assert "Driver Not Loaded" in record.getMessage()
 
 
 @pytest.mark.gpu
-def test_cuda_memory():
+def test_cuda_memory_agrees_with_torch():
     device = torch.device("cuda", 0)
     block = torch.empty(64 * MB, dtype=torch.uint8, device=device)
     (usage,) = MemoryLimits(device, host=False).read()

@@ -1,4 +1,4 @@
-"""Blocks are found by structure, whatever the modules are called."""
+"""Blocks are found by structure, not by name."""
 
 import pytest
 import torch
@@ -34,44 +34,44 @@ def stack(count: int, *args: int) -> nn.ModuleList:
     return nn.ModuleList(Layer(*args) for _ in range(count))
 
 
-def test_a_list_between_other_modules() -> None:
+def test_blocks_of_a_module_list() -> None:
     model = Attributes(stem=nn.Linear(3, 4), zzz=stack(3), head=nn.Linear(4, 1))
     assert names(model) == ["zzz.0", "zzz.1", "zzz.2"]
 
 
-def test_attributes_of_one_class_and_different_width() -> None:
+def test_blocks_of_different_width() -> None:
     model = Attributes(p=Layer(4), q=nn.MaxPool1d(2), r=Layer(8), s=Layer(16))
     assert names(model) == ["p", "r", "s"]
 
 
-def test_stages_are_opened() -> None:
+def test_stages_are_split_into_their_blocks() -> None:
     stages = nn.Sequential(
         *(nn.Sequential(*(Layer(width) for _ in range(n))) for width, n in ((4, 2), (8, 3)))
     )
     assert names(stages) == ["0.0", "0.1", "1.0", "1.1", "1.2"]
 
 
-def test_encoder_beside_decoder() -> None:
+def test_encoder_and_decoder_are_split_into_layers() -> None:
     model = Attributes(one=Attributes(layers=stack(3)), two=Attributes(layers=stack(3)))
     assert names(model) == [f"{side}.layers.{i}" for side in ("one", "two") for i in range(3)]
 
 
 @pytest.mark.parametrize("kind", ["heads", "experts"])
-def test_heads_and_experts_stay_inside(kind: str) -> None:
+def test_heads_and_experts_are_no_blocks(kind: str) -> None:
     model = nn.ModuleList(Layer(4, **{kind: 3}) for _ in range(5))
     assert names(model) == ["0", "1", "2", "3", "4"]
 
 
-def test_a_first_layer_with_something_more() -> None:
+def test_first_layer_with_an_extra_part_is_a_block() -> None:
     model = Attributes(layers=nn.ModuleList([Layer(4, 2), *stack(3)]))
     assert names(model) == [f"layers.{i}" for i in range(4)]
 
 
-def test_one_module_in_several_places() -> None:
+def test_shared_module_is_one_block() -> None:
     assert names(nn.ModuleList([Layer()] * 4)) == ["0"]
 
 
-def test_plain_layers_of_a_sequential() -> None:
+def test_repeated_plain_layers_of_a_sequential_are_blocks() -> None:
     def layers(count: int) -> list[nn.Module]:
         return [
             layer for _ in range(count) for layer in (nn.Linear(4, 4), nn.LayerNorm(4), nn.ReLU())
@@ -82,7 +82,7 @@ def test_plain_layers_of_a_sequential() -> None:
     assert names(nn.Sequential(*layers(2))) == []
 
 
-def test_torch_models() -> None:
+def test_blocks_of_torch_models() -> None:
     encoder = nn.TransformerEncoder(
         nn.TransformerEncoderLayer(8, 2, batch_first=True), 3, enable_nested_tensor=False
     )

@@ -1,4 +1,4 @@
-"""What a step has changed is put back, in every batch and not only in the first."""
+"""The state changed by a step is restored, in every batch."""
 
 import random
 
@@ -12,7 +12,7 @@ from lightning_opt.core.modules.preserve import SMALL, CannotUndoError, StepStat
 
 
 class Meter:
-    """An object of the user's, as in many a training script."""
+    """An object of a user's class."""
 
     def __init__(self) -> None:
         self.total, self.values, self.mean = 0.0, [], torch.zeros(2)
@@ -73,7 +73,7 @@ def state_of(module):
 
 
 @pytest.mark.parametrize("batches", [0, 1, 3])
-def test_everything_is_put_back_as_often_as_needed(batches):
+def test_state_is_restored_any_number_of_times(batches):
     module, x = Busy(), torch.randn(5, 3)
     before = StepState(module, torch.device("cpu"))
     for _ in range(batches):
@@ -92,7 +92,7 @@ def test_everything_is_put_back_as_often_as_needed(batches):
     assert noises[0] == noises[1]
 
 
-def test_what_cannot_be_put_back_is_an_error():
+def test_uncopied_change_raises():
     module, x = Busy(), torch.randn(5, 3)
     before = StepState(module, torch.device("cpu"))
     before.take()
@@ -109,7 +109,7 @@ def test_what_cannot_be_put_back_is_an_error():
         before.restore()
 
 
-def test_a_trial_leaves_no_trace():
+def test_preserved_restores_gradients_modes_and_state():
     module, x = Busy(), torch.randn(5, 3)
     module(x)
     module.norm.weight.grad = gradient = torch.ones(3)
@@ -128,7 +128,7 @@ def test_a_trial_leaves_no_trace():
     assert module(x) == noise
 
 
-def test_a_frozen_configuration_is_left_alone_and_a_dictionary_of_the_users_own_class_is_not():
+def test_dict_subclasses_are_restored_except_frozen_ones():
     class Frozen(dict):
         def __setitem__(self, key, value):
             raise TypeError("frozen")

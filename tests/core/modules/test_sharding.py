@@ -1,4 +1,4 @@
-"""Reductions of figures over ranks."""
+"""Reductions over ranks."""
 
 import pytest
 import torch
@@ -11,8 +11,8 @@ from tests.helpers.fake_cuda import fake_cuda
 
 @pytest.mark.parametrize("backends", ["cuda:nccl", "cpu:gloo,cuda:nccl", "cpu:gloo,cuda:gloo"])
 @pytest.mark.parametrize("where", ["cpu", "cuda"])
-def test_figures_are_reduced_where_the_group_can(monkeypatch, backends, where):
-    """FSDP(cpu_offload=True) keeps gradients on the host, and NCCL takes nothing from there."""
+def test_values_are_reduced_on_a_device_of_the_groups_backend(monkeypatch, backends, where):
+    """FSDP(cpu_offload=True) keeps gradients on the host, which NCCL cannot reduce."""
     reduced: list[str] = []
 
     def all_reduce(values: Tensor, **_: object) -> None:

@@ -1,4 +1,4 @@
-"""Whoever tries a training step leaves no trace of it, also in what the step itself writes."""
+"""Trial steps have no side effects, not even on parameters that the step itself writes."""
 
 import random
 from typing import Any
@@ -17,7 +17,7 @@ from tests.helpers.trainers import quiet_trainer
 
 
 class Teaching(L.LightningModule):
-    """Its step writes a teacher's weights and a buffer, and draws numbers of every kind."""
+    """Its step writes a teacher's weights and a buffer, and draws all kinds of random numbers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -67,14 +67,14 @@ def fit(callback: Any = None, **settings: Any) -> Teaching:
     ids=["curved step", "pipeline tuner", "trial step", "split check"],
 )
 @pytest.mark.filterwarnings("ignore:ActivationCheckpointing cannot meet")
-def test_a_tried_step_leaves_no_trace(callback: Any) -> None:
+def test_trial_steps_do_not_change_the_run(callback: Any) -> None:
     plain, tried = fit(), fit(callback())
     assert tried.last == plain.last
     assert_same_weights(tried, plain)
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_parameters_are_put_back_whether_they_are_known_or_not(compiled: bool) -> None:
+def test_written_parameters_are_restored(compiled: bool) -> None:
     class Trying(L.Callback):
         def on_train_batch_start(self, trainer: Any, module: Any, batch: Any, index: int) -> None:
             if compiled:

@@ -1,4 +1,4 @@
-"""Norms of one step against float64 numpy, on both paths, and how often they are measured."""
+"""Norms of one step against float64 numpy, on both paths."""
 
 import math
 from typing import Any
@@ -13,7 +13,6 @@ from lightning_opt.core.numerics.norms import (
     Gradients,
     collect_gradients,
     measure_norms,
-    parameters_of,
 )
 from tests.helpers.syncs import SyncCounter, take_device_path
 
@@ -40,7 +39,6 @@ def parameters_with(*gradients: Tensor | None) -> list[Tensor]:
 
 
 def measured(*gradients: Tensor | None, **settings: Any) -> tuple[np.ndarray, float]:
-    """Return norms per tensor and in total as numpy has them."""
     result = measure_norms(collect_gradients(parameters_with(*gradients)), **settings)
     return np.array(torch.as_tensor(result.per_tensor).tolist()), float(result.total)
 
@@ -55,7 +53,7 @@ def random(dtype: torch.dtype, *shape: int, scale: float = 1.0) -> Tensor:
 
 
 def rows(*indices: int) -> Tensor:
-    """Return a sparse gradient; an index that comes twice is to be added up."""
+    """Return a sparse gradient; values of repeated indices add up."""
     return torch.sparse_coo_tensor(
         torch.tensor([indices]),
         torch.randn(len(indices), 3, generator=GENERATOR),
@@ -83,14 +81,14 @@ LISTS: dict[str, list[Tensor]] = {
 
 
 @pytest.mark.parametrize("name", LISTS)
-def test_norms_are_numpys(name: str, path: str) -> None:
+def test_norms_agree_with_numpy(name: str, path: str) -> None:
     per_tensor, total = measured(*[g.clone() for g in LISTS[name]])
     true_per_tensor, true_total = expected(*LISTS[name])
     np.testing.assert_allclose(per_tensor, true_per_tensor, rtol=1e-5)
     assert total == pytest.approx(true_total, rel=1e-5)
 
 
-def test_a_path_returns_its_kind(path: str) -> None:
+def test_host_path_returns_floats_and_device_path_tensors(path: str) -> None:
     result = measure_norms(collect_gradients(parameters_with(torch.ones(3), torch.ones(2))))
     if path == "host":
         assert isinstance(result.total, float)
@@ -103,14 +101,14 @@ def test_a_path_returns_its_kind(path: str) -> None:
 
 
 @pytest.mark.parametrize("nothing", [[], [None, None]], ids=["no parameters", "no gradients"])
-def test_nothing_to_measure(nothing: list[Any], path: str) -> None:
+def test_no_gradients_give_norm_zero(nothing: list[Any], path: str) -> None:
     gradients = collect_gradients(parameters_with(*nothing))
     assert gradients == Gradients([], [], [])
     assert measure_norms(gradients) == GradientNorms([], 0.0)
     gradients.scale_(0.5)
 
 
-def test_parameters_without_a_gradient_are_left_out(path: str) -> None:
+def test_parameters_without_gradient_are_skipped(path: str) -> None:
     parameters = parameters_with(None, torch.ones(4), None, torch.ones(9))
     gradients = collect_gradients(iter(parameters))
     assert [id(p) for p in gradients.parameters] == [id(parameters[1]), id(parameters[3])]
@@ -119,7 +117,7 @@ def test_parameters_without_a_gradient_are_left_out(path: str) -> None:
 
 @pytest.mark.parametrize("fault", [math.nan, math.inf, -math.inf])
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16, FP64, C64])
-def test_a_fault_shows_in_its_tensor_and_in_the_total(
+def test_nan_and_inf_appear_in_their_tensor_and_the_total(
     fault: float, dtype: torch.dtype, path: str
 ) -> None:
     faulty = torch.ones(5, dtype=dtype)
@@ -130,23 +128,22 @@ def test_a_fault_shows_in_its_tensor_and_in_the_total(
 
 
 @pytest.mark.parametrize("dtype", [FP32, BF16, C64])
-def test_a_finite_gradient_whose_norm_overflows_float32(dtype: torch.dtype, path: str) -> None:
+def test_norm_beyond_float32_is_exact_on_the_host(dtype: torch.dtype, path: str) -> None:
     per_tensor, total = measured(torch.ones(3), torch.full((4,), 2e19, dtype=dtype))
     if path == "host":
         assert total == pytest.approx(4e19, rel=5e-3)
         np.testing.assert_allclose(per_tensor, [math.sqrt(3), 4e19], rtol=5e-3)
     else:
-        assert math.isinf(total), "as documented; a second measurement would have to be read"
+        assert math.isinf(total), "as documented"
 
 
-def test_many_tensors_whose_norms_are_near_the_largest_float(path: str) -> None:
-    """Each has an L2 norm that float32 holds; only their combination does not."""
+def test_total_of_large_norms_does_not_overflow(path: str) -> None:
     _, total = measured(*[torch.full((1,), 1.5e19) for _ in range(400)])
     assert total == pytest.approx(3e20)
 
 
 @pytest.mark.parametrize("kind", ["float", "tensor"])
-def test_the_scale_is_divided_out(kind: str, path: str) -> None:
+def test_norms_are_divided_by_the_loss_scale(kind: str, path: str) -> None:
     scale = 2.0**16
     scaled = [random(FP32, 30) * scale, random(FP16, 30) * 1024]
     per_tensor, total = measured(
@@ -156,7 +153,7 @@ def test_the_scale_is_divided_out(kind: str, path: str) -> None:
     assert total * scale == pytest.approx(expected(*scaled)[1], rel=2e-6)
 
 
-def test_the_device_path_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_device_path_never_synchronizes(monkeypatch: pytest.MonkeyPatch) -> None:
     take_device_path(monkeypatch)
     lists = [parameters_with(*[g.clone() for g in LISTS[name]]) for name in ("mixed", "complex")]
     scale = torch.tensor(8.0)
@@ -170,7 +167,7 @@ def test_the_device_path_reads_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("name", LISTS)
 @pytest.mark.parametrize("kind", ["float", "tensor"])
-def test_scale_multiplies_the_gradients_themselves(name: str, kind: str) -> None:
+def test_scale_multiplies_gradients_in_place(name: str, kind: str) -> None:
     parameters = parameters_with(*[g.clone() for g in LISTS[name]])
     coefficient = torch.tensor(0.25, dtype=FP64) if kind == "tensor" else 0.25
     collect_gradients(parameters).scale_(coefficient)
@@ -178,17 +175,11 @@ def test_scale_multiplies_the_gradients_themselves(name: str, kind: str) -> None
         torch.testing.assert_close(parameter.grad.to_dense(), before.to_dense() * 0.25)
 
 
-def test_a_coefficient_of_one_changes_no_bit() -> None:
+def test_coefficient_one_is_exact() -> None:
     before = [random(d, 50) for d in (FP32, BF16, FP64, FP16)]
     parameters = parameters_with(*[g.clone() for g in before])
     collect_gradients(parameters).scale_(torch.ones((), dtype=FP64))
     assert all(torch.equal(p.grad, g) for p, g in zip(parameters, before, strict=True))
-
-
-def test_parameters_of_goes_through_the_groups_in_order() -> None:
-    a, b, c = parameters_with(None, None, None)
-    optimizer = torch.optim.SGD([{"params": [c, a]}, {"params": [b]}], lr=0.1)
-    assert [id(p) for p in parameters_of(optimizer)] == [id(c), id(a), id(b)]
 
 
 # --- the cache ----------------------------------------------------------------------------------
@@ -206,7 +197,7 @@ def test_parameters_of_goes_through_the_groups_in_order() -> None:
     ids=["mul_", "foreach", "scale_", "none", "replaced"],
 )
 @pytest.mark.parametrize("kind", ["dense", "sparse", "complex"])
-def test_a_change_of_gradients_is_seen(kind: str, write: Any) -> None:
+def test_state_changes_with_the_gradients(kind: str, write: Any) -> None:
     gradient = {
         "dense": torch.ones(3),
         "sparse": torch.ones(3).to_sparse(),

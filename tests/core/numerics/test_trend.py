@@ -1,4 +1,4 @@
-"""The trend of a series, against scipy and against series without one."""
+"""The trend of a series, against scipy and random series."""
 
 import random
 
