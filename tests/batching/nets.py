@@ -1,12 +1,15 @@
-"""A module that logs, counts and remembers what it was trained on, and can run out of memory."""
+"""Models and callbacks that log, count and record their samples, and can run out of memory."""
 
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torchmetrics
 from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import DDPStrategy
 from lightning.pytorch.utilities.types import STEP_OUTPUT
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader, Dataset
 
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
@@ -15,7 +18,7 @@ FEATURES = 6
 
 
 class Samples(Dataset[Any]):
-    """Samples that know their number: ``{"id", "x", "y", "name"}``."""
+    """Numbered samples: ``{"id", "x", "y", "name"}``."""
 
     def __init__(self, count: int) -> None:
         generator = torch.Generator().manual_seed(3)
@@ -42,14 +45,14 @@ class RaisesInBackward(torch.autograd.Function):
 
 
 class Net(LightningModule):
-    """An MLP in which each thing that a step may change is changed.
+    """An MLP whose step changes every kind of state that a step may change.
 
     Args:
-        fits: Samples above which it runs out of memory.
+        fits: The largest batch that does not run out of memory.
         where: ``"forward"``, ``"loss"`` (after metrics, logs and counters) or ``"backward"``.
-        dropout: Its rate.
-        norm: Whether there is a BatchNorm, whose statistics a failed attempt changes; it does not
-            touch the output.
+        dropout: The dropout rate.
+        norm: Whether there is a BatchNorm, whose statistics a failed attempt changes. It does not
+            affect the output.
     """
 
     def __init__(
@@ -69,7 +72,7 @@ class Net(LightningModule):
         self.steps = 0
 
     def training_step(self, batch: Any, batch_idx: int) -> STEP_OUTPUT:
-        x, y = batch["x"], batch.pop("y")  # as many a training_step takes labels out
+        x, y = batch["x"], batch.pop("y")  # as many a training_step removes labels
         self.seen += batch["id"].tolist()
         assert batch["name"] == [f"sample {number}" for number in batch["id"].tolist()]
         hidden = self.layers[1](self.layers[0](x))
@@ -77,7 +80,7 @@ class Net(LightningModule):
             self.norm(hidden.detach())
         self.fail("forward", x)
         if self.where == "backward" and len(x) > self.fits:
-            hidden = RaisesInBackward.apply(hidden)  # when the last layer has its gradient
+            hidden = RaisesInBackward.apply(hidden)  # after the last layer's gradient
         predictions = self.layers[2](self.dropout(hidden))
         loss = nn.functional.mse_loss(predictions, y)
         self.error(predictions.detach(), y)
@@ -100,6 +103,22 @@ class Net(LightningModule):
         return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
 
 
+def counting_ddp(reductions: list[int], **settings: Any) -> DDPStrategy:
+    """Return DDP whose communication hook counts the buckets that it reduces."""
+
+    class Strategy(DDPStrategy):
+        def configure_ddp(self) -> None:
+            super().configure_ddp()
+
+            def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
+                reductions.append(1)
+                return allreduce_hook(None, bucket)
+
+            self.model.register_comm_hook(None, count)
+
+    return Strategy(**settings)
+
+
 class SharpnessAware(torch.optim.SGD):
     """Evaluates the loss twice per step: at the weights, and uphill from them."""
 
@@ -119,7 +138,7 @@ class SharpnessAware(torch.optim.SGD):
 
 
 class Hooks(Callback):
-    """Writes down the hooks of a step and what they were given."""
+    """Records the hooks of a step and their arguments."""
 
     def __init__(self) -> None:
         self.called: list[str] = []
@@ -155,7 +174,7 @@ def train(
     batch: int = 16,
     **settings: Any,
 ) -> tuple[Net, Hooks, MemoryLogger]:
-    """Fit, with a last batch that is shorter, and return what can be compared."""
+    """Fit, with a shorter last batch, and return everything to compare."""
     net = Net() if net is None else net
     hooks, logger = Hooks(), MemoryLogger()
     torch.manual_seed(5)

@@ -7,13 +7,13 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
+from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from tests.batching.accumulation.test_accumulation import TextNet, Texts, Windows, count_tokens
+from tests.batching.nets import counting_ddp
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -26,7 +26,7 @@ BATCHES = {0: [4, 4, 4, 1], 1: [2, 5, 3, 3]}  # samples of each rank's batches
 
 
 class Sharded(TextNet):
-    """Each rank has batches of its own, of sizes of their own."""
+    """Each rank has its own batches, of different sizes."""
 
     def __init__(self, per: str, sharded: bool) -> None:
         super().__init__(per)
@@ -53,16 +53,6 @@ class Sharded(TextNet):
 def train(strategy: str, per: str, batches: int) -> tuple[dict[str, Tensor], Any, int]:
     reductions: list[int] = []
 
-    class Counting(DDPStrategy):
-        def configure_ddp(self) -> None:
-            super().configure_ddp()
-
-            def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-                reductions.append(1)
-                return allreduce_hook(None, bucket)
-
-            self.model.register_comm_hook(None, count)
-
     sharded = strategy == "fsdp2"
     model, windows = Sharded(per, sharded), Windows()
     count = count_tokens if per == "tokens" else None
@@ -70,7 +60,7 @@ def train(strategy: str, per: str, batches: int) -> tuple[dict[str, Tensor], Any
         devices=2,
         strategy=ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
         if sharded
-        else Counting(),
+        else counting_ddp(reductions),
         callbacks=[lo.Accumulation(batches, normalize=per, count=count), windows],
         max_epochs=3,
     )
@@ -88,7 +78,7 @@ def train_all(strategy: str) -> list[Any]:
 
 
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_equals_the_window_over_all_ranks_in_float64(strategy):
+def test_gradient_equals_the_window_over_all_ranks_in_float64(strategy):
     first, second = launch(train_all, strategy)
     for (case, (weights, steps, reductions)), (_, (same, others, _)) in zip(
         first, second, strict=True
@@ -105,12 +95,12 @@ def test_equals_the_window_over_all_ranks_in_float64(strategy):
         expected = {name: value.float() for name, value in model.state_dict().items()}
         torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-6)
         if strategy == "ddp":
-            assert reductions == len(steps)  # once a window, by no_sync
+            assert reductions == len(steps)  # once per window, by no_sync
         assert len(steps) == 3 * (4 if batches == 1 else 2)
 
 
 def average_alone(dtype: torch.dtype) -> list[list[Tensor]]:
-    """Let each rank have a batch of another size, without DDP, within its no_sync, and with it."""
+    """Average batches of different sizes: without DDP, under its no_sync, and with it."""
     dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=2)
     torch.manual_seed(0)
     rank, data = dist.get_rank(), torch.randn(9, 4)
@@ -122,7 +112,7 @@ def average_alone(dtype: torch.dtype) -> list[list[Tensor]]:
         wrapped: Any = module if kind == "alone" else nn.parallel.DistributedDataParallel(module)
         accumulator = lo.GradientAccumulator(module)
         for number, batch in enumerate(own):
-            # Low precision is taken out after each batch, so each has to be reduced, or none.
+            # Low precision leaves `.grad` after each batch: reduce every batch, or none.
             skip = kind == "no_sync" or (kind == "ddp" and number == 0 and dtype is torch.float32)
             context = wrapped.no_sync() if kind != "alone" and skip else torch.enable_grad()
             with context:
@@ -138,7 +128,7 @@ def average_alone(dtype: torch.dtype) -> list[list[Tensor]]:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_accumulator_weighs_across_ranks(dtype):
+def test_accumulator_weights_are_correct_across_ranks(dtype):
     for results in launch(average_alone, dtype):
         *found, expected = results
         tolerance = {"atol": 1e-6} if dtype is torch.float32 else {"atol": 0.02}

@@ -1,18 +1,21 @@
-"""Micro-batches on several ranks: real processes over gloo."""
+"""Micro-batches on several ranks: real processes over gloo, started as Lightning starts them."""
 
+import warnings
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from lightning.pytorch import Callback
 from lightning.pytorch.strategies import DDPStrategy, ModelParallelStrategy
-from torch import Tensor
-from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, Subset
 
 import lightning_opt as lo
-from tests.batching.nets import Hooks, Net, Samples
+from lightning_opt.batching.micro_batching import ranks as ranks_module
+from tests.batching.nets import Hooks, Net, Samples, counting_ddp
 from tests.gradients.clipping.test_distributed import FSDPOnCPU
+from tests.helpers.models import SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
 
@@ -24,16 +27,32 @@ pytestmark = [
 
 
 class Shared(Net):
-    """Each rank has samples of its own, and perhaps fewer of them in its last batch.
+    """Each rank has its own samples.
 
     Args:
         counts: Samples of each rank.
-        sharded: Whether the parameters are, in the manner of FSDP2.
+        fits: The largest batch that fits, by rank.
+        where: Where memory runs out, see ``Net``.
+        unused: Whether there is a layer that no loss depends on.
+        sharded: Whether FSDP2 shards the parameters.
     """
 
-    def __init__(self, counts: tuple[int, int], sharded: bool = False) -> None:
+    def __init__(
+        self,
+        counts: tuple[int, int],
+        fits: tuple[int, int] = (10**9, 10**9),
+        where: str = "forward",
+        unused: bool = False,
+        sharded: bool = False,
+    ) -> None:
         super().__init__()
-        self.counts, self.sharded = counts, sharded
+        self.counts, self.fits_by_rank, self.where = counts, fits, where
+        self.sharded = sharded
+        if unused:
+            self.unused = nn.Linear(2, 2)
+
+    def on_fit_start(self) -> None:
+        self.fits = self.fits_by_rank[self.global_rank]
 
     def configure_model(self) -> None:
         if self.sharded:
@@ -49,65 +68,198 @@ class Shared(Net):
         return DataLoader(Subset(Samples(sum(self.counts)), own), batch_size=8)
 
 
-Result = tuple[dict[str, Tensor], list[str], list[float], int]
-
-
-def train(size: int | None, counts: tuple[int, int], accumulate: int, strategy: str) -> Result:
-    sharded = strategy == "fsdp2"
-    model, hooks, reductions = Shared(counts, sharded), Hooks(), []
-    callbacks = [hooks] if size is None else [hooks, lo.MicroBatching(size)]
-
-    class Strategy(DDPStrategy):
-        def configure_ddp(self) -> None:
-            super().configure_ddp()
-
-            def count(state: Any, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
-                reductions.append(1)
-                return allreduce_hook(None, bucket)
-
-            self.model.register_comm_hook(None, count)
-
-    kinds: dict[str, Any] = {
-        "ddp": Strategy,
-        "fsdp1": lambda: FSDPOnCPU(use_orig_params=True),
-        "fsdp2": lambda: ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1),
-    }
+def train(
+    size: Any,
+    fits: tuple[int, int] = (10**9, 10**9),
+    where: str = "forward",
+    counts: tuple[int, int] = (20, 20),
+    accumulate: int = 1,
+    unused: bool = False,
+    kind: str = "ddp",
+    **settings: Any,
+) -> dict[str, Any]:
+    model = Shared(counts, fits, where, unused, sharded=kind == "fsdp2")
+    hooks, reductions = Hooks(), []
+    micro = lo.MicroBatching(size, regrow_every=4) if size is not None else None
+    strategy: Any = counting_ddp(reductions, find_unused_parameters=unused, **settings)
+    if kind == "fsdp1":
+        strategy = FSDPOnCPU(use_orig_params=True)
+    elif kind == "fsdp2":
+        strategy = ModelParallelStrategy(data_parallel_size=2, tensor_parallel_size=1)
     trainer = quiet_trainer(
         devices=2,
-        strategy=kinds[strategy](),
-        callbacks=callbacks,
+        strategy=strategy,
+        callbacks=[hooks] if micro is None else [hooks, micro],
         max_epochs=2,
         accumulate_grad_batches=accumulate,
     )
     trainer.fit(model)
-    weights = {
-        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
-        for name, value in model.named_parameters()  # under FSDP1 this rank's shards
+    return {
+        "weights": {
+            name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+            for name, value in model.named_parameters()  # under FSDP1 this rank's shards
+            if name.startswith("layers")
+        },
+        "seen": model.seen,
+        "called": hooks.called,
+        "losses": hooks.losses,
+        "norms": hooks.norms if kind == "ddp" else [],
+        "reductions": len(reductions),
+        "epoch loss": float(trainer.callback_metrics["loss_epoch"]) if kind == "ddp" else 0.0,
+        "state": {} if micro is None else micro.state_dict(),
     }
-    return weights, hooks.called, hooks.losses, len(reductions)
 
 
-def train_all(strategy: str) -> list[tuple[Result, Result]]:
-    cases = [
-        (3, (20, 20), 1),
-        (1, (20, 20), 3),
-        # The last batches have 4 and 1, or 8 and 2 samples: no rank may wait for another.
-        (3, (20, 17), 1),
-        (2, (24, 18), 2),
-    ]
-    if strategy != "ddp":
-        cases = cases[:3]
+def assert_same(run: dict[str, Any], bare: dict[str, Any], case: Any) -> None:
+    """Compare weights, samples, hooks, reductions, losses and norms."""
+    torch.testing.assert_close(run["weights"], bare["weights"], rtol=0.0, atol=1e-6)
+    for same in ("seen", "called", "reductions"):
+        assert run[same] == bare[same], (case, same)
+    for near in ("losses", "norms", "epoch loss"):
+        assert run[near] == pytest.approx(bare[near], rel=1e-5), (case, near)
+
+
+# The last batches have 4 and 4 samples, 4 and 1, or 8 and 2: no rank may wait for another.
+FIXED: list[dict[str, Any]] = [
+    {"size": 3},
+    {"size": 1, "accumulate": 3},
+    {"size": 3, "counts": (20, 17)},
+    {"size": 2, "counts": (24, 18), "accumulate": 2},
+]
+
+
+def train_fixed(kind: str) -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    cases = FIXED if kind == "ddp" else FIXED[:3]
     return [
-        (train(size, counts, accumulate, strategy), train(None, counts, accumulate, strategy))
-        for size, counts, accumulate in cases
+        (train(kind=kind, **case), train(kind=kind, **{**case, "size": None})) for case in cases
     ]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp1", "fsdp2"])
-def test_equals_whole_batches_on_two_ranks(strategy):
-    for results in launch(train_all, strategy):
-        for (weights, called, losses, reductions), expected in results:
-            torch.testing.assert_close(weights, expected[0], rtol=0.0, atol=1e-6)
-            assert called == expected[1]
-            assert losses == pytest.approx(expected[2], rel=1e-5)
-            assert reductions == expected[3]  # once a step, not once a micro-batch
+@pytest.mark.parametrize("kind", ["ddp", "fsdp1", "fsdp2"])
+def test_fixed_size_equals_whole_batches_on_two_ranks(kind):
+    for results in launch(train_fixed, kind):
+        for case, (run, bare) in zip(FIXED, results, strict=False):
+            assert_same(run, bare, case)
+
+
+FREE = (10**9, 10**9)
+AUTO: list[dict[str, Any]] = [
+    {"fits": (10**9, 2), "where": "forward"},
+    {"fits": (3, 10**9), "where": "loss", "accumulate": 3},
+    {"fits": (10**9, 2), "where": "backward"},
+    {"fits": (1, 4), "where": "backward", "accumulate": 2, "counts": (20, 17)},
+    {"fits": (10**9, 3), "where": "backward", "gradient_as_bucket_view": True, "accumulate": 3},
+    {"fits": (10**9, 3), "where": "backward", "unused": True},
+    {"fits": FREE},  # reduces during the backward pass from the second batch on
+]
+
+
+def train_auto() -> list[tuple[dict[str, Any], dict[str, Any]]]:
+    results = [(train("auto", **case), train(None, **{**case, "fits": FREE})) for case in AUTO]
+    # A size that failed does not count as proven, also when nothing is distrusted for a while.
+    ranks_module.CAUTIOUS_BATCHES = 0
+    case = {"fits": (10**9, 7), "where": "backward", "counts": (64, 64)}
+    return [*results, (train("auto", **case), train(None, **{**case, "fits": FREE}))]
+
+
+def test_all_ranks_roll_back_if_one_runs_out_of_memory():
+    ranks = launch(train_auto)
+    for case, *pairs in zip([*AUTO, {"fits": None}], *ranks, strict=True):
+        states = [run["state"] for run, _ in pairs]
+        assert states[0] == states[1], case  # all ranks learn the same
+        assert bool(states[0]["retries"]) == (case["fits"] != FREE)
+        for run, bare in pairs:
+            assert_same(run, bare, case)
+
+
+def end_badly(how: str) -> str:
+    """Return how this rank's training ended."""
+
+    class Fails(Shared):
+        def training_step(self, batch: Any, batch_idx: int) -> Any:
+            output = super().training_step(batch, batch_idx)
+            if self.global_rank == 1 and batch_idx == 1:
+                if how == "error":
+                    raise ArithmeticError("planted")
+                if how == "reduction":  # in a size that has fitted before
+                    output["loss"].register_hook(run_out)
+            return output
+
+    def run_out(gradient: Tensor) -> None:
+        raise torch.OutOfMemoryError("planted in the reduction")
+
+    model = Shared((20, 20), (10**9, 0)) if how == "hopeless" else Fails((20, 20))
+    trainer = quiet_trainer(devices=2, strategy="ddp", callbacks=[lo.MicroBatching()])
+    try:
+        trainer.fit(model)
+    except (ArithmeticError, MemoryError, RuntimeError) as error:
+        end = f"{type(error).__name__}: {error}"
+    else:
+        end = "completed"
+    if how != "hopeless":
+        dist.destroy_process_group()  # as at the end of a process
+    return end
+
+
+@pytest.mark.parametrize(
+    ("how", "here", "there"),
+    [
+        ("hopeless", "Even one sample does not fit", "Even one sample does not fit"),
+        ("error", "Another rank exited", "planted"),
+        ("reduction", "RuntimeError", "while gradients were being reduced"),
+    ],
+)
+def test_no_rank_waits_for_a_failed_one(how, here, there):
+    ends = launch(end_badly, how)
+    assert here in ends[0]
+    assert there in ends[1]
+
+
+class Synchronised(Callback):
+    """Adds a layer that DDP itself does not accept on a CPU."""
+
+    def on_train_start(self, trainer: Any, pl_module: Any) -> None:
+        pl_module.norm = nn.SyncBatchNorm(4)
+
+
+def train_incompatible() -> list[str]:
+    found = []
+    for strategy, before in (
+        (DDPStrategy(static_graph=True), []),
+        (FSDPOnCPU(), []),
+        ("ddp", [Synchronised()]),
+    ):
+        callbacks = [*before, lo.MicroBatching()]
+        trainer = quiet_trainer(callbacks=callbacks, devices=2, strategy=strategy)
+        with pytest.raises(ValueError, match="MicroBatching") as error:
+            trainer.fit(SmallNet())
+        found.append(str(error.value))
+    return found
+
+
+def train_without_gloo() -> tuple[bool, list[str]]:
+    def new_subgroups(*args: Any, **kwargs: Any) -> Any:
+        raise RuntimeError("planted: no interface")
+
+    dist.new_subgroups = new_subgroups
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        run = train("auto")
+    messages = [str(w.message) for w in caught if "MicroBatching" in str(w.message)]
+    return len(run["losses"]) == 6, messages
+
+
+def check_limits() -> tuple[list[str], tuple[bool, list[str]]]:
+    return train_incompatible(), train_without_gloo()
+
+
+def test_auto_raises_or_turns_itself_off_where_ranks_cannot_agree():
+    (errors, (complete, messages)), (same, (other, _)) = launch(check_limits)
+    for static, fsdp, synchronised in (errors, same):
+        assert "static_graph" in static
+        assert "MicroBatching(size=8)" in fsdp
+        assert "SyncBatchNorm" in synchronised
+    assert complete
+    assert other
+    assert len(messages) == 1
+    assert "planted: no interface" in messages[0]

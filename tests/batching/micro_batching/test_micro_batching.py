@@ -1,4 +1,4 @@
-"""Micro-batches beside whole batches, in one process."""
+"""Micro-batches against whole batches, in one process."""
 
 import logging
 import warnings
@@ -18,7 +18,7 @@ from tests.helpers.trainers import quiet_trainer
 
 CLOSE = {"rtol": 0.0, "atol": 1e-6}
 
-# Lightning takes the length of a name for a number of samples, with or without us.
+# Lightning infers a number of samples from the length of a name, also without the callback.
 pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
 
 
@@ -32,7 +32,7 @@ def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
     assert hooks.losses == pytest.approx(other_hooks.losses, rel=rounding, abs=rounding)
     assert hooks.norms == pytest.approx(other_hooks.norms, rel=rounding, abs=rounding)
     torch.testing.assert_close(hooks.outputs, other_hooks.outputs, **close)
-    # What only some steps log are our own keys.
+    # The callback's own keys are logged at some steps only.
     records = [
         (step, {k: v for k, v in metrics.items() if not k.startswith("micro_batching/")})
         for step, metrics in logger.records
@@ -48,12 +48,12 @@ def assert_same_run(run: Any, expected: Any, rounding: float = 1e-6) -> None:
 
 @pytest.mark.parametrize("accumulate", [1, 3])
 @pytest.mark.parametrize("size", [1, 3, 7, 16])
-def test_equals_the_whole_batch(size, accumulate):
+def test_run_equals_the_whole_batch(size, accumulate):
     expected = train(accumulate_grad_batches=accumulate)
     assert_same_run(train(lo.MicroBatching(size), accumulate_grad_batches=accumulate), expected)
 
 
-def test_equals_the_whole_batch_after_fifty_steps():
+def test_weights_equal_the_whole_batch_after_fifty_steps():
     settings = {"max_epochs": 10, "gradient_clip_val": 0.5}
     expected = train(**settings)
     assert sum(call == "step" for call in expected[1].called) == 50
@@ -62,7 +62,7 @@ def test_equals_the_whole_batch_after_fifty_steps():
         assert_same_weights(run[0].layers, expected[0].layers, **CLOSE)
 
 
-def test_equals_the_whole_batch_in_mixed_precision():
+def test_weights_equal_the_whole_batch_in_mixed_precision():
     # bf16 has 8 bits: a micro-batch rounds its sums elsewhere than the whole.
     expected = train(precision="bf16-mixed")
     for size in (1, 3, 7):
@@ -78,26 +78,26 @@ def run_in_float16(init_scale: float, *callbacks: Callback) -> tuple[Net, Hooks,
     return net, hooks, scale.scaler.get_scale()
 
 
-def test_equals_the_whole_batch_with_a_loss_scale_in_float16():
+def test_weights_equal_the_whole_batch_with_a_loss_scale_in_float16():
     net, hooks, scale = run_in_float16(2.0**10, lo.MicroBatching(3))
     other, other_hooks, other_scale = run_in_float16(2.0**10)
     # float16 has 11 bits: a micro-batch rounds its sums elsewhere than the whole.
     assert_same_weights(net.layers, other.layers, rtol=0.0, atol=1e-3)
     assert hooks.called == other_hooks.called
-    assert scale == other_scale == 2.0**12  # no update left out in ten
+    assert scale == other_scale == 2.0**12  # ten updates, none skipped
 
-    # A part overflows at a larger scale than the whole, and then the whole update is left out.
+    # A part overflows at a larger scale than the whole, and then the whole update is skipped.
     net, hooks, scale = run_in_float16(2.0**24, lo.MicroBatching(3))
     assert other_scale < scale < 2.0**24
     assert hooks.called == other_hooks.called
     assert all(p.isfinite().all() for p in net.parameters())
 
 
-def test_the_guard_sees_the_loss_of_the_whole_batch():
+def test_guard_gets_the_loss_of_the_whole_batch():
     guards = [lo.NonFiniteGuard(spike=6.0) for _ in range(2)]
     train(guards[0], accumulate_grad_batches=2)
     train(guards[1], lo.MicroBatching(3), accumulate_grad_batches=2)
-    states = [guard.state_dict()["judge"] for guard in guards]
+    states = [guard.state_dict()["escalation"] for guard in guards]
     flat = [torch.utils._pytree.tree_leaves(state) for state in states]
     numbers = [[x for x in leaves if isinstance(x, float)] for leaves in flat]
     assert numbers[0]
@@ -118,7 +118,7 @@ def test_gradients_are_zeroed_at_each_evaluation_of_the_closure(size, fits):
 
 
 class Tokens(LightningModule):
-    """A mean over tokens, of which each sample has another number."""
+    """A mean over tokens; samples have different numbers of them."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -148,7 +148,7 @@ def halve(batch: Any, parts: int) -> list[Any]:
 
 
 class Graph:
-    """Something that only its user can cut, as a batch of graphs is."""
+    """A batch type that only the user can split, like a batch of graphs."""
 
     def __init__(self, rows: torch.Tensor) -> None:
         self.rows = rows
@@ -163,7 +163,7 @@ class GraphNet(Tokens):
         return DataLoader(list(rows), batch_size=10, collate_fn=lambda r: Graph(torch.stack(r)))
 
 
-def test_splits_with_a_function_of_the_user():
+def test_user_function_splits_batches():
     nets = [GraphNet() for _ in range(2)]
     quiet_trainer().fit(nets[0])
     quiet_trainer(callbacks=[lo.MicroBatching(3, split=f"{__name__}.halve")]).fit(nets[1])
@@ -176,7 +176,7 @@ def test_splits_with_a_function_of_the_user():
         )
 
 
-def test_all_micro_batches_return_a_loss_or_none():
+def test_mixture_of_losses_and_none_raises():
     class Sometimes(Net):
         def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
@@ -191,7 +191,7 @@ def test_all_micro_batches_return_a_loss_or_none():
 
 @pytest.mark.filterwarnings("ignore:`training_step` returned `None`")
 @pytest.mark.parametrize("size", ["auto", 3])
-def test_a_batch_may_be_left_out_in_mid_window(size):
+def test_batch_may_be_skipped_within_a_window(size):
     class Sometimes(Net):
         def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
@@ -203,7 +203,7 @@ def test_a_batch_may_be_left_out_in_mid_window(size):
 
 
 class Contrast(Tokens):
-    """Samples that are compared with each other, and a parameter that each step changes itself."""
+    """Compares samples with each other, and changes a parameter in its step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -217,17 +217,17 @@ class Contrast(Tokens):
         return nn.functional.cross_entropy(z @ z.T, torch.arange(len(z)))
 
 
-def test_the_first_split_is_compared_with_the_whole():
+def test_contrastive_loss_warns_once():
     net = Contrast()
     with warnings.catch_warnings(record=True) as caught:
         warnings.filterwarnings("always", "MicroBatching changes the gradient")
         quiet_trainer(callbacks=[lo.MicroBatching(5)], limit_train_batches=1).fit(net)
     assert sum("changes the gradient of this model" in str(w.message) for w in caught) == 1
-    assert torch.equal(net.teacher, torch.full((3,), 0.25))  # by two micro-batches, not the check
+    assert torch.equal(net.teacher, torch.full((3,), 0.25))  # the check is undone
 
 
 @pytest.mark.parametrize("random", [False, True])
-def test_the_check_leaves_no_trace(monkeypatch, random):
+def test_check_has_no_side_effects(monkeypatch, random):
     class Drops(Net):
         def training_step(self, batch, batch_idx):
             output = super().training_step(batch, batch_idx)
@@ -236,13 +236,13 @@ def test_the_check_leaves_no_trace(monkeypatch, random):
             return output
 
     checked = train(lo.MicroBatching(4), net=Drops(dropout=0.5))
-    looked: list[Any] = []
-    monkeypatch.setattr(SplitCheck, "check", lambda *args: looked.append(args))
+    checks: list[Any] = []
+    monkeypatch.setattr(SplitCheck, "check", lambda *args: checks.append(args))
     assert_same_run(checked, train(lo.MicroBatching(4), net=Drops(dropout=0.5)), rounding=0.0)
-    assert looked
+    assert checks
 
 
-def test_warns_of_batchnorm_once():
+def test_batchnorm_warns_once():
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         train(lo.MicroBatching(8), net=Net(norm=True))
@@ -263,7 +263,7 @@ def test_warns_of_batchnorm_once():
         ("backward", 1, 3),
     ],
 )
-def test_a_batch_that_does_not_fit_is_taken_back(where, fits, accumulate):
+def test_run_with_rollbacks_equals_the_whole_batch(where, fits, accumulate):
     settings = {"accumulate_grad_batches": accumulate}
     net = Net(fits, where)
     run = train(lo.MicroBatching("auto"), net=net, **settings)
@@ -272,8 +272,8 @@ def test_a_batch_that_does_not_fit_is_taken_back(where, fits, accumulate):
 
 @pytest.mark.filterwarnings("ignore:MicroBatching splits a batch of a model with BatchNorm")
 @pytest.mark.parametrize("where", ["forward", "loss", "backward"])
-def test_random_numbers_and_statistics_are_those_of_the_attempt_that_fits(where):
-    """Beside a run that has the right size from the start, bit by bit."""
+def test_rollback_restores_random_state_and_statistics(where):
+    """Bit-identical to a run with the right size from the start."""
     settings = {"batch": 16, "samples": 64}
     expected = train(lo.MicroBatching(4), net=Net(dropout=0.5, norm=True), **settings)
     run = train(lo.MicroBatching(), net=Net(4, where, dropout=0.5, norm=True), **settings)
@@ -281,31 +281,31 @@ def test_random_numbers_and_statistics_are_those_of_the_attempt_that_fits(where)
     assert run[0].seen == expected[0].seen
 
 
-def test_is_the_bare_run_where_everything_fits():
+def test_run_without_out_of_memory_is_bit_identical():
     expected = train(net=Net(dropout=0.5))
     run = train(lo.MicroBatching(), net=Net(dropout=0.5))
     assert_same_run(run, expected, rounding=0.0)
 
 
-def test_one_sample_that_does_not_fit_ends_with_one_clear_error():
+def test_one_sample_that_does_not_fit_raises_memory_error():
     micro = lo.MicroBatching()
     with pytest.raises(MemoryError, match=r"Even one sample does not fit.*planted"):
         train(micro, net=Net(fits=0))
     assert [event["size"] for event in micro.events] == [8, 4, 2, 1]
 
 
-def test_other_errors_pass_through():
+def test_other_errors_are_raised_unchanged():
     with pytest.raises(ArithmeticError, match="planted"):
         quiet_trainer(callbacks=[lo.MicroBatching()]).fit(SmallNet(fail_at=2))
 
 
-def test_a_fixed_size_does_not_retry():
+def test_fixed_size_does_not_retry():
     with pytest.raises(RuntimeError, match="planted"):
         train(lo.MicroBatching(8), net=Net(fits=4))
 
 
 @pytest.mark.parametrize("size", ["auto", 4])
-def test_an_update_that_runs_out_of_memory_is_never_tried_again(size):
+def test_update_that_runs_out_of_memory_is_not_retried(size):
     class Update(torch.optim.SGD):
         def step(self, closure=None):
             super().step(closure)
@@ -321,28 +321,28 @@ def test_an_update_that_runs_out_of_memory_is_never_tried_again(size):
     assert net.seen == list(range(16))
 
 
-def test_a_batch_that_was_changed_in_place_is_not_tried_again():
-    class InPlace(Net):
-        def training_step(self, batch, batch_idx):
-            batch["x"].mul_(2)
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(RuntimeError, match="in place"):
-        train(lo.MicroBatching(), net=InPlace(fits=4))
+class ChangesBatch(Net):
+    def training_step(self, batch, batch_idx):
+        batch["x"].mul_(2)
+        return super().training_step(batch, batch_idx)
 
 
-def test_parameters_that_were_changed_in_place_are_not_changed_again():
-    class Teacher(Net):
-        def training_step(self, batch, batch_idx):
-            with torch.no_grad():
-                self.layers[0].weight.mul_(0.9)
-            return super().training_step(batch, batch_idx)
-
-    with pytest.raises(RuntimeError, match="changed parameters"):
-        train(lo.MicroBatching(), net=Teacher(fits=4))
+class ChangesWeights(Net):
+    def training_step(self, batch, batch_idx):
+        with torch.no_grad():
+            self.layers[0].weight.mul_(0.9)
+        return super().training_step(batch, batch_idx)
 
 
-def test_gradients_of_the_window_are_there_after_an_error():
+@pytest.mark.parametrize(
+    ("kind", "error"), [(ChangesBatch, "in place"), (ChangesWeights, "changed parameters")]
+)
+def test_changes_in_place_raise_instead_of_a_retry(kind, error):
+    with pytest.raises(RuntimeError, match=error):
+        train(lo.MicroBatching(), net=kind(fits=4))
+
+
+def test_error_restores_the_gradients_of_the_window():
     class Breaks(Net):
         def on_before_backward(self, loss):
             if self.trainer.fit_loop.batch_idx == 1:
@@ -356,7 +356,7 @@ def test_gradients_of_the_window_are_there_after_an_error():
         assert torch.equal(p.grad, expected.grad)
 
 
-def test_what_training_step_puts_into_its_batch_is_there_at_the_end():
+def test_entries_added_by_training_step_stay_in_the_batch():
     class Puts(Net):
         def training_step(self, batch, batch_idx):
             batch["note"] = batch_idx
@@ -368,7 +368,7 @@ def test_what_training_step_puts_into_its_batch_is_there_at_the_end():
     train(lo.MicroBatching(), net=Puts())
 
 
-def test_a_batch_that_cannot_be_split_trains_as_long_as_it_fits():
+def test_unsplittable_batch_trains_while_it_fits():
     nets = [GraphNet() for _ in range(2)]
     for net, callbacks in zip(nets, ([], [lo.MicroBatching()]), strict=True):
         quiet_trainer(callbacks=callbacks).fit(net)
@@ -378,7 +378,7 @@ def test_a_batch_that_cannot_be_split_trains_as_long_as_it_fits():
 # --- growing back -------------------------------------------------------------------------------
 
 
-def test_grows_back_when_there_is_room_again(caplog):
+def test_size_grows_back(caplog):
     class Crowded(Net):
         def on_train_batch_start(self, batch, batch_idx):
             self.fits = 4 if self.global_step < 10 else 10**9
@@ -391,15 +391,15 @@ def test_grows_back_when_there_is_room_again(caplog):
     assert events == [
         (0, "split", 8),
         (0, "split", 4),
-        (4, "grown", 8),  # which does not fit in the next step
+        (4, "grown", 8),  # does not fit in the next step
         (5, "split", 4),
-        (14, "grown", 8),  # ten batches later, twice as many as before
-        (24, "grown", 16),  # all that there are, so nothing is split any more
+        (14, "grown", 8),  # after ten batches, twice as many
+        (24, "grown", 16),  # all samples: no more splits
     ]
     assert caplog.text.count("retried in parts of at most") == 3
 
 
-def test_a_long_sample_does_not_shrink_the_batches_of_short_ones():
+def test_long_samples_do_not_shrink_batches_of_short_ones():
     class Lengths(LightningModule):
         def __init__(self):
             super().__init__()
@@ -429,7 +429,7 @@ def test_a_long_sample_does_not_shrink_the_batches_of_short_ones():
     assert len(micro.events) == 2
 
 
-def test_remembers_across_resume(tmp_path):
+def test_resume_keeps_the_learned_sizes(tmp_path):
     first = lo.MicroBatching()
     net = Net(fits=4)
     trainer = quiet_trainer(callbacks=[first])
@@ -443,22 +443,18 @@ def test_remembers_across_resume(tmp_path):
         weights_only=True,
     )
     assert second.events == first.events
-    assert [event["size"] for event in second.events] == [8, 4]  # all of the first run
+    assert [event["size"] for event in second.events] == [8, 4]  # all before the resume
 
 
-def test_logs_what_changed():
-    *_, logger = train(lo.MicroBatching(), net=Net(fits=4))
+def test_changes_are_logged_and_reported():
+    micro = lo.MicroBatching()
+    *_, logger = train(micro, net=Net(fits=4))
     assert logger.series("micro_batching/size") == [4.0]
     assert logger.series("micro_batching/retries") == [2.0]
-
-
-def test_report():
-    micro = lo.MicroBatching()
-    train(micro, net=Net(fits=4))
     assert "2 attempts rolled back" in str(micro.report())
 
 
-# --- refusals -----------------------------------------------------------------------------------
+# --- errors -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -468,14 +464,18 @@ def test_report():
         ({"size": "half"}, "size"),
         ({"regrow_every": 0}, "regrow_every"),
         ({"split": "nowhere.to_be.found"}, "split"),
+        ({"loss": "mean"}, "loss must be one of"),
+        ({"loss": "mean_over_tokens"}, "needs count"),
+        ({"count": len}, "mean_over_tokens"),
+        ({"loss": "mean_over_tokens", "count": "math.pi"}, "count"),
     ],
 )
-def test_refuses_what_makes_no_sense(settings, error):
+def test_wrong_arguments_raise(settings, error):
     with pytest.raises(ValueError, match=error):
         lo.MicroBatching(**settings)
 
 
-def test_refuses_manual_optimisation_and_lbfgs():
+def test_manual_optimisation_and_lbfgs_raise():
     class Manual(SmallNet):
         automatic_optimization = False
 
@@ -486,7 +486,7 @@ def test_refuses_manual_optimisation_and_lbfgs():
 
 
 class ByHand(SmallNet):
-    """Steps its optimizer itself, after one backward pass for each part."""
+    """Steps its optimizer itself, after one backward pass per part."""
 
     automatic_optimization = False
 
@@ -511,8 +511,3 @@ def test_shares_add_up_to_the_whole_batch_under_manual_optimisation(size):
         quiet_trainer().fit(model, DataLoader(data, batch_size=10))
         runs.append(model)
     assert_same_weights(runs[1], runs[0], **CLOSE)
-
-
-def test_hooks_are_called_once_a_batch():
-    hooks: Hooks = train(lo.MicroBatching(3), max_epochs=1)[1]
-    assert hooks.called[:5] == ["zero_grad", "before", "after", "step", "end"]

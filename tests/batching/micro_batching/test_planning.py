@@ -1,4 +1,4 @@
-"""Sizes that are planned where out-of-memory cannot be taken back."""
+"""Planned sizes, for runs in which out-of-memory cannot be rolled back."""
 
 import sys
 from typing import Any
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from lightning.pytorch import Callback, LightningModule
 from lightning.pytorch.strategies import ModelParallelStrategy
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
 from torch.utils.data import DataLoader
 
 import lightning_opt as lo
@@ -25,32 +26,25 @@ WIDTH = 64
 
 
 class Wide(LightningModule):
-    """Activations of 1 MB for each row of a sample are nearly all of what a step takes.
+    """Uses 1 MB of activations per row of a sample, and little else.
 
     Args:
         counts: Samples and rows of each batch, the same on all ranks.
-        sharded: Whether the parameters are, in the manner of FSDP2.
         failing: The batch, if any, in which rank 1 runs out of memory.
     """
 
-    def __init__(
-        self, counts: list[tuple[int, int]], sharded: bool = False, failing: int = -1
-    ) -> None:
+    def __init__(self, counts: list[tuple[int, int]], failing: int = -1) -> None:
         super().__init__()
-        self.counts, self.sharded, self.failing = counts, sharded, failing
+        self.counts, self.failing = counts, failing
         state = torch.get_rng_state()
         torch.manual_seed(1)
         self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
         torch.set_rng_state(state)
-        self.ran: list[tuple[int, int]] = []  # flat: a trial of the first split takes back its own
+        self.ran: list[tuple[int, int]] = []  # batch and samples
 
     def configure_model(self) -> None:
-        if self.sharded:
-            from torch.distributed.fsdp import fully_shard
-
-            for part in self.layers:
-                fully_shard(part, mesh=self.device_mesh["data_parallel"])
-            fully_shard(self, mesh=self.device_mesh["data_parallel"])
+        for part in (*self.layers, self):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
 
     def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
         self.ran.append((batch_idx, len(batch)))
@@ -78,7 +72,7 @@ def weights_of(model: LightningModule) -> dict[str, Tensor]:
 
 
 class Group:
-    """A control group's limit, which this process alone counts against."""
+    """A limit against which only this process counts."""
 
     total = 0
 
@@ -90,8 +84,8 @@ class Group:
 
 
 def train(counts: list[tuple[int, int]], micro: Callback | None) -> dict[str, Any]:
-    """Train and return weights, sizes, and how much the process grew by meanwhile."""
-    model = Wide(counts, sharded=True)
+    """Train and return weights, sizes, and the growth of the process in MB."""
+    model = Wide(counts)
     trainer = quiet_trainer(
         callbacks=[] if micro is None else [micro], devices=2, strategy=ModelParallelStrategy(2, 1)
     )
@@ -114,7 +108,7 @@ def train_planned() -> dict[str, Any]:
 
 
 class Fewer(Wide):
-    """Batches of rank 1 have fewer samples."""
+    """Rank 1 has fewer samples per batch."""
 
     def train_dataloader(self) -> Any:
         self.counts = [(samples - 3 * self.global_rank, rows) for samples, rows in self.counts]
@@ -124,7 +118,7 @@ class Fewer(Wide):
 def train_in_windows() -> list[Any]:
     found = []
     for callbacks in ([], [lo.MicroBatching()]):
-        model = Fewer([(8, 1)] * 6, sharded=True)
+        model = Fewer([(8, 1)] * 6)
         strategy = ModelParallelStrategy(2, 1)
         quiet_trainer(
             devices=2, strategy=strategy, callbacks=callbacks, accumulate_grad_batches=3
@@ -133,17 +127,8 @@ def train_in_windows() -> list[Any]:
     return found
 
 
-def test_ranks_under_fsdp2_take_as_many_micro_batches_while_they_accumulate():
-    ranks = launch(train_in_windows)
-    for expected, _, weights, _ in ranks:
-        torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-6)
-    assert ranks[0][3] == ranks[1][3]
-    assert [ranks[0][3].count(batch) for batch in range(4)] == [5, 5, 5, 5]  # no state yet
-    assert ranks[0][3].count(5) < 5
-
-
 def run_out() -> str:
-    model = Wide([(4, 1)] * 4, sharded=True, failing=2)
+    model = Wide([(4, 1)] * 4, failing=2)
     micro = lo.MicroBatching()
     trainer = quiet_trainer(devices=2, strategy=ModelParallelStrategy(2, 1), callbacks=[micro])
     try:
@@ -162,10 +147,10 @@ def train_all() -> tuple[dict[str, Any], list[Any], str]:
 @pytest.mark.distributed
 @pytest.mark.slow
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/self/clear_refs")
-def test_sizes_are_planned_under_fsdp2():
+def test_planned_sizes_stay_within_the_limit_under_fsdp2():
     ranks = launch(train_all)
     for planned, (expected, _, weights, _), _ in ranks:
-        # They grow as far as the limit lets them.
+        # Sizes grow up to the limit.
         whole, run = planned["whole"], planned["run"]
         torch.testing.assert_close(run["weights"], whole["weights"], rtol=0.0, atol=1e-6)
         sizes = [max(batch) for batch in run["ran"]]
@@ -175,14 +160,14 @@ def test_sizes_are_planned_under_fsdp2():
         assert run["more"] < planned["room"] < whole["more"]
         grown = [event["size"] for event in planned["events"]]
         assert grown == sorted(set(grown))
-        # Ranks with fewer samples keep step while gradients accumulate.
+        # With gradient accumulation, on ranks with different numbers of samples.
         torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-6)
     assert ranks[0][0]["run"]["ran"] == ranks[1][0]["run"]["ran"]
     ran = [windows[3] for _, windows, _ in ranks]
     assert ran[0] == ran[1]
-    assert [ran[0].count(batch) for batch in range(4)] == [5, 5, 5, 5]  # no state yet
+    assert [ran[0].count(batch) for batch in range(4)] == [5, 5, 5, 5]  # no optimizer state yet
     assert ran[0].count(5) < 5
-    # A rank that runs out nevertheless ends all.
+    # A rank that runs out of memory ends the run on all ranks.
     assert "RuntimeError" in ranks[0][2]
     assert ranks[1][2].startswith("MemoryError: Out of memory on a rank in the middle of a batch")
     assert "planted" in ranks[1][2]
@@ -191,14 +176,14 @@ def test_sizes_are_planned_under_fsdp2():
 @pytest.mark.parametrize(
     ("peak", "elements", "room"),
     [
-        (0.2, 10, 8),  # as far as it may grow at once
+        (0.2, 10, 8),  # the largest growth at once
         (0.5, 10, 7),
-        (0.85, 10, 4),  # less than a sample more
+        (0.85, 10, 4),  # room for less than one sample more
         (0.9999, 10, 3),  # beyond the target: it shrinks
-        (0.5, 5, 7),  # shorter samples take no more
-        (0.5, 20, 1),  # twice as long ones four times as much
-        (0.1, 10, 8),  # nothing was taken
+        (0.5, 5, 7),  # shorter samples count as much
+        (0.5, 20, 1),  # twice as long: four times the memory
+        (0.1, 10, 8),  # no memory used
     ],
 )
-def test_room_follows_what_a_sample_was_measured_to_take(peak, elements, room):
+def test_room_follows_the_measured_memory_per_sample(peak, elements, room):
     assert Measured("float32[n]", 10, 4, peak, rest=0.1).room_for(elements) == room

@@ -1,4 +1,4 @@
-"""What is learnt of sizes, batch by batch."""
+"""Learned sizes, batch by batch."""
 
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PassedBatches
 
@@ -7,7 +7,7 @@ def shrink(sizes: LearnedSizes, shape: str, elements: int, failed: int) -> int:
     return sizes.record_failure(0, shape, elements, samples=64, failed=failed)
 
 
-def test_a_shape_binds_those_of_larger_samples_and_no_smaller_ones():
+def test_size_applies_to_larger_samples_only():
     sizes = LearnedSizes(100)
     assert sizes.size_for("a", 10) is None
     assert shrink(sizes, "a", 10, 8) == 4
@@ -25,7 +25,7 @@ def grown(sizes: LearnedSizes, batches: int) -> list[int]:
     return found
 
 
-def test_growth_that_fails_comes_half_as_often():
+def test_failed_growth_doubles_the_wait():
     sizes = LearnedSizes(5)
     shrink(sizes, "a", 10, 64)
     shrink(sizes, "a", 10, 32)
@@ -33,20 +33,20 @@ def test_growth_that_fails_comes_half_as_often():
     assert sizes.size_for("a", 10) == 32
     assert shrink(sizes, "a", 10, 32) == 16
     assert grown(sizes, 10) == [10]
-    assert shrink(sizes, "a", 10, 32) == 16  # so that it waits for 20 batches
+    assert shrink(sizes, "a", 10, 32) == 16  # now it waits for 20 batches
     resumed = LearnedSizes(5)
     resumed.load_state_dict(sizes.state_dict())
     for again in (sizes, resumed):
         assert grown(again, 45) == [20, 40]
-        assert again.shapes == {}  # nothing is split any more
+        assert again.shapes == {}  # no more splits
         assert grown(again, 25) == []
 
 
-def test_what_is_smaller_than_what_has_passed_is_proven():
-    proven = PassedBatches()
-    proven.add("a", 10, 8)
-    assert proven.covers("a", 10, 8)
-    assert proven.covers("a", 3, 8)
-    assert not proven.covers("a", 11, 1)
-    assert not proven.covers("a", 1, 9)
-    assert not proven.covers("b", 10, 8)
+def test_smaller_micro_batches_than_passed_ones_are_covered():
+    passed = PassedBatches()
+    passed.add("a", 10, 8)
+    assert passed.covers("a", 10, 8)
+    assert passed.covers("a", 3, 8)
+    assert not passed.covers("a", 11, 1)
+    assert not passed.covers("a", 1, 9)
+    assert not passed.covers("b", 10, 8)

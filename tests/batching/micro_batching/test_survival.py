@@ -1,4 +1,4 @@
-"""Real out-of-memory: trainings in processes of their own with a limited address space."""
+"""Real out-of-memory: runs in their own processes with a limited address space."""
 
 import sys
 from typing import Any
@@ -29,7 +29,7 @@ def batches(seed: int) -> list[dict[str, Tensor]]:
 
 
 def train(seed: int, where: str, room: float | None, size: Any = None) -> dict[str, Any]:
-    """Train under a limit of ``room`` MB more than what there is, and say how it ended."""
+    """Train with ``room`` MB of memory more than in use, and return how the run ended."""
     warm_up = Sequences(batches(seed), where, 240)
     quiet_trainer(limit_train_batches=1).fit(warm_up, DataLoader(batches(seed), batch_size=None))
     model = Sequences(batches(seed), where, 240)
@@ -60,20 +60,20 @@ def train(seed: int, where: str, room: float | None, size: Any = None) -> dict[s
 @pytest.mark.parametrize(
     ("seed", "where", "room"), [(0, "forward", 48.0), (1, "loss", 40.0), (3, "backward", 44.0)]
 )
-def test_survives_a_limit_that_kills_the_bare_run(seed, where, room):
+def test_run_survives_a_limit_that_ends_the_bare_run(seed, where, room):
     (bare,) = launch(train, seed, where, room, processes=1)
     assert bare["end"] != "completed"
     (free,) = launch(train, seed, where, None, processes=1)
     (run,) = launch(train, seed, where, room, "auto", processes=1)
     assert run["end"] == "completed"
     assert run["retries"] >= 1
-    assert run["seen"] == free["seen"]  # none lost, none twice
+    assert run["seen"] == free["seen"]  # each once
     torch.testing.assert_close(run["weights"], free["weights"], rtol=0.0, atol=1e-6)
     assert run["loss"] == pytest.approx(free["loss"], rel=1e-5)
 
 
 @pytest.mark.distributed
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs RLIMIT_AS")
-def test_ends_with_one_clear_error_where_one_sample_does_not_fit():
+def test_one_sample_that_does_not_fit_raises():
     (run,) = launch(train, 0, "forward", 4.0, "auto", processes=1)
     assert "Even one sample does not fit" in run["end"]
