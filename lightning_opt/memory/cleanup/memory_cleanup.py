@@ -2,34 +2,137 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import math
-from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch import nn
 
 from lightning_opt.core.arguments import at_least, between
-from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, growth_figures
+from lightning_opt.core.measure.malloc import malloc_trim
+from lightning_opt.core.measure.memory import (
+    MB,
+    MemoryLimits,
+    Usage,
+    growth_figures,
+    live_bytes,
+    resident_memory,
+)
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step, reads_are_free, sum_over
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
-from lightning_opt.memory.cleanup.cleaning import (
-    ACTIONS,
-    Action,
-    Effect,
-    Pressure,
-    advise,
-    clean,
-)
+from lightning_opt.memory.meters import state_tensors, storage_bytes
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 log = logging.getLogger(__name__)
+
+Action = Literal["gc", "cuda_cache", "malloc_trim"]
+
+GAIN = 0.25
+"""A cleanup succeeds if it frees this share of the gap between threshold and release."""
+
+MAX_FAILURES = 3
+"""Failed cleanups in a row after which there are no more."""
+
+
+@dataclass
+class Pressure:
+    """Decides for one limit when to clean.
+
+    Levels are shares of the limit. After a failed cleanup, the next level is halfway between the
+    current use and full; after three failures in a row there are no more cleanups. Use below
+    ``release`` resets all.
+    """
+
+    threshold: float
+    release: float
+    cooldown: int
+
+    def __post_init__(self) -> None:
+        self._reset()
+        self._last = -math.inf
+
+    def _reset(self) -> None:
+        self._level = self.threshold
+        self._failures = 0
+
+    def level(self, step: int) -> float:
+        rested = step - self._last >= self.cooldown
+        return self._level if rested else max(self._level, (1 + self.threshold) / 2)
+
+    def is_high(self, step: int, fraction: float) -> bool:
+        if fraction < self.release:
+            self._reset()
+        return fraction >= self.level(step)
+
+    def record_cleanup(self, step: int, fraction: float, freed: float) -> bool:
+        """Record a cleanup that freed this share, and return whether it succeeded."""
+        self._last = step
+        if freed >= GAIN * (self.threshold - self.release) or fraction < self.release:
+            self._reset()
+            return True
+        self._failures += 1
+        self._level = fraction + (1 - fraction) / 2 if self._failures < MAX_FAILURES else math.inf
+        return False
+
+
+@dataclass(frozen=True)
+class Effect:
+    """The bytes freed by an action, by the counter that it should lower."""
+
+    action: Action
+    freed: int
+    seconds: float
+
+
+def _tensor_bytes(device: torch.device) -> int:
+    host = live_bytes(torch.device("cpu"))
+    return host + (torch.cuda.memory_allocated(device) if device.type == "cuda" else 0)
+
+
+_ACTIONS: Mapping[Action, tuple[Callable[[], object], Callable[[torch.device], int]]] = {
+    "gc": (gc.collect, _tensor_bytes),
+    "cuda_cache": (torch.cuda.empty_cache, lambda device: torch.cuda.memory_reserved(device)),
+    "malloc_trim": (malloc_trim, lambda device: resident_memory()),
+}
+
+ACTIONS = tuple(_ACTIONS)
+"""In the order of execution: each returns memory that the one before has freed."""
+
+
+def clean(actions: Collection[Action], device: torch.device) -> list[Effect]:
+    """Run the actions that apply to ``device``, in the order of :data:`ACTIONS`."""
+    effects = []
+    for action, (perform, counter) in _ACTIONS.items():
+        if action in actions and (action != "cuda_cache" or device.type == "cuda"):
+            start, before = perf_counter(), counter(device)
+            perform()
+            freed = before - counter(device)
+            effects.append(Effect(action, freed, perf_counter() - start))
+    return effects
+
+
+def advise(usage: Usage, module: nn.Module, optimizers: Iterable[Any]) -> str:
+    lasting = storage_bytes([*module.parameters(), *state_tensors(optimizers)])
+    shard = (
+        f"weights and optimizer state are {lasting / MB:,.0f} MB: shard them "
+        '(strategy="fsdp"), precision="bf16-true", or an optimizer with less state; '
+    )
+    return (shard if lasting > usage.used / 3 else "") + (
+        'a smaller batch with accumulate_grad_batches, precision="bf16-mixed", or '
+        'lightning_opt.ActivationCheckpointing("auto")'
+    )
+
 
 EVENTS = 1000
 """Maximum number of cleanups in ``events``."""
@@ -58,6 +161,10 @@ class MemoryCleanup(RunCallback):
     ``memory/cleanups``        cleanups so far
     ``memory/cleanup_seconds`` seconds they took
     ========================== ================================================================
+
+    ``events`` has the newest 1000 cleanups, oldest first, each a plain ``dict``: ``step``;
+    ``source``, the nearest limit; the share of it used ``before`` and ``after``; ``freed_mb`` and
+    ``seconds`` of each action; and whether it was ``useful``.
 
     Args:
         threshold: Share of a limit from which to clean, above ``release`` and below 1.
@@ -105,21 +212,12 @@ class MemoryCleanup(RunCallback):
     def _reset(self) -> None:
         self._steps = self._cleanups = 0
         self._freed = self._seconds = 0.0
-        self._events: list[dict[str, Any]] = []
+        self.events: list[dict[str, Any]] = []
         self._advised: set[str] = set()
         self._pressures: dict[str, Pressure] = {}
         self._agreements: DelayedReads[None] = DelayedReads()
         self._figures: tuple[int, ...] = ()  # of the last reading
         self._room = 0.0
-
-    @property
-    def events(self) -> list[dict[str, Any]]:
-        """The newest 1000 cleanups, oldest first, each a plain ``dict``.
-
-        ``step``; ``source``, the nearest limit; the share of it used ``before`` and ``after``;
-        ``freed_mb`` and ``seconds`` of each action; and whether it was ``useful``.
-        """
-        return self._events
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the limits of this process and its device."""
@@ -128,12 +226,7 @@ class MemoryCleanup(RunCallback):
         self._limits = MemoryLimits(trainer.strategy.root_device)
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Read memory use if it is due or has grown, and clean if it is high."""
         if self._limits is None:
@@ -154,7 +247,6 @@ class MemoryCleanup(RunCallback):
             self._check(trainer, pl_module, due=False)
 
     def _has_grown(self) -> bool:
-        """Return whether half of the room may be gone since the last reading."""
         assert self._limits is not None
         now = growth_figures(self._limits.device)
         return not self._figures or any(
@@ -251,7 +343,7 @@ class MemoryCleanup(RunCallback):
             "seconds": {effect.action: effect.seconds for effect in effects},
             "useful": useful,
         }
-        self._events = [*self._events, event][-EVENTS:]
+        self.events = [*self.events, event][-EVENTS:]
         log.info("MemoryCleanup: %s", event)
 
     def _log(self, trainer: pl.Trainer, used: float) -> None:
@@ -275,7 +367,7 @@ class MemoryCleanup(RunCallback):
                 "seconds": sum(event["seconds"].values()),
                 "useful": event["useful"],
             }
-            for event in self._events
+            for event in self.events
         ]
         note = (
             f"{self._cleanups} cleanups in {self._steps} steps freed {self._freed:,.0f} MB in "

@@ -15,14 +15,15 @@ from lightning_opt.core.modules.sharding import largest_over_ranks, ranks_of_a_s
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.memory.leaks.growth import (
+from lightning_opt.memory.leaks.suspects import (
     SAMPLES,
     Census,
     MemoryTrend,
+    Suspect,
+    find_suspects,
     read_counters,
     take_census,
 )
-from lightning_opt.memory.leaks.suspects import ALWAYS_WRONG, Suspect, find_suspects
 from lightning_opt.memory.object_graph import Root
 from lightning_opt.trainer.run_callback import RunCallback
 
@@ -54,8 +55,7 @@ class LeakDetector(RunCallback):
     kind          meaning
     ============= ===============================================================================
     ``graph``     losses kept with their graphs, or one tensor whose graph gets longer
-    ``hook``      hooks registered again and again
-    ``container`` any other container: a cache, a queue, a metric that is never reset
+    ``container`` any other container: a cache, a queue, hooks, a metric that is never reset
     ============= ===============================================================================
 
     Logged whenever there are enough new samples for a test:
@@ -104,7 +104,7 @@ class LeakDetector(RunCallback):
     def _reset(self) -> None:
         self._steps = self._searches = 0
         self._seconds = 0.0
-        self._suspects: list[Suspect] = []
+        self.suspects: list[Suspect] = []  # oldest first
         self._training = False
         self._pause = PAUSE
         self._paused_until = 0
@@ -119,23 +119,13 @@ class LeakDetector(RunCallback):
         self._next_count: float = math.inf
         self._wait_for_epoch: int | None = None
 
-    @property
-    def suspects(self) -> list[Suspect]:
-        """All suspects so far, oldest first."""
-        return self._suspects
-
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Reset all state: samples of another run do not apply to this one."""
         self._reset()
         self._training = True
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Take a sample, and continue or start a search."""
         self._steps += 1
@@ -147,7 +137,7 @@ class LeakDetector(RunCallback):
             slope = max(trend.growing().values(), default=0.0)
             log_scalars(
                 trainer,
-                {"leaks/kb_per_step": slope / 1024, "leaks/suspects": float(len(self._suspects))},
+                {"leaks/kb_per_step": slope / 1024, "leaks/suspects": float(len(self.suspects))},
             )
         self._raise_on_all_ranks(trainer, found)
 
@@ -193,7 +183,7 @@ class LeakDetector(RunCallback):
         confirmed = [
             s
             for s in suspects
-            if outlived or s.kind in ALWAYS_WRONG or self._phase == "validation"
+            if outlived or s.kind == "graph" or self._phase == "validation"
             or self._would_not_fit(trainer, s)
         ]  # fmt: skip
         if suspects and not confirmed:
@@ -201,12 +191,12 @@ class LeakDetector(RunCallback):
             self._counts = [self._counts[0], *self._counts[-2:]]  # bounded memory
             return []
         self._end_search()
-        known = {(s.kind, s.where) for s in self._suspects}
+        known = {(s.kind, s.where) for s in self.suspects}
         new = [s for s in confirmed if (s.kind, s.where) not in known]
         if not new:
             self._paused_until = self._steps + self._pause
             self._pause *= 2
-        self._suspects.extend(new)
+        self.suspects.extend(new)
         for suspect in new:
             log.warning("LeakDetector, step %d: %s What to do: %s.", self._steps, suspect,
                         suspect.advice)  # fmt: skip
@@ -224,12 +214,12 @@ class LeakDetector(RunCallback):
         if groups := ranks_of_a_step(trainer):
             if not self._trends["train"].is_due():  # all ranks have as many samples
                 return
-            own = [float(bool(self._suspects))]
+            own = [float(bool(self.suspects))]
             if not any(largest_over_ranks(own, trainer.strategy.root_device, groups[0])):
                 return
         elif not found:
             return
-        reasons = " ".join(map(str, self._suspects)) or "Another rank has found a leak."
+        reasons = " ".join(map(str, self.suspects)) or "Another rank has found a leak."
         raise RuntimeError(
             f"LeakDetector(action='raise') stopped the run at step {self._steps}. {reasons}"
         )
@@ -250,8 +240,8 @@ class LeakDetector(RunCallback):
 
     def diagnose(self) -> list[Verdict]:
         """Return the fastest-growing suspect, for the doctor."""
-        if self._suspects:
-            first = max(self._suspects, key=lambda suspect: suspect.kb_per_step)
+        if self.suspects:
+            first = max(self.suspects, key=lambda suspect: suspect.kb_per_step)
             advice = first.advice[0].upper() + first.advice[1:] + "."
             return [Verdict("leaks", "look", str(first), advice)]
         taken = self._trends["train"].taken
@@ -275,7 +265,7 @@ class LeakDetector(RunCallback):
                 "KB a step": suspect.kb_per_step,
                 "what to do": suspect.advice,
             }
-            for suspect in self._suspects
+            for suspect in self.suspects
         ]
         notes = [
             f"{self._steps} batches, {self._searches} searches, which took {self._seconds:.2g} s."

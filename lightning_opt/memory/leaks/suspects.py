@@ -1,52 +1,154 @@
-"""Describe suspects: containers and graphs that grew between all counts, and their holders.
+"""Detect growth and describe suspects.
 
-A suspect has a kind, the path of its holder, the line of source that fills it, and advice.
+Cheap counters are sampled during the run. In a search, all containers and autograd graphs are
+counted several times. Those that grew every time are suspects, with the path of their holder and
+the line of source that fills them.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
+import itertools
 import linecache
 import re
+import sys
 import sysconfig
+from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import FunctionType, MethodType
+from types import FunctionType
 from typing import Any, Literal
 
+import torch
 from torch import Tensor
 
-from lightning_opt.memory.leaks.growth import (
-    Census,
-    graph_growth,
-    growing_containers,
-    longest_graph,
-)
-from lightning_opt.memory.object_graph import (
-    Root,
-    Walk,
-    deep_size,
-    describe,
-    graph_size,
-    is_a,
-    owners,
-    referrer_chain,
-)
+from lightning_opt.core.measure.malloc import malloc_info
+from lightning_opt.core.measure.memory import resident_memory
+from lightning_opt.core.numerics.trend import mann_kendall, theil_sen
+from lightning_opt.memory import object_graph
+from lightning_opt.memory.object_graph import Root, Walk, graph_size, is_a
 
-Kind = Literal["graph", "hook", "container"]
+PYTHON_BLOCK = 96
+"""Bytes of a typical block of Python's own allocator, which counts blocks and not bytes."""
+
+WINDOW = 24
+SAMPLES = 8
+SIGNIFICANT = 0.01
+
+
+def read_counters(device: torch.device) -> dict[str, float]:
+    """Return memory counters in bytes, without those that this system lacks.
+
+    Resident memory also grows by fragmentation, so alone it justifies a search, not a warning.
+    """
+    counters = {
+        "resident": float(resident_memory()),
+        "python": float(PYTHON_BLOCK * sys.getallocatedblocks()),
+    }
+    heap = malloc_info()
+    if heap is not None:
+        counters["heap"] = float(heap.used)
+    if device.type == "cuda":
+        counters["device"] = float(torch.cuda.memory_allocated(device))
+    return counters
+
+
+class MemoryTrend:
+    """The newest samples of the counters, taken at the same point of a step each time.
+
+    Args:
+        min_rate: Bytes per step below which growth does not matter.
+    """
+
+    def __init__(self, min_rate: float) -> None:
+        self._min_rate = min_rate
+        self._samples: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=WINDOW)
+        self.taken = 0
+
+    def add(self, step: int, counters: Mapping[str, float]) -> None:
+        self._samples.append((step, counters))
+        self.taken += 1
+
+    def is_due(self) -> bool:
+        """Return whether there are enough new samples for a test."""
+        return self.taken >= SAMPLES and self.taken % (SAMPLES // 2) == 0
+
+    def growing(self) -> dict[str, float]:
+        """Return the counters that grow without flattening, in bytes per step, fastest first."""
+        found = {}
+        for name in self._samples[0][1] if self._samples else ():
+            steps = [float(step) for step, values in self._samples if name in values]
+            series = [values[name] for _, values in self._samples if name in values]
+            slope = theil_sen(steps, series)
+            if slope < self._min_rate or mann_kendall(series)[1] >= SIGNIFICANT:
+                continue
+            # A cache or an allocator that fills up grows only in the first half.
+            half = len(steps) // 2
+            if theil_sen(steps[half:], series[half:]) >= max(slope / 4, self._min_rate / 2):
+                found[name] = slope
+        return dict(sorted(found.items(), key=lambda item: -item[1]))
+
+
+@dataclass
+class Census:
+    step: int
+    epoch: int
+    lengths: dict[int, int]
+    graph_nodes: int
+
+
+def take_census(step: int, epoch: int, roots: Sequence[Root]) -> Census:
+    """Collect garbage and count all containers. Takes some tenths of a second."""
+    gc.collect()
+    walk = Walk(roots)  # finds frozen objects, which `gc.get_objects` does not list
+    objects = gc.get_objects()
+    longest = max(map(graph_size, _tensors_with_graph(objects)), default=0)
+    things = itertools.chain(objects, (thing for thing, _ in walk.found.values()))
+    lengths = {id(thing): len(thing) for thing in things if type(thing) in object_graph.CONTAINERS}
+    return Census(step, epoch, lengths, longest)
+
+
+def growing_containers(counts: Sequence[Census], min_rate: float) -> dict[int, float]:
+    """Return the ids of containers that grew between all counts, with items per step."""
+    found = {}
+    for key in counts[-1].lengths:
+        lengths = [count.lengths.get(key, -1) for count in counts]
+        rate = _growth(counts, lengths) if lengths[0] >= 0 else 0.0
+        if rate >= min_rate:
+            found[key] = rate
+    return found
+
+
+def graph_growth(counts: Sequence[Census]) -> float:
+    """Return the growth of the longest graph in operations per step; 0 unless it always grew."""
+    return _growth(counts, [count.graph_nodes for count in counts])
+
+
+def _growth(counts: Sequence[Census], lengths: Sequence[int]) -> float:
+    if any(b <= a for a, b in itertools.pairwise(lengths)):
+        return 0.0
+    return (lengths[-1] - lengths[0]) / (counts[-1].step - counts[0].step)
+
+
+def longest_graph() -> Tensor | None:
+    return max(_tensors_with_graph(gc.get_objects()), key=graph_size, default=None)
+
+
+def _tensors_with_graph(objects: Sequence[object]) -> list[Tensor]:
+    kinds = {kind for kind in set(map(type, objects)) if issubclass(kind, Tensor)}
+    return [t for t in objects if type(t) in kinds and t.grad_fn is not None]  # type: ignore[attr-defined, misc]
+
+
+Kind = Literal["graph", "container"]
 
 ADVICE: dict[Kind, str] = {
     "graph": "detach() it, or keep item(): every loss that is kept keeps its graph and activations",
-    "hook": "keep the handle that registering returns, and remove() it",
-    "container": "clear it, bound it, or keep numbers on the host; a metric: reset() it, or log "
-    "the metric itself, which does that; exceptions: keep str(error), because a traceback holds "
-    "the local variables of every frame",
+    "container": "clear it, bound it, or keep numbers on the host. A metric: reset() it, or log "
+    "the metric itself. Hooks: remove() the handle. Exceptions: keep str(error), as tracebacks "
+    "hold local variables",
 }
-
-ALWAYS_WRONG: frozenset[Kind] = frozenset(("graph", "hook"))
-"""Kinds that no training grows on purpose, not even until the end of an epoch."""
 
 PER_STEP = 0.02
 """Items per step below which a container is no leak: one in fifty steps."""
@@ -65,7 +167,7 @@ class Suspect:
     """A probable leak.
 
     Attributes:
-        kind: ``"graph"``, ``"hook"`` or ``"container"``.
+        kind: ``"graph"`` or ``"container"``.
         where: The growing object, as an expression from the module or a Python module down.
         line: ``file:line`` that fills it, or None.
         what: Type of the items.
@@ -111,7 +213,7 @@ def find_suspects(
     rate = graph_growth(counts)
     tensor = longest_graph() if rate >= PER_STEP else None
     if tensor is not None:
-        chain = walk.path(tensor) or referrer_chain(tensor, [walk.found])
+        chain = walk.path(tensor) or object_graph.referrer_chain(tensor, [walk.found])
         suspects.append(_graph_suspect(chain, walk.name(chain[0]), rate, counts[-1].step))
     largest = max((s.kb_per_step for s in suspects), default=0.0)
     relevant = [s for s in suspects if s.kb_per_step >= 0.1 * largest]
@@ -133,9 +235,11 @@ def _container_suspects(
     )
     suspects = []
     for key in heavy[:MOST]:
-        chain = walk.path(things[key]) or referrer_chain(things[key], [things, walk.found])
+        chain = walk.path(things[key]) or object_graph.referrer_chain(
+            things[key], [things, walk.found]
+        )
         if not any(item is searcher for item in chain):
-            where = describe(chain, walk.name(chain[0]))
+            where = object_graph.describe(chain, walk.name(chain[0]))
             kb_per_step = rates[key] * sizes[key] / 1024
             suspects.append(_container_suspect(chain, where, rates[key], kb_per_step, counts))
     return suspects
@@ -147,14 +251,10 @@ def _container_suspect(
     container = chain[-1]
     items = [value[1] if type(value) is tuple and is_a(container, dict) else value
              for value in _newest(container)]  # fmt: skip
-    kind: Kind = "container"
-    line = None
-    if "_hooks" in where:
-        kind, line = "hook", _line_of_function(items)
-    elif any(tensor.grad_fn is not None for item in items for tensor in _tensors(item)):
-        kind = "graph"
+    with_graph = any(tensor.grad_fn is not None for item in items for tensor in _tensors(item))
+    kind: Kind = "graph" if with_graph else "container"
     what = type(items[-1]).__name__ if items else "items"
-    line = line or _source_line(owners(chain))
+    line = _source_line(object_graph.owners(chain))
     return Suspect(kind, where, line, what, rate, kb_per_step, counts[-1].step)
 
 
@@ -162,14 +262,15 @@ def _graph_suspect(chain: Sequence[Any], root: str, rate: float, step: int) -> S
     tensor = chain[-1]
     node = tensor.grad_fn.name() if tensor.grad_fn is not None else "?"
     what = f"operations (now {graph_size(tensor):,}, the last of them {node})"
-    where, line = describe(chain, root), _source_line(owners(chain))
+    where, line = object_graph.describe(chain, root), _source_line(object_graph.owners(chain))
     return Suspect("graph", where, line, what, rate, rate, step)
 
 
 def _item_size(container: Any) -> float:
-    """Return the mean size of the container's newest items in bytes."""
     items = _newest(container)
-    return deep_size(items, limit=400 * max(1, len(items))) / len(items) if items else 0.0
+    return (
+        object_graph.deep_size(items, limit=400 * max(1, len(items))) / len(items) if items else 0.0
+    )
 
 
 def _newest(container: Any) -> list[Any]:
@@ -231,12 +332,3 @@ def _tensors(item: Any, depth: int = 2) -> list[Tensor]:
         parts = list(item.values()) if is_a(item, dict) else item
         return [tensor for part in parts[:20] for tensor in _tensors(part, depth - 1)]
     return []
-
-
-def _line_of_function(items: Sequence[Any]) -> str | None:
-    for item in items:
-        function = item.__func__ if is_a(item, MethodType) else item
-        code = getattr(function, "__code__", None)
-        if code is not None:
-            return f"{_short(code.co_filename)}:{code.co_firstlineno}"
-    return None

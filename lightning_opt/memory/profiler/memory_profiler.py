@@ -131,12 +131,7 @@ class MemoryProfiler(RunCallback):
         self._start_watching()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: TracebackType | None) -> None:
         if error is not None and is_out_of_memory(error):
             write_out_of_memory_report(error, None, (), self._device, self._phase, Path.cwd())
         self._stop()
@@ -238,12 +233,7 @@ class MemoryProfiler(RunCallback):
         self._switch("optimizer", "before_optimizer")
 
     def on_train_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """End a profiled step, and log it."""
         if self._meter is None or self._categories is None:
@@ -272,13 +262,7 @@ class MemoryProfiler(RunCallback):
             self._measure(pl_module)
 
     def on_validation_batch_end(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        outputs: Any,
-        batch: Any,
-        batch_idx: int,
-        dataloader_idx: int = 0,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Add the peak of the first batch."""
         if self._meter is not None and self._watching(trainer):

@@ -15,7 +15,7 @@ import lightning_opt as lo
 from lightning_opt.core.measure.malloc import malloc_info, malloc_trim
 from lightning_opt.core.measure.memory import MB, MemoryLimits, Usage, address_space
 from lightning_opt.memory.cleanup import memory_cleanup as cleanup_module
-from lightning_opt.memory.cleanup.cleaning import Pressure, clean
+from lightning_opt.memory.cleanup.memory_cleanup import Pressure, clean
 from tests.helpers.models import SmallNet, assert_same_weights, loader_of
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer

@@ -173,7 +173,7 @@ LEAKS: dict[str, tuple[Callable[[], Net], str, str, str]] = {
     "loss list": (LossList, "graph", "LossList.losses", "self.losses.append(loss)"),
     "graph kept": (RunningLoss, "graph", "RunningLoss.running", "self.running = self.running +"),
     "cache": (GrowingCache, "container", "GrowingCache.cache", "self.cache[self.seen] ="),
-    "hook": (HookEachStep, "hook", "HookEachStep.layer.0._forward_hooks", "def remember"),
+    "hook": (HookEachStep, "container", "HookEachStep.layer.0._forward_hooks", ""),
     "traceback": (KeptErrors, "container", "KeptErrors.errors", "self.errors.append(error)"),
     "metric": (UnresetMetric, "container", "UnresetMetric.scores.value", "self.scores.update("),
     "logger": (LoggerBuffer, "container", "HoardingLogger.buffer", "self.buffer.append("),

@@ -21,8 +21,7 @@ from lightning_opt.core.measure.malloc import malloc_info
 from lightning_opt.core.measure.memory import MemoryLimits, Usage
 from lightning_opt.memory import object_graph
 from lightning_opt.memory.leaks import leak_detector
-from lightning_opt.memory.leaks.growth import MemoryTrend, read_counters
-from lightning_opt.memory.leaks.suspects import Suspect
+from lightning_opt.memory.leaks.suspects import MemoryTrend, Suspect, read_counters
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.leaks import leaky
@@ -72,9 +71,10 @@ def test_leak_is_found_within_300_steps_with_holder_and_line(name, tmp_path):
     (suspect,), report = find_leaks(model, {"logger": logger_for(name, tmp_path)})
     assert (suspect.kind, suspect.where) == (kind, where)
     assert suspect.step <= 300 == BATCHES * EPOCHS
-    file, _, number = suspect.line.rpartition(":")
-    assert Path(file).name == "leaky.py"
-    assert source in Path(leaky.__file__).read_text().splitlines()[int(number) - 1]
+    if source:
+        file, _, number = suspect.line.rpartition(":")
+        assert Path(file).name == "leaky.py"
+        assert source in Path(leaky.__file__).read_text().splitlines()[int(number) - 1]
     assert suspect.where in report
     assert suspect.advice in report
 
