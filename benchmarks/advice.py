@@ -1,8 +1,8 @@
-"""What often-heard advice is worth: a step, or an operation, without it and with it.
+"""Effect of often-heard advice: a step or an operation without it and with it.
 
-Supports docs/advice.md: where torch or Lightning does the thing already, the ratio is 1 or the
-baseline has to be made worse on purpose. Each pair computes the same. Those on pinned memory, on
-reading a loss and on emptying the cache mean something on a GPU only, and run there only.
+Supports docs/advice.md: if torch or Lightning already follows the advice, the ratio is 1 or the
+baseline is made worse on purpose. Both versions of a pair compute the same. The pairs on pinned
+memory, on reading a loss and on emptying the cache only run on a GPU.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from lightning_opt.core.numerics.ratios import median_ratio
 GPU = True
 
 Pair = tuple[str, str, str, Callable[[], object], Callable[[], object], int]
-"""Advice, what is compared, and the two: without it, with it; calls within one timing."""
+"""Advice, description, the version without it, the version with it, and calls per timing."""
 
 
 class Step:
@@ -132,7 +132,7 @@ def forward_pairs(device: str) -> list[Pair]:
 
 
 def gpu_pairs(device: str) -> list[Pair]:
-    """What has an effect only where the device works on its own."""
+    """Pairs that only differ on an asynchronous device."""
     steps = [Step(forty_tensor_mlp(device)) for _ in range(4)]
     pageable = torch.randn(64, 3, 128, 128)
     pinned = pageable.pin_memory()

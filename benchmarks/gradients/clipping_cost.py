@@ -1,9 +1,9 @@
-"""What AdaptiveClipping costs, beside torch's own clipping and the published packages.
+"""Cost of AdaptiveClipping, compared with torch's own clipping and published packages.
 
 Supports: on a model of 40 small tensors at most 0.6 times ``clip_grad_norm_`` and 0.4 times zclip;
 on a transformer of ten million parameters at most 1.02 of the bare step. The callback's hook is
-called as the Trainer calls it. Every candidate clips the same gradients, at a threshold that they
-do not reach, which is the usual case (on a CPU ours then writes nothing; torch always multiplies).
+called as the Trainer calls it. All candidates clip the same gradients at a threshold above their
+norm, the usual case. On a CPU AdaptiveClipping then writes nothing, while torch always multiplies.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""How each clipping rule behaves on norms whose course is known.
+"""Thresholds of each clipping rule on known sequences of norms.
 
 Supports the choice of ``Robust`` as the default of ``AdaptiveClipping``. Norms are lognormal with a
-deviation of 0.2 around 1; each scenario runs over many seeds, the table has the medians.
+deviation of 0.2 around 1. Each scenario runs over many seeds; the table has medians.
 
 steady    share of steps clipped on 10,000 norms without any event (after the first 1,000)
 spike     what passes of one norm of 100 times the usual after 600 steps, in usual norms

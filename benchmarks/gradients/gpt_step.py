@@ -1,10 +1,10 @@
-"""What health, guard and clipping add to a step of a GPT of 124M parameters.
+"""Cost of health, guard and clipping in a step of a GPT of 124M parameters.
 
-Supports: beside a step of a usual model on a GPU the three together cost no more than a few dozen
-launches, and no wait between reports. Steps of one model without callbacks, with torch's
-``clip_grad_norm_`` and with the callbacks take turns, each with its own optimizer; medians of
-ratios within a round. Launches are operators that torch dispatches during a step, but for views. On
-CUDA every wait during a timed step is an error. A CPU rehearses it with a tiny model.
+Supports: on a GPU the three together add at most a few dozen launches to a step, and no wait
+between reports. Steps of one model without callbacks, with torch's ``clip_grad_norm_`` and with the
+callbacks take turns, each with its own optimizer; the table has medians of the ratios within a
+round. Launches are the operators that torch dispatches during a step, without views. On CUDA every
+wait during a timed step is an error. On a CPU a tiny model replaces the GPT.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ GPU = True
 
 
 class Language(Regression):
-    """The GPT where the other benchmarks have a regression."""
+    """A GPT as the module of the benchmark."""
 
     def training_step(self, batch: torch.Tensor, batch_idx: int) -> torch.Tensor:
         with torch.autocast(batch.device.type, torch.bfloat16):
@@ -37,7 +37,7 @@ class Language(Regression):
 
 
 class Launches(TorchDispatchMode):
-    """Counts operators, but for views."""
+    """Counts operators without views."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,11 +49,11 @@ class Launches(TorchDispatchMode):
 
 
 NEVER = 10**9
-"""Steps between reports: more than are measured."""
+"""Steps between reports: more than there are."""
 
 
 class Watched:
-    """A call, and whether the host waits for a value within it; only CUDA can tell.
+    """A call that detects whether the host waits within it; only on CUDA.
 
     Attributes:
         waits: What torch says of a wait; the call goes on unwatched then, so that nothing is lost.
@@ -78,14 +78,14 @@ class Watched:
 
 
 def say_waits(calls: Mapping[str, Watched]) -> None:
-    """Fail, once all is published, if the host has waited."""
+    """Exit with an error after publishing if the host has waited."""
     waits = {name: call.waits for name, call in calls.items() if call.waits}
     if waits:
         sys.exit(f"The host waits: {waits}")
 
 
 def candidates(device: str) -> dict[str, Callable[[], None]]:
-    """Return one step of each kind. They share weights, which does not matter to a stopwatch."""
+    """Return one step of each kind. They share weights, which does not change the timing."""
     network = GPT(size_for(device, "124M")).to(device)
     batch = network.batch(8, device)
     found: dict[str, Callable[[], None]] = {}

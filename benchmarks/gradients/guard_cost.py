@@ -1,12 +1,11 @@
-"""What NonFiniteGuard costs a training step, alone and together with AdaptiveClipping.
+"""Cost of NonFiniteGuard in a training step, alone and with AdaptiveClipping.
 
 Supports: guard and clipping share one measurement of the gradient, so that both together cost
-little more than one of them. A step here is what the Trainer does: the hooks of the callbacks are
-called where it calls them, forward, backward and update included. Steps with and without callbacks
-take turns. Nothing goes wrong in them, which is the usual case.
+little more than one of them. A step includes forward, backward and update, and calls the hooks as
+the Trainer does. Steps with and without callbacks take turns. There are no faults, as usual.
 
-A busy machine moves whole steps by more than the callbacks cost, so the time within their hooks is
-measured as well, and compared with the rest of the very same step.
+The noise of whole steps on a busy machine exceeds the cost of the callbacks. So the time within
+their hooks is measured too, and compared with the rest of the same step.
 """
 
 from __future__ import annotations
@@ -79,7 +78,7 @@ def stepper(
 def measure(
     name: str, make: Callable[[], Regression], device: str, rounds: int, calls: int
 ) -> list[dict[str, object]]:
-    """Time the step with each set of callbacks, every one on a model of its own."""
+    """Time the step with each set of callbacks, each with its own model."""
     often = 10**9
     sets: dict[str, list[L.Callback]] = {
         "bare step": [],

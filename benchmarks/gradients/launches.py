@@ -1,10 +1,10 @@
-"""How many operators a step of clipping, guard and health dispatches on a GPU.
+"""Operators that a step of clipping, guard and health dispatches on a GPU.
 
-Supports: nothing but views aside, so many kernels or more are launched for a step of 98 parameters,
-at some 5 microseconds each. Counted on fake CUDA tensors, which needs no GPU; the counts are exact,
-and `tests/fake_cuda/test_launches.py` holds their bounds. An operator over a list of tensors counts
-once: of those that each tensor's own factor makes necessary (`fixed_value`, `per_parameter`,
-`unit_wise`) CUDA makes a launch a tensor, from C++.
+Supports: the number of launches in a step of 98 parameters, at about 5 microseconds each. Counted
+on fake CUDA tensors, which needs no GPU, without views; the counts are exact, and
+`tests/fake_cuda/test_launches.py` enforces their bounds. An operator over a list of tensors counts
+once, but if each tensor has its own factor (`fixed_value`, `per_parameter`, `unit_wise`), CUDA
+launches one kernel per tensor.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ BEFORE = {
     "guard with spikes": 230,
     "health": 0,
 }
-"""What the same count gave before the device had polynomials of its own."""
+"""The counts before the device path had its own formulas."""
 
 
 def launches_of(rule: str) -> int:
-    """Return what a step of one rule dispatches."""
+    """Return the operators of a step of one rule."""
     with fake_cuda():
         model = on_fake_cuda(Transformer())
         clipper = lo.GradientClipper(model, rule)
@@ -55,7 +55,7 @@ def launches_of(rule: str) -> int:
 
 
 def launches_beside(make: Callable[[], Any] | None) -> int:
-    """Return what callbacks dispatch in a step: one of them, and clipping behind it."""
+    """Return the operators of a step with a callback before clipping."""
     with fake_cuda():
         callbacks = [lo.AdaptiveClipping(every_n_steps=NEVER)]
         stage = Stage(callbacks if make is None else [make(), *callbacks], fused=True)
@@ -63,8 +63,8 @@ def launches_beside(make: Callable[[], Any] | None) -> int:
     return steps[-1].total
 
 
-def torchs() -> int:
-    """Return what torch's own clipping dispatches."""
+def torch_launches() -> int:
+    """Return the operators of torch's own clipping."""
     with fake_cuda():
         model = on_fake_cuda(Transformer())
         fake_gradients(model)
@@ -75,7 +75,9 @@ def torchs() -> int:
 def main() -> None:
     """Count and publish the table."""
     arguments = parse_arguments(__doc__)
-    rows: list[dict[str, object]] = [{"what": "torch clip_grad_norm_", "operators": torchs()}]
+    rows: list[dict[str, object]] = [
+        {"what": "torch clip_grad_norm_", "operators": torch_launches()}
+    ]
     for rule, bound in BOUNDS.items():
         count = launches_of(rule)
         rows.append({"what": rule, "operators": count, "bound": bound, "before": BEFORE[rule]})

@@ -1,14 +1,13 @@
-"""What PerformanceMonitor costs a training step: less than 0.5% of one of 10 ms.
+"""Cost of PerformanceMonitor: less than 0.5% of a training step of 10 ms.
 
-Supports: "costs next to nothing". A step here is what the Trainer does: the hooks of the callback
-are called where it calls them, forward, backward and update included. Steps with and without it
-take turns, 50 at a time, so that each turn has one report.
+Supports: "costs next to nothing". A step includes forward, backward and update, and calls the hooks
+as the Trainer does. Steps with and without the callback take turns, 50 at a time, so that each turn
+has one report.
 
-A busy machine moves whole steps by more than the callback costs, so the time within its hooks is
-measured as well: medians, of the steps with a report and of the others, beside the median of the
-rest of the very same steps. The thread that samples the machine runs beside all of them; what it
-takes is its own CPU time over the time passed, without and with children such as the workers of a
-loader have.
+The noise of whole steps on a busy machine exceeds the cost of the callback. So the time within its
+hooks is measured too: medians of the steps with a report and of the others, relative to the median
+of the rest of the same steps. The cost of the sampling thread is its CPU time divided by the
+elapsed time, without and with child processes such as the workers of a loader.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ from lightning_opt.profiling.monitor.sampling import Sampler, find_gpu
 GPU = True
 
 STEPS = 50
-"""Steps of a turn, and from one report to the next."""
+"""Steps per turn, and between reports."""
 
 
 def ten_milliseconds(device: str) -> Regression:
-    """Twenty linear layers that take about that long on one thread of a CPU; less on a GPU."""
+    """Twenty linear layers: about 10 ms on one thread of a CPU, less on a GPU."""
     layers = [layer for _ in range(20) for layer in (nn.Linear(256, 256), nn.ReLU())]
     return Regression(nn.Sequential(*layers), torch.randn(64, 256)).to(device)
 
@@ -89,7 +88,7 @@ def stepper(
 
 
 def thread_share(seconds: float, children: int, device: str) -> float:
-    """Return the share of a core that the sampling thread takes at its default pace."""
+    """Return the sampling thread's share of a core at its default interval."""
     sleeping = [
         subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         for _ in range(children)
@@ -130,7 +129,7 @@ def main() -> None:
     taken = time_in_turns(steps, rounds=rounds, calls=STEPS, device=device)
     monitor.teardown(trainer, module, "fit")
     idle, busy = thread_share(seconds, 0, device), thread_share(seconds, 8, device)
-    # The monitor has counted from the first step, so every fiftieth of these has a report.
+    # The monitor counts from the first step, so every fiftieth step has a report.
     rest = statistics.median(seconds for _, seconds in spent["with it"])
     report_step = statistics.median(hooks for hooks, _ in spent["with it"][STEPS - 1 :: STEPS])
     plain_step = statistics.median(hooks for hooks, _ in spent["with it"])

@@ -1,4 +1,4 @@
-"""What the tests of clipping rules have in common: one of each rule, and ways to put it to work."""
+"""Helpers for tests of clipping rules: one of each rule, and ways to run it."""
 
 import io
 import math
@@ -24,7 +24,7 @@ from lightning_opt.gradients.clipping.norm_rules import (
 )
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
 
-# Warm-ups and windows short enough that a run of 60 steps sees what lies beyond them.
+# Warm-ups and windows shorter than the 60 steps of a test.
 NORM_RULES: dict[str, Callable[[], NormRule]] = {
     "fixed_norm": lambda: FixedNorm(0.8),
     "mean_std-raw": lambda: MeanStd(k=1.0, window=16, warmup=5),
@@ -53,7 +53,7 @@ both_taken = pytest.mark.parametrize("path", ["host", "device"], indirect=True)
 
 
 def as_scalar(norm: float, path: str) -> float | Tensor:
-    """Return a norm as a rule gets it: 0 where it is not finite."""
+    """Return a norm as a rule gets it: 0 if it is not finite."""
     norm = norm if norm < math.inf else 0.0
     return torch.tensor(norm, dtype=torch.float64) if path == "device" else norm
 
@@ -68,10 +68,10 @@ def thresholds_of(
 
 
 def statistics_of(state: dict[str, Any]) -> dict[str, Any]:
-    """Return what a rule has learnt, without what depends on how it is kept.
+    """Return the statistics of a rule's state in one form for host and device.
 
-    A window's buffer on a device has room for more, filled with NaN, and counts what was offered.
-    A band's matrix there has a place for what a step adds to the variance.
+    A window's buffer on a device is padded with NaN, and a band's matrix on a device holds the
+    step's own share of the variance.
     """
     plain: dict[str, Any] = to_plain(state)
     if "values" in plain:
@@ -85,12 +85,12 @@ def statistics_of(state: dict[str, Any]) -> dict[str, Any]:
         return {"count": int(plain["count"]), **finite}
     statistics = {name: torch.as_tensor(value).tolist() for name, value in plain.items()}
     if "band" in statistics:
-        statistics["band"][0][1] = 0.0  # a step's own part of the variance, made anew by the next
+        statistics["band"][0][1] = 0.0  # the share of the variance is recomputed at each step
     return statistics
 
 
 def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
-    """Return ``state`` as a checkpoint gives it back."""
+    """Save and load ``state``."""
     buffer = io.BytesIO()
     torch.save(state, buffer)
     buffer.seek(0)
@@ -99,7 +99,7 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
 
 
 def apply_norms(rule: ClippingRule, norms: list[float], path: str, state: dict[str, Any]) -> Clip:
-    """Have ``rule`` clip a step of tensors with just these norms, whatever their elements."""
+    """Clip a step whose tensors have these norms."""
     parameters = [nn.Parameter(torch.zeros(1)) for _ in norms]
     tensors = [torch.tensor([norm]) for norm in norms]
     wide = torch.tensor(norms, dtype=torch.float64)
@@ -114,7 +114,7 @@ def apply_norms(rule: ClippingRule, norms: list[float], path: str, state: dict[s
 
 
 class Net(nn.Module):
-    """Five parameters of different shapes, in float64 so that only the rule makes a difference."""
+    """Five parameters of different shapes, in float64."""
 
     def __init__(self) -> None:
         super().__init__()

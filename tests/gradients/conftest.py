@@ -1,13 +1,21 @@
-"""Host and device path, on one machine."""
+"""The host path and the device path, both with tensors of the CPU."""
 
 import pytest
 
 from tests.helpers.syncs import take_device_path
 
 
+@pytest.fixture(params=[False, True], ids=["host", "device"])
+def device_path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Run the test on the host path and on the device path."""
+    if request.param:
+        take_device_path(monkeypatch)
+    return bool(request.param)
+
+
 @pytest.fixture
 def path(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Take the path of the parameter: ``"host"``, or ``"device"`` with tensors of the CPU."""
+    """Use the path of the parameter: ``"host"`` or ``"device"``."""
     if request.param == "device":
         take_device_path(monkeypatch)
     return str(request.param)

@@ -1,4 +1,4 @@
-"""Models and data that go wrong where they are told to, for real reasons."""
+"""Models and data with planted faults of real causes."""
 
 import copy
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ FEATURES = 6
 
 
 class NumberedBatches(Dataset[Any]):
-    """Batches that know their number: ``(number, inputs, targets)``, without those left out."""
+    """Batches ``(number, inputs, targets)``, without those in ``leave_out``."""
 
     def __init__(self, count: int, leave_out: Any = (), seed: int = 0, rows: int = 8) -> None:
         generator = torch.Generator().manual_seed(seed)
@@ -35,10 +35,10 @@ class NumberedBatches(Dataset[Any]):
 
 
 class FaultyNet(LightningModule):
-    """Linear, BatchNorm, linear; the batches named in ``faults`` go wrong.
+    """Linear, BatchNorm, linear, with planted faults.
 
     Args:
-        faults: From the number of a batch to what happens at it: ``"nan"`` (a corrupt batch),
+        faults: The fault of each batch number: ``"nan"`` (a corrupt batch),
             ``"log"`` (the logarithm of a negative number in a layer), ``"inf"`` (an overflowing
             exponential), ``"constant"`` (an infinite loss with a finite gradient), ``"root"`` (a
             finite loss whose gradient is NaN), ``"spike"`` (targets a thousand times too large),
@@ -46,7 +46,7 @@ class FaultyNet(LightningModule):
         optimizer: Class of the optimizer.
         settings: Its arguments.
         rank: The only rank on which faults happen; None for all.
-        batches: How many there are; those in ``leave_out`` do not come.
+        batches: Number of batches, including those in ``leave_out``.
     """
 
     def __init__(
@@ -104,7 +104,7 @@ class FaultyNet(LightningModule):
 
 
 class Lion(Optimizer):
-    """Sign of a momentum; counts its steps in the group, where no missing gradient stops it."""
+    """Sign of a momentum. It counts steps in the group, even without gradients."""
 
     def __init__(self, params: Any, lr: float = 1e-2, beta: float = 0.9) -> None:
         super().__init__(params, {"lr": lr, "beta": beta, "steps": 0})

@@ -1,6 +1,6 @@
-"""Clipping rules written down a second time, from papers and docstrings, in float64 and numpy.
+"""Independent implementations of the clipping rules in numpy, from papers and docstrings.
 
-They favour the obvious over the fast: whole histories instead of recursions where that is possible.
+They use whole histories instead of recursions where possible.
 """
 
 import math
@@ -10,7 +10,7 @@ import numpy as np
 
 
 def lognormal_norms(steps: int, seed: int = 0, sigma: float = 0.5) -> list[float]:
-    """Return norms as a training run has them: around 1, spread over factors, with rare spikes."""
+    """Return lognormal norms around 1 with rare spikes."""
     rng = np.random.default_rng(seed)
     spikes = np.where(rng.random(steps) < 0.01, 30.0, 1.0)
     return [float(norm) for norm in np.exp(sigma * rng.standard_normal(steps)) * spikes]
@@ -44,7 +44,7 @@ def robust(
     patience: int | None = 25,
     min_std: float = 0.1,
 ) -> list[float]:
-    """Keep first and second moments of the logarithm, where the package keeps mean and variance."""
+    """Use first and second moments of the logarithm, where the package uses mean and variance."""
     logs: list[float] = []
     mean, square = 0.0, 0.0
     half_squares: list[float] = []  # of the differences between neighbours, in the warm-up

@@ -1,4 +1,4 @@
-"""The seam between Lightning and the gradients, by its parts."""
+"""Loss scale, names and shared norms of gradient callbacks."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +11,6 @@ from lightning.pytorch.strategies import DeepSpeedStrategy
 from torch import nn
 
 import lightning_opt as lo
-from lightning_opt.gradients import gradient_callback
 from lightning_opt.gradients.gradient_callback import GradientCallback, grad_scale, plain_name
 from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.trainers import GradientSpy, quiet_trainer
@@ -24,7 +23,7 @@ def trainer_with(plugin: Precision) -> Any:
 
 
 def scaled(optimizer_name: str, *, fused: bool, enabled: bool = True) -> Any:
-    """An optimizer after a scaled backward, with the Trainer and the scaler that did it."""
+    """Return an optimizer after a scaled backward, with Trainer, scaler and layer."""
     layer = nn.Linear(2, 1)
     optimizer = getattr(torch.optim, optimizer_name)(layer.parameters(), lr=0.1, fused=fused)
     scaler = torch.amp.GradScaler("cpu", init_scale=SCALE, enabled=enabled)
@@ -33,7 +32,7 @@ def scaled(optimizer_name: str, *, fused: bool, enabled: bool = True) -> Any:
 
 
 @pytest.mark.parametrize("optimizer_name", ["SGD", "Adam", "AdamW", "Adagrad"])
-def test_scale_of_a_fused_optimizer(optimizer_name):
+def test_grad_scale_of_a_fused_optimizer_is_the_loss_scale(optimizer_name):
     optimizer, trainer, scaler, layer = scaled(optimizer_name, fused=True)
     assert layer.bias.grad == SCALE
     assert float(grad_scale(trainer, optimizer)) == SCALE
@@ -42,14 +41,14 @@ def test_scale_of_a_fused_optimizer(optimizer_name):
     assert grad_scale(trainer, optimizer) == 1.0
 
 
-def test_scale_where_lightning_unscales():
+def test_grad_scale_is_one_after_unscaling():
     optimizer, trainer, scaler, layer = scaled("SGD", fused=False)
     scaler.unscale_(optimizer)  # as MixedPrecision does before the hook
     assert layer.bias.grad == 1.0
     assert grad_scale(trainer, optimizer) == 1.0
 
 
-def test_scale_without_a_scaler():
+def test_grad_scale_is_one_without_a_scaler():
     optimizer, trainer, _, layer = scaled("SGD", fused=True, enabled=False)
     assert layer.bias.grad == 1.0
     assert grad_scale(trainer, optimizer) == 1.0
@@ -57,20 +56,20 @@ def test_scale_without_a_scaler():
         assert grad_scale(trainer_with(plugin), optimizer) == 1.0
 
 
-def test_scale_before_the_first_loss():
+def test_grad_scale_is_one_before_the_first_loss():
     optimizer = torch.optim.SGD(nn.Linear(2, 1).parameters(), fused=True)
     plugin = MixedPrecision("16-mixed", "cpu", torch.amp.GradScaler("cpu"))
     assert grad_scale(trainer_with(plugin), optimizer) == 1.0
 
 
-def test_asking_for_the_scale_adds_nothing_to_the_scaler():
+def test_grad_scale_does_not_change_the_scaler():
     optimizer, trainer, scaler, _ = scaled("SGD", fused=True)
     grad_scale(trainer, optimizer)
     assert not scaler._per_optimizer_states
 
 
 class Listener(GradientCallback):
-    """Notes the norm at each step."""
+    """Records the norm at each step."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -88,7 +87,7 @@ def run(model: Any, *callbacks: Any, **settings: Any) -> Any:
     return trainer
 
 
-def test_optimizers_are_told_by_their_index():
+def test_norms_are_measured_per_optimizer():
     tested, spy = Listener(), GradientSpy()
     run(AdversarialNet(), tested, spy)
     for index in (0, 1):
@@ -96,7 +95,7 @@ def test_optimizers_are_told_by_their_index():
         assert norms == pytest.approx(spy.norms[index])
 
 
-def test_names_are_those_of_the_model_without_its_wrappers():
+def test_names_omit_wrappers():
     class Wrapped(nn.Module):
         def __init__(self, inner: nn.Module) -> None:
             super().__init__()
@@ -115,7 +114,7 @@ def test_names_are_those_of_the_model_without_its_wrappers():
     assert plain_name("_orig_mod") == ""
 
 
-def test_a_parameter_that_only_an_optimizer_holds_has_a_name():
+def test_parameter_outside_the_model_has_a_name():
     class Foreign(SmallNet):
         def configure_optimizers(self) -> Any:
             return torch.optim.SGD([*self.parameters(), foreign], lr=0.1)
@@ -125,29 +124,8 @@ def test_a_parameter_that_only_an_optimizer_holds_has_a_name():
     assert tested.known["optimizer_0.4"] is foreign
 
 
-class Count:
-    """How often norms are measured."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.calls = 0
-        place = "lightning_opt.gradients.gradient_callback.measure_norms"
-        measure = gradient_callback.measure_norms
-
-        def counted(*args: Any, **more: Any) -> Any:
-            self.calls += 1
-            return measure(*args, **more)
-
-        monkeypatch.setattr(place, counted)
-
-
-def test_neighbours_measure_once(monkeypatch):
-    count = Count(monkeypatch)
-    run(SmallNet(), Listener(), Listener(), lo.AdaptiveClipping())
-    assert count.calls == 12
-
-
 class Writes(Callback):
-    """Multiplies gradients in a way that leaves a tensor's count of writes as it is."""
+    """Multiplies gradients without changing their version counter."""
 
     def __init__(self, how: str) -> None:
         self.how = how
@@ -161,14 +139,14 @@ class Writes(Callback):
 
 
 @pytest.mark.parametrize("how", ["replaced", "data"])
-def test_what_somebody_else_has_changed_is_measured_anew(how):
-    """Every norm that clipping lets pass is within its bound."""
+def test_gradients_changed_by_other_callbacks_are_measured_again(how):
+    """No norm exceeds the bound after clipping."""
     spy = GradientSpy()
     run(SmallNet(), Listener(), Writes(how), lo.AdaptiveClipping(lo.FixedNorm(1.0)), spy)
     assert max(spy.norms[0]) <= 1.0 + 1e-6
 
 
-def test_lets_go_of_the_model():
+def test_callback_drops_references_to_the_model():
     tested = Listener()
     run(SmallNet(), tested)
     assert not tested.names
@@ -179,19 +157,19 @@ def test_lets_go_of_the_model():
     [lo.AdaptiveClipping, lo.NonFiniteGuard, lo.GradientHealth, lo.CurvatureMonitor,
      lo.CurvaturePreconditioner],
 )  # fmt: skip
-def test_a_second_instance_is_refused_at_the_start(kind):
+def test_second_instance_raises(kind):
     with pytest.raises(RuntimeError, match="more than one stateful"):  # by Lightning itself
         run(SmallNet(), kind(), kind())
 
 
-def test_clipping_by_two_rules_keeps_two_states(tmp_path):
+def test_two_clipping_rules_keep_two_states(tmp_path):
     rules = [lo.AdaptiveClipping(lo.UnitWise()), lo.AdaptiveClipping(lo.FixedNorm(1.0))]
     trainer = run(SmallNet(), *rules)
     trainer.save_checkpoint(tmp_path / "both.ckpt")
     assert [len(rule.report().rows) for rule in rules] == [1, 1]
 
 
-def test_refusals_name_the_callback():
+def test_lbfgs_and_deepspeed_raise_with_the_name_of_the_callback():
     class Newton(SmallNet):
         def configure_optimizers(self) -> Any:
             return torch.optim.LBFGS(self.parameters())

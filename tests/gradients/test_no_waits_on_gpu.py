@@ -1,4 +1,4 @@
-"""On a GPU the callbacks of a step wait for nothing between reports: torch itself says so."""
+"""On a GPU the callbacks never wait between reports, by torch's sync debug mode."""
 
 from typing import Any
 
@@ -21,8 +21,8 @@ HOOKS = (
 )
 
 
-class Sets(Callback):
-    """Sets torch's mode of waits in each hook, from the third step on."""
+class SetSyncMode(Callback):
+    """Sets torch's sync debug mode in each hook, from the third step on."""
 
     def __init__(self, mode: str) -> None:
         self.mode, self.calls = mode, 0
@@ -38,10 +38,10 @@ class Sets(Callback):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("precision", ["32-true", "bf16-mixed", "16-mixed"])
-def test_callbacks_wait_for_nothing_between_reports(precision):
+def test_callbacks_do_not_wait_between_reports(precision):
     network = torch.nn.Sequential(*[torch.nn.Linear(64, 64) for _ in range(4)])
     module = Regression(network, torch.zeros(1), fused=True)
-    strict, lenient = Sets("error"), Sets("default")
+    strict, lenient = SetSyncMode("error"), SetSyncMode("default")
     callbacks = [
         strict,
         lo.GradientHealth(every_n_steps=NEVER),

@@ -189,11 +189,6 @@ class LogBand:
         # Coefficients are constant from this count on.
         settled = math.ceil(self.LEAD / max(1.0 - self.decay, 1e-4) - self.LEAD)
         self._last = max(self.warmup, settled)
-        self._count_table = [
-            [self._by_count(n, case) for case in (MISSING, WITHIN, BEYOND)]
-            for n in range(self._last + 1)
-        ]
-        self._floor_table = [self._floors(n) for n in range(self._last + 2)]
 
     def _by_count(self, n: int, case: int) -> tuple[float, float, float, float]:
         """Return ``weight``, ``keep``, ``square`` and ``rough`` after ``n`` values."""
@@ -239,12 +234,12 @@ class LogBand:
         (mean, _, count), (previous, var, _), (level, _, streak) = state["band"]
         n = min(int(count), self._last)
         std = math.sqrt(var)
-        threshold_floor, width_floor = self._floor_table[n]
+        threshold_floor, width_floor = self._floors(n)
         limit = exp(mean + self.k * max(std, threshold_floor))
         if not 0.0 < value < math.inf:
             return limit
         case = BEYOND if value > limit else WITHIN
-        weight, keep, square, rough = self._count_table[n][case]
+        weight, keep, square, rough = self._by_count(n, case)
         level_keep, level_weight, streak_keep, streak_gain, ends = self._by_streak(
             int(streak), case
         )
@@ -345,10 +340,10 @@ def _band_table(band: LogBand) -> Tensor:
             row.append([])
         for case in (MISSING, WITHIN, BEYOND):
             own = min(n, band._last)
-            weight, keep, square, rough = band._count_table[own][case]
+            weight, keep, square, rough = band._by_count(own, case)
             present = float(case != MISSING)
             more = present if n < band._last else 0.0
-            floors = band._floor_table[own + int(present)]
+            floors = band._floors(own + int(present))
             level_keep, level_weight, streak_keep, streak_gain, ends = band._by_streak(n, case)
             mean = [1.0, 0.0, 1.0, weight, square, more, 0.0, *floors]
             previous = [1.0, keep, 1.0, present, rough, more, 0.0, *floors]

@@ -34,36 +34,25 @@ def profile(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("profile", "ok", f"{name} profiled the run.")
 
 
-def memory(trainer: pl.Trainer) -> Verdict | None:
-    """How full was the GPU at its peak?"""
-    used = _share_of_gpu(trainer)
-    if used is None:
-        return None
-    finding = f"At the peak, tensors took {used:.0%} of the GPU's memory."
-    if used > NEARLY_FULL:
-        advice = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
-        return Verdict("memory", "look", finding, advice)
-    return Verdict("memory", "ok", finding)
-
-
-def batch_size(trainer: pl.Trainer) -> Verdict | None:
-    """Is there memory for a larger batch?"""
-    used = _share_of_gpu(trainer)
-    if used is None:
-        return None
-    finding = f"At the peak, tensors took {used:.0%} of the GPU's memory."
-    if used < HALF_EMPTY:
-        advice = "find_batch_size() finds the largest and the fastest batch size."
-        return Verdict("batch size", "look", finding, advice)
-    return Verdict("batch size", "ok", finding)
-
-
-def _share_of_gpu(trainer: pl.Trainer) -> float | None:
+def gpu_memory(trainer: pl.Trainer) -> list[Verdict]:
+    """How much of the GPU's memory was used at the peak?"""
     device = trainer.strategy.root_device
     if device.type != "cuda" or not torch.cuda.is_initialized():
-        return None
+        return []
     peak = torch.cuda.max_memory_allocated(device)
-    return peak / torch.cuda.get_device_properties(device).total_memory if peak else None
+    if not peak:
+        return []
+    used = peak / torch.cuda.get_device_properties(device).total_memory
+    finding = f"At the peak, tensors took {used:.0%} of the GPU's memory."
+    memory = batch_size = ""
+    if used > NEARLY_FULL:
+        memory = "A longer batch may run out of memory: MicroBatching('auto') splits it then."
+    if used < HALF_EMPTY:
+        batch_size = "find_batch_size() finds the largest and the fastest batch size."
+    return [
+        Verdict("memory", "look" if memory else "ok", finding, memory),
+        Verdict("batch size", "look" if batch_size else "ok", finding, batch_size),
+    ]
 
 
 def precision(trainer: pl.Trainer) -> Verdict | None:
@@ -168,10 +157,9 @@ def monitoring(trainer: pl.Trainer) -> Verdict | None:
     return Verdict("monitoring", "ok", f"Metrics are logged by {names}.")
 
 
-CHECKS: tuple[Callable[[Any], Verdict | None], ...] = (
+CHECKS: tuple[Callable[[Any], Verdict | list[Verdict] | None], ...] = (
     profile,
-    memory,
-    batch_size,
+    gpu_memory,
     precision,
     optimizer,
     compilation,

@@ -1,4 +1,4 @@
-"""Rules on tensors, units and elements, against torch, papers and the faults of their peers."""
+"""Rules per tensor, unit and element, against torch and independent references."""
 
 import math
 from typing import Any
@@ -29,7 +29,7 @@ def gradients_of(module: nn.Module) -> dict[str, np.ndarray]:
 
 @both_taken
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_fixed_value_is_torchs(path: str, dtype: torch.dtype) -> None:
+def test_fixed_value_equals_torch(path: str, dtype: torch.dtype) -> None:
     ours, theirs = Net().to(dtype), Net().to(dtype)
     for seed, norm in enumerate((0.1, 3.0, 40.0)):
         set_gradients(ours, norm, seed)
@@ -41,7 +41,7 @@ def test_fixed_value_is_torchs(path: str, dtype: torch.dtype) -> None:
 
 
 @both_taken
-def test_fixed_value_counts_the_tensors_over_its_bound(path: str) -> None:
+def test_fixed_value_counts_clipped_tensors(path: str) -> None:
     net = Net()
     for index, parameter in enumerate(net.parameters()):
         parameter.grad = torch.full_like(parameter, 1.0 if index < 2 else -0.1)
@@ -71,7 +71,7 @@ LAYERS: dict[str, tuple[nn.Module, dict[str, int | None]]] = {
 @both_taken
 @pytest.mark.parametrize("norm", [1e-3, 0.1, 30.0])
 @pytest.mark.parametrize("layer", LAYERS)
-def test_unit_wise_is_the_papers(layer: str, norm: float, path: str) -> None:
+def test_unit_wise_equals_the_reference(layer: str, norm: float, path: str) -> None:
     module, axes = LAYERS[layer]
     for parameter in module.parameters():
         nn.init.normal_(parameter)
@@ -112,8 +112,8 @@ def test_unit_wise_measures_half_precision_in_float32(path: str, dtype: torch.dt
 
 
 @both_taken
-def test_zero_initialised_weights_still_move(path: str) -> None:
-    """Without the floor of ``eps`` the bound is 0 and stays 0: the layer is frozen for good."""
+def test_zero_initialised_weights_are_trained(path: str) -> None:
+    """Without ``eps`` the bound would stay 0."""
     module = nn.Linear(3, 2)
     nn.init.zeros_(module.weight)
     nn.init.zeros_(module.bias)
@@ -128,7 +128,7 @@ def test_zero_initialised_weights_still_move(path: str) -> None:
 
 
 class HeadFirst(nn.Module):
-    """Its head is registered first and runs last; one linear layer never runs."""
+    """A head that is registered first and runs last, and a linear layer that never runs."""
 
     def __init__(self, recompute: bool = False, tied: bool = False) -> None:
         super().__init__()
@@ -163,18 +163,17 @@ BODY = {"embedding.weight", "body.0.weight", "body.0.bias", "body.2.weight", "bo
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
-def test_the_linear_layer_that_runs_last_is_left_out(recompute: bool) -> None:
+def test_linear_layer_that_runs_last_is_excluded(recompute: bool) -> None:
     assert clipped_names(HeadFirst(recompute), UnitWise()) == BODY
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["plain", "checkpointed"])
-def test_a_tied_head_is_left_out(recompute: bool) -> None:
+def test_tied_head_is_excluded(recompute: bool) -> None:
     names = clipped_names(HeadFirst(recompute, tied=True), UnitWise())
     assert names == BODY - {"embedding.weight"}
 
 
-def test_the_final_linear_of_another_optimizer_does_not_count() -> None:
-    """The layer left out is the last of those whose parameters are clipped here."""
+def test_excluded_layer_belongs_to_the_same_optimizer() -> None:
     model = HeadFirst()
     clipper = GradientClipper(model, UnitWise(), parameters=model.body.parameters())
     model(torch.arange(6)).square().sum().mul(100.0).backward()
@@ -185,7 +184,7 @@ def test_the_final_linear_of_another_optimizer_does_not_count() -> None:
 
 
 @pytest.mark.parametrize("way", ["torch.compile", "module.compile", "a part"])
-def test_a_compiled_model_gets_no_hooks_and_its_last_registered_linear_is_left_out(
+def test_compiled_model_gets_no_hooks_and_its_last_linear_is_excluded(
     way: str,
 ) -> None:
     inner = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 2))
@@ -203,7 +202,7 @@ def test_a_compiled_model_gets_no_hooks_and_its_last_registered_linear_is_left_o
     assert not (gradients_of(inner)["0.weight"] == before["0.weight"]).any()
 
 
-def test_exclude() -> None:
+def test_exclude_takes_patterns() -> None:
     head = {"head.weight", "head.bias"}
     assert clipped_names(HeadFirst(), UnitWise(exclude=None)) == BODY | head
     assert clipped_names(HeadFirst(), UnitWise(exclude=[])) == BODY | head
@@ -219,7 +218,7 @@ def test_exclude() -> None:
             UnitWise(exclude=wrong)  # type: ignore[arg-type]
 
 
-def test_unit_wise_leaves_no_hooks() -> None:
+def test_unit_wise_removes_its_hooks() -> None:
     def hooks(model: nn.Module) -> int:
         return sum(len(module._forward_pre_hooks) for module in model.modules())
 
@@ -228,12 +227,12 @@ def test_unit_wise_leaves_no_hooks() -> None:
     rule.attach(model)
     assert hooks(model) == 4
     model(torch.arange(6))
-    assert hooks(model) == 1, "only the layer that never ran is still waited for"
+    assert hooks(model) == 1, "the layer that never ran"
     rule.detach()
     assert hooks(model) == 0
 
 
-def test_unit_wise_leaves_sparse_rows_alone() -> None:
+def test_unit_wise_skips_sparse_gradients() -> None:
     module = nn.Embedding(6, 3, sparse=True)
     module(torch.tensor([1, 4])).sum().backward()
     GradientClipper(module, UnitWise(exclude=None)).clip()
@@ -241,7 +240,7 @@ def test_unit_wise_leaves_sparse_rows_alone() -> None:
 
 
 def test_unit_wise_copies_no_gradient_on_a_cpu() -> None:
-    """Weights of one shape are measured together on a device only: copies cost a CPU more."""
+    """Stacking tensors of one shape pays only on a device."""
     module = nn.Sequential(*(nn.Linear(64, 64) for _ in range(4)))
     set_gradients(module, 1.0, 0)
     clipper = GradientClipper(module, UnitWise(1e6, exclude=None))
@@ -256,8 +255,8 @@ def test_unit_wise_copies_no_gradient_on_a_cpu() -> None:
 
 @both_taken
 @pytest.mark.parametrize("scale", [1.0, 1e-8], ids=["unit", "tiny"])
-def test_per_parameter_is_adagc(scale: float, path: str) -> None:
-    """Also with tensors that have no gradient at times, appear late, or are zero for a while."""
+def test_per_parameter_equals_the_reference(scale: float, path: str) -> None:
+    """Some tensors lack a gradient at times, appear late, or are zero for a while."""
     settings: dict[str, Any] = {
         "factor": 1.05,
         "decay": 0.9,
@@ -292,8 +291,8 @@ def test_per_parameter_is_adagc(scale: float, path: str) -> None:
 
 
 @both_taken
-def test_a_spike_after_an_absence_is_still_clipped(path: str) -> None:
-    """A layer that random depth or routing leaves out for a step is not a new one."""
+def test_spike_after_a_step_without_gradient_is_clipped(path: str) -> None:
+    """Random depth or routing may skip a layer for a step."""
     rule = PerParameter(warmup=2)
     module = nn.ParameterDict({n: nn.Parameter(torch.zeros(1)) for n in "ab"})
     clipper = GradientClipper(module, rule)

@@ -1,4 +1,4 @@
-"""Clipping of gradients that are unlike others, and with a default type that is."""
+"""Clipping of complex gradients, and with bfloat16 as the default dtype."""
 
 from collections.abc import Iterator
 
@@ -22,7 +22,7 @@ class Filter(nn.Module):
 
 
 @pytest.mark.parametrize("path", ["host", "device"], indirect=True)
-def test_complex_gradients_have_their_real_and_imaginary_parts_clamped(path: str) -> None:
+def test_fixed_value_clamps_real_and_imaginary_parts(path: str) -> None:
     model = Filter()
     GradientClipper(model, FixedValue(2.0)).clip()
     assert model.filter.grad is not None
@@ -55,7 +55,7 @@ def _bfloat16_by_default() -> Iterator[None]:
 @pytest.mark.parametrize(
     "rule", [FixedNorm(0.1), FixedValue(0.1), PerParameter(warmup_norm=0.1), UnitWise(1e-6)]
 )
-def test_shares_are_counted_beyond_what_bfloat16_can(
+def test_counts_do_not_use_the_default_dtype(
     device_path: bool, rule: object, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if device_path:

@@ -143,14 +143,11 @@ class TestReducedLearningRate:
 
 
 class TestRollback:
-    @pytest.mark.parametrize("device_path", [False, True])
     @pytest.mark.parametrize("kind", ["nan", "root"])
     def test_run_continues_from_the_snapshot_with_later_data(
-        self, kind: str, device_path: bool, monkeypatch: pytest.MonkeyPatch
+        self, kind: str, device_path: bool
     ) -> None:
         """Bit-identical to a run without the batches between snapshot and rollback."""
-        if device_path:
-            take_device_path(monkeypatch)
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
         rolled = fit(scheduled(in_a_row(15, 21, kind), fused=device_path), guard)
         last = 22 if device_path else 20  # the result arrives two steps later
@@ -210,12 +207,7 @@ class TestRollback:
 
 
 class TestDamagedWeights:
-    @pytest.mark.parametrize("device_path", [False, True])
-    def test_nan_weight_is_rolled_back(
-        self, device_path: bool, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        if device_path:
-            take_device_path(monkeypatch)
+    def test_nan_weight_is_rolled_back(self, device_path: bool) -> None:
         guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=10, lr_backoff=1.0)
         rolled = fit(scheduled({15: "weight"}, fused=device_path), guard)
         last = 17 if device_path else 15

@@ -1,4 +1,4 @@
-"""The guard beside buffers, losses and hooks that are not its own."""
+"""The guard with unusual buffers, several optimizers and complex weights."""
 
 from typing import Any
 
@@ -19,7 +19,7 @@ def fit(model: Any, *callbacks: Any, **settings: Any) -> Any:
 
 
 class Masked(FaultyNet):
-    """With a causal mask that is made at once, and one that is made in the forward pass."""
+    """A model with a mask of -inf from the start and one from the forward pass."""
 
     def __init__(self, *args: Any, **settings: Any) -> None:
         super().__init__(*args, **settings)
@@ -33,7 +33,7 @@ class Masked(FaultyNet):
 
 
 @pytest.mark.parametrize("policy", ["skip", "rollback"])
-def test_a_mask_of_minus_infinity_is_no_damage(policy: Any) -> None:
+def test_mask_of_minus_infinity_is_not_damage(policy: Any) -> None:
     guard = lo.NonFiniteGuard(policy, snapshot_every_n_steps=3)
     guarded = fit(Masked({5: "nan"}), guard)
     assert [event["kind"] for event in guard.events] == ["nonfinite_loss"]
@@ -41,7 +41,7 @@ def test_a_mask_of_minus_infinity_is_no_damage(policy: Any) -> None:
     assert_same_weights(guarded.head, clean.head)
 
 
-def test_a_buffer_that_was_finite_is_damage() -> None:
+def test_buffer_that_becomes_infinite_is_damage() -> None:
     class Damaged(Masked):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if batch_idx == 5:
@@ -53,7 +53,7 @@ def test_a_buffer_that_was_finite_is_damage() -> None:
 
 
 class BothBackwardsFirst(AdversarialNet):
-    """Both backward passes come before both steps; the generator's loss is bad in two batches."""
+    """Both backward passes before both steps; the generator's loss is bad in two batches."""
 
     bad: tuple[int, ...] = (4, 5)
 
@@ -63,7 +63,7 @@ class BothBackwardsFirst(AdversarialNet):
         discriminator.zero_grad()
         loss = self.generator_loss(batch)
         if batch_idx in self.bad:
-            loss = loss + float("inf")  # whose gradient is finite
+            loss = loss + float("inf")  # with a finite gradient
         self.toggle_optimizer(generator)
         self.manual_backward(loss, inputs=list(self.generator.parameters()))
         self.untoggle_optimizer(generator)
@@ -72,15 +72,15 @@ class BothBackwardsFirst(AdversarialNet):
         generator.step()
 
 
-def test_a_bad_loss_is_that_of_the_optimizer_that_got_its_gradients() -> None:
+def test_bad_loss_belongs_to_the_optimizer_with_its_gradients() -> None:
     guard = lo.NonFiniteGuard()
     model = fit(BothBackwardsFirst(), guard)
     assert all_finite(model)
     assert [(event["optimizer"], event["batch_idx"]) for event in guard.events] == [(0, 4), (0, 5)]
 
 
-def test_the_loss_of_gradients_that_were_thrown_away_is_forgotten() -> None:
-    """The generator's loss reaches the discriminator's weights too, before they are zeroed."""
+def test_loss_of_zeroed_gradients_is_dropped() -> None:
+    """The generator's loss also reaches the discriminator, whose gradients are zeroed then."""
 
     class Through(AdversarialNet):
         def training_step(self, batch: Any, batch_idx: int) -> None:
@@ -99,7 +99,7 @@ def test_the_loss_of_gradients_that_were_thrown_away_is_forgotten() -> None:
 
 
 class Complex(LightningModule):
-    """A filter of complex numbers, as in a Fourier operator."""
+    """A model with complex weights."""
 
     def __init__(self, poison: int | None = None) -> None:
         super().__init__()
@@ -118,7 +118,7 @@ class Complex(LightningModule):
         return range(12)
 
 
-def test_complex_weights() -> None:
+def test_complex_weights_are_guarded() -> None:
     guard = lo.NonFiniteGuard("rollback", snapshot_every_n_steps=2, spike=6.0)
     model = fit(Complex(poison=5), guard)
     assert [event["batch_idx"] for event in guard.events] == [5]

@@ -285,8 +285,7 @@ def test_memory_and_batch_size_depend_on_the_peak(monkeypatch, used, memory, bat
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
     strategy = SimpleNamespace(root_device=torch.device("cuda", 0))
     trainer = SimpleNamespace(strategy=strategy)
-    assert checks.memory(trainer).state == memory
-    assert checks.batch_size(trainer).state == batch
+    assert [verdict.state for verdict in checks.gpu_memory(trainer)] == [memory, batch]
 
 
 def test_gradient_clip_val_is_unknown():
