@@ -6,6 +6,7 @@ import inspect
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from lightning.pytorch import Callback, LightningModule, Trainer
@@ -16,6 +17,7 @@ from lightning_opt.core.arguments import did_you_mean
 from lightning_opt.core.measure.machine import describe_machine
 from lightning_opt.core.output.report import Report
 from lightning_opt.presets.situation import Situation
+from lightning_opt.trainer.run_callback import RunCallback
 from lightning_opt.worker.recipes import instantiate
 
 if TYPE_CHECKING:
@@ -61,7 +63,7 @@ class Part:
         wish = situation.wishes.get(self.name)
         if isinstance(wish, Mapping):
             settings = {**settings, **wish}
-        return Chosen(self, settings, self._reason_against(situation))
+        return Chosen(self, settings, self._reason_against(situation), wish is not None)
 
     def _reason_against(self, situation: Situation) -> str | None:
         if self.kind is None:
@@ -85,11 +87,13 @@ class Chosen:
         part: The part.
         settings: The callback's settings, or the argument's value.
         because: Why it is left out; None if it is used.
+        is_requested: Whether the user names it, so that it raises if it cannot be used.
     """
 
     part: Part
     settings: Any
     because: str | None
+    is_requested: bool = False
 
     @property
     def is_on(self) -> bool:
@@ -97,7 +101,11 @@ class Chosen:
 
     def make(self) -> Callback:
         assert self.part.kind is not None
-        return self.part.kind(**instantiate(self.settings))
+        callback = self.part.kind(**instantiate(self.settings))
+        if isinstance(callback, RunCallback) and not self.is_requested:
+            for hook in ("setup", "on_fit_start"):
+                setattr(callback, hook, partial(_call_or_leave_out, callback, hook))
+        return callback
 
     def to_config(self) -> dict[str, Any]:
         """Return the callback's entry in a configuration of LightningCLI."""
@@ -113,8 +121,10 @@ class Preset:
     """A named set of callbacks and Trainer arguments, each with its reason.
 
     Parts that the machine, the strategy or another part rules out are left out, and
-    :meth:`describe` gives the reasons, so the chosen parts always work together. Your own settings
-    win: an argument of the Trainer, or a callback of a class in the preset.
+    :meth:`describe` gives the reasons, so the chosen parts always work together. A part that turns
+    out at the start of the run not to support the model is left out with a warning, unless you
+    named it. Your own settings win: an argument of the Trainer, or a callback of a class in the
+    preset.
 
     Presets are immutable: each method returns a new one. Create them with :func:`preset` and
     :func:`register_preset`.
@@ -336,6 +346,19 @@ def join(
     arguments = {choice.part.name: choice.settings for choice in on if not choice.part.kind}
     callbacks = [form(choice) for choice in on if choice.part.kind]
     return {**arguments, "callbacks": sorted([*callbacks, *given], key=_rank)}
+
+
+def _call_or_leave_out(
+    callback: RunCallback, hook: str, trainer: Trainer, *args: Any, **kwargs: Any
+) -> None:
+    """Call a hook. If it raises, because the run rules the callback out, remove the callback."""
+    try:
+        getattr(type(callback), hook)(callback, trainer, *args, **kwargs)
+    except ValueError as error:
+        callback.release(trainer)
+        # Replaced and not removed, because Lightning is iterating over the list.
+        trainer.callbacks[trainer.callbacks.index(callback)] = Callback()  # type: ignore[attr-defined]
+        rank_zero_warn(f"The preset leaves out {type(callback).__name__}: {error}")
 
 
 def _rank(callback: Callback | Mapping[str, Any]) -> int:

@@ -1,6 +1,7 @@
 """Presets in real Trainers: their parts work together under every strategy."""
 
 import itertools
+import pickle
 import re
 from typing import Any
 
@@ -178,8 +179,24 @@ def test_manual_optimisation_excludes_parts():
     model = AdversarialNet()
     trainer = fit(quick("ultra").for_model(model), model)
     assert "MicroBatching" not in [type(callback).__name__ for callback in trainer.callbacks]
+
+
+@pytest.mark.filterwarnings("ignore:.isinstance.treespec:FutureWarning")
+def test_unsupported_part_is_left_out_at_the_start_with_a_warning():
+    """The preset was chosen without the model and without the Trainer's last arguments."""
+    with pytest.warns(UserWarning, match="leaves out MicroBatching: .* manual optimisation"):
+        fit(quick("ultra"), AdversarialNet())
+    arguments = quick("basic").trainer_kwargs(accelerator="cpu")
+    trainer = quiet_trainer(**{**arguments, "gradient_clip_val": 0.5})
+    pickle.loads(pickle.dumps(trainer.callbacks))
+    with pytest.warns(UserWarning, match="leaves out AdaptiveClipping: .*gradient_clip_val"):
+        trainer.fit(SmallNet())
+    assert not any(isinstance(callback, lo.AdaptiveClipping) for callback in trainer.callbacks)
+
+
+def test_named_part_raises_if_it_is_not_supported():
     with pytest.raises(ValueError, match=r"MicroBatching does not work under manual"):
-        fit(quick("ultra"), AdversarialNet())  # not known: the callback itself says so
+        fit(quick("ultra", MicroBatching={"size": 2}), AdversarialNet())
 
 
 def test_compiled_model_is_not_compiled_again():
