@@ -1,4 +1,4 @@
-"""What each switch of lightning_opt's compute features gives, alone and together.
+"""Time and memory of each compute feature of lightning_opt, alone and combined.
 
 Supports the table of the documentation: a vision transformer with rotary attention, a ConvNet and a
 byte-level GPT, each trained by a Lightning Trainer in a plain version (attention by hand, rotary
@@ -41,9 +41,9 @@ GPU = True
 M_MMAP_THRESHOLD = -3
 """Of ``mallopt`` in glibc."""
 WARMUP = 4
-"""Steps before those that are timed; compiling, and what callbacks measure, falls into them."""
+"""Steps before the timed ones; they include compilation and the callbacks' measurements."""
 LIMIT = 400.0
-"""Seconds in which a process has to answer."""
+"""Seconds after which a process counts as hanging."""
 
 
 PLAIN = Parts()
@@ -64,7 +64,7 @@ BOTH = Parts(sdpa=True, cached=True)
 
 
 def switches(model: str, device: str) -> dict[str, Switch]:
-    """Return the configurations that mean something for a model, the plain one first."""
+    """Return the configurations that apply to a model, the plain one first."""
     attention = model != "ConvNet"
     convolutions = model != "byte GPT"
     found = {"plain Lightning": Switch()}
@@ -89,11 +89,11 @@ def switches(model: str, device: str) -> dict[str, Switch]:
     return found
 
 
-# --- what runs in the process of a configuration ------------------------------------------------
+# --- in the process of a configuration -----------------------------------------------------------
 
 
 class Turns(L.Callback):
-    """Trains when it is told to, and answers with what was measured."""
+    """Trains on request and sends the measurements."""
 
     def __init__(self, pipe: Connection, device: str) -> None:
         self.pipe, self.device = pipe, device
@@ -134,7 +134,7 @@ class Turns(L.Callback):
             torch.cuda.reset_peak_memory_stats()
             return torch.cuda.memory_allocated()
         libc = ctypes.CDLL(None)
-        # Each tensor in pages of its own, and what is free goes back: the peak starts low.
+        # Allocate each tensor in its own pages and return free memory, so that the peak starts low.
         libc.mallopt(M_MMAP_THRESHOLD, 2**16)
         libc.malloc_trim(0)
         with open("/proc/self/clear_refs", "w") as file:  # noqa: PTH123 - a switch of the kernel
@@ -172,7 +172,7 @@ def train(pipe: Connection, name: str, size: str, switch: Switch, device: str) -
         )
         loader = DataLoader(Batches(learner), batch_size=None, pin_memory=device == "cuda")
         trainer.fit(learner, loader)
-    except BaseException:  # noqa: BLE001 - the parent has to hear of it
+    except BaseException:  # noqa: BLE001 - sent to the parent
         pipe.send(traceback.format_exc())
 
 
@@ -200,19 +200,19 @@ class Runner:
         return self.answer()
 
     def end(self) -> None:
-        self.process.kill()  # it has nothing to put in order
+        self.process.kill()  # it has no state to save
         self.process.join()
 
 
-# --- what asks them -----------------------------------------------------------------------------
+# --- in the main process -------------------------------------------------------------------------
 
 
 def start(
     name: str, size: str, device: str, only: Sequence[str] | None
 ) -> dict[str, tuple[Runner, dict[str, Any]]]:
-    """Return the runners of a model, warmed up, as many at once as there are CPUs."""
+    """Return the warmed-up runners of a model; as many start at once as there are CPUs."""
     runners: dict[str, Runner] = {}
-    told: dict[str, dict[str, Any]] = {}
+    ready: dict[str, dict[str, Any]] = {}
     wanted = {
         label: switch
         for label, switch in switches(name, device).items()
@@ -221,14 +221,14 @@ def start(
     try:
         for label, switch in wanted.items():
             runners[label] = Runner(name, size, switch, device)
-            if len(runners) - len(told) == min(os.cpu_count() or 1, 16) or label == [*wanted][-1]:
-                for waiting in [key for key in runners if key not in told]:
-                    told[waiting] = runners[waiting].answer()
+            if len(runners) - len(ready) == min(os.cpu_count() or 1, 16) or label == [*wanted][-1]:
+                for waiting in [key for key in runners if key not in ready]:
+                    ready[waiting] = runners[waiting].answer()
     except BaseException:
         for runner in runners.values():
             runner.end()
         raise
-    return {label: (runners[label], told[label]) for label in wanted}
+    return {label: (runners[label], ready[label]) for label in wanted}
 
 
 def measure(
@@ -241,7 +241,7 @@ def measure(
         plain = runners["plain Lightning"]
         steps = max(2, min(50, round(0.3 / plain.ask("time", 2)[0] * 2)))
         for runner in [*runners.values()][1:]:
-            runner.ask("time", 2)  # as many steps for all, since their losses are compared
+            runner.ask("time", 2)  # equal numbers of steps, since losses are compared
         labels = list(runners)
         seconds: dict[str, list[float]] = {label: [] for label in labels}
         losses: dict[str, float] = {}
@@ -251,7 +251,7 @@ def measure(
                 elapsed, losses[label] = runners[label].ask("time", steps)
                 seconds[label].append(elapsed / steps)
         for runner in runners.values():
-            runner.ask("memory", 1)  # the first finds the heap as the rounds have left it
+            runner.ask("memory", 1)  # the first one starts with the heap of the rounds
         peaks = {label: runner.ask("memory", 1) for label, runner in runners.items()}
     finally:
         for runner in runners.values():
@@ -260,18 +260,18 @@ def measure(
     rows = []
     for label in labels:
         ratio = median_ratio(seconds[label], reference)
-        told = warmed[label][1]
+        ready = warmed[label][1]
         rows.append(
             {
                 "model": name,
-                "switch": label + (" (did not compile)" if told["uncompiled"] else ""),
+                "switch": label + (" (did not compile)" if ready["uncompiled"] else ""),
                 "time": round(ratio, 3),
                 "times faster": round(1 / ratio, 2),
                 "ms": round(1e3 * statistics.median(seconds[label]), 2) if ratio == 1 else None,
                 "peak": round(peaks[label] / peaks["plain Lightning"], 3),
                 "peak MiB": round(peaks[label] / 2**20, 1),
                 "loss": round(losses[label], 4),
-                "compiling s": round(told["compile"], 1) or None,
+                "compiling s": round(ready["compile"], 1) or None,
             }
         )
     return rows
@@ -289,7 +289,7 @@ NOTES = [
 
 
 def main() -> None:
-    """Measure every model and publish the table, anew after each."""
+    """Measure every model, and publish the table after each."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=MODELS)
     parser.add_argument("--rounds", type=int, help="rounds of timing (9; 5 on CUDA)")

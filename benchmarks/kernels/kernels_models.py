@@ -17,7 +17,7 @@ from lightning_opt.kernels.attention.rotary_embedding import rotate
 
 
 class RecomputedRotary(lo.RotaryEmbedding):
-    """Angles, cosines and sines anew at each call, as many a published model does it."""
+    """Computes angles, cosines and sines at each call, as many published models do."""
 
     def forward(self, x: Tensor, offset: int = 0) -> Tensor:
         length, device = x.shape[-2], x.device
@@ -28,7 +28,7 @@ class RecomputedRotary(lo.RotaryEmbedding):
 
 
 class ManualAttention(lo.SelfAttention):
-    """The same weights; scores, softmax and weighted sum by hand."""
+    """The same weights; scores, softmax and weighted sum by formula."""
 
     def forward(self, x: Tensor, key_padding_mask: Any = None, offset: int = 0) -> Tensor:
         query, key, value = (
@@ -45,7 +45,7 @@ class ManualAttention(lo.SelfAttention):
 
 
 class Block(nn.Module):
-    """A transformer layer, normalised before."""
+    """A pre-norm transformer layer."""
 
     def __init__(self, width: int, attention: nn.Module) -> None:
         super().__init__()
@@ -62,7 +62,7 @@ class Block(nn.Module):
 
 @dataclass(frozen=True)
 class Parts:
-    """Which version of the two parts that are written by us."""
+    """The versions of attention and positions."""
 
     sdpa: bool = False
     cached: bool = False
@@ -107,7 +107,7 @@ class ByteGPT(nn.Module):
 
 
 class Residual(nn.Module):
-    """Two convolutions with BatchNorm around which the input is led."""
+    """Two convolutions with BatchNorm and a residual connection."""
 
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -157,7 +157,7 @@ SIZES: dict[str, dict[str, tuple[int, ...]]] = {
 
 
 class Learner(L.LightningModule):
-    """Classifies images or the next byte; AdamW as everybody writes it."""
+    """Classifies images or predicts the next byte, with AdamW's defaults."""
 
     def __init__(self, name: str, size: str, parts: Parts) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Learner(L.LightningModule):
 
 
 class Batches(IterableDataset[Any]):
-    """Eight random batches, again and again."""
+    """Eight random batches, repeated."""
 
     def __init__(self, learner: Learner) -> None:
         generator = torch.Generator().manual_seed(1)

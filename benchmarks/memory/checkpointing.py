@@ -1,4 +1,4 @@
-"""What each checkpointing policy saves and costs on seven models, and what "auto" does.
+"""Memory and time of each checkpointing policy on seven models, and the plans of "auto".
 
 Supports the table of the documentation. The bytes held for the backward pass are those of all
 tensors that live when the forward pass ends, once a storage; with policy none they are those that a

@@ -1,4 +1,4 @@
-"""The models that the checkpointing benchmark measures: five of ours, two of `transformers`."""
+"""Models of the checkpointing benchmark: five of ours, two of `transformers`."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Dense(nn.Module):
 
 
 class DoubleConvolution(nn.Module):
-    """Two convolutions with GroupNorm, of one input or of two on top of each other."""
+    """Two convolutions with GroupNorm, of one input or two concatenated ones."""
 
     def __init__(self, fan_in: int, fan_out: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Small models that each have something a recomputation may get wrong."""
+"""Small models, each with a property that a recomputation may break."""
 
 from collections.abc import Callable
 from typing import Any
@@ -14,10 +14,10 @@ WIDTH = 8
 
 
 class Architecture(LightningModule):
-    """A model with a loss that remembers the gradients of every backward pass.
+    """A model that stores the gradients of every backward pass.
 
     Attributes:
-        gradients: One list a backward pass, ``None`` for a parameter without.
+        gradients: One list per backward pass, with ``None`` for parameters without gradient.
         layers: The repeated blocks.
     """
 
@@ -79,7 +79,7 @@ class Transformer(Architecture):
 
 
 class TiedLanguageModel(Transformer):
-    """One matrix as embedding and as output, and inputs of whole numbers."""
+    """Tied weights of embedding and output, and integer inputs."""
 
     def build(self) -> None:
         super().build()
@@ -107,7 +107,7 @@ class Recurrent(Architecture):
 
 
 class Adversarial(Architecture):
-    """Two networks stepped by hand; the discriminator runs twice before its backward pass."""
+    """Manual optimization of two networks; the discriminator runs twice before its backward."""
 
     def build(self) -> None:
         self.automatic_optimization = False
@@ -148,7 +148,7 @@ class Adversarial(Architecture):
 
 
 class Residual(Architecture):
-    """BatchNorm and ReLUs that write in place."""
+    """BatchNorm and in-place ReLUs."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -167,7 +167,7 @@ class Residual(Architecture):
 
 
 class Keywords(Architecture):
-    """Everything but the first input by keyword, a tensor in a dict and None among it."""
+    """Keyword inputs, among them a tensor in a dict and None."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -198,7 +198,7 @@ class SharedBlock(Transformer):
 
 
 class Nested(Architecture):
-    """Blocks that take and give a dict of tuples, of which a part is used elsewhere."""
+    """Blocks with a dict of tuples as input and output, a part of which is used elsewhere."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -223,7 +223,7 @@ class Nested(Architecture):
 
 
 class Frozen(Transformer):
-    """The first half does not learn; of a later block only the bias does."""
+    """The first half is frozen, and a later block except its bias."""
 
     def build(self) -> None:
         super().build()
@@ -233,7 +233,7 @@ class Frozen(Transformer):
 
 
 class Autocast(Transformer):
-    """bf16 inside of the model, whatever the Trainer's precision is."""
+    """bf16 autocast inside the model."""
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -241,7 +241,7 @@ class Autocast(Transformer):
 
 
 class UNet(Architecture):
-    """Long skips from the way down to the way up."""
+    """Skip connections between encoder and decoder."""
 
     class Block(nn.Module):
         def __init__(self) -> None:
@@ -294,7 +294,7 @@ class SpectralNorm(Architecture):
 
 
 class GradientPenalty(Architecture):
-    """A gradient in the loss, and a backward pass through it."""
+    """A gradient penalty, with a second derivative."""
 
     def block(self) -> nn.Module:
         return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, WIDTH))
@@ -307,7 +307,7 @@ class GradientPenalty(Architecture):
 
 
 class StochasticDepth(Transformer):
-    """Blocks that are left out by chance."""
+    """Blocks that are skipped at random."""
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -317,7 +317,7 @@ class StochasticDepth(Transformer):
 
 
 class PlainLayers(Architecture):
-    """Blocks that are no modules, but layers of one Sequential."""
+    """Blocks that are repeated layers of one Sequential."""
 
     blocks = 5
 

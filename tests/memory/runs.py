@@ -13,7 +13,7 @@ from tests.memory.architectures import ARCHITECTURES, Architecture
 
 
 def train(name: str, callback: Callback | None, **settings: Any) -> Architecture:
-    """Train for three steps from a fixed seed, and leave a draw of the generator behind."""
+    """Train for three steps from a fixed seed, and store a draw of the generator."""
     torch.manual_seed(5)
     model = ARCHITECTURES[name]()
     torch.manual_seed(6)
@@ -23,7 +23,7 @@ def train(name: str, callback: Callback | None, **settings: Any) -> Architecture
 
 
 def evidence(model: Architecture) -> dict[str, Any]:
-    """Return all that must not depend on checkpointing, comparable with ``assert_close``."""
+    """Return gradients, state and random numbers, which checkpointing must not change."""
     state = {name: _local(value).clone() for name, value in model.state_dict().items()}
     return {"gradients": model.gradients, "state": state, "drawn": model.drawn}
 
@@ -39,7 +39,7 @@ def assert_identical(actual: Architecture, expected: Architecture) -> None:
 
 
 def warnings_of(function: Callable[[], Any]) -> str:
-    """Return the text of all warnings; those of Lightning itself among them do no harm."""
+    """Return the text of all warnings, Lightning's included."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         function()

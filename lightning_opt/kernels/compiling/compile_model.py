@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from lightning.pytorch.strategies import DDPStrategy, DeepSpeedStrategy
 
 from lightning_opt.core.measure.exhaustion import is_out_of_memory
@@ -181,6 +180,7 @@ class CompileModel(RunCallback):
             self.backend, self.fullgraph, self.dynamic, device, self._warn_of_failure
         )
         modes = modes_for(self.mode, device.type)
+        self._rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._options = options
         self._stack = ExitStack()
         self._stack.enter_context(remove_marks(pl_module))
@@ -264,14 +264,11 @@ class CompileModel(RunCallback):
             return
         self._warned.add(region.reason)
         then = "uncompiled" if region.mode == EAGER else f"in mode {region.mode!r}"
-        rank = (
-            f" on rank {dist.get_rank()}" if dist.is_available() and dist.is_initialized() else ""
-        )
-        mode = "" if self.backend != "inductor" else f" in mode {failed!r}"
+        mode = f" in mode {failed!r}" if self.backend == "inductor" else ""
         warnings.warn(
-            f"CompileModel: {region.name} ({region.kind}) could not be compiled{mode}{rank} and "
-            f"runs {then} from now on. That call ran uncompiled, so nothing "
-            f"is lost. The reason: {region.reason}",
+            f"CompileModel: {region.name} ({region.kind}) could not be compiled{mode}"
+            f"{self._rank} and runs {then} from now on. That call ran uncompiled, so nothing is "
+            f"lost. The reason: {region.reason}",
             stacklevel=2,
         )
 

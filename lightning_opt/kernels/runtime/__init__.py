@@ -1,1 +1,1 @@
-"""Settings of the process for the run, put back afterwards."""
+"""Process settings for the run."""

@@ -50,7 +50,7 @@ class Runtime(RunCallback):
         allocator: ``"expandable_segments"`` lets CUDA's allocator grow segments, which fragments
             less where shapes vary; on Linux.
         cpu_affinity: CPUs that this process may run on, with the workers that it starts;
-            ``"split"`` gives each process of the machine an equal share of those allowed.
+            ``"split"`` gives each process of the machine an equal share of the allowed CPUs.
         priority: Niceness, from -20 to 19, of this process and the workers that it starts.
             Restoring it, or values below 0, need privileges.
         threads: Threads of one operation on the CPU, at least 1.

@@ -50,11 +50,11 @@ class ActivationCheckpointing(RunCallback):
     """Keeps fewer activations for the backward pass, and recomputes the rest.
 
     You do not change the model's code. The callback finds repeated blocks by structure and shapes,
-    and replaces ``forward`` of those that the policy selects until the fit ends, even by an
-    exception. Gradients are bit-identical: the recomputation restores random state, autocast and
-    the buffers that a block writes, so dropout draws the same numbers and BatchNorm counts a
-    batch once. Names in ``state_dict`` and ``named_parameters``, classes, hooks and attributes
-    do not change. Validation is unaffected.
+    and replaces ``forward`` of the selected ones until the fit ends, even by an exception.
+    Gradients are bit-identical: the recomputation restores random state, autocast and the buffers
+    that a block writes, so dropout draws the same numbers and BatchNorm counts a batch once. Names
+    in ``state_dict`` and ``named_parameters``, classes, hooks and attributes do not change.
+    Validation is unaffected.
 
     ================= ==========================================================================
     ``"auto"``        the fastest mixture of all below within the budget: measured on the first
@@ -299,14 +299,14 @@ class ActivationCheckpointing(RunCallback):
             rank_zero_info(
                 f"ActivationCheckpointing({self.policy!r}): {writing} of {len(forwards)} "
                 "recomputed modules write buffers (such as running statistics). They run outside "
-                "of the compiled graph, where a recomputation does not see what was written."
+                "of the compiled graph, where a recomputation restores the buffers."
             )
 
     def describe(self) -> Report:
         """Return a table of the blocks: class, parameters and treatment.
 
-        Under ``"auto"``, once planned, also the order of execution, what keeping the block holds
-        and what recomputing it costs.
+        Under ``"auto"``, once planned, also the order of execution, the memory that keeping the
+        block holds and the time that recomputing it takes.
         """
         treatment = {block: stretch.treatment for stretch in self.plan for block in stretch.blocks}
         rows: list[dict[str, Any]] = [

@@ -214,17 +214,15 @@ class BatchPlan:
 
     def summary(self) -> str:
         """Summarize the plan in two sentences."""
-        values = self.scalars()
-        predicted = "" if self.profile.is_measured else " (predicted)"
-        before = self.unchecked_seconds
+        profile, step_plan, before = self.profile, self.step_plan, self.unchecked_seconds
+        predicted = "" if profile.is_measured else " (predicted)"
+        unchecked = "not run" if before is None else f"{1e3 * before:.1f} ms"
         return (
             f"ActivationCheckpointing('auto'): {count_recomputed(self.plan)} of "
-            f"{len(self.profile.units)} blocks recomputed. Peak of activations "
-            f"{values['checkpointing/unchecked_peak_mb']:.1f} MB{predicted} -> "
-            f"{values['checkpointing/peak_mb']:.1f} MB (predicted "
-            f"{values['checkpointing/predicted_peak_mb']:.1f}, budget {self.limit / MB:.1f}); "
-            f"step {'not run' if before is None else f'{1e3 * before:.1f} ms'} -> "
-            f"{values['checkpointing/step_ms']:.1f} ms."
+            f"{len(profile.units)} blocks recomputed. Peak of activations "
+            f"{profile.unchecked_peak / MB:.1f} MB{predicted} -> {step_plan.peak / MB:.1f} MB "
+            f"(predicted {step_plan.solution.peak / MB:.1f}, budget {self.limit / MB:.1f}); "
+            f"step {unchecked} -> {1e3 * self.seconds:.1f} ms."
         )
 
     def details(self, block: Block) -> dict[str, float | int]:

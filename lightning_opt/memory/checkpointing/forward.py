@@ -114,7 +114,11 @@ class CheckpointedForward(ReplacedForward):
 
 
 class _Run:
-    """One forward pass through a module, which may be repeated."""
+    """One forward pass through a module, which may be repeated.
+
+    As a context it restores the state of the first run for a recomputation. It can be entered
+    repeatedly, because a graph can be traversed more than once.
+    """
 
     def __init__(
         self, owner: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -125,6 +129,8 @@ class _Run:
         self.done = False
         self.buffer_values: dict[tuple[nn.Module, str], Tensor] = {}
         self._copies = owner.buffers.copies()
+        self._recompute_context: AbstractContextManager[Any] = nullcontext()
+        self._stack = ExitStack()
         received = [item for item in objects_in(self.given) if isinstance(item, GENERATORS)]
         # The module's device counts even if no argument is on it.
         tensors = (*islice(owner.module.parameters(), 1), *tensors_of(self.given))
@@ -143,7 +149,18 @@ class _Run:
         """Return the selection's contexts; it must not record the copies of buffers."""
         selection = self.owner.selection
         forward, recompute = selection.contexts() if selection else (nullcontext(), nullcontext())
-        return forward, _RestoredState(self, recompute)
+        self._recompute_context = recompute
+        return forward, self
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self.state.restored())
+            stack.enter_context(self.owner.buffers.replaced_by_copies(self.buffer_values))
+            stack.enter_context(self._recompute_context)
+            self._stack = stack.pop_all()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._stack.__exit__(*error)
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.owner
@@ -167,35 +184,12 @@ class _Run:
         return output
 
     def again(self, *args: Any, **kwargs: Any) -> Any:
-        with _RestoredState(self, nullcontext()):
+        with self:
             return self._repeat(*args, **kwargs)
 
     def _repeat(self, *args: Any, **kwargs: Any) -> Any:
         with self.owner.probe.recompute(self.owner.module):
             return self.owner.original(*args, **kwargs)
-
-
-class _RestoredState:
-    """Context of a recomputation: the first run's state, then ``inner``.
-
-    It can be entered repeatedly, because a graph can be traversed more than once.
-    """
-
-    def __init__(self, run: _Run, inner: AbstractContextManager[Any]) -> None:
-        self._run = run
-        self._inner = inner
-        self._stack = ExitStack()
-
-    def __enter__(self) -> None:
-        run = self._run
-        with ExitStack() as stack:
-            stack.enter_context(run.state.restored())
-            stack.enter_context(run.owner.buffers.replaced_by_copies(run.buffer_values))
-            stack.enter_context(self._inner)
-            self._stack = stack.pop_all()
-
-    def __exit__(self, *error: Any) -> bool | None:
-        return self._stack.__exit__(*error)
 
 
 class InputChangedError(RuntimeError):

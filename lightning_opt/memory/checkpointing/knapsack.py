@@ -22,7 +22,7 @@ class Option:
 
     Attributes:
         name: ``"keep"``, ``"recompute"`` or the index of a selection of operators.
-        nbytes: Bytes held between forward and backward pass, in addition to those of recomputing.
+        nbytes: Bytes held between forward and backward pass, above recomputing the block.
         seconds: Time that it adds to a step that keeps everything.
     """
 
@@ -61,7 +61,7 @@ class Item:
 class Decision:
     """``option`` for the items from ``start`` up to ``stop``; for several, as one segment.
 
-    ``nbytes`` and ``seconds`` are those of the whole segment. ``peak`` is the peak while it runs,
+    ``nbytes`` and ``seconds`` are of the whole segment. ``peak`` is the peak while it runs,
     without the bytes held by earlier items.
     """
 

@@ -82,7 +82,7 @@ class Offload:
             or tensor.nbytes > storage.nbytes()
         ):
             return tensor
-        # The operator that makes a tensor and those that use it often save the same one.
+        # Several operators often save the same tensor.
         key = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
         known = self._known.get(key)
         if known is not None and known.storage() is storage:

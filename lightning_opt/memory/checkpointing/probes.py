@@ -53,7 +53,7 @@ class Unit(Item):
         return [op for profile in self.profiles for op in profile.repeated_operators()]
 
     def selection(self, index: int) -> Callable[[], Selection]:
-        """Return what makes the selection with this index."""
+        """Return a factory of the selection with this index."""
         return partial(Selection, None, self.selections[index])
 
 

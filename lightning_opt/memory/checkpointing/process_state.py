@@ -57,7 +57,7 @@ class ProcessState:
 
 
 class WrittenBuffers:
-    """The buffers of a module, any of which a forward pass may write.
+    """The buffers of a module. A forward pass may write any of them.
 
     Attributes:
         read_only: Whether the first run wrote none; ``None`` before that run. Modules with running

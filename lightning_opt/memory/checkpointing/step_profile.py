@@ -1,7 +1,7 @@
-"""Measuring what each block of a training step holds, and what recomputing it costs.
+"""Measures the memory that each block of a training step holds, and its recomputation time.
 
-The measurement runs with every block recomputed on its own, which fits if anything does. The bytes
-that a recomputation brings back are those that keeping the block would have held.
+The measurement runs with every block recomputed on its own, which fits if anything does. A
+recomputation brings back as many bytes as keeping the block would have held.
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ def operator_seconds(group: Sequence[Unit]) -> Seconds:
 
 
 def nested_selections(group: Sequence[Unit]) -> list[frozenset[Place]]:
-    """Return growing sets of operators to keep, those that save the most time per byte first."""
+    """Return growing sets of operators to keep, in the order of time saved per byte."""
     seconds = operator_seconds(group)
     repeated = group[0].repeated_operators
     total = sum(seconds[operator.place] for operator in repeated)

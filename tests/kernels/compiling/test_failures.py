@@ -177,7 +177,7 @@ class Wrong(Net):
     def forward(self, x: Tensor) -> Tensor:
         y = self.blocks[0](x)
         if self.calls == 2 and self.kind == "raise":
-            raise KeyError("mine")
+            raise KeyError("planted")
         if self.calls == 2 and self.kind == "shape":
             y = y @ torch.ones(5, 5)
         if self.kind == "index":

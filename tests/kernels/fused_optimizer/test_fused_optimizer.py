@@ -199,7 +199,7 @@ def test_late_first_gradients_get_a_momentum_buffer():
     torch.testing.assert_close(*weights)
 
 
-# --- what is not switched -----------------------------------------------------------------------
+# --- choice of optimizers -----------------------------------------------------------------------
 
 
 class Own(Adam):

@@ -117,22 +117,6 @@ def test_blocks_without_buffers_stay_in_one_graph() -> None:
     torch._dynamo.reset()
 
 
-def test_blocks_that_only_read_buffers_are_compiled_from_the_second_step_on() -> None:
-    from torch._dynamo.testing import CompileCounter
-
-    torch._dynamo.reset()
-    model, counter = Model(Masked), CompileCounter()
-    applied = AppliedPlan(every_layer(find_blocks(model)))
-    for layer in model.layers:
-        layer.compile(backend=counter)
-    model(torch.randn(4, 8)).sum().backward()
-    assert counter.op_count == 0
-    model(torch.randn(4, 8)).sum().backward()
-    applied.undo()
-    assert counter.op_count > 0
-    torch._dynamo.reset()
-
-
 class Compiled(Architecture):
     def __init__(self, norm: Any, where: str, backend: Any) -> None:
         super().__init__()

@@ -225,18 +225,18 @@ def train_with_a_larger_batch_on_one_rank(sharded: bool) -> tuple[list[int], str
 
     expected = run(None)
     found: list[Architecture] = []
-    said = warnings_of(lambda: found.append(run(Recording("auto", budget=1.5))))
+    warned = warnings_of(lambda: found.append(run(Recording("auto", budget=1.5))))
     assert_identical(found[0], expected)
-    return plans, said
+    return plans, warned
 
 
 @pytest.mark.parametrize("sharded", [False, True])
 def test_larger_batch_on_one_rank_does_not_block_the_others(sharded: bool) -> None:
-    (first, _), (second, said) = launch(train_with_a_larger_batch_on_one_rank, sharded)
+    (first, _), (second, warned) = launch(train_with_a_larger_batch_on_one_rank, sharded)
     assert first == [0, 0, 0]
     if sharded:
         assert second == [0, 0, 0]
-        assert "so the plan stays" in said
+        assert "so the plan stays" in warned
     else:
         assert second[0] == 0
         assert second[1] > 0

@@ -5,16 +5,17 @@ from typing import Any
 import pytest
 import torch
 from lightning.pytorch.strategies import FSDPStrategy
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
+from lightning_opt.memory.checkpointing import offloading
 from lightning_opt.memory.checkpointing.activation_checkpointing import ActivationCheckpointing
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
 from tests.memory.architectures import Architecture, Transformer
 from tests.memory.runs import assert_identical, train, warnings_of
 
 
-class Deep(Architecture):
+class Large(Architecture):
     """Blocks whose saved tensors are all float32 activations of one size."""
 
     blocks = 6
@@ -24,27 +25,50 @@ class Deep(Architecture):
 
     def train_dataloader(self) -> DataLoader[Any]:
         generator = torch.Generator().manual_seed(3)
-        return DataLoader(torch.randn(256, 32, generator=generator), batch_size=128)
-
-    val_dataloader = train_dataloader
+        return DataLoader(torch.randn(2**17, 32, generator=generator), batch_size=2**16)
 
 
 def test_offload_without_cuda_warns_and_changes_nothing() -> None:
     callback = ActivationCheckpointing("every_layer", offload=True)
     trained = []
-    said = warnings_of(lambda: trained.append(train("Transformer", callback)))
-    assert "needs a CUDA device" in said
+    warned = warnings_of(lambda: trained.append(train("Transformer", callback)))
+    assert "needs a CUDA device" in warned
     assert_identical(trained[0], train("Transformer", None))
+
+
+def test_only_activations_are_moved_once_each(monkeypatch: pytest.MonkeyPatch) -> None:
+    moved = []
+
+    class Copy:
+        def __init__(self, tensor: Tensor) -> None:
+            self.tensor = tensor.detach().clone()
+            moved.append(tuple(tensor.shape))
+
+        def to_device(self) -> Tensor:
+            return self.tensor
+
+    monkeypatch.setattr(offloading, "HostCopy", Copy)
+    monkeypatch.setattr(Tensor, "is_cuda", property(lambda self: True))
+    model, batch = nn.Linear(3, 5), torch.randn(2, 3)
+    offload = offloading.Offload()
+
+    def gradients(step: Any) -> list[Tensor]:
+        return list(torch.autograd.grad(step(batch), list(model.parameters())))
+
+    def step(x: Tensor) -> Tensor:
+        hidden = model(x).exp()
+        return (hidden.sin() * hidden).sum()
+
+    expected = gradients(step)
+    actual = gradients(offload.around(model, step))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert moved == [(2, 5)] * 2, "the outputs of exp and sin; weights and batch stay"
+    assert offload.nbytes == 2 * 2 * 5 * 4
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("policy", ["none", "every_layer", "block"])
 def test_offload_is_bit_identical_and_saves_memory(policy: str) -> None:
-    class Large(Deep):
-        def train_dataloader(self) -> DataLoader[Any]:
-            generator = torch.Generator().manual_seed(3)
-            return DataLoader(torch.randn(2**17, 32, generator=generator), batch_size=2**16)
-
     def fit(offload: bool) -> tuple[Large, int, Any]:
         torch.manual_seed(0)
         model = Large()
