@@ -1,11 +1,10 @@
-"""How often ``lo.compare`` is right: about two equal configurations, and about one 5% slower.
+"""How often ``lo.compare`` is right, on two equal configurations and on one that is 5% slower.
 
-Each run is a comparison of three configurations, with processes of its own: a model whose step
-takes 20 ms of matrix products, the same once more, and the same with a callback that adds 5% of
-the same products (1 ms). The first two must be called "no difference", the third "slower", each in
-at least 95 of 100 runs. The runs are short, so that 100 take about ten minutes: two starts with six
-turns of four steps. With ``--defaults`` they are those of ``lo.compare``, and take three times as
-long.
+Each run compares three configurations in new processes: a model whose step takes 20 ms of matrix
+products, the same again, and the same with a callback that adds 5% of the products (1 ms). The
+second must be "no difference", the third "slower", each in at least 95 of 100 runs. The runs are
+short, so that 100 take about ten minutes: two starts with six turns of four steps. With
+``--defaults`` they use the defaults of ``lo.compare``, and take three times as long.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ SHORT = {"steps": 24, "rounds": 6, "starts": 2, "warmup": 2}
 
 
 class Products(nn.Module):
-    """A layer that is applied, forwards and backwards, as often as asked."""
+    """A layer that is applied, forwards and backwards, a given number of times."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,14 +1,14 @@
-"""What StepProfiler costs, and how much of the wall time of a fit its phases account for.
+"""The cost of StepProfiler, and the share of a fit's wall time that its phases cover.
 
-Supports two claims, each with a table of its own.
+Supports two claims, each with a table.
 
-- Cost: it takes at most 2% of a step of 10 ms. One training run takes turns, step by step, between
-  Lightning's profiler that does nothing and ours, with all that ours has on the model, so that both
-  are timed on the same model within the same second. Whole steps, as the Trainer makes them; with
-  the loggers, callbacks and clipping of an ordinary run, and without any.
-- Account: the phases sum up to at least 97% of the wall time of a fit as it is seen from outside,
-  on three models, with accumulation and on two ranks of DDP. The second share leaves out the phases
-  that no hook of Lightning's has a name for: its own loop, setup, teardown, and between epochs.
+- Cost: at most 2% of a step of 10 ms. One training run alternates, step by step, between
+  Lightning's pass-through profiler and StepProfiler with its hooks, so that both are timed on the
+  same model within the same second. Whole steps of the Trainer are timed, with the loggers,
+  callbacks and clipping of an ordinary run, and without any.
+- Account: the phases add up to at least 97% of the wall time of a fit as measured from outside, on
+  three models, with accumulation and on two ranks of DDP. The second share excludes the phases that
+  no Lightning hook names: its own loop, setup, teardown, and between epochs.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from benchmarks.batching.micro_batching import in_processes, quiet_trainer
 from benchmarks.harness import free_port, parse_arguments, publish
 from benchmarks.models import Regression, forty_tensor_mlp
 from lightning_opt.core.measure.timing import wait_for
-from lightning_opt.profiling.steps.hooks import Watch
+from lightning_opt.profiling.steps.hooks import EpochHooks
 
 GPU = True
 
@@ -80,7 +80,7 @@ MODELS = {"MLP": mlp, "ConvNet": convnet, "transformer": transformer}
 
 
 class Turns(L.Callback):
-    """Lets a profiler that does nothing and ours see a step in turn, and times each."""
+    """Alternates between a pass-through profiler and StepProfiler, and times each step."""
 
     def __init__(self, device: str) -> None:
         self.device, self.seconds = device, {False: [], True: []}
@@ -93,11 +93,11 @@ class Turns(L.Callback):
             nonlocal turn
             with_us, run = turn % 2 == 1, ours._run
             turn += 1
-            if run._watch is not None and not with_us:
-                run._watch.detach()
-                run._watch = None
-            elif run._watch is None and with_us:
-                run._watch = Watch(run.clock, trainer, None)
+            if run._hooks is not None and not with_us:
+                run._hooks.remove()
+                run._hooks = None
+            elif run._hooks is None and with_us:
+                run._hooks = EpochHooks(run.clock, trainer, None)
             trainer.profiler = ours if with_us else nothing
             wait_for(self.device)
             start = time.perf_counter()
@@ -115,7 +115,7 @@ class Turns(L.Callback):
 
 
 def measure_cost(name: str, module: Regression, pairs: int, device: str, **settings: Any) -> Any:
-    """Time steps of one run, the first tenth left out."""
+    """Time steps of one run, except for the first tenth."""
     turns, ours = Turns(device), lo.StepProfiler(print_table=False, flops=False)
     callbacks = [turns, *settings.pop("callbacks", [])]
     trainer = quiet_trainer(
@@ -134,7 +134,7 @@ def measure_cost(name: str, module: Regression, pairs: int, device: str, **setti
 
 
 def ten_milliseconds(device: str) -> Logged:
-    """Return an MLP with a batch that takes about ten milliseconds a step."""
+    """Return an MLP with a batch that takes about ten milliseconds per step."""
     batch = 64
     for _ in range(3):
         took = measure_cost("", mlp(batch), 10, device)["ms a bare step"]
@@ -143,7 +143,7 @@ def ten_milliseconds(device: str) -> Logged:
 
 
 def ordinary(folder: str) -> dict[str, Any]:
-    """Return what an ordinary run has: a logger, a checkpoint, a monitor, clipping."""
+    """Return the settings of an ordinary run: logger, checkpoint, monitor, clipping."""
     return {
         "logger": CSVLogger(folder),
         "enable_checkpointing": True,

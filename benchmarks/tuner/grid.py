@@ -1,13 +1,13 @@
-"""Whether the tuner finds what an exhaustive search finds, and in how much of its time.
+"""The tuner compared with an exhaustive search: the answers and the time.
 
 Supports the claim of the documentation: on a ConvNet, a vision transformer, a byte-level GPT, a
 tiny MLP and two trainings that wait for data (one for the work of a loader, one for a slow disk)
 the tuner's answer is within 5% of the best of all combinations of some switches, with a budget of a
 quarter of the time of trying them all. Both searches use the same trials (the same processes,
-blocks of steps, early ends and checks of numerics), each with an empty cache of compiled code; the
-exhaustive one leaves nothing out for where the step goes. Torch has the threads that it has by
-itself. The answers and the best are then measured again, side by side with the baseline, since the
-best of many measurements is partly luck; an answer is compared with the fastest of that.
+turns, early ends and checks of numerics), each with an empty cache of compiled code; the exhaustive
+one leaves no switch out because of the account of a step. Torch uses its default threads. The
+answers and the best are then measured again, in turns with the baseline, since the best of many
+measurements is partly luck; an answer is compared with the fastest of that.
 """
 
 from __future__ import annotations
@@ -79,11 +79,11 @@ SWITCHES = {
     }
     for device, runtime in (("cpu", "one_thread"), ("cuda", "tf32"))
 }
-"""What both searches try, but for what makes no sense on a machine, as bfloat16 on many CPUs."""
+"""Switches of both searches, except for unsuitable ones, as bfloat16 on many CPUs."""
 
 
 class TinyMLP(L.LightningModule):
-    """So little to compute that Lightning's own step is most of the time."""
+    """Computes so little that Lightning's own overhead is most of a step."""
 
     samples, length = 32, 0
 
@@ -99,7 +99,7 @@ class TinyMLP(L.LightningModule):
 
 
 class Items(Dataset[Any]):
-    """Images that take a while each: by work of the CPU, or by waiting as for a disk."""
+    """Images that are slow to load: by CPU work, or by a wait as for a disk."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -118,7 +118,7 @@ class Items(Dataset[Any]):
 
 
 class Recipe:
-    """Makes model or data of a name, in the process of a trial."""
+    """Creates a model or its data by name, in the process of a trial."""
 
     def __init__(self, name: str, device: str, data: bool) -> None:
         self.name, self.device, self.data = name, device, data
@@ -134,7 +134,7 @@ class Recipe:
 
 
 class Exhaustive(Search):
-    """Tries everything."""
+    """Tries all combinations."""
 
     def run(self) -> Switches:
         every = itertools.chain.from_iterable(
@@ -146,16 +146,16 @@ class Exhaustive(Search):
 
 
 class Grid(Tuning):
-    """The tuner's trials without the tuner's search, and without a limit of time."""
+    """The tuner's trials without its search and without a time limit."""
 
     def _search(self) -> Search:
         self._arena.deadline = float("inf")
-        # Nothing is left out for where the step goes.
+        # No switch is left out because of the account of a step.
         facts = dataclasses.replace(self._baseline.observed.facts, account={})
         self._space = Space("throughput", facts, self._plan.candidates, self._plan.base)
         return Exhaustive(self._measure, *self._parts())
 
-    def _race(self, search: Search, best: Switches) -> Switches:
+    def _repeat_undecided(self, search: Search, best: Switches) -> Switches:
         return best if search.outcomes.get(best) and search.outcomes[best].score < 1 else ()
 
     def _parts(self) -> tuple[Any, ...]:
@@ -189,7 +189,7 @@ COMPILED = os.environ["TORCHINDUCTOR_CACHE_DIR"] = tempfile.mkdtemp()
 
 
 def empty_cache() -> None:
-    """Let nothing that was compiled before be found."""
+    """Delete all compiled code."""
     shutil.rmtree(COMPILED, ignore_errors=True)
 
 

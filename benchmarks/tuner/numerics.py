@@ -75,7 +75,7 @@ class Task(L.LightningModule):
         return nn.functional.cross_entropy(self.net(batch[0]).float(), batch[1])
 
     def on_train_batch_end(self, outputs: Any, batch: Any, batch_idx: int) -> None:
-        self.losses.append(float(outputs["loss"]))  # of the whole batch, as a trial tells it
+        self.losses.append(float(outputs["loss"]))
 
     def configure_optimizers(self) -> Any:
         optimizer = self.optimizer(self.parameters(), lr=1e-3)
@@ -85,7 +85,7 @@ class Task(L.LightningModule):
 
 
 class Planted(Callback):
-    """Changes gradients before the optimizer sees them."""
+    """Changes gradients before the optimizer step."""
 
     def __init__(self, kind: str, layer: str) -> None:
         self.kind, self.layer = kind, layer
@@ -103,7 +103,7 @@ FAULTS = ("flipped signs", "one layer random", "all random")
 
 
 def harmless(net: str) -> dict[str, dict[str, Any]]:
-    """Return changes that leave what is learnt as it is."""
+    """Return changes that must be accepted."""
     found: dict[str, dict[str, Any]] = {
         "bf16-mixed": {"precision": "bf16-mixed"},
         "FusedOptimizer": {"callbacks": [lo.FusedOptimizer()]},
@@ -122,7 +122,7 @@ def harmless(net: str) -> dict[str, dict[str, Any]]:
 def observe(
     task: tuple[str, str, bool], seed: int, reseed: int = 0, exact: bool = False, **more: Any
 ) -> Observed:
-    """Train for some steps, and return what a trial would have told."""
+    """Train for some steps, and return the observations of a trial."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "watch.pt"
         callbacks = [*more.pop("callbacks", []), TrialWatch(str(file), reseed)]
@@ -139,7 +139,7 @@ def observe(
 
 @cache
 def usual(task: tuple[str, str, bool], seed: int, precision: str, role: str = "") -> Observed:
-    """Return what the baseline tells, or another run of it."""
+    """Return the observations of the baseline, or of another run of it."""
     return observe(task, seed, int(role == "noise"), role == "float32", precision=precision)
 
 
@@ -153,7 +153,7 @@ def why_not(
 
 
 def main() -> None:
-    """Plant everything, and publish the table."""
+    """Run all changes, and publish the table."""
     parser = argparse.ArgumentParser(add_help=False)
     parser.add_argument("--seeds", type=int, default=5)
     own, rest = parser.parse_known_args()

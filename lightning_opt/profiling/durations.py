@@ -61,31 +61,19 @@ class Durations:
 
 @dataclass
 class Work:
-    """Steps and the number of samples and tokens in them.
-
-    Attributes:
-        steps: Durations of the steps.
-        samples: Samples in all steps.
-        tokens: Tokens in all steps; 0 if they are not counted.
-    """
+    """Steps and the number of samples and tokens in them."""
 
     steps: Durations = field(default_factory=Durations)
     samples: int = 0
     tokens: int = 0
 
     def add(self, seconds: float, samples: int, tokens: int) -> None:
-        """Add a step."""
         self.steps.add(seconds)
         self.samples += samples
         self.tokens += tokens
 
     def rates(self, flops: float | None = None, peak: float | None = None) -> dict[str, float]:
-        """Return the known rates per second, by logged key.
-
-        Args:
-            flops: Floating-point operations in all steps.
-            peak: The device's peak of operations per second, for ``mfu``.
-        """
+        """Return the known rates per second, by logged key."""
         seconds = self.steps.total
         amounts = {"samples": self.samples, "tokens": self.tokens, "flops": flops}
         found = {f"{name}_per_second": n / seconds for name, n in amounts.items() if n and seconds}

@@ -70,7 +70,6 @@ class FlopCount(TorchDispatchMode):
 
     @property
     def flops(self) -> Flops:
-        """The operations counted so far."""
         return Flops(*self._counts)
 
 

@@ -34,15 +34,7 @@ GRACE = 2.0
 
 
 class Candidate:
-    """The process of a configuration, and its trial.
-
-    Args:
-        trial: The trial to fill in.
-        process: The process.
-        file: The file of its observations.
-        alone: Whether it trains without the baseline beside it.
-        deadline: The end of its time, by ``time.monotonic``.
-    """
+    """The process of a configuration, and its trial."""
 
     def __init__(
         self, trial: Trial, process: TrainingProcess, file: Path, alone: bool, deadline: float
@@ -52,7 +44,6 @@ class Candidate:
         self._deadline, self._timeout = deadline, process.timeout
 
     def advance(self, steps: int) -> float:
-        """Take steps, and return the mean seconds of one."""
         left = max(GRACE, self._deadline - time.monotonic())
         self.process.timeout = min(self._timeout, left)
         try:
@@ -70,13 +61,11 @@ class Candidate:
         return self.advance(max(steps, min(MAX_BLOCK, round(steps / (self.trial.ratio or 1.0)))))
 
     def add_round(self, reference: float, own: float) -> None:
-        """Add a round: seconds of a step of the baseline and of this candidate."""
         self.trial.rounds[0].append((reference, own))
         self.trial.set_times()
 
     @property
     def decided(self) -> bool:
-        """Whether more rounds would not change the verdict."""
         rounds, (ratio, low, high) = len(self.trial.rounds[0]), self.trial.interval
         width = (high - low) / 2 / ratio
         # Three rounds in a slow phase of the machine have called a gain of 10% a loss.
@@ -87,15 +76,7 @@ class Candidate:
 
 
 class Arena:
-    """Tries configurations against a baseline that stays alive.
-
-    Args:
-        start: Starts a process.
-        baseline: The baseline.
-        objective: Decides how long a trial is measured.
-        deadline: Time of ``time.monotonic`` at which trials end and none starts.
-        on_start: Called with each configuration when its trial starts.
-    """
+    """Tries configurations against a baseline that stays alive."""
 
     def __init__(
         self,
@@ -129,7 +110,6 @@ class Arena:
             yield trial
 
     def close(self) -> None:
-        """End all processes."""
         self.baseline.close()
 
     def _measure_beside(self, switches: Switches) -> Trial:
@@ -184,7 +164,6 @@ class Arena:
         return trial
 
     def _is_too_slow(self, candidate: Candidate) -> bool:
-        """Return whether a candidate is far slower than the baseline, before it costs a block."""
         usual, trial = self.baseline.step, candidate.trial
         fastest, spent = math.inf, 0.0
         # The second step may compile again, and short steps are slow at first.
@@ -232,7 +211,6 @@ class Arena:
             candidate.add_round(self.baseline.step, candidate.take_turn(self.baseline.block))
 
     def _judge(self, candidate: Candidate) -> None:
-        """Set the trial's verdict from its measurements."""
         trial, limit = candidate.trial, self.objective.max_slowdown
         if trial.rounds[0]:
             trial.startup = max(0.0, (trial.startup or 0.0) - (trial.seconds or 0.0))

@@ -93,11 +93,7 @@ def autotune(
 
 
 def parse_budget(budget: str | float) -> float:
-    """Return the seconds of ``90``, ``"90s"``, ``"1.5m"`` or ``"1h"``.
-
-    Raises:
-        ValueError: For anything else.
-    """
+    """Return the seconds of ``90``, ``"90s"``, ``"1.5m"`` or ``"1h"``."""
     if isinstance(budget, str):
         found = re.fullmatch(r"\s*(\d+\.?\d*)\s*(s|m|min|h|)\s*", budget)
         if not found or float(found[1]) <= 0:

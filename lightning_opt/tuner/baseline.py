@@ -25,8 +25,6 @@ KEPT_LOSSES = 400
 
 
 class StartProcess(Protocol):
-    """Starts the process of a configuration."""
-
     def __call__(self, switches: Switches, role: str = "", /) -> tuple[TrainingProcess, Path]:
         """Return the process, and the file of its observations."""
 
@@ -62,12 +60,10 @@ class Baseline:
 
     @property
     def measured(self) -> bool:
-        """Whether it has run, now or in an earlier search."""
         return bool(self.seconds)
 
     @property
     def step(self) -> float:
-        """Median seconds of a step."""
         return statistics.median(self.seconds)
 
     def ensure_running(self) -> None:
@@ -93,7 +89,6 @@ class Baseline:
             raise
 
     def take_turn(self, steps: int) -> float:
-        """Take steps and return the mean seconds of one."""
         taken = self._advance(steps)
         self.seconds.append(statistics.fmean(step.seconds for step in taken))
         return self.seconds[-1]
@@ -144,7 +139,6 @@ class Baseline:
             process.close()
 
     def close(self) -> None:
-        """End the process; the measurements remain."""
         if self._process is not None:
             self._read()
             self._process.close()
@@ -152,7 +146,6 @@ class Baseline:
 
     @property
     def _taken(self) -> int:
-        """Steps of the current process."""
         return 0 if self._process is None else len(self._process.steps)
 
     def _read(self) -> None:
@@ -180,7 +173,6 @@ class Baseline:
         return {**kept, **more, "facts": asdict(self.observed.facts)}
 
     def restore(self, record: dict[str, Any]) -> None:
-        """Restore the measurements from :meth:`to_dict`."""
         for name in ("startup", "block", "losses", "seconds"):
             setattr(self, name, record[name])
         self.peaks = dict(record["peaks"])

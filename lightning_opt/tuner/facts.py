@@ -78,18 +78,15 @@ class Facts:
     steady: bool = True
 
     def share(self, *groups: str) -> float | None:
-        """Return the share of a step that some groups take, None if unknown."""
         total = sum(self.account.values())
         return sum(self.account[group] for group in groups) / total if total else None
 
     @property
     def starved(self) -> bool:
-        """Whether a step mostly waits for data."""
         return (self.share(WAITING) or 0.0) > STARVED
 
     @property
     def bottleneck(self) -> tuple[str, float]:
-        """The part that takes most of a step, and its share."""
         shares = {part: self.share(*groups) or 0.0 for part, groups in BOTTLENECKS.items()}
         return max(shares.items(), key=lambda item: item[1])
 

@@ -17,9 +17,6 @@ from lightning_opt.data.encoding import is_plain, raw
 
 _LRU_CACHE = type(functools.lru_cache(abs))
 
-PATHS = 100_000
-"""The largest number of strings that are tried as names of files."""
-
 
 def fingerprint(value: Any) -> str:
     """Return a hash of ``value``, 16 hexadecimal digits.
@@ -42,12 +39,6 @@ def fingerprint(value: Any) -> str:
             f"There is no fingerprint of this {type(value).__qualname__}, because an attribute "
             f"cannot be pickled: {error}."
         ) from error
-    for path in sorted(_paths(value)):
-        try:
-            status = Path(path).stat()
-        except (OSError, ValueError):
-            continue
-        hashed.update(f"{path}\0{status.st_size}\0{status.st_mtime_ns}\0".encode())
     return hashed.hexdigest()
 
 
@@ -110,7 +101,7 @@ class _Hasher(pickle.Pickler):
 
 
 def _stand_in(*parts: Any) -> None:
-    """Take the place of a described object in the pickle."""
+    pass
 
 
 def _behind(member: Any) -> Any:
@@ -166,20 +157,3 @@ def _is_installed(module: str | None) -> bool:
 def _version(module: str | None) -> str:
     top = sys.modules.get((module or "").partition(".")[0])
     return str(getattr(top, "__version__", ""))
-
-
-def _paths(value: Any) -> Iterator[str]:
-    left = PATHS
-    queue = [vars(value) if hasattr(value, "__dict__") else value]
-    while queue and left:
-        value = queue.pop()
-        if isinstance(value, (str, Path)):
-            left -= 1
-            if 0 < len(str(value)) < 1024:
-                yield str(value)
-        elif isinstance(value, dict):
-            queue += value.values()
-        elif isinstance(value, (list, tuple)):
-            queue += value
-        elif isinstance(value, torch.utils.data.Dataset):
-            queue.append(vars(value))

@@ -59,34 +59,23 @@ class Journal:
 
 
 class Progress:
-    """Writes each trial and its result to standard error.
-
-    Args:
-        budget: Seconds that the search may take.
-        enabled: False writes nothing.
-
-    Attributes:
-        deadline: The end of the search, by ``time.monotonic``.
-    """
+    """Writes each trial and its result to standard error."""
 
     def __init__(self, budget: float, enabled: bool = True) -> None:
         self._enabled, self.deadline = enabled, time.monotonic() + budget
 
     def write(self, text: str) -> None:
-        """Write a line."""
         if self._enabled:
             sys.stderr.write(text + "\n")
             sys.stderr.flush()
 
     def start_trial(self, switches: Switches, best: Trial) -> None:
-        """Write the next configuration, the time left, and the best trial so far."""
         left, name = self.deadline - time.monotonic(), " + ".join(switches) or "baseline"
         time_left = f"{left:.0f} s left" if left > 0 else "the last"
         so_far = f"; best so far: {best.name}, {_ratios(best)}" if best.switches else ""
         self.write(f"trying {name} ({time_left}{so_far})")
 
     def end_trial(self, trial: Trial, from_journal: bool = False) -> None:
-        """Write the result of a trial."""
         parts = [trial.verdict, _ratios(trial), "from the journal" * from_journal]
         self.write(f"{trial.name}: {', '.join(filter(None, parts))}")
 

@@ -140,19 +140,13 @@ def _size(values: Tensor) -> float:
 
 
 def _cosine(own: Tensor, reference: Tensor) -> tuple[float, float]:
-    """Return the cosine between two vectors, and the ratio of their lengths."""
     own, reference = own.double(), reference.double()
     length, unit = float(own.norm()), float(reference.norm())
     return float(own @ reference) / (length * unit) if length * unit else 0.0, length / unit
 
 
 def compare_distances(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
-    """Return how the distances of the weights from their start differ; empty if they are similar.
-
-    Args:
-        own: The candidate's distance of each parameter by name, for each number of steps.
-        reference: The same of the baseline.
-    """
+    """Return how the distances of the weights from their start differ, or ""."""
     # Later both may have converged.
     steps = max((own.keys() & reference.keys()).intersection(range(MAX_MOVED_STEPS + 1)), default=0)
     mine, theirs = own.get(steps, {}), reference.get(steps, {})

@@ -89,7 +89,6 @@ class TrialWatch(Callback):
         self._started = self._cpu_seconds = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Describe the model before the first step."""
         self._start = {
             name: _sample(parameter)
             for name, parameter in _named(pl_module)
@@ -100,7 +99,6 @@ class TrialWatch(Callback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Record the number of samples and of workers at the first batch."""
         if self._batches == 0:
             if self._reseed:
                 seed_everything(torch.initial_seed() % 2**31 + self._reseed, verbose=False)
@@ -115,7 +113,6 @@ class TrialWatch(Callback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Keep samples of the first gradients."""
         update = self._updates[id(optimizer)] = self._updates.get(id(optimizer), -1) + 1
         if update >= COMPARED_UPDATES:
             return
@@ -135,7 +132,6 @@ class TrialWatch(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Write the file, at powers of two from the second batch on."""
         self._batches += 1
         if self._batches >= 2 and self._batches & (self._batches - 1) == 0:
             profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
@@ -177,7 +173,6 @@ class TrialWatch(Callback):
 
 
 def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield parameters by their names without the prefixes of wrappers."""
     return ((plain_name(name), parameter) for name, parameter in module.named_parameters())
 
 
@@ -188,7 +183,6 @@ def _sample(values: Tensor) -> Tensor:
 
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
-    """Return the ``Facts`` that are known before the first step."""
     device = trainer.strategy.root_device
     fused = [
         all(group.get("fused") for group in optimizer.param_groups)

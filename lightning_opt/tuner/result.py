@@ -12,11 +12,10 @@ from typing import Any
 
 from lightning_opt.core.output.report import Report
 from lightning_opt.tuner.facts import COMMUNICATION, OVERHEAD, WAITING, Facts
-from lightning_opt.tuner.settings import plain
 from lightning_opt.tuner.space import MIB, Space
 from lightning_opt.tuner.trial import OBJECTIVES, Switches, Trial
 from lightning_opt.tuner.writing import to_python, to_yaml
-from lightning_opt.worker.recipes import instantiate
+from lightning_opt.worker.recipes import instantiate, plain
 
 REMEDIES = {
     WAITING: "a faster disk, more CPUs for workers, or items that take less to load",

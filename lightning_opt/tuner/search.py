@@ -93,7 +93,6 @@ class Search:
                 return
 
     def best(self) -> Switches:
-        """Return the configuration with the lowest score so far, the baseline included."""
         scored = {names: outcome.score for names, outcome in self.outcomes.items()}
         return min(scored, key=lambda names: (scored[names], len(names)))
 
@@ -135,7 +134,6 @@ class Search:
         return min(candidates, key=lambda names: self.outcomes[names].score, default=None)
 
     def _try_beside_gains(self, names: Iterable[str]) -> None:
-        """Try each switch beside the switches that gain so far."""
         gaining = self._gaining()
         for name in names:
             beside = [other for other in gaining if other != name and self.allows((other, name))]
@@ -159,7 +157,6 @@ class Search:
         return tuple(name for name in self.switches if name in wanted)
 
     def _try(self, configurations: Iterable[Iterable[str]]) -> None:
-        """Measure the configurations that are allowed and have no outcome yet."""
         ordered = (self._ordered(names) for names in configurations)
         new = [
             names
@@ -172,7 +169,6 @@ class Search:
                 self.outcomes[names] = outcome
 
     def _gaining(self) -> list[str]:
-        """Return the switches that gain alone, or well may, the best first."""
         alone = {name: self._alone(name) for name in self.switches}
         found = [
             name

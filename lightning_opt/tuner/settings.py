@@ -9,7 +9,7 @@ import torch
 from lightning.pytorch.plugins import Precision
 
 from lightning_opt.kernels.compiling.compile_model import CompileModel
-from lightning_opt.worker.recipes import Settings, make, make_settings
+from lightning_opt.worker.recipes import Settings, make_settings, plain
 
 LISTS = ("callbacks", "plugins")
 """Arguments whose values are concatenated; of other arguments the last value counts."""
@@ -44,24 +44,12 @@ def in_float32(settings: Settings) -> dict[str, Any]:
 
 
 def listed(value: Any) -> list[Any]:
-    """Return a list of a single value, a list or None."""
     if value is None:
         return []
     return list(value) if isinstance(value, (list, tuple)) else [value]
 
 
-def plain(settings: Settings) -> Mapping[str, Any]:
-    """Return the arguments as a mapping, after calling them if they are a function or its path."""
-    found = settings if isinstance(settings, Mapping) else make("settings", settings)
-    if not isinstance(found, Mapping):
-        raise TypeError(
-            f"settings must be Trainer arguments or a function that returns them, got {found!r}."
-        )
-    return found
-
-
 def classes(settings: Mapping[str, Any]) -> set[str]:
-    """Return the names of the classes of all callbacks and plugins."""
     found = [item for name in LISTS for item in listed(settings.get(name))]
     return {
         str(item["class_path"]).rpartition(".")[2]
@@ -82,7 +70,6 @@ def clash(one: Settings, other: Settings) -> bool:
 
 
 def is_written(value: Any) -> bool:
-    """Return whether a value can be written into a configuration file."""
     if isinstance(value, Mapping):
         return all(isinstance(key, str) and is_written(item) for key, item in value.items())
     if isinstance(value, (list, tuple)):

@@ -25,9 +25,8 @@ from lightning_opt.tuner.settings import (
     is_written,
     join,
     join_made,
-    plain,
 )
-from lightning_opt.worker.recipes import Settings
+from lightning_opt.worker.recipes import Settings, plain
 
 Candidates = Sequence[str | Mapping[str, Settings]] | Mapping[str, Settings | bool | None]
 
@@ -76,7 +75,6 @@ class Switch:
 
 
 def added(name: str, **arguments: Any) -> dict[str, Any]:
-    """Return Trainer arguments that add a callback of this package, as in a YAML configuration."""
     callback: dict[str, Any] = {"class_path": f"lightning_opt.{name}"}
     if arguments:
         callback["init_args"] = arguments
@@ -84,7 +82,6 @@ def added(name: str, **arguments: Any) -> dict[str, Any]:
 
 
 def built_in(facts: Facts) -> list[Switch]:
-    """Return the tuner's own switches, those that are cheap to try first."""
     quiet: dict[str, Any] = {"matmul_precision": None, "cudnn_benchmark": None, "allocator": None}
     no_cuda = _unless(facts.device == "cuda", f"it is for CUDA, and the device is {facts.device}")
     no_cpu = _unless(facts.device == "cpu", "the device is not a CPU")
@@ -202,7 +199,6 @@ class Space:
         return None
 
     def allows(self, names: Iterable[str]) -> bool:
-        """Return whether the switches can be on together."""
         wanted = set(names)
         return not any(pair <= wanted for pair in self._incompatible)
 
@@ -212,12 +208,7 @@ class Space:
         return bool({"precision", ""} & kinds) or kinds in INTERACTING
 
     def describe(self, seconds: float, peak: int) -> str:
-        """Return where the baseline's step spends its time, and the switches to try.
-
-        Args:
-            seconds: Of a step of the baseline.
-            peak: Its peak bytes.
-        """
+        """Return where the baseline's step spends its time, and the switches to try."""
         facts, switches = self.facts, f"Tried will be: {', '.join(self.switches) or 'nothing'}."
         if not facts.account:
             return switches
@@ -247,17 +238,11 @@ class Space:
         return join(fixed) if len(fixed) == len(parts) else functools.partial(join_made, parts)
 
     def is_written(self, names: Iterable[str]) -> bool:
-        """Return whether the arguments can be written into a configuration file."""
         settings = self.settings(names)
         return isinstance(settings, Mapping) and is_written(settings)
 
 
 def check_candidates(candidates: Candidates | None) -> None:
-    """Check candidates before any training.
-
-    Raises:
-        ValueError: For an unknown name, and for settings that are not Trainer arguments.
-    """
     _choose({switch.name: switch for switch in built_in(Facts())}, candidates, "")
 
 

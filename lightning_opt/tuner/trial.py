@@ -70,12 +70,10 @@ class Trial:
 
     @property
     def name(self) -> str:
-        """The switches as text."""
         return " + ".join(self.switches) or "baseline"
 
     @property
     def failed(self) -> bool:
-        """Whether it did not run to its end."""
         return self.verdict in FAILURES
 
     @property
@@ -135,11 +133,9 @@ class Objective:
 
     @property
     def slowest(self) -> float:
-        """The ratio of times from which a trial is stopped."""
         return 1.3 * self.max_slowdown if self.name != "throughput" else 1.5
 
     def score(self, trial: Trial) -> Outcome:
-        """Return the score of a trial that ran, accepted or not."""
         if trial.ratio is None:
             return Outcome(math.inf, math.inf)
         if self.name == "throughput":

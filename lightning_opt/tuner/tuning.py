@@ -26,10 +26,10 @@ from lightning_opt.tuner.journal import Journal, Progress
 from lightning_opt.tuner.probe import Observed
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.search import Search, TimeIsUp
-from lightning_opt.tuner.settings import in_float32, join, plain
+from lightning_opt.tuner.settings import in_float32, join
 from lightning_opt.tuner.space import Candidates, Space, added
 from lightning_opt.tuner.trial import Objective, Outcome, Switches, Trial
-from lightning_opt.worker.recipes import Factory, Settings
+from lightning_opt.worker.recipes import Factory, Settings, plain
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
 PROFILER = "lightning_opt.profiling.steps.step_profiler.StepProfiler"
@@ -55,11 +55,6 @@ class Plan:
     timeout: float | None = None
 
     def timeout_after(self, startup: float) -> float:
-        """Return the seconds that a trial may take to start, or for one turn.
-
-        Args:
-            startup: Seconds that the baseline took to start; 0 for the baseline itself.
-        """
         if self.timeout is not None:
             return self.timeout
         if not startup:
@@ -76,13 +71,7 @@ class Plan:
 
 
 class Tuning:
-    """A search that is run once.
-
-    Args:
-        plan: The checked arguments.
-        journal: The file to resume from and to write to, or None.
-        progress: Prints the trials.
-    """
+    """A search that is run once."""
 
     def __init__(self, plan: Plan, journal: str | Path | None, progress: Progress) -> None:
         self._plan, self._path, self._progress = plan, journal, progress
@@ -95,7 +84,6 @@ class Tuning:
         self._arena = Arena(self._start, self._baseline, plan.objective, on_start=self._show_start)
 
     def run(self) -> TuneResult:
-        """Search, and return the result."""
         with tempfile.TemporaryDirectory(prefix="lightning_opt_tune_") as folder:
             self._folder = Path(folder)
             self._journal = Journal(self._path, self._plan.key())
@@ -232,7 +220,6 @@ class Tuning:
             yield self._plan.objective.outcome(trial)
 
     def _try(self, configurations: Sequence[Switches]) -> Iterator[Trial]:
-        """Yield trials, from the journal, or measured and written to it."""
         new = [switches for switches in configurations if not self._from_journal[switches]]
         measured = self._arena.measure(new)
         for switches in configurations:
@@ -264,7 +251,6 @@ class Tuning:
 
 
 def machine() -> dict[str, Any]:
-    """Return the machine and the versions on which trials depend."""
     versions = {made.__name__: made.__version__ for made in (torch, lightning, lightning_opt)}
     counts = {"cpus": available_cpus(), "gpus": torch.cuda.device_count()}
     names = {"machine": platform.machine(), "python": platform.python_version()}

@@ -9,7 +9,6 @@ from typing import Any
 
 
 def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
-    """Return a LightningCLI configuration with the arguments under ``trainer``."""
     import yaml  # type: ignore[import-untyped]  # one of Lightning's own dependencies
 
     content = {"trainer": json.loads(json.dumps(settings))}  # tuples as lists
@@ -17,7 +16,6 @@ def to_yaml(settings: Mapping[str, Any], head: str = "") -> str:
 
 
 def to_python(settings: Mapping[str, Any], head: str = "") -> str:
-    """Return a script that creates the Trainer."""
     imports = {"import lightning as L"}
     arguments = "".join(
         f"    {name}={_source(value, imports, 1)},\n" for name, value in settings.items()

@@ -33,11 +33,7 @@ PAYLOAD, LOG = "payload.pkl", "log"
 
 
 class Worker:
-    """Trains the run that the payload describes.
-
-    Args:
-        connection: To the parent process; None in the other ranks.
-    """
+    """Trains the run that the payload describes."""
 
     def __init__(self, connection: Connection | None) -> None:
         self._connection = connection
@@ -47,7 +43,6 @@ class Worker:
         self._started = False
 
     def run(self, payload: dict[str, Any]) -> None:
-        """Train until the parent ends the run, and send how it ended."""
         if self._connection is not None:
             threading.Thread(target=self._listen, args=(self._connection,), daemon=True).start()
         try:
@@ -94,7 +89,6 @@ class Worker:
 
 
 def train(connection: Connection, place: Place, folder: str) -> None:
-    """Train; the first function of a new process."""
     place.enter(str(Path(folder) / LOG))
     sys.argv[:] = [__file__, folder]  # Lightning repeats them to start the other ranks
     faulthandler.enable()

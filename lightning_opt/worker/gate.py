@@ -88,7 +88,6 @@ class StepGate(pl.Callback):
         return pl.Callback()  # trials of batch sizes copy callbacks, and must not wait here
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Report that the run is ready, and wait for the first block."""
         if trainer.world_size > 1:  # with NCCL, waiting would keep the GPU busy
             self._group = dist.new_group(backend="gloo", timeout=LONGEST_PAUSE)
         self._clock = StepClock(trainer.strategy.root_device)
@@ -103,7 +102,6 @@ class StepGate(pl.Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Time the step; at the end of a block deliver its steps and wait for the next one."""
         assert self._clock is not None
         self._losses.append(_loss_of(outputs, trainer.accumulate_grad_batches))
         self._samples.append(samples_in(batch) * trainer.world_size)
@@ -116,7 +114,6 @@ class StepGate(pl.Callback):
         start_on_first_cpu(trainer)
 
     def flush(self, trainer: pl.Trainer) -> None:
-        """Deliver the steps of the current block so far."""
         if not self._losses:
             return
         assert self._clock is not None

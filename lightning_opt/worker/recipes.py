@@ -26,16 +26,7 @@ SHORT_NAMES = (
 
 
 def check_factory(name: str, given: Any) -> Any:
-    """Return ``given`` if it may be a factory. Import paths are resolved later, by :func:`make`.
-
-    Args:
-        name: The argument's name, for the error.
-        given: The user's value.
-
-    Raises:
-        TypeError: If it is not a factory, for example the model itself.
-        ValueError: If it is a string without a colon.
-    """
+    """Return ``given`` if it may be a factory. Import paths are resolved later, by :func:`make`."""
     if isinstance(given, str):
         if not all(given.rpartition(":")[::2]):
             raise ValueError(
@@ -66,19 +57,14 @@ def _check_callable(name: str, given: Any) -> None:
 
 
 def make(name: str, factory: Factory) -> Any:
-    """Import the factory, if it is a path, and call it.
-
-    Raises:
-        ImportError: If nothing is found at the path.
-        TypeError: If the object found cannot be called.
-    """
+    """Import the factory, if it is a path, and call it."""
     found = find(factory) if isinstance(factory, str) else factory
     _check_callable(name, found)
     return found()
 
 
-def make_settings(given: Settings) -> dict[str, Any]:
-    """Return the settings, with objects in place of their ``class_path`` descriptions.
+def plain(given: Settings) -> Mapping[str, Any]:
+    """Return the arguments as a mapping, after calling them if they are a function or its path.
 
     Raises:
         TypeError: If a factory does not return a mapping.
@@ -89,15 +75,15 @@ def make_settings(given: Settings) -> dict[str, Any]:
             "settings must be a dict of Trainer arguments or a function that returns one, and it "
             f"returned {type(settings).__name__}."
         )
-    return {name: instantiate(value) for name, value in settings.items()}
+    return settings
+
+
+def make_settings(given: Settings) -> dict[str, Any]:
+    return {name: instantiate(value) for name, value in plain(given).items()}
 
 
 def find(path: str) -> Any:
-    """Import the object at ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``.
-
-    Raises:
-        ImportError: If there is none.
-    """
+    """Import the object at ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``."""
     place, _, attribute = path.rpartition(":")
     module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)
     try:

@@ -87,7 +87,6 @@ def _context(environment: dict[str, str], module: str) -> Any:
 
 
 def _launch_server(context: Any) -> None:
-    """Start the fork server, and wait until it has imported everything."""
     import psutil
 
     here = psutil.Process()
@@ -138,13 +137,7 @@ def _without_main_script() -> Iterator[None]:
 
 
 class Place(NamedTuple):
-    """The surroundings of a new process.
-
-    Attributes:
-        environment: Its variables.
-        folder: Its working directory.
-        start_method: The start method of its workers; None for the system's default.
-    """
+    """The surroundings of a new process."""
 
     environment: dict[str, str]
     folder: str
@@ -186,11 +179,7 @@ def _shift_allocations() -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process, the group that it leads, and its other descendants.
-
-    Args:
-        pid: Of the process. It may have ended, but must not have been joined.
-    """
+    """Kill a process, the group that it leads, and its other descendants."""
     import psutil
 
     descendants = []

@@ -146,7 +146,6 @@ class TrainingProcess:
 
     @property
     def closed(self) -> bool:
-        """Whether the process has been ended."""
         return not self._finalizer.still_active()
 
     def advance(self, steps: int, *, timeout: float | None = None) -> list[Step]:
@@ -243,7 +242,6 @@ class TrainingProcess:
         return message
 
     def _log_with_stacks(self) -> str:
-        """Return the process's output, with the stacks of its threads."""
         if hasattr(signal, "SIGUSR1"):
             assert self._process.pid is not None
             with contextlib.suppress(ProcessLookupError):
@@ -264,7 +262,6 @@ class TrainingProcess:
 
 
 def describe_exit(status: int) -> tuple[str, str]:
-    """Return the kind of failure of an exit status, and a sentence on it."""
     if status >= 0:
         return "died", f"The process left with exit status {status}."
     try:
@@ -292,7 +289,6 @@ def _pickled(recipe: dict[str, Any]) -> bytes:
 
 
 def _end(process: BaseProcess, connection: Connection, folder: Path) -> None:
-    """Kill the process and all that it has started, and remove its folder."""
     assert process.pid is not None
     kill_tree(process.pid)
     process.join()

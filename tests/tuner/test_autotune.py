@@ -27,19 +27,14 @@ CANDIDATES: dict[str, Any] = {
     "frozen": added("Freezing"),
     "small steps": added("Stumbling"),
     "flipped": added("Flipping"),
-    "out of memory": added("Failing", how="out of memory"),
-    "segfault": added("Failing", how="segfault"),
-    "raises": added("Failing", how="raise"),
-    "hangs": added("Failing", how="hang"),
+    "raises": added("Failing"),
 }
 
 
 @pytest.mark.slow
 def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
     candidates = [{name: settings} for name, settings in CANDIDATES.items()]
-    result = lo.autotune(
-        MODEL, DATA, budget="4m", base=BASE, candidates=candidates, timeout=12, progress=False
-    )
+    result = lo.autotune(MODEL, DATA, budget="4m", base=BASE, candidates=candidates, progress=False)
 
     trials = {trial.name: trial for trial in result.trials}
     verdicts = {name: trials[name].verdict for name in CANDIDATES}
@@ -50,20 +45,15 @@ def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
         "frozen": "rejected",
         "small steps": "rejected",
         "flipped": "rejected",
-        "out of memory": "out of memory",
-        "segfault": "died",
         "raises": "error",
-        "hangs": "timeout",
     }
     assert trials["less sleep"].agreement == pytest.approx(1), "the same seed and batches"
     assert 0.9 < (trials["bfloat16"].agreement or 0) < 0.99999
     assert "layers.0" in trials["frozen"].why
     assert "times as far" in trials["small steps"].why
     assert "points elsewhere" in trials["flipped"].why
-    assert "SIGSEGV" in trials["segfault"].why
     assert "planted" in trials["raises"].why
     assert "planted" in trials["raises"].details
-    assert "12 s" in trials["hangs"].why
     assert result.complete
     assert "less sleep" in result.switches or "bfloat16" in result.switches
     wrong = {"wrong autocast", "frozen", "small steps", "flipped"}
@@ -71,8 +61,7 @@ def test_wrong_learning_is_rejected_and_failures_are_reported() -> None:
     explanation = result.explain()
     for name in wrong:
         assert f"Rejected, since it changes the result: {name};" in explanation
-    for kind in ("out of memory", "died", "error", "timeout"):
-        assert f"Failed ({kind})" in explanation
+    assert "Failed (error): raises" in explanation
 
 
 def tune(journal: Path) -> lo.TuneResult:

@@ -179,7 +179,6 @@ def _automatic_collection_off() -> Iterator[None]:
 
 
 def format_seconds(seconds: float) -> str:
-    """Return seconds as text, in s, ms, us or ns."""
     for unit, size in (("s", 1.0), ("ms", 1e-3), ("us", 1e-6)):
         if seconds >= size:
             return f"{seconds / size:.4g} {unit}"

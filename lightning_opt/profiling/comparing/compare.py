@@ -126,7 +126,6 @@ def _train_in_turns(
     warmup: int,
     end: float,
 ) -> None:
-    """Start a process for each configuration, let them train in turns, and end them."""
     with contextlib.ExitStack() as stack:
         processes: dict[str, TrainingProcess] = {}
         paces: list[float] = []
@@ -152,7 +151,6 @@ def _train_in_turns(
 
 @contextlib.contextmanager
 def _failure_recorded(run: Run, processes: dict[str, TrainingProcess]) -> Iterator[None]:
-    """End only this run if it fails."""
     try:
         yield
     except FitFailed as failure:
@@ -161,7 +159,6 @@ def _failure_recorded(run: Run, processes: dict[str, TrainingProcess]) -> Iterat
 
 
 def _turns(steps: int | None, rounds: int, paces: list[float]) -> list[int]:
-    """Return the number of timed steps of each turn."""
     if steps is None:
         slowest = max(paces, default=1.0)
         steps = rounds * max(2, math.ceil(TURN / max(slowest, 1e-6)))

@@ -24,12 +24,7 @@ MAX_SMOOTHED = 10
 
 
 class Measured:
-    """A table of measurements, with ratios to its first row.
-
-    Args:
-        report: The table.
-        ratios: For each other row that was measured its :class:`Ratio` to the first.
-    """
+    """A table of measurements, with ratios to its first row."""
 
     def __init__(self, report: Report, ratios: Mapping[str, Ratio]) -> None:
         self.report, self.ratios = report, dict(ratios)
@@ -60,12 +55,7 @@ def ratio_columns(ratio: Ratio | None) -> dict[str, Any]:
 
 
 class Training:
-    """One training of a configuration.
-
-    Attributes:
-        steps: All steps since the start of its process.
-        turns: The timed steps, by the number of the turn.
-    """
+    """One training of a configuration."""
 
     def __init__(self, steps: list[Step]) -> None:
         self.steps = steps
@@ -92,7 +82,6 @@ class Run:
 
     @property
     def timed(self) -> list[Step]:
-        """All timed steps."""
         return [s for t in self.trainings for turn in t.turns.values() for s in turn]
 
 

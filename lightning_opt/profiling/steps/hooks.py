@@ -13,17 +13,8 @@ from torch import Tensor, nn
 from lightning_opt.core.modules.batches import samples_in, tokens_in
 from lightning_opt.core.modules.compiling import hooks_are_compiled
 from lightning_opt.core.modules.patching import replaced
+from lightning_opt.profiling.steps import step_phases as phases
 from lightning_opt.profiling.steps.phase_clock import PhaseClock
-from lightning_opt.profiling.steps.step_phases import (
-    BACKWARD,
-    COMMUNICATION,
-    DATA,
-    FORWARD,
-    LOGGING,
-    LOSS,
-    RANKS,
-    VALIDATION,
-)
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
@@ -72,12 +63,12 @@ class EpochHooks:
                 wrapped = functools.wraps(inner)(functools.partial(around, inner))
                 stack.enter_context(replaced(owner, **{name: wrapped}))
 
-        wrap(loop, "on_run_start", self._timed(DATA))  # starts the workers of the loader
-        wrap(loop.val_loop, "run", self._timed(VALIDATION))
+        wrap(loop, "on_run_start", self._timed(phases.DATA))  # starts the workers of the loader
+        wrap(loop.val_loop, "run", self._timed(phases.VALIDATION))
         for logger in trainer.loggers:
-            wrap(logger, "log_metrics", self._timed(LOGGING))
+            wrap(logger, "log_metrics", self._timed(phases.LOGGING))
         if trainer.world_size > 1:
-            wrap(loop, "_broadcast_sigterm_tensor", self._timed(RANKS))
+            wrap(loop, "_broadcast_sigterm_tensor", self._timed(phases.RANKS))
         wrap(trainer.strategy, "batch_to_device", self._batch_to_device)
         wrap(trainer.precision_plugin, "backward", self._backward)
         enter, leave = _Hook(self._enter_forward), _Hook(self._leave_forward)
@@ -109,15 +100,14 @@ class EpochHooks:
     # --- forward and loss -----------------------------------------------------------------------
 
     def start_training_step(self) -> None:
-        """Reset the state of the forward pass."""
         self._open = None
 
     def _enter_forward(self, module: nn.Module, *_: Any) -> None:
-        if self.clock.phase == LOSS:
+        if self.clock.phase == phases.LOSS:
             if module is self._module and _calls_training_step(module):
                 return
             self._open = module
-            self.clock.enter(FORWARD, self)
+            self.clock.enter(phases.FORWARD, self)
             self.saw_forward = True
 
     def _leave_forward(self, module: nn.Module, *_: Any) -> None:
@@ -131,7 +121,7 @@ class EpochHooks:
         self, inner: Callable[..., Any], loss: Any, model: Any, optimizer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        self.clock.enter(BACKWARD, EpochHooks)
+        self.clock.enter(phases.BACKWARD, EpochHooks)
         handle = None
         try:
             if self._reduces_gradients() and isinstance(loss, Tensor) and loss.requires_grad:
@@ -153,7 +143,7 @@ class EpochHooks:
         torch.autograd.Variable._execution_engine.queue_callback(self._enter_communication)
 
     def _enter_communication(self) -> None:
-        self.clock.enter(COMMUNICATION, self)
+        self.clock.enter(phases.COMMUNICATION, self)
 
 
 class _Hook:

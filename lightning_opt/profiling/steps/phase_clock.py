@@ -56,7 +56,6 @@ class DeviceClock:
         self._marks.append((event, phase))
 
     def move(self, source: int, target: int) -> None:
-        """Count the time of one phase in the running step for another one."""
         for place in range(self._step_start, len(self._marks)):
             event, phase = self._marks[place]
             if phase == source:
@@ -106,7 +105,6 @@ class DeviceClock:
             before, running = event, phase
 
     def finish(self) -> None:
-        """Wait for the device and read the rest, at the end of a run."""
         if self._marks:
             self._marks.append((None, _END_OF_STEP))
             self._end_window()
@@ -140,7 +138,6 @@ class PhaseClock:
 
     @property
     def depth(self) -> int:
-        """The number of open phases."""
         return len(self._stack)
 
     @property
@@ -229,7 +226,6 @@ class PhaseClock:
         return self._window_work.steps.count
 
     def end_window(self) -> tuple[dict[int, float], Work]:
-        """Return the seconds of each phase, and the steps, since the last call."""
         window, work = self._window, self._window_work
         self._window, self._window_work = {}, Work()
         return window, work

@@ -81,7 +81,6 @@ class Measures:
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Seconds of each phase, by name."""
         names = self.clock.phases.names
         return {names[phase]: d.total for phase, d in self.clock.durations.items()}
 
@@ -105,7 +104,6 @@ class Measures:
         return named / self.wall
 
     def report(self) -> Report:
-        """Return a table with a row per phase, the longest first."""
         names, wall = self.clock.phases.names, self.wall or sum(self.seconds.values())
         device = self.clock.device.durations if self.clock.device is not None else None
         ordered = sorted(self.clock.durations.items(), key=lambda item: -item[1].total)

@@ -10,29 +10,11 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 NAMES = (
-    "data wait",
-    "transfer",
-    "forward",
-    "loss",
-    "forward and loss",
-    "backward",
-    "gradient communication",
-    "clipping",
-    "optimizer step",
-    "zeroing gradients",
-    "LR scheduler",
-    "logging",
-    "hooks of the module",
-    "waiting for ranks",
-    "Lightning's loop",
-    "validation",
-    "checkpoint",
-    "setup",
-    "between epochs",
-    "teardown",
-    "profiler",
-    "other",
-)
+    "data wait", "transfer", "forward", "loss", "forward and loss", "backward",
+    "gradient communication", "clipping", "optimizer step", "zeroing gradients", "LR scheduler",
+    "logging", "hooks of the module", "waiting for ranks", "Lightning's loop", "validation",
+    "checkpoint", "setup", "between epochs", "teardown", "profiler", "other",
+)  # fmt: skip
 (
     DATA, TRANSFER, FORWARD, LOSS, FORWARD_AND_LOSS, BACKWARD, COMMUNICATION, CLIPPING, OPTIMIZER,
     ZEROING, SCHEDULER, LOGGING, HOOKS, RANKS, LOOP, VALIDATION, CHECKPOINT, SETUP, BETWEEN,
@@ -104,7 +86,6 @@ class Phases:
         self._numbers = {name: number for number, name in enumerate(NAMES)}
 
     def number(self, name: str, on_device: bool) -> int:
-        """Return the number of a phase, a new one for a new name."""
         found = self._numbers.get(name)
         if found is None:
             if len(self.names) >= MAX_PHASES:

@@ -14,41 +14,17 @@ import torch.distributed as dist
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.profiling.flops import FlopCount
+from lightning_opt.profiling.steps import step_phases as phases
 from lightning_opt.profiling.steps.hooks import EpochHooks
 from lightning_opt.profiling.steps.phase_clock import DeviceClock, PhaseClock
 from lightning_opt.profiling.steps.step_measures import Measures, Ranks
-from lightning_opt.profiling.steps.step_phases import (
-    BATCH,
-    BETWEEN,
-    DATA,
-    EPOCH,
-    FETCH,
-    FORWARD_AND_LOSS,
-    IGNORED,
-    LOGGING,
-    LOOP,
-    LOSS,
-    OTHER,
-    PROFILER,
-    SETUP,
-    STEP,
-    TEARDOWN,
-    TRAIN_END,
-    Phases,
-)
 
 MAX_ACTIONS = 2000
 """The most names of actions; names that are new each time would fill the memory."""
 
 
 class Trace:
-    """Records batches ``first`` to ``last`` with `torch.profiler`, for Perfetto or TensorBoard.
-
-    Args:
-        first: Number of the first batch, from 0.
-        last: Number of the last batch.
-        folder: Gets ``trace_<first>_<last>.json``.
-    """
+    """Records batches ``first`` to ``last`` with `torch.profiler`, for Perfetto or TensorBoard."""
 
     def __init__(self, first: int, last: int, folder: Path) -> None:
         self.first, self.last = first, last
@@ -57,38 +33,24 @@ class Trace:
 
     @property
     def running(self) -> bool:
-        """Whether it records."""
         return self._profile is not None
 
     def start(self) -> None:
-        """Start recording."""
-        activities = [torch.profiler.ProfilerActivity.CPU]
-        if torch.cuda.is_available():
-            activities.append(torch.profiler.ProfilerActivity.CUDA)
-        self._profile = torch.profiler.profile(activities=activities)
-        self._profile.__enter__()
+        self._profile = torch.profiler.profile()
+        self._profile.start()
 
     def stop(self) -> None:
         """Stop and write the file. No effect if it does not record."""
         profile, self._profile = self._profile, None
         if profile is None:
             return
-        profile.__exit__(None, None, None)
+        profile.stop()
         self._path.parent.mkdir(parents=True, exist_ok=True)
         profile.export_chrome_trace(str(self._path))
 
 
 class StepRun:
-    """Translates Lightning's actions into phases and steps.
-
-    Args:
-        stage: ``"fit"``, ``"validate"``, ``"test"`` or ``"predict"``.
-        trainer: The Trainer.
-        log_every_n_steps: Batches between two reports to the logger; 0 for none.
-        tokens: How to count tokens, or None.
-        flops: Count the FLOPs of the first batch.
-        trace: Records some batches, or None.
-    """
+    """Translates Lightning's actions into phases and steps."""
 
     def __init__(
         self,
@@ -103,7 +65,7 @@ class StepRun:
         self.trainer = trainer
         root = trainer.strategy.root_device
         device = DeviceClock(root) if root.type == "cuda" else None
-        self.clock = PhaseClock(Phases(), SETUP, device)
+        self.clock = PhaseClock(phases.Phases(), phases.SETUP, device)
         self.measures = Measures(stage, self.clock, world_size=trainer.world_size)
         self._every, self._tokens, self._flops = log_every_n_steps, tokens, flops
         self._trace = trace
@@ -117,19 +79,17 @@ class StepRun:
     # --- actions --------------------------------------------------------------------------------
 
     def start(self, action: str) -> None:
-        """Start an action."""
         phase = self._phase_of.get(action)
         if phase is None:
             phase = self._resolve(action)
         if phase >= 0:
             self.clock.enter(phase, action)
-        elif phase != IGNORED:
+        elif phase != phases.IGNORED:
             self._start_special(phase, action)
 
     def stop(self, action: str) -> None:
-        """End an action."""
         phase = self._phase_of.get(action)
-        if phase is None or phase == IGNORED:
+        if phase is None or phase == phases.IGNORED:
             return
         if phase >= 0:
             self.clock.leave(action)
@@ -138,42 +98,42 @@ class StepRun:
 
     def _resolve(self, action: str) -> int:
         if len(self._phase_of) >= MAX_ACTIONS:
-            return IGNORED
+            return phases.IGNORED
         phase = self._phase_of[action] = self.clock.phases.of(action, self.trainer)
-        if phase == DATA and self.clock.depth == 0:  # the first batch of an evaluation
-            self.clock.set_rest(LOOP)
+        if phase == phases.DATA and self.clock.depth == 0:  # the first batch of an evaluation
+            self.clock.set_rest(phases.LOOP)
         return phase
 
     def _start_special(self, phase: int, action: str) -> None:
         clock, hooks = self.clock, self._hooks
-        if phase == STEP:
+        if phase == phases.STEP:
             if hooks is not None:
                 hooks.start_training_step()
             separate = hooks is not None and hooks.separates_forward
-            clock.enter(LOSS if separate else FORWARD_AND_LOSS, action)
-        elif phase == FETCH:
+            clock.enter(phases.LOSS if separate else phases.FORWARD_AND_LOSS, action)
+        elif phase == phases.FETCH:
             if self._trained and clock.depth == self._epoch_depth:
                 self._end_step()
-            clock.enter(DATA, action)
-        elif phase == BATCH:
+            clock.enter(phases.DATA, action)
+        elif phase == phases.BATCH:
             if self._trained:  # batches are fetched within `training_step`
                 self._end_step()
             self._start_batch(action)
-        elif phase == EPOCH:
+        elif phase == phases.EPOCH:
             clock.end_step(trained=False)
             if clock.depth == 0:
-                clock.set_rest(BETWEEN)
-            clock.enter(LOOP, action)
+                clock.set_rest(phases.BETWEEN)
+            clock.enter(phases.LOOP, action)
             self._epoch_depth = clock.depth
             self._hooks = EpochHooks(clock, self.trainer, self._tokens)
 
     def _stop_special(self, phase: int, action: str) -> None:
-        if phase == BATCH:
+        if phase == phases.BATCH:
             self._stop_counting()
-        elif phase == EPOCH:
+        elif phase == phases.EPOCH:
             self.end_epoch()
         self.clock.leave(action)
-        if phase == TRAIN_END:
+        if phase == phases.TRAIN_END:
             self._end_training()
 
     # --- a batch --------------------------------------------------------------------------------
@@ -181,14 +141,14 @@ class StepRun:
     def _start_batch(self, action: str) -> None:
         measures, self._trained = self.measures, True
         if self._trace is not None and measures.batches == self._trace.first:
-            self._count_for(PROFILER, self._trace.start)
+            self._count_for(phases.PROFILER, self._trace.start)
         measures.batches += 1
         counting = self._flops and measures.batches == 1
         # Torch would not compile the first call under a counter, and then no other either.
         if counting and has_compiled_parts(self.trainer.lightning_module):
             measures.notes.append("FLOPs were not counted: the model is compiled.")
             counting = False
-        self.clock.enter(PROFILER if counting else LOOP, action)
+        self.clock.enter(phases.PROFILER if counting else phases.LOOP, action)
         if counting:
             self._counter = FlopCount()
             self._counter.__enter__()  # type: ignore[no-untyped-call]
@@ -210,16 +170,15 @@ class StepRun:
         self._trained = False
         if hooks is not None and hooks.separates_forward:
             if not hooks.saw_forward:
-                clock.move(LOSS, FORWARD_AND_LOSS)
+                clock.move(phases.LOSS, phases.FORWARD_AND_LOSS)
             hooks.saw_forward = False
         if self._trace is not None and measures.batches - 1 == self._trace.last:
-            self._count_for(PROFILER, self._trace.stop)
+            self._count_for(phases.PROFILER, self._trace.stop)
         samples, tokens = (0, 0) if hooks is None else (hooks.samples, hooks.tokens)
         if clock.end_step(True, samples, tokens) >= self._every > 0:
             self._log()
 
     def _count_for(self, phase: int, function: Callable[..., Any], *args: Any) -> None:
-        """Call a function inside a phase."""
         self.clock.enter(phase, self)
         try:
             function(*args)
@@ -233,7 +192,7 @@ class StepRun:
         self._stop_counting()
         try:
             if self._trace is not None and self._trace.running:
-                self._count_for(PROFILER, self._trace.stop)
+                self._count_for(phases.PROFILER, self._trace.stop)
         finally:
             if self._hooks is not None:
                 self._hooks.remove()
@@ -244,7 +203,7 @@ class StepRun:
     def _end_training(self) -> None:
         trainer, measures = self.trainer, self.measures
         if self.clock.depth == 0:
-            self.clock.set_rest(TEARDOWN)
+            self.clock.set_rest(phases.TEARDOWN)
         measures.optimizer_steps = trainer.global_step
         self._compare_ranks()
         self._log()
@@ -272,7 +231,7 @@ class StepRun:
         scalars["time/step_ms"] = 1e3 * work.steps.mean
         rates = self.measures.rates_of(work)
         scalars |= {f"time/{key}": value for key, value in rates.items()}
-        self._count_for(LOGGING, log_scalars, self.trainer, scalars)
+        self._count_for(phases.LOGGING, log_scalars, self.trainer, scalars)
 
     def finish(self) -> Measures:
         """End the run and return its measurements. This waits for the device."""
@@ -287,7 +246,6 @@ class StepRun:
 
     @contextmanager
     def region(self, name: str, size: float | None) -> Iterator[None]:
-        """Measure a region; see ``StepProfiler.region``."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -298,6 +256,6 @@ class StepRun:
             yield
         finally:
             clock.leave(key)
-            if size and phase != OTHER:  # there are not too many names
+            if size and phase != phases.OTHER:  # there are not too many names
                 moved = self.measures.bytes
                 moved[name] = moved.get(name, 0.0) + size
