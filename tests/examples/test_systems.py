@@ -76,14 +76,6 @@ def test_vision_run_resumes_bit_exactly(monkeypatch: pytest.MonkeyPatch, tmp_pat
     assert not torch.are_deterministic_algorithms_enabled()  # restored
 
 
-def test_resume_without_a_checkpoint_exits_with_advice(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    vision = load("vision_attention", monkeypatch)
-    with pytest.raises(SystemExit, match="run without --resume first"):
-        vision.train_and_keep(tmp_path, 1, 0, False, True, "none")
-
-
 # --- language -------------------------------------------------------------------------------------
 
 
@@ -104,18 +96,6 @@ def test_language_runs_agree_and_need_less_memory(monkeypatch: pytest.MonkeyPatc
     assert mixed["peak MB"] < 0.8 * plain["peak MB"]
     assert together["peak MB"] < 0.3 * plain["peak MB"]
     assert output == "healthy: no issue in 5 steps"
-
-
-def test_learning_rate_warms_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    language = load("language_model", monkeypatch)
-    made = language.LanguageModel(warmup=4, lr=1.0).configure_optimizers()
-    optimizer, scheduler = made["optimizer"], made["lr_scheduler"]["scheduler"]
-    rates = []
-    for _ in range(6):
-        rates.append(optimizer.param_groups[0]["lr"])
-        optimizer.step()
-        scheduler.step()
-    assert rates == pytest.approx([0.25, 0.4375, 0.625, 0.8125, 1.0, 1.0])
 
 
 # --- pairwise distances ---------------------------------------------------------------------------
@@ -264,10 +244,3 @@ def test_layout_is_read_from_the_environment(
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     assert machines.find_layout(3) == layout
-
-
-def test_strategies_are_created_from_strings(monkeypatch: pytest.MonkeyPatch) -> None:
-    machines = load("many_machines", monkeypatch)
-    assert machines.make_strategy("ddp", 2) == "ddp"
-    assert machines.make_strategy("ddp_topk", 1) == "auto"
-    assert machines.make_strategy("ddp_int8", 2).compressor.bits == 8
