@@ -1,5 +1,6 @@
-"""The guard with unusual buffers, several optimizers and complex weights."""
+"""The guard with random faults, unusual buffers, several optimizers and complex weights."""
 
+import random
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 
 import lightning_opt as lo
-from tests.gradients.faulty import FaultyNet, all_finite
+from tests.gradients.faulty import FaultyNet, Lion, all_finite
 from tests.helpers.models import AdversarialNet, assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -123,3 +124,46 @@ def test_complex_weights_are_guarded() -> None:
     model = fit(Complex(poison=5), guard)
     assert [event["batch_idx"] for event in guard.events] == [5]
     assert bool(torch.isfinite(torch.view_as_real(model.filter)).all())
+
+
+KINDS = {
+    "nan": "nonfinite_loss",
+    "log": "nonfinite_loss",
+    "inf": "nonfinite_loss",
+    "root": "nonfinite_gradient",
+}
+
+
+@pytest.mark.parametrize("chunk", range(10))
+def test_random_faults_leave_no_trace(chunk: int) -> None:
+    """Bit-identical to a run without the bad windows, for random combinations."""
+    for seed in range(20 * chunk, 20 * chunk + 20):
+        draw = random.Random(seed)
+        window = draw.choice([1, 1, 2, 4])
+        optimizer, settings = draw.choice(
+            [
+                (torch.optim.SGD, {"lr": 0.01, "momentum": 0.9, "fused": draw.random() < 0.5}),
+                (torch.optim.AdamW, {"lr": 0.01, "fused": draw.random() < 0.5}),
+                (torch.optim.RMSprop, {"lr": 1e-3}),
+                (torch.optim.NAdam, {"lr": 0.01}),
+                (Lion, {"lr": 0.01}),
+            ]
+        )
+        numbers = draw.sample(range(24), draw.randint(1, 5))
+        faults = {number: draw.choice(list(KINDS)) for number in sorted(numbers)}
+        guard = lo.NonFiniteGuard(max_consecutive=100, lr_backoff=1.0)
+        accumulation = {"accumulate_grad_batches": window}
+        guarded = fit(FaultyNet(faults, optimizer, settings, batches=24), guard, **accumulation)
+        bad_windows = {number // window for number in faults}
+        lost = [number for number in range(24) if number // window in bad_windows]
+        clean = fit(FaultyNet({}, optimizer, settings, batches=24, leave_out=lost), **accumulation)
+        assert_same_weights(guarded, clean)
+        assert [event["step"] for event in guard.events] == sorted(bad_windows), seed
+        for event in guard.events:
+            inside = {n: k for n, k in faults.items() if n // window == event["step"]}
+            in_loss = [n for n, kind in inside.items() if KINDS[kind] == "nonfinite_loss"]
+            if in_loss:
+                assert (event["kind"], event["batch_idx"]) == ("nonfinite_loss", in_loss[0])
+            else:
+                assert event["kind"] == "nonfinite_gradient"
+                assert event["parameters"] == ["head.bias"]
