@@ -61,12 +61,8 @@ def did_you_mean(name: object, known: Iterable[str]) -> str:
 def function_named(name: str, given: Callable[..., Any] | str | None) -> Any:
     """Return a function that may be given as an import path; None stays None.
 
-    Args:
-        name: Name of the argument, for the error.
-        given: A function, or a path such as ``"package.module.function"``.
-
     Raises:
-        ValueError: If there is no such function.
+        ValueError: If there is no such function. The error names the argument ``name``.
     """
     if given is None or (callable(given) and not isinstance(given, str)):
         return given

@@ -41,14 +41,8 @@ Obstacle = Callable[[Situation], str | None]
 class Part:
     """A callback, or an argument of the Trainer, in a preset.
 
-    Args:
-        name: Name of the callback's class, or of the argument.
-        value: The callback's settings, or the argument's value; or a function of the situation
-            that returns them.
-        why: Its purpose, in a few words.
-        costs: Its cost, in a few words.
-        obstacle: Returns the reason to leave it out in a situation; None to always use it.
-        kind: The callback's class; None for an argument of the Trainer.
+    ``value`` holds the callback's settings, or the argument's value, or a function of the situation
+    that returns them. ``kind`` is the callback's class; None for an argument of the Trainer.
     """
 
     name: str
@@ -83,11 +77,8 @@ class Part:
 class Chosen:
     """The decision on a part in a situation.
 
-    Attributes:
-        part: The part.
-        settings: The callback's settings, or the argument's value.
-        because: Why it is left out; None if it is used.
-        is_requested: Whether the user names it, so that it raises if it cannot be used.
+    ``because`` is why it is left out; None if it is used. ``is_requested`` is True if the user
+    names it, so that it raises if it cannot be used.
     """
 
     part: Part
@@ -335,13 +326,7 @@ class Preset:
 def join(
     chosen: Iterable[Chosen], form: Callable[[Chosen], Any], given: Sequence[Any]
 ) -> dict[str, Any]:
-    """Return the parts in use as arguments of the Trainer, with callbacks in order.
-
-    Args:
-        chosen: The decisions on the parts of a preset.
-        form: Returns a part's callback, or its entry in a configuration.
-        given: The user's callbacks, in the same form.
-    """
+    """Return the parts in use as Trainer arguments, each converted by ``form``, like ``given``."""
     on = [choice for choice in chosen if choice.is_on]
     arguments = {choice.part.name: choice.settings for choice in on if not choice.part.kind}
     callbacks = [form(choice) for choice in on if choice.part.kind]

@@ -47,12 +47,8 @@ class Situation:
     """The Trainer's arguments, the machine and the model for which a preset is chosen.
 
     It is derived from arguments, without a Trainer: `describe(devices=8)` must work on a machine
-    that could not create one.
-
-    Args:
-        arguments: The user's arguments of the Trainer.
-        wishes: The user's settings of single callbacks: a dict, True, or None to leave one out.
-        model: The model, if it is known.
+    that could not create one. ``wishes`` are the user's settings of single callbacks: a dict, True,
+    or None to leave one out.
     """
 
     arguments: Mapping[str, Any]

@@ -82,15 +82,7 @@ class RunCallback(Callback):
 
 
 def raise_if_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:
-    """Raise if an optimizer evaluates the loss and its gradient several times a step.
-
-    Args:
-        name: The feature that does not support it, for the error.
-        optimizers: All optimizers of the run.
-
-    Raises:
-        ValueError: If one is ``torch.optim.LBFGS``.
-    """
+    """Raise ValueError for LBFGS, which evaluates the loss several times a step."""
     if any(isinstance(optimizer, LBFGS) for optimizer in optimizers):
         raise ValueError(
             f"{name} does not work with torch.optim.LBFGS, which evaluates the loss and its "

@@ -18,10 +18,8 @@ MemoryGroup: TypeAlias = Callable[[], tuple[int, int] | None]
 def find_memory_groups(root: Path = Path("/")) -> list[MemoryGroup]:
     """Return the groups that limit this process: its own group and the group's parents.
 
-    In a container the path in ``/proc/self/cgroup`` is often the host's path, which does not exist
+    In a container the path in ``/proc/self/cgroup`` is often the host's, which does not exist
     there. The mounted group is then the container's own.
-
-    ``root`` is the folder that contains ``proc`` and ``sys``.
     """
     groups = [partial(_read_memory, *found) for found in _folders(root, "memory")]
     return [group for group in groups if group() is not None]

@@ -59,7 +59,7 @@ def free_unused(device: torch.device) -> None:
 def recover_memory(device: torch.device) -> None:
     """Free unused memory after an out-of-memory error.
 
-    Call it outside ``except``: the traceback keeps the memory of its frames alive.
+    Call it outside ``except``, where the traceback keeps the memory of its frames alive.
     """
     free_unused(device)
     if device.type == "cpu":
@@ -70,9 +70,8 @@ def recover_memory(device: torch.device) -> None:
 def _keep_large_blocks_apart() -> None:
     """Make glibc map blocks of at least 256 KB separately and unmap them when they are freed.
 
-    By default glibc raises this threshold, up to 32 MB, whenever a larger block is freed. Tensors
-    then lie inside the heap between small blocks, which fragments it. Separate blocks cost page
-    faults, so this is only done after the first out-of-memory error. It lasts for the process.
+    By default glibc raises this threshold, up to 32 MB, whenever a larger block is freed, and
+    tensors then fragment the heap. Separate blocks cost page faults.
     """
     mallopt = libc_function("mallopt")  # musl has none
     if mallopt is not None:

@@ -49,9 +49,8 @@ def cpu_flags(path: Path = Path("/proc/cpuinfo")) -> frozenset[str]:
 def cuda_capability(forks: bool = False) -> tuple[int, int] | None:
     """Return the lowest compute capability of the GPUs, or None without a GPU.
 
-    Args:
-        forks: Whether processes may be forked later. They could not use CUDA if this process
-            initialized it, so the driver is queried instead, for all GPUs of the machine.
+    With ``forks`` it queries the driver, because forked processes cannot use CUDA if this process
+    has initialized it.
     """
     if forks and not torch.cuda.is_initialized():
         return lowest_capability()

@@ -1,7 +1,6 @@
 """The C library's heap: bytes in use, bytes free, and returning free memory to the system.
 
 On a CPU torch allocates with ``malloc`` and keeps no statistics, but glibc counts the bytes in use.
-Small Python objects are not included: Python has its own allocator.
 """
 
 from __future__ import annotations
@@ -20,12 +19,7 @@ PROBE = 4 * 2**20
 
 @dataclass(frozen=True)
 class MallocInfo:
-    """A reading of the heap.
-
-    Attributes:
-        used: Bytes allocated and not yet freed.
-        free: Bytes kept for reuse.
-    """
+    """Bytes allocated in the heap (``used``) and kept for reuse (``free``)."""
 
     used: int
     free: int

@@ -1,7 +1,6 @@
 """Memory limits and usage in bytes, read from the kernel, the allocator or the driver.
 
-Functions return ``None`` where there is no source. *Used* memory excludes memory that can be
-allocated again: an allocator's reserve and the kernel's file cache.
+*Used* memory excludes memory that can be allocated again: an allocator's reserve and file caches.
 """
 
 from __future__ import annotations
@@ -24,12 +23,9 @@ MB = 2**20
 
 @dataclass(frozen=True)
 class Usage:
-    """A memory limit and the memory that counts towards it.
+    """A memory limit and the bytes that cannot be allocated any more.
 
-    Attributes:
-        source: ``"cuda:0"``, ``"system"``, ``"cgroup"`` or ``"address space"``.
-        used: Bytes that cannot be allocated.
-        total: Bytes at which an allocation fails or the process is killed.
+    The source is ``"cuda:0"``, ``"system"``, ``"cgroup"`` or ``"address space"``.
     """
 
     source: str
@@ -75,10 +71,7 @@ def system_memory() -> Usage:
 
 
 def address_space() -> Usage | None:
-    """Return the address space under ``RLIMIT_AS``, or None without such a limit.
-
-    Free blocks in the C library's heap count as free.
-    """
+    """Return the address space under ``RLIMIT_AS``; free blocks in the heap count as free."""
     if sys.platform == "win32":
         return None
     import resource
@@ -92,13 +85,9 @@ def address_space() -> Usage | None:
 
 
 class MemoryLimits:
-    """All memory limits of this process and its device. They are found once and read often.
+    """All memory limits of this process and its device.
 
-    Args:
-        device: The device that trains.
-        host: Include the limits of host memory: the machine's, the control groups' and
-            ``RLIMIT_AS``.
-        root: The folder that contains ``proc`` and ``sys``.
+    With ``host`` they include the machine's, the control groups' and ``RLIMIT_AS``.
     """
 
     def __init__(self, device: torch.device, host: bool = True, root: Path = Path("/")) -> None:
@@ -127,19 +116,15 @@ class MemoryLimits:
 
 
 def growth_figures(device: torch.device) -> tuple[int, ...]:
-    """Return readings that are cheap enough for every step and grow before a limit is reached.
-
-    On CUDA: the memory of tensors. On a CPU: resident memory and address space.
-    """
+    """Return readings that are cheap enough for every step and grow before a limit is reached."""
     return (live_bytes(device),) if device.type == "cuda" else process_memory()
 
 
 def live_bytes(device: torch.device) -> int:
     """Return the allocated bytes from the allocator's own counter.
 
-    On CUDA from torch's allocator. On a CPU from the C library's heap if it can be read (glibc 2.33
-    or newer, and torch allocates through it), else resident memory, which does not fall when memory
-    is freed inside the heap.
+    On a CPU it is the C library's heap if it can be read, else resident memory, which does not fall
+    when memory is freed inside the heap.
     """
     if device.type == "cuda":
         stats = torch.cuda.memory_stats_as_nested_dict(
@@ -162,17 +147,10 @@ class PeakMeter:
 
     On CUDA it counts the memory of tensors; with ``fragments`` also unused memory in partly used
     blocks, up to the memory reserved from the device. Elsewhere it is resident memory. Linux
-    records that peak; on other systems call :meth:`sample` regularly.
+    records that peak; on other systems ``samples`` is True, and :meth:`sample` must be called.
 
     Torch's allocator and the kernel keep one peak per process. Before a meter resets it, all other
     meters read it.
-
-    Args:
-        device: The device that trains.
-        fragments: Count memory that fragmentation makes unusable.
-
-    Attributes:
-        samples: Whether the peak is only the largest sample.
     """
 
     _running: ClassVar[WeakSet[PeakMeter]] = WeakSet()

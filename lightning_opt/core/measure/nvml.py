@@ -1,7 +1,6 @@
 """GPU facts from the NVIDIA driver (NVML). Devices are found by UUID.
 
-NVML and CUDA number devices differently under ``CUDA_VISIBLE_DEVICES``, in containers and with MIG;
-a UUID identifies the same device in both.
+NVML and CUDA number devices differently under ``CUDA_VISIBLE_DEVICES``, in containers and with MIG.
 """
 
 from __future__ import annotations
@@ -46,10 +45,7 @@ def lowest_capability() -> tuple[int, int] | None:
 
 
 def used_memory(library: ModuleType, handle: Any) -> int | None:
-    """Return the bytes used by all processes; None if the driver does not report them.
-
-    The driver's own reserve is excluded, except by drivers older than 510.
-    """
+    """Return the bytes used by all processes, or None. Drivers before 510 add their reserve."""
     for version in ({"version": library.nvmlMemory_v2}, {}):
         try:
             return int(library.nvmlDeviceGetMemoryInfo(handle, **version).used)

@@ -15,11 +15,7 @@ Note = TypeVar("Note")
 
 
 class Schedule:
-    """Due at every ``every_n_steps``-th step, counted from 1.
-
-    Args:
-        every_n_steps: The period, at least 1.
-    """
+    """Due at every ``every_n_steps``-th step, counted from 1."""
 
     def __init__(self, every_n_steps: int) -> None:
         self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
@@ -31,15 +27,11 @@ class Schedule:
 class DelayedReads(Generic[Note]):
     """A queue of small tensors that are read on the host ``delay`` steps after they were pushed.
 
-    The host runs a few steps ahead of a GPU. Reading a value of the current step would make it wait
-    for the GPU, and the GPU would then idle until new work is queued. A copy that is started now
-    and read ``delay`` steps later causes neither.
+    Reading a value of the current step would make the host wait for the GPU, and the GPU would then
+    idle until new work is queued. A copy that is read some steps later causes neither.
 
     Which values are due depends only on the number of calls of :meth:`push`, so all ranks read the
     same step at the same time.
-
-    Args:
-        delay: Steps from push to read, at least 1.
     """
 
     def __init__(self, delay: int = 2) -> None:

@@ -53,11 +53,7 @@ class StepClock:
         self._start = None
 
     def stop(self, *, keep: bool = True) -> None:
-        """End the step, and start the next one.
-
-        Args:
-            keep: Record the step's duration. No duration is recorded if no step was running.
-        """
+        """End the running step, record it if ``keep``, and start the next one."""
         end = self._mark()
         if self._start is not None and keep:
             self._pending.append((self._start, end))
@@ -66,11 +62,7 @@ class StepClock:
         self._start = end
 
     def read(self, *, wait: bool = False) -> list[float]:
-        """Return the seconds of the finished steps that were not returned before, in order.
-
-        Args:
-            wait: Wait for the device, so that all steps are finished.
-        """
+        """Return the seconds of steps finished since the last call; may ``wait`` for the device."""
         if wait and self._uses_events and self._pending:
             self._pending[-1][1].synchronize()
         self._collect()

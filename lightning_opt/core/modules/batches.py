@@ -28,11 +28,7 @@ class UnsplittableBatchError(ValueError):
 
 
 def batch_length(batch: Any) -> int:
-    """Return the number of samples, which is the first dimension of every tensor.
-
-    Raises:
-        UnsplittableBatchError: If these differ, if there is no tensor, or for unknown types.
-    """
+    """Return the number of samples. Raise if tensors differ in it, or if there are none."""
     lengths: dict[int, str] = {}
     for place, leaf in _leaves(batch, "batch"):
         if not _is_shared(leaf):
@@ -139,8 +135,7 @@ def shape_of(batch: Any) -> tuple[str, int]:
 def leaves_of(value: Any) -> Iterator[Any]:
     """Yield the leaves of any nested structure: a batch, arguments, a module's output.
 
-    It opens mappings of any kind (``BatchEncoding``, ``ModelOutput``), dataclasses, named tuples,
-    lists and tuples. torch's pytrees open only some of them.
+    Unlike torch's pytrees it opens mappings of any kind (``BatchEncoding``) and dataclasses.
     """
     if not isinstance(value, Tensor) and (
         isinstance(value, (Mapping, list, tuple)) or _is_dataclass(value)
@@ -172,13 +167,8 @@ def check_tokens(tokens: int | str | None) -> int | str | None:
 def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:
     """Return the number of tokens in a batch.
 
-    Args:
-        batch: As the DataLoader gave it.
-        tokens: Tokens of each sample, or the key of the tensor whose elements are counted.
-        owner: The class that has the argument, for the error.
-
-    Raises:
-        ValueError: If the batch has no such tensor.
+    ``tokens`` is the number per sample, or the key of the tensor whose elements are counted. The
+    error for a missing tensor names the class ``owner``.
     """
     if isinstance(tokens, int):
         return tokens * samples_in(batch)

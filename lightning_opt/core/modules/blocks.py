@@ -22,12 +22,7 @@ Signature: TypeAlias = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Block:
-    """One repetition.
-
-    Attributes:
-        name: Its qualified name in the model; ``net.3-5`` for several layers of a Sequential.
-        modules: The module, or the layers in the order in which the Sequential runs them.
-    """
+    """One repetition: a module, or several layers of a Sequential, which are named ``net.3-5``."""
 
     name: str
     modules: tuple[nn.Module, ...]

@@ -56,13 +56,9 @@ def _compiles_forward(module: nn.Module) -> bool:
 
 
 class CompileClock:
-    """Counts all compilations of this process and their time, of forward and backward graphs.
+    """Counts all compiled graphs of this process and their seconds of wall time.
 
     Subtract the difference of :attr:`seconds` from the time of a step to exclude compilation.
-
-    Attributes:
-        compilations: Compiled graphs while the clock ran.
-        seconds: Wall time of these compilations.
     """
 
     def __init__(self) -> None:

@@ -1,8 +1,8 @@
 """Patches of objects that are not ours, and how each is undone.
 
-There are two kinds. :func:`replaced` sets attributes and remembers the previous values.
-:class:`ReplacedForward` is stored in the module itself and holds a reference to the ``forward``
-below it, so that a module can be copied and pickled while it is patched.
+:func:`replaced` sets attributes and remembers the previous values. :class:`ReplacedForward` is
+stored in the module and holds a reference to the ``forward`` below it, so that a patched module can
+be copied and pickled.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class _Layer:
 def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
     """Set attributes of an object and restore the previous ones at the end.
 
-    Replacements of the same attribute may end in any order. Callbacks, for example, are torn down
-    in the order of the Trainer's list.
+    Replacements of the same attribute may end in any order.
     """
     own, ours = vars(owner), []
     for name, value in attributes.items():
@@ -70,13 +69,8 @@ class Patches(ExitStack):
 class ReplacedForward:
     """An object that replaces the ``forward`` of one module and calls the previous one.
 
-    Several may be stacked on a module, and they may be removed in any order.
-
-    Args:
-        module: The module.
-
-    Attributes:
-        shadowed: The ``forward`` below this one; ``None`` for the class's own method.
+    Several may be stacked on a module, and they may be removed in any order. ``shadowed`` is the
+    ``forward`` below this one, or None for the class's own method.
     """
 
     recomputes: ClassVar[bool] = False

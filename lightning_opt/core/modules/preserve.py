@@ -60,10 +60,6 @@ class StepState:
 
     The first batch shows which tensors a step writes. From then on a large tensor is copied only if
     it was written.
-
-    Args:
-        module: The module that runs, including its submodules.
-        device: The device it runs on.
     """
 
     def __init__(self, module: nn.Module, device: torch.device) -> None:
@@ -162,12 +158,9 @@ class StepState:
     def restore(self, parameters: bool = True) -> None:
         """Restore the recorded state. It may be called several times.
 
-        Args:
-            parameters: Raise if parameters were written.
-
         Raises:
-            CannotUndoError: If a parameter was written, or a large tensor that the first batch did
-                not write. Nothing is restored then.
+            CannotUndoError: If a parameter was written (unless ``parameters`` is False), or a large
+                tensor that the first batch did not write. Nothing is restored then.
         """
         if parameters and self._versions != [p._version for p in self._parameters]:
             raise CannotUndoError(
@@ -247,10 +240,7 @@ def _is_users(kind: type) -> bool:
 def random_states(
     devices: Iterable[torch.device], generators: Iterable[Any] = ()
 ) -> Iterator[Undo]:
-    """Yield functions that restore random states: Python's, NumPy's, torch's and ``generators``.
-
-    torch's generators are the CPU's and those of ``devices``.
-    """
+    """Yield functions that restore the random states of Python, NumPy, torch and ``generators``."""
     yield functools.partial(random.setstate, random.getstate())
     yield _NumpyState.current().restore
     yield functools.partial(torch.set_rng_state, torch.get_rng_state())

@@ -1,7 +1,6 @@
 """Process groups: over which ranks a tensor is sharded, and reductions over them.
 
-Under DDP every rank holds whole gradients. Under FSDP2 (DTensor) and FSDP1 (flat parameters) each
-rank holds a shard, which may be empty, and squares must be summed over the shards' group.
+Under FSDP2 (DTensor) and FSDP1 (flat parameters) each rank holds a shard, which may be empty.
 """
 
 from __future__ import annotations
@@ -43,12 +42,7 @@ def local_part(tensor: Tensor) -> Tensor:
 
 
 def shard_groups(parameter: Tensor, flat: Mapping[Tensor, Groups] | None = None) -> Groups:
-    """Return the groups over which the squares of ``parameter``'s gradient are summed.
-
-    Args:
-        parameter: A parameter as the optimizer sees it.
-        flat: The result of :func:`flat_parameter_groups`, under FSDP1.
-    """
+    """Return the groups over which ``parameter`` is sharded; ``flat`` holds those of FSDP1."""
     if is_dtensor(parameter):
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         return tuple(
@@ -94,14 +88,10 @@ def sum_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
 def largest_over_ranks(
     values: Iterable[float], device: torch.device, group: Any = None
 ) -> list[float]:
-    """Return the maximum of each value over all ranks; the values themselves without ranks.
+    """Return the maximum of each value over all ranks of ``group``, in float64.
 
-    A collective: every rank of the group must call it. It waits for the device.
-
-    Args:
-        values: The same number of values on each rank.
-        device: Where the group's backend reduces: the strategy's root device, or the CPU for gloo.
-        group: A process group; None for all ranks.
+    Every rank of the group must call it with the same number of values. It waits for the device,
+    which must be one that the group's backend can reduce on.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return list(values)
@@ -113,8 +103,7 @@ def largest_over_ranks(
 class CustomExchange:
     """Base of strategies that exchange something other than each step's gradients.
 
-    Attributes:
-        step_group: The ranks that step together; None for all of them.
+    ``step_group`` holds the ranks that step together; None means all of them.
     """
 
     step_group: dist.ProcessGroup | None = None
@@ -125,10 +114,9 @@ class CustomExchange:
 
 
 def ranks_of_a_step(trainer: Any) -> Groups:
-    """Return the group of ranks that take each step together, with the same weights.
+    """Return the group of ranks that step together, the only one for collectives inside a step.
 
-    It is empty for a process that steps alone, such as a replica of ``DiLoCoStrategy``. Collectives
-    inside a step may only use this group.
+    It is empty for a process that steps alone, such as a replica of ``DiLoCoStrategy``.
     """
     if trainer.world_size == 1 or not dist.is_initialized():
         return COMPLETE
@@ -141,10 +129,7 @@ def ranks_of_a_step(trainer: Any) -> Groups:
 def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
     """Reduce values of shards to values of whole tensors, with one all-reduce per set of groups.
 
-    Args:
-        values: This rank's values; the last dimension has one entry per tensor. Not changed.
-        groups: For each tensor, the groups over which it is sharded.
-        op: A ``torch.distributed.ReduceOp``; None for the sum.
+    ``values`` has one entry per tensor in its last dimension, and is not changed.
     """
     distinct = dict.fromkeys(groups)
     if len(distinct) == 1:

@@ -34,12 +34,7 @@ def without_side_effects(
 
     Random numbers, gradients, buffers, metrics, counters, collected outputs and parameters that
     ``training_step`` itself writes are restored. Nothing is logged; optimizers and schedulers do
-    not step. Effects outside the process, such as written files, are not undone.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        written: The parameters that the step writes, if an earlier trial has found them.
+    not step. ``written`` are the parameters that an earlier trial has found to be written.
     """
     with ExitStack() as stack:
         stack.enter_context((written or WrittenParameters(module)).restored())
@@ -100,13 +95,7 @@ def _arguments(training_step: Callable[..., Any]) -> int:
 class TrialStep:
     """A training step (forward and backward pass) that can be repeated without side effects.
 
-    See :func:`without_side_effects`. No callback hooks run.
-
-    Args:
-        trainer: The Trainer, inside ``on_train_batch_start``.
-        pl_module: Its module.
-        batch: The batch; each run gets a copy.
-        batch_idx: Its index.
+    No callback hooks run. Create it inside ``on_train_batch_start``. Each run copies the batch.
     """
 
     def __init__(
@@ -117,14 +106,10 @@ class TrialStep:
         self._written = WrittenParameters(pl_module)
 
     def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
-        """Run it once.
+        """Run it once and return the seconds of the forward and backward pass.
 
-        Args:
-            inside: Called right before the forward pass with a stack. Contexts entered into it
-                last until the end of the backward pass.
-
-        Returns:
-            Seconds of the forward and backward pass.
+        ``inside`` is called right before the forward pass with a stack, whose contexts last until
+        the end of the backward pass.
         """
         module = self._module
         with without_side_effects(self._trainer, module, self._written):
@@ -153,11 +138,8 @@ class WrittenParameters:
     """The parameters that ``training_step`` itself writes, such as a moving-average teacher.
 
     The first run detects them and copies each right before its first write. Later runs, which may
-    be timed, copy them in advance. In compiled modules writes cannot be intercepted, so there all
+    be timed, copy them in advance. In compiled modules, where writes cannot be intercepted, all
     parameters are copied.
-
-    Args:
-        module: The module that has the step.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:

@@ -1,8 +1,7 @@
 """L2 norms of one step's gradients, per tensor and in total.
 
-On a CPU the norms are Python floats; on an accelerator they stay there as tensors, without waiting.
-For sharded gradients (FSDP1, FSDP2, tensor parallelism) they are the norms of the whole gradients,
-equal on all ranks, from one all-reduce of squares per process group.
+On a CPU the norms are floats; on an accelerator they stay there as tensors, without waiting. Norms
+of sharded gradients are those of the whole gradients, by one all-reduce per process group.
 """
 
 from __future__ import annotations
@@ -39,11 +38,8 @@ _grad, _layout, _dtype, _written = map(attrgetter, ("grad", "layout", "dtype", "
 class Gradients:
     """The gradients of one optimizer as plain, dense, local tensors of real numbers.
 
-    Attributes:
-        parameters: The parameters that have a gradient, in the optimizer's order.
-        tensors: Their gradients on this rank, which share memory with ``Parameter.grad``.
-        groups: For each, the process groups that hold its other shards; an empty list if no
-            gradient is sharded.
+    The tensors share memory with ``Parameter.grad``. ``groups`` holds, for each, the process groups
+    with its other shards; it is empty if no gradient is sharded.
     """
 
     parameters: list[Tensor]
@@ -74,10 +70,7 @@ class Gradients:
 class GradientNorms:
     """L2 norms of the true (unscaled, unsharded) gradients of one optimizer at one step.
 
-    Attributes:
-        per_tensor: One norm per gradient, in the order of :class:`Gradients`: a list of floats on
-            the host, a tensor of shape ``(n,)`` on a device.
-        total: The norm of all gradients as one vector.
+    ``per_tensor`` is a list of floats on the host, or a tensor of shape ``(n,)`` on a device.
     """
 
     per_tensor: list[float] | Tensor
@@ -86,13 +79,9 @@ class GradientNorms:
 
 @dataclass(slots=True)
 class GradientStep:
-    """The gradients of one optimizer at one step, between backward and update.
+    """The gradients of one optimizer at one step, which may be changed in place.
 
-    Attributes:
-        gradients: The gradients, which may be changed in place.
-        norms: Their norms, divided by the loss scale.
-        grad_scale: The current factor of the gradients: a loss scale, else 1.
-        names: The names of the model's parameters.
+    The norms are divided by the loss scale; ``grad_scale`` is the current factor of the gradients.
     """
 
     gradients: Gradients
@@ -114,10 +103,6 @@ def collect_gradients(
     Sparse gradients are coalesced in place and represented by their values, complex ones by their
     real and imaginary parts. A sharded parameter without a gradient on this rank gets an empty
     tensor, so that all ranks have lists of the same length.
-
-    Args:
-        parameters: Parameters as an optimizer holds them.
-        flat: The result of :func:`~lightning_opt.core.modules.sharding.flat_parameter_groups`.
     """
     parameters = list(parameters)
     plain = PLAIN.issuperset(map(type, parameters))

@@ -33,14 +33,7 @@ WIDENED = 1.25
 
 
 class Ratio(NamedTuple):
-    """The time of one candidate in units of the reference.
-
-    Attributes:
-        value: The estimate; above 1 is slower.
-        low: The lower end of the confidence interval.
-        high: The upper end.
-        verdict: ``"slower"``, ``"faster"`` or ``"no difference"``.
-    """
+    """The time of a candidate in units of the reference, with an interval and a verdict."""
 
     value: float
     low: float
@@ -60,17 +53,13 @@ def compare_pairs(
     offset: float = 0.0,
     tolerance: float = 0.0,
 ) -> Ratio | None:
-    """Estimate the ratio of the second of each pair to the first.
+    """Estimate the ratio of the second of each pair of seconds to the first; None without pairs.
 
     Args:
         starts: For each process start its rounds: seconds of the reference and of the candidate.
         confidence: Confidence level of the interval.
-        offset: The usual standard deviation of the logarithm of the ratio between two processes
-            that run the same code.
+        offset: The usual standard deviation of the log ratio of two processes with the same code.
         tolerance: A ratio nearer to 1 than this counts as no difference.
-
-    Returns:
-        The ratio, or None without pairs.
     """
     logs = [
         [math.log(other / reference) for reference, other in rounds if reference > 0 < other]

@@ -11,14 +11,8 @@ from collections.abc import Sequence
 def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
     """Return the median of the slopes of all pairs of points; 0 for fewer than two.
 
-    It tolerates almost a third of outliers.
-
-    Args:
-        x: Distinct positions.
-        y: The values at these positions.
-
-    References:
-        Sen (1968), *Estimates of the Regression Coefficient Based on Kendall's Tau*.
+    It tolerates almost a third of outliers. Sen (1968), *Estimates of the Regression Coefficient
+    Based on Kendall's Tau*.
     """
     slopes = [
         (y[j] - y[i]) / (x[j] - x[i])
@@ -32,12 +26,8 @@ def theil_sen(x: Sequence[float], y: Sequence[float]) -> float:
 def mann_kendall(y: Sequence[float]) -> tuple[int, float]:
     """Return Kendall's S and the one-sided probability of an S as large without a trend.
 
-    S is the number of rising pairs minus the number of falling pairs. The probability uses the
-    normal approximation, corrected for ties and continuity. It is 1 for fewer than three values.
-
-    References:
-        Mann (1945), *Nonparametric Tests Against Trend*. Kendall (1975), *Rank Correlation
-        Methods*.
+    It uses the normal approximation, corrected for ties and continuity; 1 for fewer than three
+    values. Mann (1945), *Nonparametric Tests Against Trend*.
     """
     n = len(y)
     s = sum((y[j] > y[i]) - (y[j] < y[i]) for i in range(n) for j in range(i + 1, n))

@@ -24,8 +24,7 @@ def logged_step(trainer: pl.Trainer) -> int:
 def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
     """Send ``scalars`` to every logger and to ``trainer.callback_metrics``. Call it on every rank.
 
-    ``ModelCheckpoint`` and ``EarlyStopping`` can then monitor them. ``LightningModule.log`` would
-    add overhead to each step and drop values of steps that are no multiple of
+    ``LightningModule.log`` would drop values of steps that are no multiple of
     ``log_every_n_steps``; Lightning's ``LearningRateMonitor`` bypasses it in the same way.
     """
     step = logged_step(trainer)
@@ -35,11 +34,7 @@ def log_scalars(trainer: pl.Trainer, scalars: Mapping[str, float]) -> None:
 
 
 def new_figure(owner: str, **settings: Any) -> Figure:
-    """Return an empty figure without a window or global state.
-
-    Raises:
-        ImportError: Without matplotlib. The message names the extra.
-    """
+    """Return an empty figure without global state. Raise ImportError without matplotlib."""
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -54,11 +49,7 @@ def save_at_end(
 ) -> None:
     """Save a figure to a file and to TensorBoard; warn without matplotlib. Call it on every rank.
 
-    Args:
-        draw: Creates the figure.
-        where: A path, or True for the file ``name`` in the loggers' folder, if there is one.
-        trainer: The Trainer.
-        name: The file's name; without its suffix, the figure's name in TensorBoard.
+    ``where`` is a path, or True for the file ``name`` in the loggers' folder, if there is one.
     """
     folder = trainer.log_dir if trainer.loggers else None  # a collective
     path = where if isinstance(where, str) else f"{folder}/{name}" if where and folder else None
