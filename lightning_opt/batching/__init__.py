@@ -1,1 +1,1 @@
-"""Batches: in parts that fit, and of the size that pays."""
+"""Batches: micro-batches, batch sizes and gradient accumulation."""

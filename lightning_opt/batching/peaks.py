@@ -1,4 +1,4 @@
-"""The peak of memory over some steps, against everything that limits it."""
+"""Memory peak over several steps, as a share of the nearest limit."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resid
 
 @dataclass(frozen=True)
 class Peak:
-    """How near a limit was.
+    """The peak and the present use, as shares of the nearest limit.
 
     Attributes:
-        share: The peak over the limit, of the limit that was nearest.
-        rest: The same for what is in use now.
+        share: The peak over the limit.
+        rest: The present use over the limit.
     """
 
     share: float
@@ -24,15 +24,15 @@ class Peak:
 
 
 class LimitMeter:
-    """Measures how near the peak of memory comes to a limit, without looking at each step.
+    """Measures the memory peak against all limits, at no cost per step.
 
-    On CUDA it is what torch's allocator could not give back, tensors and fragments, of what it can
-    have from the device. On a CPU it is resident memory, on top of what else the machine's memory,
-    control groups and ``RLIMIT_AS`` say is in use.
+    On CUDA the peak is tensors plus fragments in torch's allocator, and the limit is the memory
+    that the allocator can get. On a CPU the peak is resident memory plus everything else in use,
+    and the limits are the machine's memory, control groups and ``RLIMIT_AS``.
 
     Args:
         device: The device that trains.
-        budget_mb: Another limit: what this process may take of the device, or on a CPU altogether.
+        budget_mb: Another limit: memory of this process on the device.
     """
 
     def __init__(self, device: torch.device, budget_mb: float | None = None) -> None:
@@ -44,13 +44,13 @@ class LimitMeter:
 
     @property
     def samples(self) -> bool:
-        """Whether the system keeps no peak, so that :meth:`sample` is to be called."""
+        """Whether the system records no peak, so that :meth:`sample` must be called."""
         return self._meter.samples
 
     def start(self) -> None:
-        """Begin anew."""
+        """Start a measurement."""
         if self._device.type == "cpu":
-            malloc_trim()  # what is kept for reuse would count as the peak
+            malloc_trim()  # memory kept for reuse would count as the peak
         elif self._device.type == "cuda":
             torch.cuda.empty_cache()
         self._meter.start()
@@ -64,7 +64,7 @@ class LimitMeter:
             total = free + torch.cuda.memory_reserved(self._device)
             found = [(now, min(total, self._budget or total))]
         else:
-            malloc_trim()  # what is kept for reuse is not in use, so it is no part of `now` either
+            malloc_trim()  # memory kept for reuse is not in use
             now = resident_memory()
             found = [(usage.used, usage.total) for usage in self._limits.read()]
             if self._budget is not None:

@@ -1,4 +1,4 @@
-"""How near a limit was, with a pretended allocator of CUDA."""
+"""Memory peaks against limits, with a simulated CUDA allocator."""
 
 import pytest
 import torch
@@ -10,7 +10,7 @@ DEVICE = torch.device("cuda", 0)
 
 
 class Allocator:
-    """Of a device with 100 bytes, in torch's words."""
+    """Simulates a device of 100 bytes behind torch.cuda's functions."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = self.peaks = (0, 0, 0)
@@ -42,12 +42,12 @@ class Allocator:
     ("held", "share"),
     [
         ((40, 0, 40), 0.4),
-        ((40, 30, 70), 0.7),  # fragments: what tensors held says nothing of the 30
-        ((40, 0, 90), 0.4),  # whole blocks that are free, which the allocator gives back
-        ((40, 55, 60), 0.6),  # never more than was taken from the device
+        ((40, 30, 70), 0.7),  # 30 of fragments
+        ((40, 0, 90), 0.4),  # free blocks, which the allocator returns
+        ((40, 55, 60), 0.6),  # at most what was reserved
     ],
 )
-def test_fragments_count_and_what_can_be_given_back_does_not(monkeypatch, held, share):
+def test_fragments_count_and_free_blocks_do_not(monkeypatch, held, share):
     allocator = Allocator(monkeypatch)
     allocator.hold(10, 0, 80)  # of an earlier, larger step
     meter, tensors = LimitMeter(DEVICE), PeakMeter(DEVICE)

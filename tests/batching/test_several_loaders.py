@@ -1,4 +1,4 @@
-"""Batches of several loaders, of which one has fewer samples at its end."""
+"""Batches of several loaders, one of which ends with fewer samples."""
 
 from typing import Any
 
@@ -30,7 +30,7 @@ class Two(LightningModule):
 
     def training_step(self, batch: Any, batch_idx: int) -> Tensor:
         batches = list(batch.values()) if isinstance(batch, dict) else batch
-        batches = [entry for entry in batches if entry is not None]  # of a loader at its end
+        batches = [entry for entry in batches if entry is not None]  # None for a finished loader
         self.shapes.append(tuple(len(x) for (x,) in batches))
         if sum(self.shapes[-1]) > self.fits:
             raise torch.OutOfMemoryError("planted")
@@ -54,7 +54,7 @@ def loaders(kind: type, mode: Any = "max_size_cycle") -> CombinedLoader:
 @pytest.mark.parametrize("kind", [list, dict])
 @pytest.mark.parametrize("size", [4, "auto"])
 @pytest.mark.filterwarnings("ignore:MicroBatching runs a batch of several loaders whole")
-def test_micro_batches_of_a_batch_with_unequal_parts(kind, size):
+def test_batch_of_unequal_loaders_runs_whole(kind, size):
     nets = [Two(), Two()]
     quiet_trainer().fit(nets[0], loaders(kind))
     if size == "auto":
@@ -69,7 +69,7 @@ def test_micro_batches_of_a_batch_with_unequal_parts(kind, size):
     ("mode", "last"), [("max_size_cycle", (8, 8)), ("max_size", (8,)), ("min_size", None)]
 )
 @pytest.mark.parametrize("kind", [list, dict])
-def test_accumulation_counts_what_all_loaders_give(kind, mode, last):
+def test_accumulation_counts_the_samples_of_all_loaders(kind, mode, last):
     net, expected = Two(), Two().double()
     quiet_trainer(callbacks=[lo.Accumulation(3)]).fit(net, loaders(kind, mode))
     batches = [

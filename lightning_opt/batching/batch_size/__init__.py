@@ -1,1 +1,1 @@
-"""The batch size that fits, or is fastest, found by trial and followed from epoch to epoch."""
+"""Batch sizes: found by trials, and adapted to memory from epoch to epoch."""

@@ -1,1 +1,1 @@
-"""A batch trained in parts that fit, with the gradient of the whole."""
+"""Batches in parts that fit into memory, with the gradient of the whole batch."""

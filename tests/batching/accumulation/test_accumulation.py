@@ -1,4 +1,4 @@
-"""Accumulated gradients against those of the whole window, computed in float64."""
+"""Accumulated gradients against gradients of the whole window in float64."""
 
 import copy
 from typing import Any
@@ -19,7 +19,7 @@ from tests.helpers.trainers import GradientSpy, MemoryLogger, quiet_trainer
 FEATURES = 5
 
 lightnings_own = pytest.mark.filterwarnings("ignore:.*LeafSpec:FutureWarning")
-"""pytest.warns tells again what it was not asked for, without its module."""
+"""pytest.warns repeats other warnings without their module."""
 
 
 class Texts(Dataset[Any]):
@@ -74,7 +74,7 @@ class TextNet(LightningModule):
 
 
 class Windows(Callback):
-    """Notes which samples each optimizer step was made of."""
+    """Records the samples of each optimizer step."""
 
     def __init__(self) -> None:
         self.steps: list[list[int]] = []
@@ -119,7 +119,7 @@ def close(model: TextNet, expected: dict[str, Tensor]) -> float:
 
 @pytest.mark.parametrize("per", ["samples", "tokens"])
 @pytest.mark.parametrize("batches", [1, 3])
-def test_equals_the_whole_window_in_float64(per, batches):
+def test_weights_equal_the_whole_window_in_float64(per, batches):
     """29 samples in batches of 4: the last batch of an epoch has 1, the last window 2 batches."""
     count = count_tokens if per == "tokens" else None
     model, steps, _ = train(lo.Accumulation(batches, normalize=per, count=count), per)
@@ -127,27 +127,26 @@ def test_equals_the_whole_window_in_float64(per, batches):
     assert close(model, reference(TextNet(per), Texts(29), steps)) < 1e-6
 
 
-def test_lightning_alone_is_wrong_there():
-    """Else the test above shows nothing."""
+def test_lightning_alone_differs_from_the_whole_window():
     model, steps, _ = train(None, "tokens", accumulate_grad_batches=3)
     assert close(model, reference(TextNet("tokens"), Texts(29), steps)) > 1e-3
 
 
-def test_batches_count_alike_in_a_short_window_too():
+def test_short_window_averages_over_its_own_batches():
     """Two batches of equal size in windows of three: Lightning divides by three."""
     model, steps, _ = train(lo.Accumulation(3, normalize="batches"), count=20)
     assert [len(ids) for ids in steps] == [12, 8] * 3
     assert close(model, reference(TextNet(), Texts(20), steps)) < 1e-6
 
 
-def test_follows_the_trainer_by_default_and_changes_nothing_where_batches_are_alike():
+def test_equal_batches_are_bit_identical_to_lightning():
     with_it, steps, _ = train(lo.Accumulation(), count=24, accumulate_grad_batches=3)
     without, expected, _ = train(None, count=24, accumulate_grad_batches=3)
     assert steps == expected
     assert_same_weights(with_it, without)
 
 
-def test_schedule_by_steps_in_mid_epoch():
+def test_schedule_changes_windows_within_an_epoch():
     callback = lo.Accumulation({0: 1, 3: 2, 5: 4})
     model, steps, logger = train(callback, count=61, max_epochs=2)
     sizes = [len(ids) for ids in steps]
@@ -157,7 +156,7 @@ def test_schedule_by_steps_in_mid_epoch():
     assert logger.series("accumulation/batches") == [2, 4]
 
 
-def test_effective_batch_follows_the_loader_and_the_estimate_of_steps():
+def test_effective_batch_follows_the_loader_and_sets_the_estimate_of_steps():
     estimates = []
 
     class Planning(TextNet):
@@ -170,18 +169,18 @@ def test_effective_batch_follows_the_loader_and_the_estimate_of_steps():
     trainer.fit(model, DataLoader(Texts(29), batch_size=4))
     assert [len(ids) for ids in windows.steps] == [12, 12, 5] * 2
     assert estimates == [6] == [trainer.global_step]
-    assert trainer.accumulate_grad_batches == 1  # as it was
+    assert trainer.accumulate_grad_batches == 1  # restored
 
 
 @lightnings_own
-def test_effective_batch_that_does_not_go_in_is_said():
+def test_rounded_effective_batch_warns():
     with pytest.warns(UserWarning, match="no multiple of the 4 samples"):
         _, steps, _ = train(lo.Accumulation(effective_batch=10))
     assert len(steps[0]) == 8
 
 
 @pytest.mark.parametrize("size", [1, 3])
-def test_together_with_micro_batches(size):
+def test_micro_batches_keep_the_gradient_of_the_window(size):
     model, steps, _ = train(lo.Accumulation(3), callbacks=[lo.MicroBatching(size)])
     assert close(model, reference(TextNet(), Texts(29), steps)) < 1e-6
     callback = lo.Accumulation(3, normalize="tokens", count=count_tokens)
@@ -191,7 +190,7 @@ def test_together_with_micro_batches(size):
 
 
 @pytest.mark.parametrize("first", [True, False])
-def test_gradients_are_averaged_before_anyone_clips_or_looks(first):
+def test_later_hooks_see_averaged_gradients(first):
     spy, callback = GradientSpy(), lo.Accumulation(3)
     model, windows = TextNet(), Windows()
     callbacks = [callback, spy] if first else [spy, callback]
@@ -203,7 +202,7 @@ def test_gradients_are_averaged_before_anyone_clips_or_looks(first):
 
 
 @lightnings_own
-def test_a_loss_of_none_at_the_end_of_a_window():
+def test_loss_of_none_at_the_end_of_a_window_still_averages():
     class Skips(TextNet):
         def training_step(self, batch: Any, batch_idx: int) -> Any:
             loss = super().training_step(batch, batch_idx)
@@ -216,7 +215,7 @@ def test_a_loss_of_none_at_the_end_of_a_window():
     assert close(model, reference(TextNet(), Texts(29), [list(range(8))])) < 1e-6
 
 
-def test_true_gradients_under_the_loss_scaler():
+def test_loss_scaler_does_not_change_gradients():
     norms = {}
     for precision in ("16-mixed", "bf16-mixed"):
         spy, scaler = GradientSpy(), torch.amp.GradScaler("cpu", init_scale=1024.0)
@@ -243,13 +242,13 @@ def test_gradients_are_averaged_once_per_evaluation_of_the_closure():
         quiet_trainer(callbacks=[lo.Accumulation(2)]).fit(Sharp(), DataLoader(Texts(24), 4))
 
 
-def test_resumes_within_a_window(tmp_path):
+def test_resume_within_a_window_is_bit_identical(tmp_path):
     class Stop(Callback):
         def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
             if batch_idx == 4:
                 trainer.save_checkpoint(tmp_path / "mid.ckpt")
 
-    class Loader(DataLoader):  # goes on where it stopped
+    class Loader(DataLoader):  # resumes after the batches served
         skip = 0
 
         def __iter__(self) -> Any:
@@ -277,7 +276,7 @@ class Odd(TextNet):
         return self.loss(batch.batch)
 
 
-def test_a_batch_that_cannot_be_counted_is_refused_with_advice():
+def test_uncountable_batch_raises_with_advice():
     class Holder:
         def __init__(self, batch: Any) -> None:
             self.batch = batch
@@ -295,7 +294,7 @@ class Unknown(Odd):
         raise AssertionError("not reached")
 
 
-def test_refusals():
+def test_incompatible_settings_raise():
     with pytest.raises(ValueError, match="not both"):
         lo.Accumulation(2, effective_batch=8)
     with pytest.raises(ValueError, match="normalize must be one of"):
@@ -321,10 +320,10 @@ def test_refusals():
         quiet_trainer(callbacks=[lo.Accumulation(), lo.Accumulation(2)]).fit(SmallNet())
 
 
-# --- loops of one's own -------------------------------------------------------------------------
+# --- hand-written loops -------------------------------------------------------------------------
 
 
-def test_accumulator_equals_the_whole_batch():
+def test_accumulator_gradient_equals_the_whole_batch():
     data, model = Texts(20), TextNet("tokens")
     accumulator = lo.GradientAccumulator(model)
     for ids in (range(9), range(9, 10), range(10, 20)):
@@ -338,8 +337,8 @@ def test_accumulator_equals_the_whole_batch():
         torch.testing.assert_close(parameter.grad.double(), other.grad, rtol=0.0, atol=1e-6)
 
 
-def test_accumulator_adds_up_low_precision_in_float32():
-    """A thousand gradients of 0.1: bfloat16 alone stops far below their sum."""
+def test_accumulator_sums_low_precision_in_float32():
+    """In bfloat16 alone, a sum of a thousand gradients of 0.1 stops growing early."""
     weight = nn.Parameter(torch.zeros(3, dtype=torch.bfloat16))
     module = nn.Module()
     module.weight = weight
@@ -356,7 +355,7 @@ def test_accumulator_adds_up_low_precision_in_float32():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_accumulator_goes_on_from_a_checkpoint(dtype):
+def test_accumulator_resume_is_bit_identical(dtype):
     def run(stop: bool) -> list[Tensor]:
         torch.manual_seed(0)
         module = nn.Linear(4, 2).to(dtype)
@@ -375,7 +374,7 @@ def test_accumulator_goes_on_from_a_checkpoint(dtype):
         assert torch.equal(a, b)
 
 
-def test_accumulator_refusals():
+def test_accumulator_wrong_arguments_raise():
     with pytest.raises(ValueError, match="dtype"):
         lo.GradientAccumulator(nn.Linear(2, 2), dtype=torch.bfloat16)
     accumulator = lo.GradientAccumulator(nn.Linear(2, 2))

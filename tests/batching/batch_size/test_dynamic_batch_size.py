@@ -1,4 +1,4 @@
-"""Batch sizes that change between epochs: every sample once an epoch, everything put back."""
+"""Batch sizes that change between epochs: each sample once per epoch, everything restored."""
 
 import functools
 import math
@@ -21,7 +21,7 @@ from tests.helpers.trainers import MemoryLogger, quiet_trainer
 
 PLENTY = 10.0**6
 TINY = 1.0
-"""MB of a budget that everything, or nothing, fits."""
+"""MB of a budget that everything fits, and of one that nothing fits."""
 
 
 class Numbered(Dataset[Any]):
@@ -36,7 +36,7 @@ class Numbered(Dataset[Any]):
 
 
 class Net(LightningModule):
-    """Keeps the samples of each epoch, batch by batch."""
+    """Records the samples of each epoch, batch by batch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ def loader_of(count: int = 60, size: int = 5, **settings: Any) -> DataLoader[Any
 
 
 def check_epochs(net: Net, count: int = 60) -> None:
-    """Every sample once an epoch, and no batch but the last one shorter than the first."""
+    """Check that each epoch has each sample once, and that only its last batch is shorter."""
     for epoch in net.epochs:
         assert sorted(functools.reduce(operator.iadd, epoch, [])) == list(range(count))
         assert len({len(batch) for batch in epoch[:-1]}) <= 1
@@ -89,7 +89,7 @@ class Data(LightningDataModule):
 
 
 class ByAttribute(BatchSampler):
-    """A batch sampler of one's own, that reads its attribute."""
+    """A user's batch sampler, which reads its attribute."""
 
     def __init__(self, count: int, batch_size: int) -> None:
         super().__init__(RandomSampler(range(count)), batch_size, drop_last=False)
@@ -108,7 +108,7 @@ def sources() -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("source", list(sources()))
-def test_grows_between_epochs_with_every_sample_once(source):
+def test_size_grows_between_epochs_with_each_sample_once(source):
     net, data = sources()[source]
     loader = data.get("train_dataloaders")
     logger = MemoryLogger()
@@ -121,23 +121,23 @@ def test_grows_between_epochs_with_every_sample_once(source):
     assert logger.series("batch_size/size") == [7, 10, 12]
     assert [row["to"] for row in callback.report().rows] == [7, 10, 12]
     assert trainer.reload_dataloaders_every_n_epochs == 0
-    if loader is not None:  # the user's, as it was
+    if loader is not None:  # the user's, restored
         assert loader.batch_sampler.batch_size == 5
         assert loader.batch_size == (None if source == "batch sampler" else 5)
 
 
-def test_shrinks_above_the_bound_and_does_not_come_back():
+def test_size_that_was_too_large_is_not_used_again():
     net = Net()
     callback = lo.DynamicBatchSize(budget_mb=TINY, scale_lr="sqrt")
     quiet_trainer(callbacks=[callback], max_epochs=5).fit(net, loader_of(size=20))
     check_epochs(net)
     assert net.sizes[0] == 20
-    assert net.sizes[1] <= 16  # by the factor, or to where the line says
+    assert net.sizes[1] <= 16  # by the factor or to the predicted size
     assert net.sizes == sorted(net.sizes, reverse=True)
     assert callback.state_dict()["ceiling"] == net.sizes[-1]
 
 
-def test_grows_no_further_than_samples_and_the_interval_of_validation_allow():
+def test_samples_and_validation_interval_limit_growth():
     net = FromHooks()
     callback = lo.DynamicBatchSize(budget_mb=PLENTY, grow=100.0, scale_lr="sqrt")
     quiet_trainer(callbacks=[callback], max_epochs=3).fit(net, loader_of(drop_last=True))
@@ -164,7 +164,7 @@ def test_validation_keeps_its_batch_size():
     ("accumulate", "budget", "sizes"),
     [(1, PLENTY, [6, 6, 6]), (3, PLENTY, [6, 9, 18]), (1, TINY, [6, 3, 2])],  # at most
 )
-def test_a_step_keeps_the_samples_that_it_has_at_the_start(accumulate, budget, sizes):
+def test_step_keeps_its_initial_samples(accumulate, budget, sizes):
     net = Net()
     callback = lo.DynamicBatchSize(budget_mb=budget, grow=2.0)
     trainer = quiet_trainer(callbacks=[callback], max_epochs=3, accumulate_grad_batches=accumulate)
@@ -179,7 +179,7 @@ def test_a_step_keeps_the_samples_that_it_has_at_the_start(accumulate, budget, s
     assert trainer.accumulate_grad_batches == accumulate
 
 
-def test_keeps_the_effective_batch():
+def test_step_keeps_the_effective_batch():
     steps: list[int] = []
 
     class Count(Callback):
@@ -191,13 +191,13 @@ def test_keeps_the_effective_batch():
     trainer = quiet_trainer(callbacks=[callback, Count()], max_epochs=4)
     trainer.fit(net, loader_of(size=3))
     check_epochs(net)
-    assert net.sizes == [2, 4, 5, 10]  # what goes into 20, from below 3 on
+    assert net.sizes == [2, 4, 5, 10]  # divisors of 20, from below 3 on
     assert trainer.global_step == 4 * 3
-    assert trainer.accumulate_grad_batches == 1  # as it was
+    assert trainer.accumulate_grad_batches == 1  # restored
     assert steps[29] == 3  # 30 batches of 2 made 3 steps
 
 
-def test_exact_together_with_accumulation():
+def test_accumulation_averages_exactly_at_all_sizes():
     net = Net()
     torch.manual_seed(0)
     start = {name: value.double() for name, value in net.state_dict().items()}
@@ -244,8 +244,8 @@ def test_learning_rates_follow_the_size(rule, factor):
 
 
 @pytest.mark.parametrize("budget", [PLENTY, TINY], ids=["fewer steps", "more steps"])
-def test_schedules_end_with_training(budget):
-    """OneCycleLR raises when stepped too often, and would stop in its midst if not often enough."""
+def test_schedules_advance_as_planned(budget):
+    """OneCycleLR raises when it is stepped too often, and ends early otherwise."""
     rates: list[float] = []
 
     class Cycled(Net):
@@ -267,7 +267,7 @@ def test_schedules_end_with_training(budget):
     plain = Cycled()
     quiet_trainer(max_epochs=4).fit(plain, loader_of(size=10))
     assert len({len(epoch) for epoch in net.epochs}) > 1
-    assert changed == pytest.approx(rates)  # at each end of an epoch where it would have been
+    assert changed == pytest.approx(rates)  # the planned rate at the end of each epoch
 
 
 class Stop(Callback):
@@ -279,7 +279,7 @@ class Stop(Callback):
             trainer.save_checkpoint(self.folder / "end.ckpt")
 
 
-def test_resumes_with_its_size_and_what_it_has_learnt(tmp_path):
+def test_resume_keeps_size_and_measurements(tmp_path):
     def callback() -> lo.DynamicBatchSize:
         return lo.DynamicBatchSize(
             budget_mb=PLENTY, grow=1.5, max_size=20, scale_lr="linear", find=False
@@ -327,7 +327,7 @@ def test_effective_batch_survives_resume_on_another_number_of_ranks(tmp_path, mo
         )
 
 
-def test_gives_the_loader_back_after_an_exception():
+def test_exception_restores_the_loader():
     class Fails(Net):
         def training_step(self, batch: Any, batch_idx: int) -> Tensor:
             if self.current_epoch == 1:
@@ -346,7 +346,7 @@ def test_gives_the_loader_back_after_an_exception():
 
 
 class Frozen(BatchSampler):
-    """Makes its batches once."""
+    """Creates its batches once."""
 
     def __init__(self) -> None:
         super().__init__(SequentialSampler(range(60)), 5, drop_last=False)
@@ -359,7 +359,7 @@ class Frozen(BatchSampler):
         return len(self.batches)
 
 
-def test_refusals():
+def test_incompatible_settings_raise():
     with pytest.raises(ValueError, match="target"):
         lo.DynamicBatchSize(target=1.5)
     with pytest.raises(ValueError, match="grow must be above 1"):
@@ -375,11 +375,11 @@ def test_refusals():
         callback = callback or lo.DynamicBatchSize(budget_mb=PLENTY, scale_lr="sqrt")
         quiet_trainer(callbacks=[callback], max_epochs=2, **settings).fit(Net(), loader)
 
-    with pytest.raises(ValueError, match="no torch DataLoader"):
+    with pytest.raises(ValueError, match="not a torch DataLoader"):
         fit([[torch.arange(2), torch.randn(2, 4)]])
     with pytest.raises(ValueError, match="its dataset makes the batches"):
         fit(DataLoader([[torch.arange(2), torch.randn(2, 4)]], batch_size=None))
-    with pytest.raises(ValueError, match="does not follow"):
+    with pytest.raises(ValueError, match="ignores it"):
         fit(DataLoader(Numbered(60), batch_sampler=Frozen()))
     with pytest.raises(ValueError, match="one training loader"):
         fit({"a": loader_of(), "b": loader_of()})
@@ -399,7 +399,7 @@ def test_refusals():
 
 
 class Limits:
-    """A limit of 100 units, of which the process holds one."""
+    """A limit of 100 units, of which one is in use."""
 
     unit = 10**15
 
@@ -411,7 +411,7 @@ class Limits:
 
 
 class Peaks:
-    """A peak of so many units more."""
+    """A peak of ``units`` more."""
 
     units, samples = 0, False
 
@@ -452,7 +452,7 @@ def train_on_two_ranks(keep: int | None) -> tuple[Any, ...]:
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("keep", [None, 20])
-def test_two_ranks_change_together(keep):
+def test_ranks_change_size_together(keep):
     first, second = launch(train_on_two_ranks, keep)
     for own, other in zip(first[0], second[0], strict=True):
         assert [len(batch) for batch in own] == [len(batch) for batch in other]
@@ -466,7 +466,7 @@ def test_two_ranks_change_together(keep):
         assert torch.equal(a, b)
 
 
-def test_small_net_is_as_without_it_in_the_first_epoch():
+def test_first_epoch_is_bit_identical():
     with_it, without = SmallNet(), SmallNet()
     quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=PLENTY)]).fit(with_it)
     quiet_trainer().fit(without)

@@ -1,4 +1,4 @@
-"""Trials of batch sizes: what they find, under real limits, and that they leave nothing behind."""
+"""Trials of batch sizes: results under real limits, and no side effects."""
 
 import gc
 import random
@@ -25,7 +25,7 @@ WIDTH = 64
 
 
 class Wide(LightningModule):
-    """Takes about a quarter of a MB for a sample, forward and backward."""
+    """Uses about a quarter of a MB per sample, forward and backward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -53,7 +53,7 @@ def loader_of(count: int = 4000) -> DataLoader[Any]:
 
 
 class Custom(Callback):
-    """A user's callback with a state that nobody asks for."""
+    """A user's callback with state outside of ``state_dict``."""
 
     def __init__(self) -> None:
         self.seen: list[int] = []
@@ -76,7 +76,7 @@ def test_trials_print_no_summaries():
     assert Summary.tables == 0
 
 
-def test_leaves_no_trace(tmp_path):
+def test_search_has_no_side_effects(tmp_path):
     model, logger, loader, custom = Wide(), MemoryLogger(), loader_of(64), Custom()
     callbacks: list[Any] = [
         custom,
@@ -116,7 +116,7 @@ def longest(samples: int) -> list[Tensor]:
 
 
 class Lengths(Wide):
-    """Runs out of memory at 1000 elements, and notes what it was given."""
+    """Runs out of memory at 1000 elements, and records the shapes of its batches."""
 
     shapes: list[tuple[int, ...]] = []
 
@@ -127,7 +127,7 @@ class Lengths(Wide):
         return super().training_step([batch[0][:, :8]], batch_idx)
 
 
-def test_the_largest_size_is_that_of_the_worst_batch_and_time_is_that_of_the_loaders():
+def test_worst_batch_measures_memory_and_the_loaders_measure_time():
     settings = {"budget_mb": 10**6}
     found = lo.find_batch_size(quiet_trainer(), Lengths(), loader_of(400), **settings)
     assert found.largest in range(120, 126)  # 125 samples of 8
@@ -144,15 +144,15 @@ def test_the_largest_size_is_that_of_the_worst_batch_and_time_is_that_of_the_loa
     assert gc.get_freeze_count() == frozen
 
 
-def test_the_rest_of_an_epoch_decides_nothing():
-    # 25 samples in twelves leave one, of which BatchNorm makes no statistics.
+def test_last_short_batch_is_not_tried():
+    # 25 samples in twelves leave one, and BatchNorm fails on one.
     loader = DataLoader(TensorDataset(torch.randn(25, 8)), batch_size=5)
     settings = {"budget_mb": 10**6, "max_size": 12}
     assert lo.find_batch_size(quiet_trainer(), Wide(), loader, **settings).largest == 12
     assert loader.batch_sampler.drop_last is loader.drop_last is False  # type: ignore[union-attr]
 
 
-def test_training_after_it_is_as_without_it():
+def test_training_after_a_search_is_bit_identical():
     results = []
     for find in (False, True):
         model, loader = Wide(), loader_of(64)
@@ -166,10 +166,10 @@ def test_training_after_it_is_as_without_it():
 
 
 def limited(room: float) -> int:
-    """Leave the process so many MB of address space, and return that limit."""
+    """Limit the address space to ``room`` MB more than in use, and return the limit."""
     import resource
 
-    # What threads, kernels and the first search load is no batch's.
+    # Threads, kernels and the first search use memory once.
     lo.find_batch_size(quiet_trainer(), Wide(), loader_of(64), max_size=16)
     recover_memory(torch.device("cpu"))  # as trials do: large blocks apart
     gc.collect()
@@ -185,7 +185,7 @@ def find_under_a_limit(room: float) -> dict[str, Any]:
 
 
 def fits(room: float, size: int) -> bool:
-    """Train in a process of its own that has the limit, and say whether that goes through."""
+    """Return whether training in this process, under the limit, succeeds."""
     loader = DataLoader(loader_of().dataset, batch_size=size)
     limited(room)
     try:
@@ -203,13 +203,13 @@ def test_largest_under_a_limited_address_space():
     (result,) = launch(find_under_a_limit, 120.0, processes=1)
     assert result["trials"] <= 12
     size = result["found"]
-    # The search ends within 3%, and what a process has mapped besides differs by as much again.
+    # The search ends within 3%, and processes differ by as much again.
     assert launch(fits, 120.0, int(0.94 * size), processes=1) == [True]
     assert launch(fits, 120.0, int(1.06 * size) + 1, processes=1) == [False]
 
 
 def find_with_a_small_rank() -> dict[str, Any]:
-    """Have rank 1 alone run out of memory, in forward or in backward passes."""
+    """Search while only rank 1 runs out of memory, in forward or in backward passes."""
     results = {}
     for where in ("forward", "backward", "update", "fastest"):
 
@@ -250,7 +250,7 @@ def _run_out(gradient: Tensor) -> None:
 
 
 @pytest.mark.distributed
-def test_ranks_find_the_same_size_and_none_waits_for_one_that_has_run_out():
+def test_ranks_find_the_same_size_and_none_waits_for_a_failed_one():
     first, second = launch(find_with_a_small_rank)
     assert first == second
     for where in ("forward", "backward", "update"):
@@ -259,7 +259,7 @@ def test_ranks_find_the_same_size_and_none_waits_for_one_that_has_run_out():
     assert first["then"] == (60, 4)
 
 
-def refuse() -> str:
+def error_under_fsdp2() -> str:
     from lightning.pytorch.strategies import ModelParallelStrategy
 
     class Parallel(Wide):
@@ -275,19 +275,19 @@ def refuse() -> str:
 
 
 @pytest.mark.distributed
-def test_refuses_where_ranks_wait_within_a_pass():
-    for message in launch(refuse):
+def test_strategies_with_collectives_in_a_pass_raise():
+    for message in launch(error_under_fsdp2):
         assert "ModelParallelStrategy" in message
         assert "strategy='ddp'" in message
 
 
-def test_refusals():
+def test_incompatible_settings_raise():
     with pytest.raises(ValueError, match="mode must be"):
         lo.find_batch_size(quiet_trainer(), Wide(), loader_of(), mode="best")
-    with pytest.raises(ValueError, match="no torch DataLoader"):
+    with pytest.raises(ValueError, match="not a torch DataLoader"):
         lo.find_batch_size(quiet_trainer(), Wide(), [[torch.randn(4, 8)]])
     model = Wide()
-    model.norm = nn.Identity()  # type: ignore[assignment]  # takes one sample too
+    model.norm = nn.Identity()  # type: ignore[assignment]  # accepts one sample
     trainer = quiet_trainer(callbacks=[lo.DynamicBatchSize(budget_mb=1.0, find=True)])
     with pytest.raises(MemoryError, match="Not even a batch of one sample"):
         trainer.fit(model, loader_of(64))
