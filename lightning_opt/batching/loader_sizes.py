@@ -105,10 +105,6 @@ class LoaderSizes:
 
     Lightning makes a new loader with a DistributedSampler if needed. The strategy's
     ``process_dataloader`` is the only hook after that.
-
-    Args:
-        trainer: The Trainer, before its loaders are loaded.
-        training: Called with each training loader.
     """
 
     def __init__(self, trainer: pl.Trainer, training: Callable[[Any], None]) -> None:
@@ -133,7 +129,6 @@ class LoaderSizes:
             self._changed = [(loader, size, loader.batch_size), *self._changed][:8]
 
     def close(self) -> None:
-        """Restore the batch sizes of the user's loaders."""
         self._stack.close()
         for loader, size, shown in self._changed:
             loader.batch_sampler.batch_size = size  # type: ignore[union-attr]

@@ -48,7 +48,6 @@ class LimitMeter:
         return self._meter.samples
 
     def start(self) -> None:
-        """Start a measurement."""
         if self._device.type == "cpu":
             malloc_trim()  # memory kept for reuse would count as the peak
         elif self._device.type == "cuda":
@@ -56,7 +55,6 @@ class LimitMeter:
         self._meter.start()
 
     def read(self) -> Peak:
-        """Return the peak since :meth:`start`."""
         peak = self._meter.read()
         if self._device.type == "cuda":
             now = torch.cuda.memory_allocated(self._device)

@@ -159,12 +159,10 @@ class Accumulation(RunCallback):
         self._reset()
 
     def _batches_at(self, step: int) -> int:
-        """Return the number of batches in the window that leads to optimizer step ``step``."""
         assert self.schedule is not None
         return next((n for begin, n in reversed(self.schedule.items()) if begin <= step), 1)
 
     def _follow_loader(self, loader: Any) -> None:
-        """Set the number of batches for ``effective_batch``, given the loader's batch size."""
         trainer, size = self._trainer, batch_size_of(loader)
         assert trainer is not None
         assert self.effective_batch is not None
@@ -245,7 +243,6 @@ class Accumulation(RunCallback):
         self._total, self._pending = 0.0, 0
 
     def _is_complete(self) -> bool:
-        """Replace Lightning's ``_accumulated_batches_reached``."""
         assert self._trainer is not None
         ready: int = self._trainer.fit_loop.epoch_loop.batch_progress.current.ready
         return ready - self._start >= self._length
@@ -364,7 +361,6 @@ class Accumulation(RunCallback):
 def _check(
     trainer: pl.Trainer, pl_module: pl.LightningModule, counts: bool, accumulates_by: bool
 ) -> None:
-    """Raise for incompatible settings."""
     callbacks = trainer.callbacks  # type: ignore[attr-defined]
     scheduled = any(isinstance(c, GradientAccumulationScheduler) for c in callbacks)
     if accumulates_by and (scheduled or trainer.accumulate_grad_batches != 1):

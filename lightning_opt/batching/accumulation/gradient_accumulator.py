@@ -74,7 +74,6 @@ class GradientAccumulator:
 
     @torch.no_grad()
     def _widen(self) -> None:
-        """Move low-precision gradients into the wide sums."""
         for name, parameter in self._named.items():
             gradient = parameter.grad
             if gradient is None or gradient.dtype not in HALVES:
@@ -164,7 +163,6 @@ class GradientAccumulator:
 
 
 def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    """Return a gradient like ``parameter``, given this rank's part of it."""
     gradient = torch.zeros_like(parameter)
     local_part(gradient).copy_(local)
     return gradient

@@ -31,7 +31,6 @@ class Pace:
         self.calls: dict[int, int] = {}
 
     def count_steps(self, trainer: pl.Trainer) -> None:
-        """Count the optimizer steps of this epoch."""
         if math.isfinite(trainer.num_training_batches):
             batches, window = trainer.num_training_batches, trainer.accumulate_grad_batches
             self._actual = math.ceil(batches / window)
@@ -41,7 +40,6 @@ class Pace:
     def lr_scheduler_step(
         self, trainer: pl.Trainer, module: pl.LightningModule
     ) -> Callable[..., None]:
-        """Return a function that replaces the module's ``lr_scheduler_step``."""
         step = module.lr_scheduler_step
 
         def lr_scheduler_step(scheduler: Any, metric: Any) -> None:
@@ -63,9 +61,6 @@ class ScaledRates:
     """Multiplies learning rates during an optimizer's step only.
 
     Schedulers and checkpoints therefore keep the unscaled rates.
-
-    Args:
-        optimizers: The Trainer's optimizers.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -100,7 +95,6 @@ class ScaledRates:
         self._unscaled = []
 
     def close(self) -> None:
-        """Remove the hooks, and restore rates after a failed step."""
         self._restore()
         for handle in self._handles:
             handle.remove()

@@ -53,12 +53,6 @@ class RanOutError(BaseException):
 class Probe(Callback):
     """Sets the batch size, measures time and memory, and stops all ranks if one runs out.
 
-    Args:
-        size: The batch size; None for the loader's.
-        budget_mb: Another limit.
-        length: The length of the trial.
-        worst: Makes the batches; None for the loader's.
-
     Attributes:
         loader_size: The batch size of the user's loader.
         samples: Samples of the loader on this rank.
@@ -81,7 +75,6 @@ class Probe(Callback):
         self._rows: list[int] = []
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Intercept the training loader."""
         self.stack.callback(LoaderSizes(trainer, self._resize).close)
 
     def _resize(self, loader: Any) -> None:
@@ -100,7 +93,6 @@ class Probe(Callback):
             self.stack.enter_context(replaced(sampler, drop_last=True))
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Guard forward and backward passes, and start to measure."""
         strategy, loop = trainer.strategy, trainer.fit_loop.epoch_loop
         self.device, self.ranks = strategy.root_device, trainer.world_size
 
@@ -140,10 +132,8 @@ class Probe(Callback):
     def _guarded(self, function: Any, always: bool = True) -> Any:
         """Return a function that raises on all ranks if one of them runs out of memory.
 
-        Args:
-            function: The function to guard.
-            always: Whether ranks exchange failures after each call. Otherwise only a rank that
-                failed takes part, and meets the others at their next exchange.
+        With ``always=False`` only a failed rank takes part in the exchange of failures, and meets
+        the others at their next one.
         """
 
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -163,14 +153,12 @@ class Probe(Callback):
         return guarded
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start the clock; loading and copying are timed too."""
         wait_for(self.device)
         self.clock.start()
 
     def on_before_backward(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, loss: torch.Tensor
     ) -> None:
-        """Sample memory on systems that do not record the peak."""
         if self.meter is not None:
             self.meter.sample()
 
@@ -182,7 +170,6 @@ class Probe(Callback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Read the clock, and stop once the trial is long enough."""
         wait_for(self.device)
         self.clock.stop()
         self._seconds += self.clock.read(wait=True)
@@ -195,11 +182,9 @@ class Probe(Callback):
             trainer.should_stop = len(self._seconds) >= self.length.steps
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Read the peak."""
         assert self.meter is not None
         self.peak = self.meter.read()
 
     def speed(self) -> float:
-        """Return samples per second without the first step, unless it is the only one."""
         first = min(1, len(self._seconds) - 1)
         return sum(self._rows[first:]) / sum(self._seconds[first:]) if self._seconds else 0.0

@@ -50,13 +50,11 @@ class MemoryFit:
     rest: float = 0.0
 
     def add(self, size: int, peak: float, rest: float | None = None) -> None:
-        """Add a measurement."""
         self.points[size] = peak
         if rest is not None:
             self.rest = min(rest, peak)
 
     def slope(self) -> float:
-        """Return the memory per sample; needs at least one measurement."""
         if len(self.points) > 1:
             slope, _ = statistics.linear_regression(list(self.points), list(self.points.values()))
             if slope > 0:
@@ -76,19 +74,11 @@ class MemoryFit:
 def next_size(
     size: int, peak: float, fit: MemoryFit, allowed: Sequence[int], *, target: float, grow: float
 ) -> int:
-    """Return the size for the next epoch.
+    """Return the size for the next epoch, one of ``allowed``, which is in ascending order.
 
     From ``BELOW`` under the target to ``ABOVE`` over it, the size stays. Below, it grows by
     ``grow``, but only as far as the fit predicts ``target``, so that it need not shrink again.
     Above, it shrinks by ``SHRINK`` or to the predicted size, whichever is smaller.
-
-    Args:
-        size: The present size.
-        peak: Its peak, as a share of the limit.
-        fit: All measurements, this one included.
-        allowed: The sizes to choose from, in ascending order.
-        target: The share aimed at.
-        grow: Growth factor, above 1.
     """
     room = fit.largest(target)
     if peak > min(1.0, target + ABOVE):
@@ -176,12 +166,6 @@ def search(run: Callable[[int], Trial], initial: int, most: int, *, target: floa
     Two sizes give the memory per sample. A line through all peaks then predicts the largest, and
     the next trials close in on it from both sides. Without a prediction (no known limit), sizes
     double until one fails, and then the gap is halved.
-
-    Args:
-        run: Runs a trial of a size.
-        initial: The first size to try.
-        most: The largest size to try.
-        target: Share of the limit that a size may take.
     """
     done: dict[int, Trial] = {}
     fit = MemoryFit()
@@ -202,20 +186,13 @@ def search(run: Callable[[int], Trial], initial: int, most: int, *, target: floa
 
 
 def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
-    """Return the size with the most samples per second.
+    """Return the size with the most samples per second, and one trial per size with its mean.
 
     The first round times the largest size, its half, its quarter and so on, and ends at a size much
     slower than the best so far: the constant cost per step weighs more at smaller sizes. Then the
     neighbours of the best are timed, half a step away. Short rounds of the best few follow, in
     another order each time. Sizes are compared by their mean over the rounds that they share, so a
     slow minute of the machine affects all of them. The smallest size as fast as the best wins.
-
-    Args:
-        run: Runs a timed trial of a size.
-        largest: The largest size that fits, at least 1.
-
-    Returns:
-        The size, and one trial per size with its mean speed.
     """
     order = random.Random(0)  # the same on all ranks
     trials: dict[int, list[Trial]] = {}

@@ -56,14 +56,6 @@ class Trials:
     Callbacks take part as copies, so that their memory counts, except those of Lightning that
     write, stop or draw. Loggers are replaced, and the Trainer gets another loop meanwhile.
 
-    Args:
-        trainer: The Trainer.
-        module: Its module, which is copied.
-        target: Share of the limit that a size may take.
-        budget_mb: Another limit.
-        excluded: A callback that takes no part.
-        worst: Makes the batch of a size that takes the most memory.
-
     Raises:
         ValueError: Under strategies whose ranks wait for each other within a forward or backward
             pass.
@@ -104,7 +96,6 @@ class Trials:
             )
 
     def find(self, mode: str, max_size: int | None) -> FoundSizes:
-        """Search batch sizes; see :func:`find_batch_size`."""
         with ExitStack() as stack:
             if not gc.get_freeze_count():  # each collection would visit everything ever imported
                 gc.collect()
@@ -127,7 +118,6 @@ class Trials:
         return found
 
     def run(self, size: int | None, length: Length = TRY) -> Trial:
-        """Run a trial of a size; None for the loader's."""
         trainer, device = self._trainer, self._trainer.strategy.root_device
         free_unused(device)
         probe = Probe(size, self._budget, length, self._worst if length is TRY else None)

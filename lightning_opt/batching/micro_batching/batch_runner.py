@@ -56,15 +56,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     over the parts of a batch. Callbacks and the module have their hooks called as for one whole
     batch: ``on_before_zero_grad`` after the first forward pass, ``on_before_backward`` once with
     the loss of the whole batch, ``on_after_backward`` once with the whole gradient.
-
-    Args:
-        trainer: The Trainer at the start of training.
-        module: Its module.
-        splitter: Splits batches.
-        check: Checks splits.
-        sizes: Samples per micro-batch: a number, or learned from failures, or planned.
-        ranks: Agreements with other ranks.
-        stack: Undoes all patches when it is closed.
     """
 
     def __init__(
@@ -104,7 +95,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         return self
 
     def _step(self, batch_idx: int, closure: Any) -> None:
-        """Run the optimizer's step, which runs the batch. An update is never retried."""
         problem = ""
         try:
             self._lightnings_step(batch_idx, closure)
@@ -181,7 +171,6 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     # --- how many parts -------------------------------------------------------------------------
 
     def _first_parts(self, batch: Any) -> int:
-        """Return the number of parts of the first attempt."""
         if isinstance(self._sizes, int):
             parts = -(-self._count_samples(batch) // self._sizes)
             return self._agree(batch, parts)
@@ -229,11 +218,8 @@ class BatchRunner(AbstractClosure[ClosureResult]):
     def _next_parts(self, batch: Any, failed: int, parts: int, problem: str) -> int:
         """Learn from the failures of all ranks, and return the parts of the next attempt.
 
-        Args:
-            batch: The batch.
-            failed: Samples of the largest micro-batch; 0 for all.
-            parts: Parts of the failed attempt.
-            problem: The allocator's message; empty if only another rank failed.
+        ``failed`` is the largest micro-batch that failed, 0 for the whole batch. ``problem`` is the
+        allocator's message, empty if only another rank failed.
 
         Raises:
             MemoryError: If a rank has no smaller micro-batch to try.
@@ -374,12 +360,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
         self._trainer.precision_plugin.post_backward(loss, self._module)
 
     def _roll_back(self, versions: list[tuple[Tensor, int]], problem: str) -> None:
-        """Restore the state before the attempt, free its memory and inform the other ranks.
-
-        Raises:
-            MemoryError: If the batch can no longer be rolled back.
-            CannotUndoError: If ``training_step`` changed its batch or parameters in place.
-        """
+        """Restore the state before the attempt, free its memory and inform the other ranks."""
         assert self._state is not None
         if self._ranks.committed:
             raise MemoryError(IN_REDUCTION + problem)

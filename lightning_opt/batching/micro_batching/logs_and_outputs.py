@@ -35,12 +35,10 @@ class LogRecorder:
         self.clear()
 
     def clear(self) -> None:
-        """Discard everything that was recorded."""
         self._calls: dict[tuple[str, int], list[tuple[int, Any, dict[str, Any]]]] = {}
 
     @contextmanager
     def recording(self, part: int) -> Iterator[None]:
-        """Record the values that this micro-batch logs."""
         counts: dict[str, int] = {}
 
         def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
@@ -56,12 +54,7 @@ class LogRecorder:
             yield
 
     def log(self, samples: Sequence[int], weights: Weights) -> None:
-        """Log the merged values, and clear.
-
-        Args:
-            samples: Samples of each micro-batch.
-            weights: Weight of each micro-batch in a mean.
-        """
+        """Log the merged values, and clear."""
         # Lightning attributes logged values to the hook that is named here.
         with replaced(self._module, _current_fx_name="training_step"):
             for (name, _), calls in self._calls.items():
@@ -113,14 +106,7 @@ def weighted(value: Any, weight: Any) -> Any:
 
 
 def combine(values: Sequence[Any], weights: Weights, reduction: Any = "mean") -> Any:
-    """Return the value of the whole batch, given those of its parts.
-
-    Args:
-        values: Numbers, or tensors of one element.
-        weights: Weights of the mean.
-        reduction: As in ``LightningModule.log``: ``"mean"``, ``"sum"``, ``"min"``, ``"max"`` or
-            torch's functions of these names.
-    """
+    """Return the value of the whole batch, given those of its parts."""
     if len(values) == 1:
         return values[0]
     name = str(getattr(reduction, "__name__", reduction)).lower()

@@ -240,7 +240,6 @@ class MicroBatching(RunCallback):
 
 
 def _check_strategy(strategy: ParallelStrategy) -> None:
-    """Raise for strategies under which ``"auto"`` cannot work."""
     reason = ""
     if isinstance(strategy, ModelParallelStrategy):
         if strategy.device_mesh["tensor_parallel"].size() > 1:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from typing import Any
@@ -37,10 +37,6 @@ class NoHostGroupError(RuntimeError):
 class Ranks:
     """Ranks that run the same number of micro-batches. Without a group: a single process.
 
-    Args:
-        group: The process group of the ranks that must agree; None for a single process.
-        device: The device on which the group reduces.
-
     Attributes:
         reduces: Whether :meth:`last_backward` reduces gradients over ranks.
         committed: Whether the batch can no longer be rolled back.
@@ -56,10 +52,6 @@ class Ranks:
         """Return the largest number of parts of any rank, at most the fewest samples of any.
 
         Every rank of the group must call this.
-
-        Args:
-            parts: Parts that this rank needs.
-            count_samples: Returns the number of samples in this rank's batch.
         """
         if self._group is None:
             return parts
@@ -76,45 +68,39 @@ class Ranks:
         return [item]
 
     def begin_batch(self, description: tuple[str, int, int] | None) -> None:
-        """Reset the per-batch state; see :class:`PassedBatches` for the description."""
+        pass
 
     def begin_attempt(self) -> None:
-        """Prepare the first forward pass of an attempt."""
+        pass
 
     def last_backward(
-        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, keep: bool
+        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, accumulating: bool
     ) -> None:
-        """Run the last backward pass of a batch and complete the gradients.
+        """Run the last backward pass of a batch and add the window's earlier gradients.
 
-        Args:
-            backward: Runs the pass.
-            loss: The loss from which it starts.
-            gradients: Gradients of the window's earlier batches.
-            keep: Whether this is the middle of an accumulation window, so nothing is reduced.
+        Nothing is reduced while ``accumulating``, in the middle of a window.
         """
         backward()
         if gradients is not None:
             gradients.add_up()
 
     def finish(self) -> None:
-        """Agree that no rank has failed. For a batch without a backward pass."""
+        pass
 
     def fail(self) -> None:
-        """Report to the other ranks that this rank ran out of memory."""
+        pass
 
     def record_success(self, description: tuple[str, int, int] | None) -> None:
-        """Record the micro-batches of a batch that is through."""
+        pass
 
     def close(self) -> None:
-        """Destroy the process group, if it is a gloo group that was created for this run."""
+        pass
 
 
 class HostRanks(Ranks):
     """FSDP2's ranks. Their forward passes are collectives, so a batch cannot be rolled back.
 
-    Args:
-        timeout: Timeout of the gloo group; None for torch's default.
-        size: Neighbouring ranks per group; None for all ranks.
+    Each gloo group has ``size`` neighbouring ranks; None for all.
 
     Raises:
         NoHostGroupError: On all ranks, if a rank could not create its group.
@@ -135,7 +121,6 @@ class HostRanks(Ranks):
             raise NoHostGroupError(next(filter(None, problems)))
 
     def close(self) -> None:
-        """Destroy the gloo group."""
         if self._group is not None and dist.is_initialized():
             dist.destroy_process_group(self._group)
 
@@ -147,10 +132,6 @@ class DDPRanks(HostRanks):
     gloo whether any of them failed. The last pass usually reduces gradients while it runs, and a
     rank that failed there would leave the others in a reduction that never ends. So micro-batches
     that are not known to fit run it without reduction; the ranks agree again and then reduce.
-
-    Args:
-        model: DDP's wrapper.
-        timeout: Timeout of the gloo group; None for torch's default.
     """
 
     reduces = True
@@ -163,19 +144,16 @@ class DDPRanks(HostRanks):
         self._risky = False
 
     def agree_on_parts(self, parts: int, count_samples: Callable[[], int]) -> int:
-        """Return the largest number of parts of any rank, at most one per sample of this rank."""
         (most,) = self.largest(parts)
         return parts if most == parts else min(most, max(parts, count_samples()))
 
     def gather(self, item: Any) -> list[Any]:
-        """Return the items of all ranks. Every rank must call this."""
         items: list[Any] = [None] * dist.get_world_size(self._group)
         with _explained_errors():
             dist.all_gather_object(items, item, group=self._group)
         return items
 
     def begin_batch(self, description: tuple[str, int, int] | None) -> None:
-        """Decide whether this rank may run out of memory in the backward pass."""
         self._cautious -= 1
         passed = description is not None and self._passed.covers(*description)
         self._risky = self._cautious > 0 or not passed
@@ -183,28 +161,22 @@ class DDPRanks(HostRanks):
         self._broadcasts = self._model.require_forward_param_sync
 
     def begin_attempt(self) -> None:
-        """Make the first forward pass broadcast buffers if the first attempt's did."""
         self._model.require_forward_param_sync = self._broadcasts
 
     def last_backward(
-        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, keep: bool
+        self, backward: Backward, loss: Tensor, gradients: HeldGradients | None, accumulating: bool
     ) -> None:
-        """Run the last backward pass; reduce gradients after all ranks have reached it.
-
-        Raises:
-            OtherRankFailedError: If another rank ran out of memory.
-        """
+        """Run the last backward pass; reduce gradients after all ranks have reached it."""
         assert gradients is not None
-        if keep:
+        if accumulating:
             backward()
             self.finish()
             gradients.add_up()
         elif self._any_is_risky():
-            with _recorded_order(self._model) as order:
-                backward()
+            backward()
             self.finish()
             gradients.add_up()
-            reduce_gradients(self._model, order)
+            reduce_gradients(self._model)
         else:
             gradients.add_up()
             self.committed = True
@@ -217,7 +189,6 @@ class DDPRanks(HostRanks):
         self.committed = True
 
     def fail(self) -> None:
-        """Report the failure to the other ranks, which are or will be at their next agreement."""
         self.largest(True, self._risky)
         self._trust_no_size()
 
@@ -233,7 +204,6 @@ class DDPRanks(HostRanks):
         self._cautious = CAUTIOUS_BATCHES
 
     def record_success(self, description: tuple[str, int, int] | None) -> None:
-        """Record which micro-batches are known to fit."""
         if description is not None:
             self._passed.add(*description)
 
@@ -251,51 +221,26 @@ def _explained_errors() -> Iterator[None]:
 
 
 def _expect_backward(model: DistributedDataParallel, outputs: Any) -> None:
-    """Make DDP reduce gradients in the next backward pass, as after a forward pass.
-
-    Args:
-        model: DDP's wrapper.
-        outputs: Tensors from which the pass starts; unused parameters are found from them.
-    """
+    """Make DDP reduce gradients in the next backward pass, as after a forward pass."""
     with replaced(model, require_backward_grad_sync=True):
         prepare_for_backward(model, outputs)
 
 
-@contextmanager
-def _recorded_order(model: DistributedDataParallel) -> Iterator[list[nn.Parameter]]:
-    """Record the order in which parameters get gradients, until DDP has sorted its buckets by it.
-
-    DDP sorts its buckets once, after its first reduction.
-    """
-    order: list[nn.Parameter] = []
-    with ExitStack() as stack:
-        if not getattr(model, "_has_rebuilt_buckets", False):
-            for parameter in model.parameters():
-                if parameter.requires_grad:
-                    handle = parameter.register_post_accumulate_grad_hook(order.append)
-                    stack.callback(handle.remove)
-        yield order
-
-
-def reduce_gradients(model: DistributedDataParallel, order: Sequence[nn.Parameter]) -> None:
+def reduce_gradients(model: DistributedDataParallel) -> None:
     """Reduce every ``Parameter.grad`` through DDP's reducer, with its communication hooks.
 
     The reducer acts when autograd adds to a gradient. So a backward pass adds zeros, which take no
-    memory, to one parameter after another. The parameters' own hooks are removed meanwhile: they
-    have run already.
-
-    Args:
-        model: DDP's wrapper, whose last forward and backward passes ran under ``no_sync``.
-        order: Order of the parameters; all others follow in reverse order.
+    memory, to one parameter after another, the last one first. The parameters' own hooks are
+    removed meanwhile: they have run already. The model's last forward and backward passes must have
+    run under ``no_sync``.
     """
-    rest = [p for p in reversed(list(model.parameters())) if all(p is not own for own in order)]
-    parameters = [p for p in (*order, *rest) if p.requires_grad and p.grad is not None]
+    parameters = [p for p in model.parameters() if p.requires_grad and p.grad is not None]
     if not parameters:
         return
     carrier = torch.zeros((), device=parameters[0].device, requires_grad=True)
     loss: Tensor = carrier
     add_zero: Callable[..., Tensor] = _AddZero.apply
-    for parameter in reversed(parameters):
+    for parameter in parameters:  # the backward pass runs in reverse
         loss = add_zero(loss, parameter)
     _expect_backward(model, loss)
     with ExitStack() as stack:

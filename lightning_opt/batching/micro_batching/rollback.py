@@ -44,9 +44,6 @@ class HeldGradients:
     A failed attempt cannot change them. They are added after the batch's last backward pass and
     kept until the batch can no longer fail; the memory is that of a second gradient. At the first
     batch of a window there are none.
-
-    Args:
-        parameters: All parameters of the model.
     """
 
     def __init__(self, parameters: Iterable[nn.Parameter]) -> None:
@@ -57,7 +54,6 @@ class HeldGradients:
             self.drop()
 
     def drop(self) -> None:
-        """Drop the batch's own gradients."""
         self._added = False
         for parameter in self._parameters:
             parameter.grad = None
@@ -80,7 +76,6 @@ class HeldGradients:
             torch._foreach_add_(news, olds)
 
     def end(self) -> None:
-        """End the batch: restore gradients that were not added, and drop the references."""
         if not self._added:
             for parameter, old in self._held:
                 parameter.grad = old
@@ -92,11 +87,6 @@ class HookGuard:
 
     If a batch is rolled back within a hook, the next attempt calls only callbacks that have not
     had it yet. The module's hooks run again, because their effects on the module were undone.
-
-    Args:
-        trainer: The Trainer at the start of training.
-        module: The module.
-        stack: Removes the guards when it is closed.
 
     Attributes:
         muted: Hooks that do not run now, because another part of the batch runs them.
@@ -114,7 +104,6 @@ class HookGuard:
                     stack.enter_context(replaced(owner, **{name: guarded}))
 
     def reset(self) -> None:
-        """Begin a new batch."""
         self._done.clear()
 
     def _guarded(

@@ -48,9 +48,6 @@ class LearnedSizes:
     sequence does not shrink the micro-batches of short ones. All sizes double together, so ranks
     with equal tables need no communication.
 
-    Args:
-        regrow_every: Batches before sizes double. After growth that failed, twice as many.
-
     Attributes:
         shapes: The sizes, by shape as text.
         events: Changes of size, newest last.
@@ -75,7 +72,6 @@ class LearnedSizes:
         return min((known["size"] for known in smaller), default=None)
 
     def record_success(self, step: int) -> None:
-        """Count a batch, and double all sizes if it is time."""
         self._batches += 1
         if not self.shapes or self._batches < self._wait:
             return
@@ -91,15 +87,7 @@ class LearnedSizes:
     def record_failure(
         self, step: int, shape: str, elements: int, samples: int, failed: int
     ) -> int:
-        """Halve the size of a shape and return it.
-
-        Args:
-            step: The global step.
-            shape: The shape.
-            elements: Elements per sample.
-            samples: Samples in the batch.
-            failed: Samples of the micro-batch that did not fit, at least 2.
-        """
+        """Halve the size of a shape and return it."""
         known = self.shapes.get(shape)
         if self._grown and known is not None:
             self._wait = min(2 * self._wait, LONGEST_WAIT * self._regrow_every)
@@ -113,13 +101,11 @@ class LearnedSizes:
         return size
 
     def record_event(self, step: int, kind: str, samples: int, size: int) -> None:
-        """Append a change of size to the events."""
         self.unlogged = size
         self.events.append({"step": step, "kind": kind, "samples": samples, "size": size})
         del self.events[:-MOST_EVENTS]
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the complete state as plain types."""
         return {
             "shapes": {shape: dict(known) for shape, known in self.shapes.items()},
             "wait": self._wait,
@@ -130,7 +116,6 @@ class LearnedSizes:
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the state returned by :meth:`state_dict`."""
         self.shapes = {shape: known.copy() for shape, known in state_dict["shapes"].items()}
         self._wait, self._grown = state_dict["wait"], state_dict["grown"]
         self._batches, self.retries = state_dict["age"], state_dict["retries"]
@@ -138,23 +123,14 @@ class LearnedSizes:
 
 
 class Measured(NamedTuple):
-    """The memory peak of one batch.
+    """The memory peak of one batch."""
 
-    Attributes:
-        kind: The shape without its lengths.
-        elements: Elements per sample.
-        size: Samples of the largest micro-batch.
-        peak: Peak as a share of the nearest limit.
-        rest: Share that is in use without a batch.
-        batch: Number of the batch.
-    """
-
-    kind: str
-    elements: int
-    size: int
-    peak: float
-    rest: float
-    batch: int = 0
+    kind: str  # the shape without its lengths
+    elements: int  # per sample
+    size: int  # samples of the largest micro-batch
+    peak: float  # as a share of the nearest limit
+    rest: float  # share in use without a batch
+    batch: int = 0  # number of the batch
 
     def room_for(self, elements: int) -> int:
         """Return the largest size to try next, for samples with this many elements.
@@ -176,13 +152,6 @@ class PlannedSizes:
 
     Each shape begins with one sample, or with the size in a checkpoint, or with a size that
     measurements of similar shapes allow. From one batch to the next it at most doubles.
-
-    Args:
-        sizes: The sizes that have passed, which this object updates.
-        device: The device that trains.
-        remeasure_every: Batches after which a measured size is measured again.
-        first_step: The global step at which training starts. Peaks before the first update of the
-            optimizer do not include its state, so they are not measured.
     """
 
     def __init__(
@@ -204,19 +173,12 @@ class PlannedSizes:
         return max(1, max((m.room_for(elements) for m in alike), default=passed))
 
     def begin(self, step: int, shape: str, elements: int, samples: int, size: int) -> None:
-        """Start to measure a batch if its peak is unknown or out of date.
-
-        Args:
-            step: The global step.
-            shape: The shape of a sample.
-            elements: Elements per sample.
-            samples: Samples in the batch.
-            size: Samples of its largest micro-batch.
-        """
+        """Start to measure a batch if its peak is unknown or out of date."""
         self._batches += 1
         measured = self._measured.get(shape)
         last_size, last_batch = (measured.size, measured.batch) if measured is not None else (0, 0)
         outdated = size > last_size or self._batches - last_batch >= self._every
+        # Before the first update of the optimizer, peaks do not include its state.
         self._measures = step > self._first_step and outdated
         self._current = shape, elements, samples, size
         if self._measures:
@@ -238,7 +200,6 @@ class PlannedSizes:
 
 
 def _store(by_shape: dict[str, Any], shape: str, value: Any) -> None:
-    """Store a value as the newest, and drop the oldest if there are too many."""
     by_shape.pop(shape, None)
     while len(by_shape) >= MOST_SHAPES:
         del by_shape[next(iter(by_shape))]
@@ -246,7 +207,6 @@ def _store(by_shape: dict[str, Any], shape: str, value: Any) -> None:
 
 
 def kind_of(shape: str) -> str:
-    """Return a shape's text without the lengths."""
     return re.sub(r"\d+(?=[,\]])", "n", shape)
 
 
@@ -257,11 +217,9 @@ class PassedBatches:
         self._kinds: dict[str, list[tuple[int, int]]] = {}
 
     def covers(self, kind: str, elements: int, samples: int) -> bool:
-        """Return whether at least as many samples of at least as many elements have passed."""
         return any(e >= elements and s >= samples for e, s in self._kinds.get(kind, ()))
 
     def add(self, kind: str, elements: int, samples: int) -> None:
-        """Record a micro-batch that fitted."""
         if self.covers(kind, elements, samples):
             return
         passed = self._kinds.setdefault(kind, [])

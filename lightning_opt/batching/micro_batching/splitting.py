@@ -48,13 +48,7 @@ BATCH_NORM = (
 
 
 class Splitter:
-    """Splits batches and weights the losses of the parts.
-
-    Args:
-        split: The user's function ``split(batch, parts)``; None for tensors of one row per sample.
-        loss: What the loss is, one of ``LOSSES``.
-        count: Counts the tokens of a part, for ``"mean_over_tokens"``.
-    """
+    """Splits batches and weights the losses of the parts."""
 
     def __init__(
         self,
@@ -65,12 +59,7 @@ class Splitter:
         self._split, self._loss, self._count = split, loss, count
 
     def split(self, batch: Any, parts: int) -> Pieces:
-        """Split a batch into ``parts`` parts.
-
-        Raises:
-            UnsplittableBatchError: For a batch that needs the user's function.
-            ValueError: If that function returns something else.
-        """
+        """Split a batch into ``parts`` parts."""
         if self._split is None:
             return split_into(batch, parts)
         pieces = list(self._split(batch, parts))
@@ -107,9 +96,6 @@ class SplitCheck:
     parameters. Communication hooks and callbacks do not run. Dropout is off, and so is autocast,
     whose rounding would hide differences.
 
-    Args:
-        splitter: Splits the batches.
-
     Attributes:
         sums: Names of values that are logged as means and were found to be sums over samples.
     """
@@ -123,7 +109,6 @@ class SplitCheck:
     def check(
         self, trainer: pl.Trainer, module: pl.LightningModule, batch: Any, parts: int
     ) -> None:
-        """Check a batch that is about to be split, if it is time. The same on all ranks."""
         self._splits += 1
         if self._warned or self._splits not in CHECKED:
             return
@@ -218,20 +203,13 @@ class SplitCheck:
 
 
 class _CannotCheckError(Exception):
-    """The reason why halves cannot be compared with the whole."""
+    pass
 
 
 def _gradient(
     trainer: pl.Trainer, module: pl.LightningModule, piece: Any, draw: bool = False
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Return the gradient and the logged values of a piece, without changing ``Parameter.grad``.
-
-    Args:
-        trainer: The Trainer.
-        module: Its module.
-        piece: Part of a batch, which is copied.
-        draw: Whether to draw random numbers first.
-    """
+    """Return the gradient and the logged values of a piece, without changing ``Parameter.grad``."""
     parameters = [p for p in module.parameters() if p.requires_grad]
     logged: dict[str, Any] = {}
 
