@@ -17,7 +17,10 @@ from lightning_opt.core.numerics.scalars import stack_scalars
 from lightning_opt.gradients.clipping.gradient_clipper import RULES
 from lightning_opt.gradients.curvature.curvature_preconditioner import DiagonalPreconditioner
 from lightning_opt.gradients.guard.snapshot import BufferBackup
-from lightning_opt.gradients.health.measures import UpdateProbe, measure_gradients
+from lightning_opt.gradients.health.measures import (
+    UpdateProbe,
+    measure_gradients,
+)
 from tests.gradients.cases import ALL_RULES, Net, every_rule, set_gradients
 from tests.helpers.fake_cuda import (
     Copies,

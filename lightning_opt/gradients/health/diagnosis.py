@@ -73,12 +73,10 @@ class Issue:
 
     @property
     def advice(self) -> str:
-        """What to do."""
         return ADVICE[self.type]
 
     @property
     def where(self) -> str:
-        """The place, and the number of other places."""
         return self.place + (f" and {len(self.others)} more" if self.others else "")
 
     def __str__(self) -> str:
@@ -116,7 +114,6 @@ class Evidence:
         return {layer.name: layer.flow for layer in (weights if len(weights) >= 3 else live)}
 
     def finite(self) -> list[float]:
-        """Return the finite totals."""
         return [total for _, total in self.totals if math.isfinite(total)]
 
 
@@ -287,7 +284,6 @@ class Persistence:
         self._tracks: dict[str, dict[str, Any]] = {}
 
     def update(self, findings: Sequence[Issue], step: int) -> None:
-        """Add the findings of the report at ``step``."""
         found = {self._key(finding): finding for finding in findings}
         for key, finding in found.items():
             track = self._tracks.setdefault(key, {"seen": 0, "missed": 0, "since": step})
@@ -328,11 +324,9 @@ class Persistence:
         return sorted(issues, key=lambda issue: issue.severity != CRITICAL)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the findings as plain types."""
         return {key: dict(track) for key, track in self._tracks.items()}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`."""
         self._tracks = {key: dict(track) for key, track in state_dict.items()}
 
 

@@ -15,7 +15,6 @@ from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.gradients.forward_order import ForwardOrder
 from lightning_opt.gradients.gradient_callback import GradientCallback, loss_scale, plain_name
-from lightning_opt.gradients.health.activations import ActivationWatch
 from lightning_opt.gradients.health.diagnosis import CRITICAL, Issue
 from lightning_opt.gradients.health.layer_stats import (
     ROOT,
@@ -23,6 +22,7 @@ from lightning_opt.gradients.health.layer_stats import (
     group_layers,
     stats_without_optimizer,
 )
+from lightning_opt.gradients.health.measures import ActivationWatch
 from lightning_opt.gradients.health.optimizer_health import OptimizerHealth
 from lightning_opt.gradients.health.report import (
     HealthSummary,

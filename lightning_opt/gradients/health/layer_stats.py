@@ -63,12 +63,10 @@ class ParameterStats:
 
     @classmethod
     def of(cls, name: str, parameter: Tensor, status: str = TRAINED) -> ParameterStats:
-        """Return the stats of a parameter before anything has been measured."""
         return cls(name, as_real(parameter.detach()).numel(), parameter.ndim >= 2, status)
 
     @property
     def square(self) -> float:
-        """Mean over steps of the squared norm."""
         return self.mean**2 + self.variance
 
     @property
@@ -93,7 +91,6 @@ class LayerStats:
 
     @cached_property
     def trained(self) -> list[ParameterStats]:
-        """The parameters that have gradients."""
         return [p for p in self.parameters if p.status == TRAINED]
 
     @property
@@ -104,7 +101,6 @@ class LayerStats:
 
     @cached_property
     def has_matrix(self) -> bool:
-        """Whether a trained parameter has at least two dimensions."""
         return any(p.matrix for p in self.trained)
 
     @cached_property
@@ -135,19 +131,16 @@ class LayerStats:
 
     @property
     def max(self) -> float | None:
-        """Largest magnitude of the gradients at the reported step."""
         return max((p.max for p in self.trained if p.max is not None), default=None)
 
     @property
     def zeros(self) -> float | None:
-        """Share of zeros in the gradients at the reported step."""
         known = [(p.zeros, p.numel) for p in self.trained if p.zeros is not None]
         elements = sum(numel for _, numel in known)
         return sum(zeros * numel for zeros, numel in known) / elements if elements else None
 
     @property
     def update(self) -> float | None:
-        """Update-to-weight ratio of the weights."""
         known = [(p.update, p.weight) for p in self.weights if p.update is not None and p.weight]
         weight = math.hypot(*(weight for _, weight in known))
         return math.hypot(*(update * w for update, w in known)) / weight if weight else None
@@ -156,12 +149,7 @@ class LayerStats:
 def group_layers(
     parameters: Iterable[ParameterStats], order: Mapping[str, int]
 ) -> list[LayerStats]:
-    """Group parameters by module, in forward order; modules without a position come last.
-
-    Args:
-        parameters: In the order of registration.
-        order: The position of each module.
-    """
+    """Group parameters by module, in forward order; modules without a position come last."""
     layers: dict[str, LayerStats] = {}
     for parameter in parameters:
         name = parameter.name.rpartition(".")[0] or ROOT

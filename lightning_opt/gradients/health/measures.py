@@ -1,6 +1,6 @@
-"""Measure gradients and weights for a health report, on their own device.
+"""Measure gradients, weights and activations for a health report, on their own device.
 
-Only :func:`read_together` waits for a device; a report calls it once.
+Only :func:`read_together` waits for a device.
 """
 
 from __future__ import annotations
@@ -8,17 +8,23 @@ from __future__ import annotations
 import itertools
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
+from lightning_opt.core.modules.batches import tensors_of
+from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import Groups, combine_shards, local_part, reads_are_free
 from lightning_opt.core.numerics.norms import GradientStep, as_real
 from lightning_opt.core.numerics.scalars import wide_dtype
+from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
 
 SAMPLE = 8192
 """Minimum number of weights per tensor on which an update is measured, if there are more."""
@@ -36,7 +42,6 @@ class NormWindow:
         self._steps: list[tuple[list[str], Any, Any]] = []
 
     def append(self, step: GradientStep) -> None:
-        """Add the norms of a step."""
         parameters = step.gradients.parameters
         if len(parameters) != len(self._parameters) or not all(
             map(operator.is_, parameters, self._parameters)
@@ -67,7 +72,6 @@ class NormWindow:
         return on_host
 
     def restore(self, blocks: Sequence[tuple[list[str], Sequence[Sequence[float]]]]) -> None:
-        """Replace all norms by those of ``blocks``."""
         self._parameters = []
         self._steps = [(names, total, norms) for names, rows in blocks for total, *norms in rows]
 
@@ -164,3 +168,108 @@ def read_together(tensors: Sequence[Tensor]) -> list[NDArray[Any]]:
     ends = itertools.accumulate(tensor.numel() for tensor in tensors)
     parts = np.split(values.astype(np.float64), list(ends)[:-1])
     return [part.reshape(tensor.shape) for part, tensor in zip(parts, tensors, strict=True)]
+
+
+class ActivationWatch:
+    """Finds the first output of a leaf module that is not finite.
+
+    Each module output, and each input that is not the output of another module, costs one
+    reduction. Nothing is read until :meth:`take`. Modules under ``torch.compile`` are not watched,
+    and functional calls cannot be.
+    """
+
+    def __init__(self) -> None:
+        self._handles: list[RemovableHandle] = []
+        self._active = False
+        self._reduced: dict[int, ref[Tensor]] = {}  # tensors of this batch
+        self._calls: list[tuple[str, Tensor, Tensor]] = []
+        self._batches: list[tuple[int, int, tuple[str, ...], Tensor]] = []
+        self._cause: Issue | None = None  # the first issue of consecutive bad reports
+        self._batch = (0, 0)
+
+    def watch(self, model: nn.Module) -> bool:
+        """Add the hooks, and return whether there are any: a compiled model gets none."""
+        self.stop()
+        if has_compiled_parts(model):
+            return False
+        for name, module in model.named_modules():
+            if name and next(module.children(), None) is None:
+                self._handles.append(module.register_forward_hook(self._hook(name)))
+        return bool(self._handles)
+
+    def stop(self) -> None:
+        """Remove the hooks and reset all state."""
+        for handle in self._handles:
+            handle.remove()
+        self.__init__()  # type: ignore[misc]
+
+    def start_batch(self, epoch: int, batch: int) -> None:
+        self._active, self._batch = True, (epoch, batch)
+
+    def _hook(self, name: str) -> Any:
+        @torch.no_grad()
+        def reduce_activations(module: nn.Module, inputs: Any, output: Any) -> None:
+            if not self._active:
+                return
+            given = [self._reduce(tensor) for tensor in _floats(inputs) if self._is_new(tensor)]
+            for tensor in _floats(output):
+                largest = self._reduce(tensor)
+                total = torch.stack(given).sum() if given else torch.zeros_like(largest)
+                self._calls.append((name, total, largest))
+
+        return reduce_activations
+
+    def _is_new(self, tensor: Tensor) -> bool:
+        known = self._reduced.get(id(tensor))
+        return known is None or known() is not tensor
+
+    def _reduce(self, tensor: Tensor) -> Tensor:
+        self._reduced[id(tensor)] = ref(tensor)
+        return largest_magnitude(tensor.detach()).to(wide_dtype(tensor.device))
+
+    def end_batch(self) -> None:
+        """Deactivate the hooks, and locate the batch's first bad output on the device."""
+        self._active, self._reduced = False, {}
+        if not self._calls:
+            return
+        names, inputs, outputs = zip(*self._calls, strict=True)
+        self._calls = []
+        values = torch.stack([torch.stack(inputs), torch.stack(outputs)])
+        bad = values[1].isfinite().logical_not()
+        first = bad.to(torch.int8).argmax()
+        given, made = values.index_select(1, first[None]).unbind()  # `[:, first]` would read it
+        found = torch.cat([bad.any()[None], first[None], made.isnan(), given.isfinite()])
+        last = self._batches[-1][2] if self._batches else None
+        self._batches.append((*self._batch, last if last == names else names, found))
+
+    def take(self, *, scaled: bool) -> tuple[Issue, ...]:
+        """Return the findings since the last call. Waits for the device.
+
+        Args:
+            scaled: Whether a loss scaler skips bad steps, so that they are not critical.
+        """
+        first = None
+        rows = read_together([found for *_, found in self._batches])
+        for (epoch, index, names, _), row in zip(self._batches, rows, strict=True):
+            bad, place, nan, finite_inputs = map(int, row)
+            if bad:
+                kind = "nan" if nan else "inf"
+                detail = f"the first {kind.upper()} came out of this module"
+                if not finite_inputs:
+                    detail = (
+                        f"the first {kind.upper()} reached this module as its input: it was made "
+                        "before it, in code between modules or in the batch itself"
+                    )
+                detail += f", at epoch {epoch}, batch {index}"
+                first = Issue(kind, CRITICAL, names[place], detail)
+                break
+        # Once weights are NaN every output is, so the first of consecutive bad reports counts.
+        self._cause = (self._cause or first) if first else None
+        self._batches = []
+        if self._cause is None:
+            return ()
+        return (replace(self._cause, severity=WARNING if scaled else CRITICAL),)
+
+
+def _floats(values: Any) -> Iterator[Tensor]:
+    return (tensor for tensor in tensors_of(values) if tensor.is_floating_point())

@@ -49,14 +49,7 @@ COUNTS = ("steps", "reported_step", "nonfinite", "overflows")
 
 
 class PendingReport(NamedTuple):
-    """The measurements of a report's step, on the device, before the update.
-
-    Attributes:
-        step: The step's number.
-        names: Parameter names, one per column of ``table``.
-        table: As :func:`~lightning_opt.gradients.health.measures.measure_gradients` returns it.
-        probe: Measures the update after it.
-    """
+    """The measurements of a report's step before its update, on the device."""
 
     step: int
     names: list[str]
@@ -69,10 +62,6 @@ class OptimizerHealth:
 
     Call :meth:`observe` at each step. If a report is due, call :meth:`measure` before the update
     and :meth:`complete` after it, which reads and diagnoses.
-
-    Args:
-        exploding: See :class:`lightning_opt.GradientHealth`.
-        vanishing: See :class:`lightning_opt.GradientHealth`.
 
     Attributes:
         steps: Optimizer steps so far.
@@ -101,11 +90,9 @@ class OptimizerHealth:
 
     @property
     def is_full(self) -> bool:
-        """Whether the window is so long that a report must be made."""
         return self.steps - self._first >= LONGEST_WINDOW
 
     def observe(self, step: GradientStep) -> None:
-        """Add one step, without reading the device."""
         self.steps += 1
         self._window.append(step)
 
@@ -127,13 +114,8 @@ class OptimizerHealth:
     ) -> None:
         """Read the measurements since the last report, and diagnose them.
 
-        All ranks must call this if a report is pending.
-
-        Args:
-            parameters: The optimizer's parameters by name.
-            order: The position of each module in the forward pass.
-            scaled: Whether a loss scaler skips steps that overflow.
-            extra: Findings in activations.
+        All ranks must call this if a report is pending. ``order`` has the position of each module
+        in the forward pass; ``extra`` has findings in activations.
         """
         totals = self._read(parameters, order)
         self._window, self._first = NormWindow(), self.steps + 1
@@ -180,7 +162,6 @@ class OptimizerHealth:
         return totals
 
     def _count(self, totals: list[tuple[int, float]], scaled: bool) -> None:
-        """Count non-finite steps, and keep the first norms."""
         for _, total in totals:
             if math.isfinite(total):
                 self._streak = 0
@@ -245,7 +226,6 @@ class OptimizerHealth:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state for a resumed run, as plain types. Waits for the device."""
         window = [[list(names), rows.tolist()] for names, rows in self._window.move_to_host()]
         return {
             **{name: getattr(self, name) for name in COUNTS},
@@ -258,7 +238,6 @@ class OptimizerHealth:
         }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`."""
         for name in COUNTS:
             setattr(self, name, state[name])
         self._first, self._streak, self._early = state["first"], state["streak"], [*state["early"]]

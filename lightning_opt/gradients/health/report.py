@@ -28,9 +28,7 @@ NAMED = 40
 class HealthSummary(NamedTuple):
     """The state of a run's gradients.
 
-    Attributes:
-        status: ``"healthy"``, ``"warning"`` or ``"critical"``.
-        sentence: The reason.
+    ``status`` is ``"healthy"``, ``"warning"`` or ``"critical"``.
     """
 
     status: str
@@ -43,14 +41,7 @@ class HealthSummary(NamedTuple):
 def summarize(
     issues: Sequence[Issue], steps: int, reports: int, nonfinite: int = 0
 ) -> HealthSummary:
-    """Summarize the issues in a status and one sentence.
-
-    Args:
-        issues: The worst first.
-        steps: Optimizer steps so far.
-        reports: Reports so far.
-        nonfinite: Steps with NaN or infinite gradients so far.
-    """
+    """Summarize the issues, the worst first, in a status and one sentence."""
     if issues:
         worst = issues[0]
         status = "critical" if worst.severity == CRITICAL else "warning"
@@ -70,10 +61,6 @@ def layer_rows(layers: Sequence[LayerStats], issues: Sequence[Issue]) -> list[di
 
     Layers with critical issues come first, then layers with other issues, then the rest by the
     distance of their RMS, in orders of magnitude, from the median.
-
-    Args:
-        layers: In forward order.
-        issues: All issues.
     """
     flows = [layer.flow for layer in layers if layer.trained and layer.flow]
     middle = math.log(statistics.median(flows)) if flows else 0.0
@@ -111,19 +98,7 @@ def draw_health(
     exploding: float,
     vanishing: float,
 ) -> Figure:
-    """Draw summary, gradient flow by layer, and total norm over time.
-
-    Args:
-        summary: Shown in the title.
-        issues: The worst first.
-        layers: In forward order.
-        timelines: For each optimizer, one entry per report.
-        exploding: Threshold to draw.
-        vanishing: Threshold to draw.
-
-    Raises:
-        ImportError: Without matplotlib; the message names the extra.
-    """
+    """Draw summary, gradient flow by layer, total norm over time, and both thresholds."""
     figure = new_figure("GradientHealth", figsize=(13, 8.6), dpi=110, layout="constrained")
     flow, norm = figure.subplots(2, 1, height_ratios=[3, 2.6])
     lines = [summary.status.upper(), *(shorten(str(issue), WIDTH) for issue in issues[:2])]
@@ -176,7 +151,6 @@ def _draw_flow(
 
 
 def _draw_norm(axes: Axes, timelines: Timelines, exploding: float) -> None:
-    """Draw median and range of the total norm over time."""
     highest = 0.0
     for index, entries in timelines.items():
         steps, low, median, high = (

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import lightning_opt as lo
 from lightning_opt.gradients import gradient_callback
-from lightning_opt.gradients.health import activations, optimizer_health
+from lightning_opt.gradients.health import measures, optimizer_health
 from tests.gradients.health.test_faults import Classifier, mlp
 from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.syncs import SyncCounter, take_device_path
@@ -92,26 +92,6 @@ def test_finite_gradient_with_infinite_norm_is_exploding_not_inf(path):
     assert {issue.type for issue in health.issues} == {"exploding"}
     assert health.issues[0].severity == "critical"
     assert health.state_dict()["0"]["nonfinite"] == 0
-
-
-def test_nan_steps_leave_a_warning_and_no_file_without_a_logger(tmp_path, monkeypatch):
-    class Poison(Callback):
-        def on_before_optimizer_step(self, trainer, pl_module, optimizer):
-            if trainer.global_step in (1, 2):
-                pl_module.layer[0].weight.grad.fill_(math.nan)
-
-        def on_train_batch_end(self, trainer, pl_module, outputs, batch, batch_idx):
-            for parameter in pl_module.parameters():
-                parameter.data.nan_to_num_(0.1)
-
-    monkeypatch.chdir(tmp_path)
-    health = lo.GradientHealth(every_n_steps=3)
-    fit(Poison(), health)
-    assert not health.issues
-    status, sentence = health.summary()
-    assert status == "warning"
-    assert "but 2 of" in sentence
-    assert not list(tmp_path.rglob("*.png"))
 
 
 def test_reports_log_all_keys_at_the_trainers_step():
@@ -376,9 +356,9 @@ def test_lbfgs_raises():
 def test_each_activation_is_reduced_once(monkeypatch):
     """Nine modules in a row: one input and nine outputs."""
     reduced: list[int] = []
-    measure = activations.largest_magnitude
+    measure = measures.largest_magnitude
     monkeypatch.setattr(
-        activations, "largest_magnitude", lambda tensor: reduced.append(1) or measure(tensor)
+        measures, "largest_magnitude", lambda tensor: reduced.append(1) or measure(tensor)
     )
     health = lo.GradientHealth(every_n_steps=1000, figure=None, activations=True)
     fit(health, model=Classifier(mlp(4)), max_steps=3)

@@ -206,10 +206,6 @@ def test_figure_of_a_run_that_was_never_finite():
     draw_health(summarize(issues, 3, 1), issues, found, {0: []}, 100.0, 1e-7).savefig(io.BytesIO())
 
 
-def test_figure_before_any_step():
-    draw_health(summarize([], 0, 0), [], [], {}, 100.0, 1e-7).savefig(io.BytesIO())
-
-
 def test_parameters_are_grouped_by_module_in_forward_order():
     names = ("b.weight", "b.bias", "a.weight", "scale")
     grouped = group_layers([ParameterStats(n, 1, True) for n in names], {"a": 0, "b": 1})

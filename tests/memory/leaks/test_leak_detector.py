@@ -66,9 +66,9 @@ def find_leaks(
 
 @needs_heap
 @pytest.mark.parametrize("name", LEAKS)
-def test_leak_is_found_within_300_steps_with_holder_and_line(name, tmp_path):
+def test_leak_is_found_within_300_steps_with_holder_and_line(name):
     model, kind, where, source = LEAKS[name]
-    (suspect,), report = find_leaks(model, {"logger": logger_for(name, tmp_path)})
+    (suspect,), report = find_leaks(model, {"logger": logger_for(name)})
     assert (suspect.kind, suspect.where) == (kind, where)
     assert suspect.step <= 300 == BATCHES * EPOCHS
     if source:
@@ -80,9 +80,9 @@ def test_leak_is_found_within_300_steps_with_holder_and_line(name, tmp_path):
 
 
 @pytest.mark.parametrize("name", CLEAN)
-def test_training_without_leak_has_no_suspects(name, tmp_path):
+def test_training_without_leak_has_no_suspects(name):
     make, settings = CLEAN[name]
-    detector = train(make(), lo.LeakDetector(), logger=logger_for(name, tmp_path), **settings)
+    detector = train(make(), lo.LeakDetector(), logger=logger_for(name), **settings)
     assert detector.suspects == []
     assert "No leak was found." in str(detector.report())
 

@@ -402,22 +402,6 @@ def test_model_and_trainer_are_restored(fails):
     assert run(lo.DynamicLossScale()) == run(plain)
 
 
-def test_validate_and_predict_run_in_float16():
-    class Evaluated(Net):
-        def validation_step(self, batch: Any, batch_idx: int) -> None:
-            self.found = self.layers(batch[0]).dtype, self.layers[:2](batch[0]).dtype
-
-        def predict_step(self, batch: Any, batch_idx: int) -> Tensor:
-            self.validation_step(batch, batch_idx)
-            return batch[0]
-
-    net = Evaluated(2)
-    trainer = quiet_trainer(plugins=[lo.DynamicLossScale()])
-    for stage in ("validate", "predict"):
-        getattr(trainer, stage)(net, net.train_dataloader())
-        assert net.found == (torch.float16, torch.float16)
-
-
 def test_plugin_can_be_pickled_before_and_after_a_run():
     plugin = lo.DynamicLossScale(growth_interval=7)
     for _ in range(2):
