@@ -1,12 +1,11 @@
 """Run a part of the tests with other versions of torch and Lightning: ``make compat``.
 
-What is quick runs first, then what trains: the contracts of every callback, and the features that
-depend most on versions. Each pair gets an environment of its own below ``build/compat``, large
-where the registry has only the torch with CUDA, and it is removed afterwards unless ``--keep`` is
-given. Name pairs to run only those: ``python tests/compat.py 2.5.1:2.5.0``.
+Quick tests run first, then some that train. Each pair of versions gets a new environment below
+``build/compat``, which is removed afterwards unless ``--keep`` is given. Arguments select pairs:
+``python tests/compat.py 2.5.1:2.5.0``.
 
-``make cuda-dry`` is the same with ``--cuda``: the newest pair, whose torch is built for CUDA, runs
-the tests on fake CUDA tensors. With that build backward passes and ``torch.compile`` run there too.
+``make cuda-dry`` passes ``--cuda``: the tests on fake CUDA tensors run with the newest pair, whose
+torch is built for CUDA. Only with that build backward passes and ``torch.compile`` run there.
 """
 
 from __future__ import annotations
@@ -20,10 +19,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 PAIRS = ("2.5.1:2.5.0", "2.5.1:2.6.6", "2.13.0:2.5.0", "2.14.1:2.6.6")
-"""Versions of torch and of Lightning. What CI runs every time, 2.13.0:2.6.6, is not among them."""
+"""Versions of torch and Lightning, without those of CI, 2.13.0:2.6.6."""
 
 QUICK = ("core", "gradients", "memory", "batching", "kernels", "precision", "strategies", "data")
-"""Folders of ``tests``, of which what neither trains nor starts a process runs."""
+"""Folders of ``tests`` whose quick tests run."""
 
 TRAINED = (
     *("test_package.py", "test_contracts.py", "gradients/clipping/test_adaptive_clipping.py"),
@@ -35,7 +34,7 @@ TRAINED = (
     "kernels/fused_optimizer/test_fused_optimizer.py",
     "strategies/compression/test_compressed_ddp.py",
 )
-"""What trains: the contracts of every callback, and the features that depend most on versions."""
+"""Tests that train: the contracts of every callback, and features that depend on versions."""
 
 NEEDED = (
     *("cloudpickle", "lazy-loader", "torchmetrics", "nvidia-ml-py", "psutil"),
@@ -68,14 +67,14 @@ def check(pair: str, cuda: bool, keep: bool) -> int:
         ["-m", "not slow", *(f"tests/{name}" for name in TRAINED)],
     ]
     if cuda:
-        # Without a GPU in sight, so that what is fake here is fake everywhere.
+        # Hide GPUs.
         env["CUDA_VISIBLE_DEVICES"] = ""
         runs = [["-ra", "tests/fake_cuda"]]
     built = "import sys, torch; sys.exit(not torch.backends.cuda.is_built())"
     if cuda and run(python, "-c", built):
         print(f"The registry gave a torch {torch} without CUDA.")
         return 1
-    # Warnings of other versions are not ours to forbid.
+    # Other versions have other warnings.
     quiet = ("-q", "-W", "default", "-p", "no:cacheprovider", "--no-header")
     status = max(run(python, "-m", "pytest", *quiet, *options, env=env) for options in runs)
     if not keep:
@@ -87,7 +86,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("pairs", nargs="*", help="torch:Lightning")
     parser.add_argument("--cuda", action="store_true", help="run the tests on fake CUDA tensors")
-    parser.add_argument("--keep", action="store_true", help="leave the environments where they are")
+    parser.add_argument("--keep", action="store_true", help="keep the environments")
     given = parser.parse_args()
     pairs = given.pairs or (PAIRS[-1:] if given.cuda else PAIRS)
     found = {pair: check(pair, given.cuda, given.keep) for pair in pairs}
