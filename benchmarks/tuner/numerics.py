@@ -26,7 +26,7 @@ import lightning_opt as lo
 from benchmarks.harness import parse_arguments, publish
 from lightning_opt.tuner.numerics import judge
 from lightning_opt.tuner.probe import Observed, TrialWatch
-from lightning_opt.tuner.settings import in_float32
+from lightning_opt.tuner.space import in_float32
 from lightning_opt.worker.gate import RUN_DEFAULTS
 
 STEPS = 8

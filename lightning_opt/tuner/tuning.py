@@ -26,8 +26,7 @@ from lightning_opt.tuner.journal import Journal, Progress
 from lightning_opt.tuner.probe import Observed
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.search import Search, TimeIsUp
-from lightning_opt.tuner.settings import in_float32, join
-from lightning_opt.tuner.space import Candidates, Space, added
+from lightning_opt.tuner.space import Candidates, Space, added, in_float32, join
 from lightning_opt.tuner.trial import Objective, Outcome, Switches, Trial
 from lightning_opt.worker.recipes import Factory, Settings, plain
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess

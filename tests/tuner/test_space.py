@@ -9,8 +9,7 @@ from lightning.pytorch.callbacks import LearningRateMonitor, Timer
 
 import lightning_opt as lo
 from lightning_opt.tuner.facts import Facts
-from lightning_opt.tuner.settings import is_written, join
-from lightning_opt.tuner.space import Space, built_in
+from lightning_opt.tuner.space import Space, built_in, is_written, join
 from lightning_opt.worker.recipes import plain
 
 ACCOUNT = {"waiting for data": 0.2, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
