@@ -45,7 +45,7 @@ def minimum(value: Scalar, other: Scalar) -> Scalar:
 
 
 class DeviceCache:
-    """Tensors that a statistic keeps on a device beside its state. Checkpoints omit them."""
+    """Constants and buffers of a statistic on a device. Checkpoints omit them."""
 
     def __init__(self, device: torch.device, **tensors: Any) -> None:
         self.device = device

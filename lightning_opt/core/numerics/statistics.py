@@ -131,7 +131,7 @@ class Window:
 
 
 FAR = 1e15
-"""Stands for infinity where a logarithm is multiplied with 0. Its square is still finite."""
+"""Replaces infinity in logarithms, because 0 times infinity is NaN. Its square is finite."""
 
 MISSING, WITHIN, BEYOND = range(3)
 """Where a value lies: it is not above 0 and finite, it is below the threshold, it is above."""

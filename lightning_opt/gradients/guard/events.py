@@ -124,7 +124,7 @@ def _gather(value: Any, groups: Groups) -> list[Any]:
 
 @dataclass(slots=True)
 class StepRecord:
-    """One step of one optimizer, kept until the host knows whether it was a fault.
+    """One step of one optimizer, kept until its fault code is on the host.
 
     It holds no gradients, so that their memory is freed as without the guard.
 

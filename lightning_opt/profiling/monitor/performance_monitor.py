@@ -171,7 +171,7 @@ class PerformanceMonitor(RunCallback):
             self.record.notes.append(f"GPU values are NVML's for {gpu.name}.")
         elif device.type == "cuda":
             note = (
-                "NVML is not available or does not know this GPU, so use, power and temperature "
+                "NVML is not available or does not list this GPU, so use, power and temperature "
                 "are missing."
             )
             self.record.notes.append(note)

@@ -439,7 +439,7 @@ def test_logged_keys_and_steps(rule, tmp_path):
     assert {key for key in rows[0] if key.startswith("clip/")} == {
         f"clip/{key}" for key in EXPECTED_KEYS[rule]
     }
-    # The step with which Lightning logs what the module reports of the same batch.
+    # Lightning logs the module's values of the same batch with the same step.
     losses = [int(row["step"]) for row in rows if row["loss"]]
     assert losses == list(range(2 * STEPS))
 

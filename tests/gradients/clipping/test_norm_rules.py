@@ -102,7 +102,7 @@ def test_zclip_equals_the_package(max_norm: float | None, path: str) -> None:
 @every_norm_rule
 def test_host_and_device_agree(make: Any) -> None:
     norms = lognormal_norms(1_000, seed=1)
-    norms[500:560] = [20.0 * norm for norm in norms[500:560]]  # a shift, for what waits for one
+    norms[500:560] = [20.0 * norm for norm in norms[500:560]]  # a lasting shift
     np.testing.assert_allclose(
         thresholds_of(make(), norms, "device"), thresholds_of(make(), norms, "host"), rtol=1e-12
     )

@@ -241,7 +241,7 @@ def test_missing_nvml_warns_once_and_training_continues(monkeypatch, caplog):
     callbacks = [on_gpu, monitor, OnCpuAgain(on_gpu)]
     with caplog.at_level(logging.WARNING):
         quiet_trainer(callbacks=callbacks, max_epochs=2).fit(SmallNet())
-    assert caplog.text.count("NVML is not available or does not know this GPU") == 1
+    assert caplog.text.count("NVML is not available or does not list this GPU") == 1
     assert any("NVML is not available" in note for note in monitor.report().notes)
     assert monitor.report().rows[0]["quantity"] == "step"
 
