@@ -10,10 +10,8 @@ import torch
 from hypothesis import settings
 from torch import Tensor, nn
 
-from lightning_opt.core.numerics.norms import GradientNorms, Gradients, GradientStep
 from lightning_opt.core.numerics.scalars import to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
-    Clip,
     ClippingRule,
     FixedNorm,
     MeanStd,
@@ -96,21 +94,6 @@ def through_a_file(state: dict[str, Any]) -> dict[str, Any]:
     buffer.seek(0)
     loaded: dict[str, Any] = torch.load(buffer, weights_only=True)
     return loaded
-
-
-def apply_norms(rule: ClippingRule, norms: list[float], path: str, state: dict[str, Any]) -> Clip:
-    """Clip a step whose tensors have these norms."""
-    parameters = [nn.Parameter(torch.zeros(1)) for _ in norms]
-    tensors = [torch.tensor([norm]) for norm in norms]
-    wide = torch.tensor(norms, dtype=torch.float64)
-    total = math.hypot(*norms)
-    step = GradientStep(
-        Gradients(parameters, tensors, []),
-        GradientNorms(wide, wide.norm()) if path == "device" else GradientNorms(norms, total),
-        1.0,
-        {parameter: f"p{index}" for index, parameter in enumerate(parameters)},
-    )
-    return rule.clip(step, state)
 
 
 class Net(nn.Module):

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 from lightning_opt.gradients.clipping.gradient_clipper import GradientClipper
 from lightning_opt.gradients.clipping.tensor_rules import FixedValue, PerParameter, UnitWise
 from tests.gradients import references
-from tests.gradients.cases import Net, apply_norms, both_taken, set_gradients
+from tests.gradients.cases import Net, both_taken, set_gradients
 
 
 def gradients_of(module: nn.Module) -> dict[str, np.ndarray]:
@@ -305,9 +305,11 @@ def test_spike_after_a_step_without_gradient_is_clipped(path: str) -> None:
 
 @both_taken
 def test_per_parameter_reports_share_and_smallest_coefficient(path: str) -> None:
-    rule = PerParameter(warmup=1, warmup_norm=100.0, factor=1.0)
-    state = rule.init()
-    apply_norms(rule, [1.0, 1.0, 1.0, 1.0], path, state)
-    clip = apply_norms(rule, [4.0, 1.0, 0.5, 2.0], path, state)
-    assert float(clip.clipped) == 0.5
-    assert float(clip.coefficient) == pytest.approx(0.25)
+    module = nn.ParameterList([nn.Parameter(torch.zeros(1)) for _ in range(4)])
+    clipper = GradientClipper(module, PerParameter(warmup=1, warmup_norm=100.0, factor=1.0))
+    for norms in ([1.0, 1.0, 1.0, 1.0], [4.0, 1.0, 0.5, 2.0]):
+        for parameter, norm in zip(module, norms, strict=True):
+            parameter.grad = torch.tensor([norm])
+        smallest = clipper.clip()["coefficient"]
+    assert float(smallest) == pytest.approx(0.25)
+    assert clipper.state_dict()["clipped"] == pytest.approx(0.5)
