@@ -61,11 +61,9 @@ class StorageMeter(TorchDispatchMode):
         self._live -= nbytes
 
     def live(self) -> int:
-        """Return the live bytes."""
         return self._live
 
     def mark(self) -> int:
-        """Return the peak since the last mark, in bytes."""
         peak, self._peak = self._peak, self._live
         return peak
 
@@ -79,11 +77,9 @@ class AllocatorMeter:
         self._peak = PeakMeter(device)
 
     def live(self) -> int:
-        """Return the live bytes."""
         return torch.cuda.memory_allocated(self._device) - self._start
 
     def mark(self) -> int:
-        """Return the peak since the last mark, in bytes."""
         return self._peak.mark() - self._start
 
 
@@ -92,17 +88,11 @@ Meter: TypeAlias = StorageMeter | AllocatorMeter
 
 
 def measuring(device: torch.device) -> AbstractContextManager[Meter]:
-    """Measure the memory allocated on ``device`` inside."""
     return nullcontext(AllocatorMeter(device)) if device.type == "cuda" else StorageMeter()
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device | None = None) -> int:
-    """Return the bytes of ``tensors`` on this rank; shared storages count once.
-
-    Args:
-        tensors: The tensors.
-        device: If given, only tensors on a device of this type count.
-    """
+    """Return the bytes of tensors on this rank and device type; shared storages count once."""
     local = (local_part(tensor) for tensor in tensors)
     storages = (
         t.untyped_storage() for t in local if device is None or t.device.type == device.type
@@ -111,7 +101,6 @@ def storage_bytes(tensors: Iterable[Tensor], device: torch.device | None = None)
 
 
 def state_tensors(optimizers: Iterable[Any]) -> list[Tensor]:
-    """Return the tensors in the states of optimizers."""
     states = [state for o in optimizers for state in getattr(o, "state", {}).values()]
     values = (value for state in states if isinstance(state, dict) for value in state.values())
     return [value for value in values if isinstance(value, Tensor)]

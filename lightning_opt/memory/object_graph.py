@@ -36,10 +36,7 @@ Root = tuple[str, Any]
 class Walk:
     """All objects reachable from some roots, each with the object that first referenced it.
 
-    It holds references to all of them, so drop it soon.
-
-    Args:
-        roots: Names and objects; the first path found to an object is kept.
+    It holds references to all of them, so drop it soon. ``roots`` are names and objects.
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:
@@ -70,7 +67,6 @@ class Walk:
         return chain[::-1]
 
     def name(self, root: Any) -> str:
-        """Return the name of a root; the type's name for other objects."""
         return self._names.get(id(root)) or _title(root)
 
 
@@ -88,10 +84,9 @@ def referents(thing: Any) -> list[Any]:
 
 
 def referrer_chain(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[Any]:
-    """Return a chain of references to ``thing`` from an object with a name.
+    """Return a chain of references to ``thing`` from an object with a name, for unreached objects.
 
-    For objects that no walk reaches, such as a list in a third-party module. Each link of the chain
-    searches all objects, which takes a tenth of a second.
+    Each link of the chain searches all objects, which takes a tenth of a second.
     """
     chain, seen = [thing], {id(item) for item in ignore} | {id(thing)}
     modules = {id(vars(m)): m for m in list(sys.modules.values()) if m is not None}
@@ -160,7 +155,6 @@ def owners(chain: Sequence[Any]) -> list[tuple[Any, str]]:
 
 
 def _module_of(thing: Any) -> Any:
-    """Return the module for a dictionary of its globals, and other objects unchanged."""
     name = thing.get("__name__") if type(thing) is dict else None
     module = sys.modules.get(name) if isinstance(name, str) else None
     return module if module is not None and vars(module) is thing else thing
@@ -240,7 +234,6 @@ def deep_size(things: Iterable[Any], limit: int = 400) -> int:
 
 
 def is_dense(thing: Any) -> bool:
-    """Return whether ``thing`` is a plain tensor or parameter with an accessible storage."""
     return type(thing) in (Tensor, nn.Parameter) and thing.layout == torch.strided
 
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import lightning_opt as lo
-from lightning_opt.precision.loss_scale.scaler import CountingScaler
+from lightning_opt.precision.loss_scale.dynamic_loss_scale import CountingScaler
 from tests.fake_cuda.test_callbacks import count_syncs
 from tests.helpers.fake_cuda import (
     Answers,

@@ -61,12 +61,9 @@ class DiagonalPreconditioner:
 
     @torch.no_grad()
     def apply(self, names: Sequence[str], gradients: Sequence[Tensor], scale: Scalar = 1.0) -> None:
-        """Precondition ``gradients`` in place; one without an estimate is only bounded.
+        """Precondition ``gradients``, multiplied by ``scale``, in place by parameter name.
 
-        Args:
-            names: Parameter names.
-            gradients: Gradients, multiplied by ``scale``.
-            scale: The loss scale.
+        One without an estimate is only bounded.
         """
         for name, gradient in zip(names, gradients, strict=True):
             largest = torch.linalg.vector_norm(gradient, torch.inf)
@@ -85,7 +82,6 @@ class DiagonalPreconditioner:
         }
 
     def _average_of(self, name: str, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Return average and mass of a parameter on its device; zeros at first."""
         if name not in self._average:
             self._average[name] = torch.zeros_like(like, dtype=torch.float32)
             self._mass[name] = torch.zeros((), device=like.device)
@@ -98,11 +94,9 @@ class DiagonalPreconditioner:
         return factor.to(like.dtype)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the averages and their masses."""
         return {"average": dict(self._average), "mass": dict(self._mass)}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the result of :meth:`state_dict`."""
         self._average, self._mass = dict(state_dict["average"]), dict(state_dict["mass"])
         self._factors = {}
 

@@ -24,12 +24,7 @@ if TYPE_CHECKING:
 
 
 def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> None:
-    """Raise for runs without second derivatives of the loss. Call it in ``setup``.
-
-    Raises:
-        ValueError: For sharded parameters, manual optimisation and half precision without fp32
-            weights.
-    """
+    """Raise for runs without second derivatives of the loss. Call it in ``setup``."""
     if isinstance(trainer.strategy, (DeepSpeedStrategy, FSDPStrategy, ModelParallelStrategy)):
         raise ValueError(
             f"{owner} does not work with {type(trainer.strategy).__name__}: sharded parameters are "
@@ -48,11 +43,7 @@ def check_run(owner: str, trainer: pl.Trainer, module: pl.LightningModule) -> No
 
 
 def check_parameters(owner: str, module: nn.Module) -> None:
-    """Raise for models whose gradients are not dense and real. Call it in ``on_fit_start``.
-
-    Raises:
-        ValueError: For complex parameters and for embeddings with sparse gradients.
-    """
+    """Raise for models whose gradients are not dense and real. Call it in ``on_fit_start``."""
     for name, parameter in module.named_parameters():
         if parameter.is_complex():
             raise ValueError(
@@ -81,14 +72,8 @@ def twice_differentiable_loss(
     It is computed without autocast, DDP and compilation, and with an attention kernel that has a
     second derivative. It is None if ``training_step`` returns None.
 
-    Args:
-        owner: Name of the callback, for the warning and the error.
-        trainer: The Trainer.
-        module: Its module.
-        batch: The batch, on the module's device.
-        batch_idx: Its index.
-        fraction: Share of the samples to use, the first ones, at least one. A batch that cannot be
-            split, such as a graph, is used whole, with a warning.
+    The first samples are used, at least one. A batch that cannot be split, such as a graph, is used
+    whole, with a warning. ``owner`` is the callback's name, for messages.
 
     Raises:
         RuntimeError: If the loss cannot be differentiated twice inside the context.

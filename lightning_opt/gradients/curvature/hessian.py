@@ -252,13 +252,6 @@ def largest_eigenvalue(
 
     Waits for the device once per iteration, to stop early.
 
-    Args:
-        product: Multiplies the matrix with a vector, given as a list of tensors.
-        like: Tensors of the vector's shapes, types and devices.
-        max_iterations: Maximum number of products.
-        tolerance: Stop at this relative residual.
-        generator: Of the random start, on the device of ``like``.
-
     Raises:
         ValueError: For ``max_iterations`` below 1 or ``tolerance`` below 0.
     """

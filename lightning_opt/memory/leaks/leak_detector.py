@@ -203,7 +203,6 @@ class LeakDetector(RunCallback):
         return new
 
     def _would_not_fit(self, trainer: pl.Trainer, suspect: Suspect) -> bool:
-        """Return whether memory would run out before the epoch ends."""
         left = trainer.num_training_batches - trainer.fit_loop.batch_idx
         room = MemoryLimits(trainer.strategy.root_device).room()
         return 1024 * suspect.kb_per_step * left > room

@@ -56,11 +56,7 @@ def read_counters(device: torch.device) -> dict[str, float]:
 
 
 class MemoryTrend:
-    """The newest samples of the counters, taken at the same point of a step each time.
-
-    Args:
-        min_rate: Bytes per step below which growth does not matter.
-    """
+    """The newest samples of the counters; growth below ``min_rate`` bytes per step is ignored."""
 
     def __init__(self, min_rate: float) -> None:
         self._min_rate = min_rate
@@ -166,14 +162,8 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 class Suspect:
     """A probable leak.
 
-    Attributes:
-        kind: ``"graph"`` or ``"container"``.
-        where: The growing object, as an expression from the module or a Python module down.
-        line: ``file:line`` that fills it, or None.
-        what: Type of the items.
-        per_step: Items per step.
-        kb_per_step: Estimated kilobytes per step.
-        step: The step at which it was found.
+    ``where`` is an expression from the module or a Python module down; ``line`` is ``file:line``
+    where it is filled; ``what`` is the type of its items, of which ``per_step`` are added per step.
     """
 
     kind: Kind
@@ -186,7 +176,6 @@ class Suspect:
 
     @property
     def advice(self) -> str:
-        """What to do about it."""
         return ADVICE[self.kind]
 
     def __str__(self) -> str:
@@ -202,11 +191,8 @@ def find_suspects(
 ) -> list[Suspect]:
     """Return at most five objects that grew between all counts, the fastest first.
 
-    Args:
-        counts: The oldest first.
-        roots: Named objects from which paths start.
-        min_rate: Bytes per step below which growth does not matter.
-        searcher: The caller; objects that it holds are ignored.
+    Paths start at ``roots``. Growth below ``min_rate`` bytes per step is ignored, and so are
+    objects that ``searcher``, the caller, holds.
     """
     walk = Walk(roots)
     suspects = _container_suspects(counts, walk, min_rate, searcher)

@@ -21,14 +21,16 @@ from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.output.loggers import log_scalars, save_at_end
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.memory.profiler.measures import (
+from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
+from lightning_opt.memory.profiler.profile import (
     MemoryCategories,
+    MemoryProfile,
     PhaseMeter,
+    Record,
     SavedTensorCounter,
+    draw_profile,
     timing_collections,
 )
-from lightning_opt.memory.profiler.out_of_memory import write_out_of_memory_report
-from lightning_opt.memory.profiler.profile import MemoryProfile, Record, draw_profile
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -111,7 +113,6 @@ class MemoryProfiler(RunCallback):
         self._stop()
 
     def _stop(self) -> None:
-        """Remove hooks from the model, the garbage collector and the allocator."""
         self._end_step()
         self._watch.close()
 
@@ -249,13 +250,9 @@ class MemoryProfiler(RunCallback):
         self._log(trainer, peaks)
 
     def on_validation_batch_start(
-        self,
-        trainer: pl.Trainer,
-        pl_module: pl.LightningModule,
-        batch: Any,
-        batch_idx: int,
+        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Start to measure the first batch of a validation."""
         if self._watching(trainer) and batch_idx == 0 and dataloader_idx == 0:
             self._phase = "validation"
@@ -273,7 +270,6 @@ class MemoryProfiler(RunCallback):
         return self._steps > 0 and not trainer.sanity_checking and trainer.state.fn == "fit"
 
     def _switch(self, following: str, name: str | None) -> None:
-        """End a phase; in a profiled step, add its peak and record its end as ``name``."""
         ended, self._phase = self._phase, following
         if self._meter is None:
             return

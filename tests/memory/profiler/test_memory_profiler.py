@@ -17,7 +17,7 @@ import lightning_opt as lo
 from lightning_opt.core.measure.malloc import malloc_info
 from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resident_memory
 from lightning_opt.memory.meters import storage_bytes
-from lightning_opt.memory.profiler.measures import CATEGORIES, PhaseMeter, countable
+from lightning_opt.memory.profiler.profile import CATEGORIES, PhaseMeter, countable
 from tests.helpers.models import AdversarialNet, SmallNet
 from tests.helpers.processes import launch
 from tests.helpers.trainers import MemoryLogger, quiet_trainer
