@@ -77,14 +77,9 @@ class EpochHooks:
             stack.callback(module.register_forward_hook(leave).remove)
 
     def _timed(self, phase: int) -> Callable[..., Any]:
-        clock, key = self.clock, object()
-
         def around(inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            clock.enter(phase, key)
-            try:
+            with self.clock.within(phase):
                 return inner(*args, **kwargs)
-            finally:
-                clock.leave(key)
 
         return around
 
@@ -121,16 +116,10 @@ class EpochHooks:
         self, inner: Callable[..., Any], loss: Any, model: Any, optimizer: Any, *args: Any,
         **kwargs: Any,
     ) -> Any:  # fmt: skip
-        self.clock.enter(phases.BACKWARD, EpochHooks)
-        handle = None
-        try:
+        with self.clock.within(phases.BACKWARD), ExitStack() as stack:
             if self._reduces_gradients() and isinstance(loss, Tensor) and loss.requires_grad:
-                handle = loss.register_hook(self._queue_communication)
+                stack.callback(loss.register_hook(self._queue_communication).remove)
             return inner(loss, model, optimizer, *args, **kwargs)
-        finally:
-            if handle is not None:
-                handle.remove()
-            self.clock.leave(EpochHooks)
 
     def _reduces_gradients(self) -> bool:
         if self._trainer.world_size == 1:

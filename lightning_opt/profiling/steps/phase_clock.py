@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import perf_counter
 from typing import Any
 
@@ -166,6 +168,16 @@ class PhaseClock:
             before, found = stack.pop()
         if before != self.phase:
             self._switch(before)
+
+    @contextmanager
+    def within(self, phase: int) -> Iterator[None]:
+        """Enter a phase, and leave it at the end of the ``with`` block."""
+        key = object()
+        self.enter(phase, key)
+        try:
+            yield
+        finally:
+            self.leave(key)
 
     def _switch(self, phase: int) -> None:
         self.phase = phase

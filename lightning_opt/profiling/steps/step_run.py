@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -141,7 +141,8 @@ class StepRun:
     def _start_batch(self, action: str) -> None:
         measures, self._trained = self.measures, True
         if self._trace is not None and measures.batches == self._trace.first:
-            self._count_for(phases.PROFILER, self._trace.start)
+            with self.clock.within(phases.PROFILER):
+                self._trace.start()
         measures.batches += 1
         counting = self._flops and measures.batches == 1
         # Torch would not compile the first call under a counter, and then no other either.
@@ -173,17 +174,11 @@ class StepRun:
                 clock.move(phases.LOSS, phases.FORWARD_AND_LOSS)
             hooks.saw_forward = False
         if self._trace is not None and measures.batches - 1 == self._trace.last:
-            self._count_for(phases.PROFILER, self._trace.stop)
+            with clock.within(phases.PROFILER):
+                self._trace.stop()
         samples, tokens = (0, 0) if hooks is None else (hooks.samples, hooks.tokens)
         if clock.end_step(True, samples, tokens) >= self._every > 0:
             self._log()
-
-    def _count_for(self, phase: int, function: Callable[..., Any], *args: Any) -> None:
-        self.clock.enter(phase, self)
-        try:
-            function(*args)
-        finally:
-            self.clock.leave(self)
 
     # --- the end of epochs and of the run -------------------------------------------------------
 
@@ -192,7 +187,8 @@ class StepRun:
         self._stop_counting()
         try:
             if self._trace is not None and self._trace.running:
-                self._count_for(phases.PROFILER, self._trace.stop)
+                with self.clock.within(phases.PROFILER):
+                    self._trace.stop()
         finally:
             if self._hooks is not None:
                 self._hooks.remove()
@@ -231,7 +227,8 @@ class StepRun:
         scalars["time/step_ms"] = 1e3 * work.steps.mean
         rates = self.measures.rates_of(work)
         scalars |= {f"time/{key}": value for key, value in rates.items()}
-        self._count_for(phases.LOGGING, log_scalars, self.trainer, scalars)
+        with self.clock.within(phases.LOGGING):
+            log_scalars(self.trainer, scalars)
 
     def finish(self) -> Measures:
         """End the run and return its measurements. This waits for the device."""
@@ -249,13 +246,12 @@ class StepRun:
         if threading.get_ident() != self._thread:
             yield
             return
-        clock, key, name = self.clock, object(), f"region {name}"
-        phase = clock.phases.number(name, on_device=True)
-        clock.enter(phase, key)
+        name = f"region {name}"
+        phase = self.clock.phases.number(name, on_device=True)
         try:
-            yield
+            with self.clock.within(phase):
+                yield
         finally:
-            clock.leave(key)
             if size and phase != phases.OTHER:  # there are not too many names
                 moved = self.measures.bytes
                 moved[name] = moved.get(name, 0.0) + size
