@@ -249,11 +249,9 @@ class CallRecorder:
                 self._patches.enter_context(replaced(module, **{NAME: self}))
 
     def close(self) -> None:
-        """Restore the function."""
         self._patches.close()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Tensor:
-        """Record the call and run the original function."""
         if not torch.compiler.is_compiling():
             self._record(*args, **kwargs)
         return self._original(*args, **kwargs)
@@ -312,7 +310,6 @@ def _as_autocast(tensor: Tensor | None) -> Tensor | None:
 
 
 def _choose(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> str:
-    """Return the backend that serves a call."""
     try:
         choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=grouped)
     except (RuntimeError, NotImplementedError, TypeError):  # for unusual tensors

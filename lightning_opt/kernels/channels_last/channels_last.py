@@ -258,7 +258,6 @@ class Convolutions:
         return bool(self._strides)
 
     def convert(self) -> None:
-        """Convert weights and their gradients to channels_last."""
         if self.converted:
             return
         for weight, memory_format in self._formats.items():
@@ -267,7 +266,6 @@ class Convolutions:
         self._align_gradients()
 
     def restore(self, optimizers: Iterable[Optimizer] = ()) -> None:
-        """Restore the original layout of weights, gradients and optimizer states."""
         if not self.converted:
             return
         for weight, strides in self._strides.items():

@@ -95,11 +95,9 @@ class Region:
 
     @property
     def mode(self) -> str:
-        """The mode in use."""
         return self.modes[self.mode_index]
 
     def use_mode(self, index: int) -> None:
-        """Use another mode from the next call on."""
         self.mode_index = min(index, len(self.modes) - 1)
         self.compiled = None
         for forward in self.forwards:
@@ -172,17 +170,14 @@ class CompiledForward(ReplacedForward):
 
     @property
     def is_compiled(self) -> bool:
-        """Whether compiled code runs here."""
         return self.region.compiled is not None
 
     def reset(self) -> None:
-        """Clear the stored shapes and state."""
         self._known: set[Any] = set()
         self._modes: set[Any] = set()
         self._before: StepState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module."""
         if torch.compiler.is_compiling():  # inside a compiled region around this one
             return _run(self, *args, **kwargs)
         compiled, options = self.region.compiled, self.region.options
@@ -266,7 +261,6 @@ class CompiledForward(ReplacedForward):
 
 
 def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
-    """Run the ``forward`` below."""
     if forward.shadowed is not None:
         return forward.shadowed(*args, **kwargs)
     return _class_forward(forward.module, *args, **kwargs)
@@ -304,7 +298,6 @@ def _counters() -> tuple[int, int]:
 
 
 def is_compiler_error(error: BaseException) -> bool:
-    """Return whether only a compiler raises this class."""
     return any(f"{kind.__module__}.".startswith(COMPILERS) for kind in type(error).__mro__)
 
 

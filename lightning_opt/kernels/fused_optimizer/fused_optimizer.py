@@ -192,7 +192,6 @@ def _fused_base(kind: type[Optimizer]) -> type[Optimizer] | None:
 
 @functools.cache
 def _works_fused(base: Callable[..., Optimizer], device: str, dtype: torch.dtype) -> bool:
-    """Return whether the fused kernel can update one number there."""
     try:
         parameter = nn.Parameter(torch.zeros(1, device=device, dtype=dtype))
         parameter.grad = torch.ones_like(parameter)
@@ -270,7 +269,6 @@ class Fused:
             group.update(self._before[index] if index < len(self._before) else self._defaults)
 
     def undo(self) -> None:
-        """Restore the optimizer."""
         for hook in self._hooks:
             hook.remove()
         self._restore_flags(self.optimizer.param_groups)

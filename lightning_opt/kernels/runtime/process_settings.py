@@ -41,7 +41,6 @@ class Outcome:
     undo: Callable[[], None] | None = None
 
     def row(self) -> dict[str, Any]:
-        """Return a row of the report."""
         return {
             "setting": self.setting,
             "asked": str(self.asked),
@@ -56,7 +55,6 @@ def _not_set(setting: str, asked: Any, note: str, *, failed: bool = False) -> Ou
 
 
 def set_matmul_precision(precision: str, device: torch.device) -> Outcome:
-    """Set the precision of products of float32 matrices."""
     name = "matmul_precision"
     try:
         before = torch.get_float32_matmul_precision()
@@ -153,7 +151,6 @@ def _configure_allocator(settings: str) -> None:
 
 
 def set_threads(number: int) -> Outcome:
-    """Set the number of threads of one CPU operation."""
     before = torch.get_num_threads()
     torch.set_num_threads(number)
     return Outcome("threads", number, before, undo=functools.partial(torch.set_num_threads, before))

@@ -112,7 +112,6 @@ class StepPlan:
 
     @property
     def fits(self) -> bool:
-        """Whether every rank is within the limit."""
         return self.excess <= 0
 
 
@@ -192,7 +191,6 @@ class BatchPlan:
 
     @property
     def plan(self) -> Plan:
-        """The blocks to recompute."""
         return self.step_plan.plan
 
     def covers(self, shapes: Shapes) -> bool:
@@ -201,7 +199,6 @@ class BatchPlan:
         return factor <= 1 or factor * (self.step_plan.peak + self.profile.reserve) <= self.limit
 
     def scalars(self) -> dict[str, float]:
-        """Return the values to log."""
         scalars = {
             "checkpointing/unchecked_peak_mb": self.profile.unchecked_peak / MB,
             "checkpointing/predicted_peak_mb": self.step_plan.solution.peak / MB,
@@ -226,7 +223,6 @@ class BatchPlan:
         )
 
     def details(self, block: Block) -> dict[str, float | int]:
-        """Return the measurements of one block, for a table."""
         for order, unit in enumerate(self.profile.units):
             if unit.block == block:
                 return {

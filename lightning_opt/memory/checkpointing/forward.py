@@ -35,14 +35,12 @@ class Probe:
     """Contexts around each run of a checkpointed module, used to measure. This one does nothing."""
 
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Return the context of a first run."""
         return nullcontext()
 
     def after_forward(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
         """Receive the outputs of a first run."""
 
     def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Return the context of a recomputation."""
         return nullcontext()
 
 

@@ -160,7 +160,6 @@ def solve(items: Sequence[Item], head_peak: int, limit: float, longest: int = 1)
 
 
 def smallest_peak(items: Sequence[Item], head_peak: int, longest: int = 1) -> Solution:
-    """Return the plan with the smallest predicted peak."""
     peaks = [max(item.forward_peak, item.backward_peak) for item in items]
     low, high = 0.0, float(max(head_peak, *peaks, 0))
     best = solve(items, head_peak, high, longest)

@@ -27,7 +27,6 @@ class HostCopy:
         self._host.copy_(tensor.detach(), non_blocking=True)
 
     def to_device(self) -> Tensor:
-        """Return the tensor on its device."""
         return self._host.to(self._device, non_blocking=True)
 
 
@@ -105,5 +104,4 @@ def pack(tensor: Tensor) -> Tensor | HostCopy:
 
 
 def unpack(packed: Tensor | HostCopy) -> Tensor:
-    """Return the tensor that was packed."""
     return packed.to_device() if isinstance(packed, HostCopy) else packed

@@ -34,7 +34,6 @@ class Stretch:
 
     @property
     def treatment(self) -> str:
-        """The treatment of each block, for a table."""
         if len(self.blocks) > 1:
             return f"recomputed with {self.blocks[0].name} to {self.blocks[-1].name}"
         return "recomputed" if self.selection is None else "recomputed in part"
@@ -54,7 +53,6 @@ Plan: TypeAlias = list[Stretch]
 
 
 def count_recomputed(plan: Plan) -> int:
-    """Return the number of blocks that a plan recomputes, partly or fully."""
     return sum(len(stretch.blocks) for stretch in plan)
 
 
@@ -90,7 +88,6 @@ class AppliedPlan:
 
 
 def every_layer(blocks: Sequence[Block]) -> Plan:
-    """Recompute each block on its own."""
     return [Stretch((block,)) for block in blocks]
 
 

@@ -44,16 +44,13 @@ class Unit(Item):
 
     @property
     def operators(self) -> list[Operator]:
-        """The operators of its modules in one run."""
         return [operator for profile in self.profiles for operator in profile.operators]
 
     @property
     def repeated_operators(self) -> list[Operator]:
-        """The operators that its recomputation runs."""
         return [op for profile in self.profiles for op in profile.repeated_operators()]
 
     def selection(self, index: int) -> Callable[[], Selection]:
-        """Return a factory of the selection with this index."""
         return partial(Selection, None, self.selections[index])
 
 
@@ -80,7 +77,6 @@ class Timeline(Probe):
 
     @contextmanager
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
-        """Measure a first run."""
         unit = self._unit_of[module]
         if self._current is not None:  # a second forward pass, as of a discriminator
             self._end_phase()
@@ -144,11 +140,9 @@ class OperatorProbe(Probe):
         self._profiles = profiles
 
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Record the operators of a first run."""
         return self._profiles[module].forward()
 
     def recompute(self, module: nn.Module) -> AbstractContextManager[Any]:
-        """Count the operators of a recomputation."""
         return self._profiles[module].recompute()
 
 
@@ -165,12 +159,10 @@ class Stopwatch(Probe):
         self.seconds: dict[Block, float] = dict.fromkeys(self._block_of.values(), 0.0)
 
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> AbstractContextManager[Any]:
-        """Time a first run."""
         return self.recompute(module)
 
     @contextmanager
     def recompute(self, module: nn.Module) -> Iterator[None]:
-        """Time a recomputation."""
         wait_for(self._device)
         start = perf_counter()
         try:

@@ -63,7 +63,6 @@ class _Output:
         self.version = tensor._version
 
     def matches(self, value: Any) -> bool:
-        """Return whether ``value`` is this tensor, unchanged."""
         tensor = self.tensor()
         return tensor is not None and tensor is value and tensor._version == self.version
 

@@ -208,7 +208,6 @@ class Selection:
         self.profile = OperatorProfile()
 
     def contexts(self) -> ContextPair:
-        """Return the contexts of the forward pass and of its recomputation."""
         profile = self.profile
         if self.rule is not None and self.kept is None and profile.repeated is not None:
             self.kept = self.rule([] if profile.recomputed_twice else profile.repeated_operators())
@@ -248,7 +247,6 @@ class SaveExpensive:
     min_flops: float | None = None
 
     def __call__(self, operators: Sequence[Operator]) -> frozenset[Place]:
-        """Return the places of the operators to keep."""
         least = self.min_flops or 1
         if least < 1:
             least *= sum(operator.flops for operator in operators)

@@ -63,7 +63,6 @@ class StepRunner:
         self.broadcast = broadcast
 
     def time(self, plan: Plan) -> float:
-        """Return the seconds of the step."""
         with AppliedPlan(plan):
             return self._step.run()
 
@@ -97,7 +96,6 @@ class StepRunner:
         return found[0]
 
     def largest(self, value: float) -> float:
-        """Return the maximum over ranks."""
         return largest_over_ranks([value], self.device)[0]
 
 
@@ -287,7 +285,6 @@ def _set_options(unit: Unit, cost: Mapping[str, float], seconds: Seconds) -> Non
 
 
 def _group_by_operators(units: Sequence[Unit]) -> list[list[Unit]]:
-    """Group the blocks that run the same operators on the same sizes."""
     groups: dict[Hashable, list[Unit]] = defaultdict(list)
     for unit in units:
         operators = tuple((op.place, op.nbytes) for op in unit.operators)
