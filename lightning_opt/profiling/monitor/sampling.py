@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lightning_opt.core.measure.machine import find_handle, open_nvml, used_memory
 from lightning_opt.core.measure.memory import MB
-from lightning_opt.core.measure.nvml import find_handle, open_nvml, used_memory
 
 if TYPE_CHECKING:
     import psutil

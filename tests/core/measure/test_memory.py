@@ -10,7 +10,7 @@ import psutil
 import pytest
 import torch
 
-from lightning_opt.core.measure import nvml
+from lightning_opt.core.measure import machine
 from lightning_opt.core.measure.cgroups import find_memory_groups
 from lightning_opt.core.measure.malloc import malloc_info, malloc_trim
 from lightning_opt.core.measure.memory import (
@@ -302,13 +302,13 @@ def fake_nvml(new: bool = True, works: bool = True) -> Any:
 
 def used_by_uuid(monkeypatch: pytest.MonkeyPatch, library: Any) -> list[int | None]:
     monkeypatch.setitem(sys.modules, "pynvml", library)
-    nvml.open_nvml.cache_clear()
+    machine.open_nvml.cache_clear()
     found = []
     for uuid in ("aaaa", "GPU-aaaa", "bbbb", "cccc"):
-        opened = nvml.open_nvml()
-        handle = opened and nvml.find_handle(opened, uuid)
-        found.append(handle and nvml.used_memory(opened, handle))
-    nvml.open_nvml.cache_clear()
+        opened = machine.open_nvml()
+        handle = opened and machine.find_handle(opened, uuid)
+        found.append(handle and machine.used_memory(opened, handle))
+    machine.open_nvml.cache_clear()
     assert library.starts == 1
     return found
 
