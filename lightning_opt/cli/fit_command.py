@@ -11,9 +11,8 @@ from lightning.pytorch.cli import ArgsType, LightningArgumentParser, LightningCL
 from lightning_opt.cli.main import OK, UsageError, interrupt_gracefully
 from lightning_opt.cli.parsing import (
     HelpFormatter,
-    add_options,
+    add_preset,
     given_arguments,
-    list_of_presets,
     plain,
     preset_of,
 )
@@ -60,13 +59,7 @@ class Fit(LightningCLI):
     def add_arguments_to_parser(self, parser: LightningArgumentParser) -> None:
         """Add the options."""
         group = parser.add_argument_group("lightning_opt", "Presets:")
-        add_options(
-            group,
-            ("--preset", str | None, None, "", "Callbacks and Trainer arguments that fit this "
-             f"machine: {list_of_presets()}. `lightning-opt presets <name>` explains one."),
-            ("--without", str | None, None, "",
-             "Parts of the preset to leave out, with commas: MicroBatching,CompileModel."),
-        )  # fmt: skip
+        add_preset(group, None)
 
     def instantiate_trainer(self, **kwargs: Any) -> Trainer:
         """Create the Trainer with the preset's callbacks and arguments."""

@@ -116,8 +116,7 @@ def hide_all(parser: LightningArgumentParser) -> None:
             group.title = group.description = None
 
 
-def add_preset(parser: LightningArgumentParser, default: str | None) -> None:
-    """Add --preset and --without."""
+def add_preset(parser: Any, default: str | None) -> None:
     add_options(
         parser,
         ("--preset", str | None, default, "NAME", f"Preset to train with: {list_of_presets()}."),

@@ -5,6 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from lightning.pytorch.plugins import Precision
+from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
+
 from lightning_opt.batching.accumulation.accumulation import Accumulation
 from lightning_opt.batching.micro_batching.micro_batching import MicroBatching
 from lightning_opt.core.arguments import did_you_mean
@@ -25,6 +28,7 @@ from lightning_opt.memory.garbage.garbage_collection import GarbageCollection
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.situation import Situation
 from lightning_opt.profiling.monitor.performance_monitor import PerformanceMonitor
+from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 
 OPERATOR_POLICIES = ("auto", "selective")
 """Policies of ActivationCheckpointing that need to see individual operators."""
@@ -200,7 +204,11 @@ def _deepspeed(situation: Situation) -> str | None:
 def _no_clipping(situation: Situation) -> str | None:
     if situation.arguments.get("gradient_clip_val"):
         return "the Trainer clips by gradient_clip_val, and both would clip twice"
-    if situation.sends_late:
+    _, settings, strategy = situation.strategy_parts
+    keeps_unsent = settings.get("compressor") in ("topk", "threshold")
+    if isinstance(strategy, CompressedDDPStrategy) and not strategy.chooses:
+        keeps_unsent = strategy.compressor.late
+    if keeps_unsent:
         return (
             f"{situation.strategy_name} keeps unsent gradients, which callbacks cannot clip; "
             "Trainer(gradient_clip_val=...) can"
@@ -209,7 +217,9 @@ def _no_clipping(situation: Situation) -> str | None:
 
 
 def _no_bf16(situation: Situation) -> str | None:
-    if situation.precision_plugin:
+    plugins = situation.arguments.get("plugins") or []
+    plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
+    if any(isinstance(plugin, Precision) for plugin in plugins):
         return "your plugin sets the precision"
     return why_no_bf16(situation.device, situation.forks)
 
@@ -261,7 +271,10 @@ def _no_checkpointing(situation: Situation) -> str | None:
 def _no_micro_batching(situation: Situation) -> str | None:
     if situation.manual:
         return "the model uses manual optimisation: use lightning_opt.micro_batches there"
-    if situation.takes_iterator:
+    model = situation.model
+    if model is not None and is_param_in_hook_signature(
+        model.training_step, "dataloader_iter", explicit=True
+    ):
         return "training_step takes dataloader_iter, so there is no batch to split"
     if situation.wants("DynamicBatchSize") is not None:
         return "the trials of DynamicBatchSize need real out-of-memory errors"
@@ -274,7 +287,7 @@ def _no_micro_batching(situation: Situation) -> str | None:
             f"under {situation.strategy_name} a rank that runs out of memory would leave the "
             "others waiting: MicroBatching={'size': 8} works"
         )
-    if situation.strategy == "ddp" and situation.static_graph:
+    if situation.strategy == "ddp" and situation.strategy_parts[1].get("static_graph"):
         return "DDP's static_graph expects the same backward passes at every step"
     return None
 

@@ -18,7 +18,6 @@ from lightning.pytorch.accelerators import (
     XLAAccelerator,
 )
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
-from lightning.pytorch.plugins import Precision
 from lightning.pytorch.strategies import (
     DDPStrategy,
     DeepSpeedStrategy,
@@ -28,11 +27,9 @@ from lightning.pytorch.strategies import (
     Strategy,
     StrategyRegistry,
 )
-from lightning.pytorch.utilities.signature_utils import is_param_in_hook_signature
 
 from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.modules.compiling import has_checkpointed_parts, has_compiled_parts
-from lightning_opt.strategies.compression.compressed_ddp import CompressedDDPStrategy
 
 STATES = 4
 """Memory of parameters, gradients and Adam's two states, in sizes of the parameters."""
@@ -108,7 +105,7 @@ class Situation:
         return int(given)
 
     @cached_property
-    def _strategy(self) -> tuple[type[Strategy] | None, Mapping[str, Any], Strategy | None]:
+    def strategy_parts(self) -> tuple[type[Strategy] | None, Mapping[str, Any], Strategy | None]:
         """The strategy's class, its settings, and the object if one is given."""
         given = self.arguments.get("strategy") or "auto"
         if isinstance(given, Strategy):
@@ -127,7 +124,7 @@ class Situation:
 
         ``ddp`` includes compressed DDP.
         """
-        kind, _, strategy = self._strategy
+        kind, _, strategy = self.strategy_parts
         if kind is None:
             return "other"
         if issubclass(kind, ModelParallelStrategy):
@@ -146,22 +143,8 @@ class Situation:
 
     @property
     def strategy_name(self) -> str:
-        kind = self._strategy[0]
+        kind = self.strategy_parts[0]
         return kind.__name__ if kind is not None else repr(self.arguments.get("strategy"))
-
-    @property
-    def sends_late(self) -> bool:
-        """Whether compression keeps a part of the gradients for later steps."""
-        _, settings, strategy = self._strategy
-        if strategy is None:
-            return settings.get("compressor") in ("topk", "threshold")
-        if not isinstance(strategy, CompressedDDPStrategy) or strategy.chooses:
-            return False
-        return strategy.compressor.late
-
-    @property
-    def static_graph(self) -> bool:
-        return bool(self._strategy[1].get("static_graph"))
 
     @property
     def forks(self) -> bool:
@@ -176,24 +159,11 @@ class Situation:
             isinstance(callback, GradientAccumulationScheduler) for callback in self.given
         )
 
-    @property
-    def precision_plugin(self) -> bool:
-        plugins = self.arguments.get("plugins") or []
-        plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
-        return any(isinstance(plugin, Precision) for plugin in plugins)
-
     # --- the model ------------------------------------------------------------------------------
 
     @property
     def manual(self) -> bool:
         return self.model is not None and not self.model.automatic_optimization
-
-    @property
-    def takes_iterator(self) -> bool:
-        """Whether ``training_step`` takes ``dataloader_iter``."""
-        return self.model is not None and is_param_in_hook_signature(
-            self.model.training_step, "dataloader_iter", explicit=True
-        )
 
     @property
     def compiled(self) -> bool:
@@ -202,7 +172,7 @@ class Situation:
     @property
     def checkpointed(self) -> bool:
         """Whether the strategy or a part of the model is checkpointed already."""
-        if getattr(self._strategy[2], "_activation_checkpointing_kwargs", None):
+        if getattr(self.strategy_parts[2], "_activation_checkpointing_kwargs", None):
             return True
         return self.model is not None and has_checkpointed_parts(self.model)
 
