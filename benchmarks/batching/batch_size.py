@@ -1,4 +1,4 @@
-"""Batch sizes: what the finder finds against exhaustive search, and against a grid of speeds.
+"""Batch sizes: the search against exhaustive search, and against a grid of speeds.
 
 Each search, and each size of the exhaustive one, runs in a process of its own: memory of a CPU that
 a run has used does not go back to what it was. The exhaustive search under ``RLIMIT_AS`` halves the
@@ -48,7 +48,7 @@ M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 
 
 class Blocks(L.LightningModule):
-    """Some layers with activations of ``width`` for each of ``length`` places of a sample."""
+    """Layers with activations of ``width`` at each of ``length`` places of a sample."""
 
     def __init__(self, width: int, length: int, layers: int) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ MODELS = {
 
 
 class Clock(L.Callback):
-    """Times steps as they are in training, loading and hooks included; stops after enough."""
+    """Times steps as in training, loading and hooks included, and stops after enough of them."""
 
     def __init__(self) -> None:
         self.seconds: list[float] = []
@@ -100,7 +100,6 @@ def loader_of(size: int) -> DataLoader[Any]:
 
 
 def trainer_of(**settings: Any) -> L.Trainer:
-    """Return a Trainer that says nothing."""
     names = ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary")
     quiet = {**dict.fromkeys(names, False), "accelerator": "cpu", "devices": 1}
     return L.Trainer(**{**quiet, "max_epochs": -1, **settings})
@@ -134,7 +133,7 @@ def find(name: str, room: float, queue: Any) -> None:
 
 
 def fits(name: str, room: float, size: int, queue: Any) -> None:
-    """Say whether a few steps of this size go through."""
+    """Return whether a few steps of this size succeed."""
     model = prepare(name, room)
     try:
         trainer_of(max_steps=4).fit(model, loader_of(size))
@@ -147,7 +146,7 @@ def fits(name: str, room: float, size: int, queue: Any) -> None:
 
 
 def speed_of(model: Blocks, size: int) -> float:
-    """Return samples a second of at least ten steps and a second, as a user would time a size."""
+    """Return samples per second over at least ten steps and one second, as a user would."""
     clock = Clock()
     trainer = trainer_of(callbacks=[clock])
     trainer.fit(model, loader_of(size))
@@ -155,7 +154,7 @@ def speed_of(model: Blocks, size: int) -> float:
 
 
 def fastest(name: str, most: int, runs: int, queue: Any) -> None:
-    """Search the fastest size several times, each time followed by a round of a grid of sizes."""
+    """Search for the fastest size several times, each time followed by a grid of sizes."""
     model = prepare(name, None, apart=False)
     for option in (M_TRIM_THRESHOLD, M_MMAP_THRESHOLD):
         ctypes.CDLL(None).mallopt(option, 2**25)
@@ -210,7 +209,7 @@ def in_a_process(function: Any, *args: Any) -> Any:
 
 
 def exhaustive(name: str, room: float, around: int) -> int:
-    """Return the largest size that fits, by real trainings in processes of their own."""
+    """Return the largest size that fits, by real training in separate processes."""
     low, high = 0, around + max(1, around // 8)
     while in_a_process(fits, name, room, high):
         low, high = high, 2 * high

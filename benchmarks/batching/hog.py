@@ -1,4 +1,4 @@
-"""A model that runs out of memory in a place of one's choice, and a limit that makes it do so."""
+"""A model that runs out of memory at a chosen place, and limits of memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from lightning_opt.core.measure.memory import MB
 
 
 class Squander(torch.autograd.Function):
-    """An identity that takes memory for each element while it passes, forward or backward."""
+    """An identity that allocates memory per element, in its forward or backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, forward: int, backward: int) -> Tensor:
@@ -71,7 +71,7 @@ def some_batches(draw: random.Random, count: int) -> list[dict[str, Tensor]]:
 
 
 def limit_address_space(room: float) -> None:
-    """Let this process have so many MB more than it has now, and no more; infinity lifts it."""
+    """Limit the address space to ``room`` MB more than now; infinity removes the limit."""
     import resource
 
     limit = resource.RLIM_INFINITY
@@ -81,7 +81,7 @@ def limit_address_space(room: float) -> None:
 
 
 def limit_device(room: float) -> None:
-    """The same of the GPU's memory, as torch's allocator counts it."""
+    """Limit the GPU memory of torch's allocator in the same way."""
     gc.collect()
     torch.cuda.empty_cache()
     total = torch.cuda.mem_get_info()[1]
@@ -90,10 +90,10 @@ def limit_device(room: float) -> None:
 
 
 class Limit(L.Callback):
-    """Limits the address space when training begins, once everything that takes threads is there.
+    """Limits the address space at the first batch, after all threads have started.
 
     Args:
-        room: MB more than there are then.
+        room: MB more than in use then.
     """
 
     def __init__(self, room: float) -> None:

@@ -1,4 +1,4 @@
-"""What MicroBatching costs while everything fits, what it survives, and how it grows back.
+"""Cost of MicroBatching while everything fits, runs that it rescues, and regrowth of sizes.
 
 Supports four claims, each with a table of its own.
 
@@ -55,7 +55,7 @@ TIMEOUT = 120.0
 
 
 def quiet_trainer(**settings: Any) -> L.Trainer:
-    """Return a Trainer for one epoch that says and saves nothing."""
+    """Return a Trainer for one epoch that prints and saves nothing."""
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
     return L.Trainer(
         **{
@@ -75,7 +75,7 @@ def quiet_trainer(**settings: Any) -> L.Trainer:
 
 
 class Turns(L.Callback):
-    """Lets Lightning's closure and the replacement make a step in turn, and times each."""
+    """Alternates between Lightning's closure and its replacement, and times each step."""
 
     def __init__(self, device: str, accumulate: int) -> None:
         self.device, self.accumulate = device, accumulate
@@ -107,7 +107,7 @@ class Turns(L.Callback):
 def measure_cost(
     name: str, module: Regression, accumulate: int, pairs: int, device: str
 ) -> dict[str, Any]:
-    """Time steps of one run, the first tenth left out."""
+    """Time the steps of one run without the first tenth."""
     turns = Turns(device, accumulate)
     trainer = quiet_trainer(
         accelerator="gpu" if device == "cuda" else "cpu",
@@ -131,12 +131,12 @@ def measure_cost(
 
 
 def survive(seeds: list[int], device: str, queue: Any) -> None:
-    """Put into the queue how trainings ended."""
+    """Put the ends of training runs into the queue."""
     queue.put([train_under_limit(seed, device) for seed in seeds])
 
 
 def train_under_limit(seed: int, device: str) -> dict[str, Any]:
-    """Train without a limit, then bare and with MicroBatching under one, and say how it ended."""
+    """Train without a limit, then bare and with MicroBatching under one; return how it ended."""
     limit = limit_address_space if device == "cpu" else limit_device
     accelerator = "cpu" if device == "cpu" else "gpu"
     torch.set_num_threads(1)
@@ -211,7 +211,7 @@ def survive_in_pairs(seed: int, rank: int, port: int, queue: Any) -> None:
 
 
 def compare(model: Sequences, free: Sequences) -> str:
-    """Return in words whether two trainings came to the same."""
+    """Return in words whether two runs have equal results."""
     pairs = zip(model.parameters(), free.parameters(), strict=True)
     if not all(torch.allclose(a, b, rtol=0.0, atol=1e-6) for a, b in pairs):
         return "other weights"
@@ -253,7 +253,7 @@ def in_processes(*calls: tuple[Any, ...]) -> list[dict[str, Any]]:
 
 
 def measure_pairs(trainings: int) -> list[dict[str, Any]]:
-    """Return how trainings on two ranks ended, of which one alone has a limit."""
+    """Return how runs on two ranks ended, only one of which has a limit."""
     rows = []
     for seed in range(trainings):
         port = free_port()
@@ -270,7 +270,7 @@ def measure_pairs(trainings: int) -> list[dict[str, Any]]:
 
 
 def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return how the trainings ended, by where memory runs out."""
+    """Tabulate how the runs ended, by the place where memory ran out."""
     rows = []
     for where in dict.fromkeys(["forward", "loss", "backward", *(r["where"] for r in results)]):
         own = [result for result in results if result["where"] == where]
@@ -295,13 +295,13 @@ def tabulate(results: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def measure_survival(trainings: int, device: str) -> Iterator[list[dict[str, Any]]]:
-    """Yield how trainings in one process ended, all so far after every ten."""
+    """Yield a table of all runs so far after every ten."""
     together = 1 if device == "cpu" else 10  # a process takes seconds to find its GPU
     results: list[dict[str, Any]] = []
     for first in range(0, trainings, together):
         seeds = list(range(first, min(first + together, trainings)))
         (ends,) = in_processes((survive, seeds, device))
-        # A process that hung or died says so, and takes its trainings with it.
+        # If a process hung or died, all of its runs count as that.
         results += ends if isinstance(ends, list) else [ends] * len(seeds)
         if len(results) % 10 == 0 or len(results) == trainings:
             yield tabulate([{"where": "?", "retries": 0, **result} for result in results])
@@ -311,9 +311,9 @@ def measure_survival(trainings: int, device: str) -> Iterator[list[dict[str, Any
 
 
 def halving() -> lo.MicroBatching:
-    """Return what halves the micro-batches of all batches for good when one runs out of memory.
+    """Return a callback that halves all micro-batches for good after out-of-memory, like Composer.
 
-    So does Composer; what ours learns holds for the shape that ran out, and is tried again.
+    MicroBatching itself learns a size per shape, and regrows it.
     """
 
     class Smallest(LearnedSizes):
@@ -329,7 +329,7 @@ def halving() -> lo.MicroBatching:
 
 
 class Layers(L.LightningModule):
-    """Layers whose steps are work rather than overhead, some 20 ms for a short batch."""
+    """Layers with little overhead: about 20 ms per short batch."""
 
     def __init__(self, batches: list[Tensor]) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ def regrow(kind: str, steps: int, queue: Any) -> None:
     malloc_trim()
     if kind != "no limit":
         limit_address_space(30.0)  # the long batch keeps 71 MB for its backward pass
-    # A quarter of the batch fits: where halving without growth stays after the first long batch.
+    # A quarter of the batch fits: the size of halving without growth after the first long batch.
     callback: list[L.Callback] = {
         "no limit": [],
         "MicroBatching('auto')": [lo.MicroBatching()],
@@ -375,7 +375,7 @@ def regrow(kind: str, steps: int, queue: Any) -> None:
 
 
 def measure_regrowth(steps: int, rounds: int) -> list[dict[str, Any]]:
-    """Return the throughput of each kind, of the median of some runs in turn."""
+    """Return each kind's median throughput over several runs in turn."""
     kinds = (
         "no limit",
         "MicroBatching('auto')",
@@ -420,7 +420,7 @@ def publish_cost(arguments: Any, counts: Any) -> None:
 
 
 def publish_survival(arguments: Any, counts: Any) -> None:
-    """Let trainings in one process run out of memory, and publish how they ended so far."""
+    """Let runs in one process run out of memory, and publish how they ended so far."""
     what = "address space" if arguments.device == "cpu" else "share of the GPU's memory"
     title = f"Trainings under a limited {what}, with MicroBatching('auto')"
     for rows in measure_survival(3 if arguments.quick else counts.trainings, arguments.device):
@@ -451,7 +451,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Measure what is asked for and publish its tables."""
+    """Run the requested measurements and publish their tables."""
     own = argparse.ArgumentParser(add_help=False)
     own.add_argument("--trainings", type=int, default=100, help="in one process")
     own.add_argument("--pairs", type=int, default=20, help="trainings on two ranks")

@@ -1,19 +1,196 @@
-"""Learned sizes, batch by batch."""
+"""Learned sizes batch by batch, and planned sizes under FSDP2."""
 
-from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PassedBatches
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from lightning.pytorch import Callback, LightningModule
+from lightning.pytorch.strategies import ModelParallelStrategy
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.utils.data import DataLoader
+
+import lightning_opt as lo
+from lightning_opt.batching import peaks
+from lightning_opt.batching.micro_batching.sizes import LearnedSizes, Measured, PassedBatches
+from lightning_opt.core.measure.malloc import malloc_trim
+from lightning_opt.core.measure.memory import MB, PeakMeter, Usage, resident_memory
+from tests.helpers.processes import launch
+from tests.helpers.trainers import quiet_trainer
+
+pytestmark = pytest.mark.filterwarnings("ignore:Trying to infer the `batch_size`")
+
+WIDTH = 64
+
+
+class Wide(LightningModule):
+    """Uses 1 MB of activations per row of a sample, and little else.
+
+    Args:
+        counts: Samples and rows of each batch, the same on all ranks.
+        failing: The batch, if any, in which rank 1 runs out of memory.
+    """
+
+    def __init__(self, counts: list[tuple[int, int]], failing: int = -1) -> None:
+        super().__init__()
+        self.counts, self.failing = counts, failing
+        state = torch.get_rng_state()
+        torch.manual_seed(1)
+        self.layers = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, 1))
+        torch.set_rng_state(state)
+        self.ran: list[tuple[int, int]] = []  # batch and samples
+
+    def configure_model(self) -> None:
+        for part in (*self.layers, self):
+            fully_shard(part, mesh=self.device_mesh["data_parallel"])
+
+    def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        self.ran.append((batch_idx, len(batch)))
+        hidden = self.layers[0](batch.flatten(0, 1))
+        if batch_idx == self.failing and self.global_rank == 1:
+            raise torch.OutOfMemoryError("planted")
+        hidden = hidden.repeat(1, MB // (4 * WIDTH)).tanh()
+        hidden = hidden.reshape(len(batch), -1, WIDTH).mean(dim=1)
+        return self.layers[1](hidden).square().mean()
+
+    def configure_optimizers(self) -> torch.optim.Optimizer:
+        return torch.optim.SGD(self.parameters(), lr=0.05, momentum=0.9)
+
+    def train_dataloader(self) -> Any:
+        generator = torch.Generator().manual_seed(self.global_rank)
+        batches = [torch.randn(*count, WIDTH, generator=generator) for count in self.counts]
+        return DataLoader(batches, batch_size=None)
+
+
+def weights_of(model: LightningModule) -> dict[str, Tensor]:
+    return {
+        name: (value.full_tensor() if hasattr(value, "full_tensor") else value).detach().clone()
+        for name, value in model.state_dict().items()
+    }
+
+
+class Group:
+    """A limit against which only this process counts."""
+
+    total = 0
+
+    def __init__(self, device: torch.device, host: bool = True) -> None:
+        pass
+
+    def read(self) -> list[Usage]:
+        return [Usage("cgroup", resident_memory(), Group.total)]
+
+
+def train(counts: list[tuple[int, int]], micro: Callback | None) -> dict[str, Any]:
+    """Train and return weights, sizes, and the growth of the process in MB."""
+    model = Wide(counts)
+    trainer = quiet_trainer(
+        callbacks=[] if micro is None else [micro], devices=2, strategy=ModelParallelStrategy(2, 1)
+    )
+    malloc_trim()
+    before, meter = resident_memory(), PeakMeter(torch.device("cpu"))
+    trainer.fit(model)
+    ran = [[size for idx, size in model.ran if idx == batch] for batch in range(len(counts))]
+    return {"weights": weights_of(model), "ran": ran, "more": (meter.read() - before) / MB}
+
+
+def train_planned() -> dict[str, Any]:
+    counts = [(16, 3)] * 6
+    whole = train(counts, None)
+    malloc_trim()
+    room = 0.75 * whole["more"]
+    peaks.MemoryLimits = Group  # type: ignore[misc,assignment]
+    Group.total = resident_memory() + int(room * MB)
+    micro = lo.MicroBatching()
+    return {"whole": whole, "run": train(counts, micro), "room": room, "events": micro.events}
+
+
+class Fewer(Wide):
+    """Rank 1 has fewer samples per batch."""
+
+    def train_dataloader(self) -> Any:
+        self.counts = [(samples - 3 * self.global_rank, rows) for samples, rows in self.counts]
+        return super().train_dataloader()
+
+
+def train_in_windows() -> list[Any]:
+    found = []
+    for callbacks in ([], [lo.MicroBatching()]):
+        model = Fewer([(8, 1)] * 6)
+        strategy = ModelParallelStrategy(2, 1)
+        quiet_trainer(
+            devices=2, strategy=strategy, callbacks=callbacks, accumulate_grad_batches=3
+        ).fit(model)
+        found += [weights_of(model), [batch for batch, _ in model.ran]]
+    return found
+
+
+def run_out() -> str:
+    model = Wide([(4, 1)] * 4, failing=2)
+    micro = lo.MicroBatching()
+    trainer = quiet_trainer(devices=2, strategy=ModelParallelStrategy(2, 1), callbacks=[micro])
+    try:
+        trainer.fit(model)
+    except (MemoryError, RuntimeError) as error:
+        return f"{type(error).__name__}: {error}"
+    finally:
+        dist.destroy_process_group()  # as at the end of a process
+    return "completed"
+
+
+def train_all() -> tuple[dict[str, Any], list[Any], str]:
+    return train_planned(), train_in_windows(), run_out()
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="needs /proc/self/clear_refs")
+def test_planned_sizes_stay_within_the_limit_under_fsdp2():
+    ranks = launch(train_all)
+    for planned, (expected, _, weights, _), _ in ranks:
+        # Sizes grow up to the limit.
+        whole, run = planned["whole"], planned["run"]
+        torch.testing.assert_close(run["weights"], whole["weights"], rtol=0.0, atol=1e-6)
+        sizes = [max(batch) for batch in run["ran"]]
+        assert [sum(batch) for batch in run["ran"]] == [16] * 6
+        assert sizes[0] == 1
+        assert 4 <= max(sizes) < 16
+        assert run["more"] < planned["room"] < whole["more"]
+        grown = [event["size"] for event in planned["events"]]
+        assert grown == sorted(set(grown))
+        # With gradient accumulation, on ranks with different numbers of samples.
+        torch.testing.assert_close(weights, expected, rtol=0.0, atol=1e-6)
+    assert ranks[0][0]["run"]["ran"] == ranks[1][0]["run"]["ran"]
+    ran = [windows[3] for _, windows, _ in ranks]
+    assert ran[0] == ran[1]
+    assert [ran[0].count(batch) for batch in range(4)] == [5, 5, 5, 5]  # no optimizer state yet
+    assert ran[0].count(5) < 5
+    # A rank that runs out of memory ends the run on all ranks.
+    assert "RuntimeError" in ranks[0][2]
+    assert ranks[1][2].startswith("MemoryError: Out of memory on a rank in the middle of a batch")
+    assert "planted" in ranks[1][2]
+
+
+@pytest.mark.parametrize(
+    ("peak", "elements", "room"),
+    [
+        (0.2, 10, 8),  # the largest growth at once
+        (0.5, 10, 7),
+        (0.85, 10, 4),  # room for less than one sample more
+        (0.9999, 10, 3),  # beyond the target: it shrinks
+        (0.5, 5, 7),  # shorter samples count as much
+        (0.5, 20, 1),  # twice as long: four times the memory
+        (0.1, 10, 8),  # no memory used
+    ],
+)
+def test_room_follows_the_measured_memory_per_sample(peak, elements, room):
+    assert Measured("float32[n]", 10, 4, peak, rest=0.1).room_for(elements) == room
 
 
 def shrink(sizes: LearnedSizes, shape: str, elements: int, failed: int) -> int:
     return sizes.record_failure(0, shape, elements, samples=64, failed=failed)
-
-
-def test_size_applies_to_larger_samples_only():
-    sizes = LearnedSizes(100)
-    assert sizes.size_for("a", 10) is None
-    assert shrink(sizes, "a", 10, 8) == 4
-    assert [sizes.size_for(*shape) for shape in (("a", 10), ("b", 9), ("c", 11))] == [4, None, 4]
-    assert shrink(sizes, "c", 11, 4) == 2
-    assert [sizes.size_for(*shape) for shape in (("a", 10), ("d", 20))] == [4, 2]
 
 
 def grown(sizes: LearnedSizes, batches: int) -> list[int]:
