@@ -1,4 +1,4 @@
-"""What is each replica's own while they differ, and what becomes of it when they meet."""
+"""State that replicas have of their own between synchronizations, and how it is combined."""
 
 from pathlib import Path
 from typing import Any
@@ -24,12 +24,12 @@ PLAIN: dict[str, Any] = {"outer_lr": 1.0, "outer_momentum": 0.0, "compression": 
 
 
 class Net(SmallNet):
-    """Each rank has batches of its own; some of rank 1 hold a NaN.
+    """Each rank has its own batches; some batches of rank 1 give a NaN.
 
     Args:
         bad: Numbers of these batches.
-        fewer: By how many batches rank 1 has fewer.
-        settings: Of :class:`SmallNet`.
+        fewer: Number of batches that rank 1 lacks.
+        settings: Arguments of :class:`SmallNet`.
     """
 
     def __init__(self, bad: tuple[int, ...] = (), fewer: int = 0, **settings: Any) -> None:
@@ -69,7 +69,7 @@ def of_all_ranks(value: Tensor) -> list[Tensor]:
 
 
 class Clipped(torch.optim.SGD):
-    """Clips by itself, as ``Trainer(gradient_clip_val=0.1)`` does on each replica."""
+    """Clips like ``Trainer(gradient_clip_val=0.1)`` on each replica."""
 
     def step(self, closure: Any = None) -> Any:
         parameters = [p for group in self.param_groups for p in group["params"]]
@@ -78,7 +78,7 @@ class Clipped(torch.optim.SGD):
 
 
 def _clipping() -> None:
-    """A replica clips its own gradient, and a learning rate counts its own steps."""
+    """A replica clips its own gradient, and its schedule counts its own steps."""
 
     class Scheduled(Net):
         def configure_optimizers(self) -> Any:
@@ -112,7 +112,7 @@ def _clipping() -> None:
 
 
 def _guarded() -> None:
-    """A batch that is bad for one replica costs the other nothing."""
+    """A bad batch of one replica does not affect the other."""
     guard, model = lo.NonFiniteGuard(), Net(bad=(5, 6))
     fit(model, lo.DiLoCoStrategy(4, **PLAIN), callbacks=[guard], precision="64-true")
     own = [(event["step"], event["ranks"]) for event in guard.events]
@@ -142,7 +142,7 @@ def _guarded() -> None:
 
 
 class Weights(Callback):
-    """Keeps this replica's weights after each step, and whether they are those that all share."""
+    """Records this replica's weights after each step, and whether they equal the shared ones."""
 
     def __init__(self) -> None:
         self.seen: list[Tensor] = []
@@ -155,7 +155,7 @@ class Weights(Callback):
 
 
 def _rolled_back() -> None:
-    """A replica that rolls back takes the weights that all share; the others know nothing of it."""
+    """A replica that rolls back takes the shared weights; the others are not affected."""
     bad = (5, 6)
     guard = lo.NonFiniteGuard(
         "rollback", rollback_after=2, backoff_after=1, max_consecutive=9, snapshot_every_n_steps=2
@@ -176,7 +176,7 @@ def _rolled_back() -> None:
 
 
 def _stopped(folder: str) -> None:
-    """Early stopping, checkpoints and tests see one model on all ranks."""
+    """Early stopping, checkpoints and tests use the same model on all ranks."""
     path = f"{folder}/best.ckpt"
 
     class Saves(Callback):
@@ -191,7 +191,7 @@ def _stopped(folder: str) -> None:
                 torch.testing.assert_close(flat(module), mean)  # type: ignore[arg-type]
                 assert not torch.equal(before, flat(module))
 
-    model = Net(lr=1e-4)  # nothing becomes better by 1: rank 0 notices, and takes rank 1 along
+    model = Net(lr=1e-4)  # no improvement of 1: rank 0 stops both
     patience = 1 if dist.get_rank() == 0 else 5
     trainer = fit(
         model,
@@ -210,7 +210,7 @@ def _stopped(folder: str) -> None:
 
 
 def _unfrozen() -> None:
-    """A layer that is unfrozen within a window is sent from then on."""
+    """A layer that is unfrozen within a window is exchanged from then on."""
 
     class Thaws(Callback):
         def __init__(self) -> None:
@@ -232,7 +232,7 @@ def _unfrozen() -> None:
 
 
 def _alike_at_start() -> None:
-    """Whatever each process has made of the model, all begin from the first one's."""
+    """All processes start from the weights and buffers of the first."""
 
     class Start(Callback):
         def on_train_start(self, trainer: Any, module: Any) -> None:
@@ -249,6 +249,20 @@ def _alike_at_start() -> None:
     assert shifts == [2.0]
 
 
+def _buffer_of_one_rank() -> None:
+    """A buffer that changes only on rank 1 is averaged on all ranks."""
+
+    class Changes(Callback):
+        def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
+            if trainer.global_rank == 1 and trainer.global_step == 3:
+                module.shift.fill_(4.0)
+
+    model = Net()
+    model.register_buffer("shift", torch.zeros(()))
+    fit(model, lo.DiLoCoStrategy(4), callbacks=[Changes()])
+    assert float(model.shift) == 2.0
+
+
 def _shorter() -> None:
     with pytest.raises(ValueError, match="as many batches on every process, got from 14 to 16"):
         fit(Net(fewer=2), lo.DiLoCoStrategy(4))
@@ -261,8 +275,9 @@ def _apart(folder: str) -> None:
     _stopped(folder)
     _unfrozen()
     _alike_at_start()
+    _buffer_of_one_rank()
     _shorter()
 
 
-def test_what_is_each_replicas_own(tmp_path: Path) -> None:
+def test_own_and_shared_state_of_replicas(tmp_path: Path) -> None:
     launch(_apart, str(tmp_path))

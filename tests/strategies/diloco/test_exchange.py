@@ -1,4 +1,4 @@
-"""One exchange between replicas, in real processes."""
+"""The exchange between replicas, in real processes."""
 
 import os
 from datetime import timedelta
@@ -18,33 +18,36 @@ pytestmark = pytest.mark.distributed
 TIMES = 40
 
 
-def moved_by(rank: int) -> Tensor:
-    """What a replica moves in every window: a few large numbers, and small ones beside them."""
+def pseudo_gradient_of(rank: int) -> Tensor:
+    """Return a replica's pseudo-gradient: a few large numbers and many small ones."""
     generator = torch.Generator().manual_seed(rank)
     return torch.randn(5000, generator=generator) ** 3
 
 
-def replicas() -> Replicas:
+def replicas(processes: int = 1) -> Replicas:
     if not dist.is_initialized():
         world = int(os.environ["LOCAL_WORLD_SIZE"])
         dist.init_process_group("gloo", rank=int(os.environ["RANK"]), world_size=world)
-    return make_groups(1, timedelta(seconds=60))[0]
+    return make_groups(processes, timedelta(seconds=60))[0]
 
 
-def _again_and_again() -> None:
+def _repeated() -> None:
     among = replicas()
-    own, exact = moved_by(among.index), torch.stack(list(map(moved_by, range(among.count)))).mean(0)
+    own, exact = (
+        pseudo_gradient_of(among.index),
+        torch.stack(list(map(pseudo_gradient_of, range(among.count)))).mean(0),
+    )
     for compression in CODECS:
-        owed, total, errors = torch.zeros_like(own), torch.zeros_like(own), []
+        residual, total, errors = torch.zeros_like(own), torch.zeros_like(own), []
         for time in range(1, TIMES + 1):
-            mean, sound, sent = exchange(own, owed, among, compression)
-            assert sound
+            mean, finite, sent = exchange(own, residual, among, compression)
+            assert finite
             assert mean is not None
             total += mean
             errors.append(float((total / time - exact).abs().max()))
         if compression == "float32":
             assert errors[0] < 1e-5
-        else:  # what a message fails to carry comes with a later one
+        else:  # the rest of one message comes with a later one
             assert errors[0] > 1e-2
             assert errors[-1] < 2 * errors[0] / TIMES
             width = {"int8": 1.0, "int4": 0.5}[compression]
@@ -55,36 +58,36 @@ def _again_and_again() -> None:
         assert all(torch.equal(total, other) for other in everywhere)
 
 
-def _unsound() -> None:
-    """What is not finite counts for nobody; what that replica owed it still owes."""
+def _non_finite() -> None:
+    """All replicas skip one that is not finite, and it keeps its residual."""
     among = replicas()
     for compression in CODECS:
         for bad in ([1], list(range(among.count))):
-            own, owed = moved_by(among.index), torch.zeros(5000)
-            exchange(own, owed, among, compression)
-            before = owed.clone()
+            own, residual = pseudo_gradient_of(among.index), torch.zeros(5000)
+            exchange(own, residual, among, compression)
+            before = residual.clone()
             if among.index in bad:
                 own[3] = torch.nan
-            mean, sound, _ = exchange(own, owed, among, compression)
-            assert sound == (among.index not in bad)
-            if not sound:
+            mean, finite, _ = exchange(own, residual, among, compression)
+            assert finite == (among.index not in bad)
+            if not finite:
                 size = -(-5000 // (1024 * among.count)) * 1024
                 own_shard = slice(among.index * size, (among.index + 1) * size)
-                before[own_shard] = owed[own_shard]  # what it fails to tell of the mean
-                assert torch.equal(owed, before)
+                before[own_shard] = residual[own_shard]  # the rest of the mean's message
+                assert torch.equal(residual, before)
             if len(bad) == among.count:
                 assert mean is None
             else:
-                good = [moved_by(rank) for rank in range(among.count) if rank not in bad]
+                good = [pseudo_gradient_of(rank) for rank in range(among.count) if rank not in bad]
                 assert mean is not None
-                # An error of the first message may come with the second.
+                # The second message includes the error of the first.
                 scale = {"int8": 0.02, "int4": 0.4, "float32": 1e-6}[compression]
                 largest = max(float(moved.abs().max()) for moved in good)
                 assert float((mean - torch.stack(good).mean(0)).abs().max()) < scale * largest
 
 
 def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A large message travels in pieces, so that both directions of a link are used at once."""
+    """A large message travels in pieces, so that both directions of a link are used."""
     among, sizes, means = replicas(), [], []
     plain = dist.all_to_all_single
 
@@ -95,10 +98,10 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dist, "all_to_all_single", counted)
     for piece in (10**9, 1000):
         monkeypatch.setattr(module, "PIECE", piece)
-        owed = torch.zeros(5000)
-        mean, _, sent = exchange(moved_by(among.index), owed, among, "int8")
+        residual = torch.zeros(5000)
+        mean, _, sent = exchange(pseudo_gradient_of(among.index), residual, among, "int8")
         assert mean is not None
-        means.append((mean, owed, sent))
+        means.append((mean, residual, sent))
     whole = sizes[0]
     assert len(sizes) == 2 + 2 * (whole // 1000)
     assert max(sizes[2:]) < 2000 < whole
@@ -109,10 +112,29 @@ def _in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
 def _all() -> None:
     with pytest.MonkeyPatch.context() as monkeypatch:
         _in_pieces(monkeypatch)
-    _again_and_again()
-    _unsound()
+    _repeated()
+    _non_finite()
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_nothing_is_lost_but_what_is_not_finite(processes):
+def test_exchange_loses_nothing_and_skips_replicas_that_are_not_finite(processes):
     launch(_all, processes=processes)
+
+
+def _two_machines() -> None:
+    """Of the first replica's two processes, only the second has a NaN."""
+    among = replicas(processes=2)
+    for compression in CODECS:
+        own, residual = pseudo_gradient_of(among.index), torch.zeros(5000)
+        if dist.get_rank() == 1:
+            own[3] = torch.nan
+        mean, finite, _ = exchange(own, residual, among, compression)
+        assert finite == (among.index == 1)
+        assert mean is not None
+        scale = {"int8": 0.01, "int4": 0.2, "float32": 1e-6}[compression]
+        exact = pseudo_gradient_of(1)
+        assert float((mean - exact).abs().max()) < scale * float(exact.abs().max())
+
+
+def test_replica_with_one_non_finite_process_is_skipped():
+    launch(_two_machines, processes=4)
