@@ -64,7 +64,6 @@ def raw(tensor: Tensor) -> memoryview:
 
 
 def is_plain(value: Any) -> bool:
-    """Return whether a value is a tensor that :func:`raw` accepts."""
     return (
         type(value) is Tensor
         and value.device.type == "cpu"

@@ -85,7 +85,6 @@ def attributes_restored(dataset: Any) -> Iterator[None]:
 
 
 def wrapped(dataset: Any) -> list[Any]:
-    """Return ``dataset`` and the datasets inside it, each once."""
     found: list[Any] = []
     queue = [dataset]
     while queue:

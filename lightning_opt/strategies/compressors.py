@@ -195,8 +195,6 @@ class PowerSGD(Compressor):
 
 
 class SparseCodec(Codec):
-    """The codec of :class:`TopK`."""
-
     def __init__(self, layout: SparseLayout, device: torch.device) -> None:
         super().__init__(layout.nbytes, device)
         self.layout = layout
@@ -209,26 +207,16 @@ class SparseCodec(Codec):
         return indices, flat.index_select(0, indices)
 
     def compress(self, flat: Tensor) -> None:
-        """Write the message of a tensor, and replace the tensor by its unsent rest."""
         indices, values = self._select(flat)
         sent = self.layout.write(self.message, indices, values)
         flat.index_add_(0, indices, sent.to(flat.dtype), alpha=-1)
 
     def decompress_add(self, message: Tensor, out: Tensor, alpha: Scalar = 1.0) -> None:
-        """Add ``alpha`` times the values of a message to ``out``, in place."""
         indices, values = self.layout.read(message, alpha)
         out.index_add_(0, indices, values.to(out.dtype))
 
 
 class ThresholdCodec(SparseCodec):
-    """The codec of :class:`Threshold`.
-
-    Args:
-        layout: Layout of messages.
-        device: The tensor's device.
-        value: The threshold; None to learn it.
-    """
-
     AUTO_RATIO = 0.01
 
     def __init__(self, layout: SparseLayout, device: torch.device, value: float | None) -> None:
@@ -263,15 +251,6 @@ class ThresholdCodec(SparseCodec):
 
 
 class QuantizedCodec(Codec):
-    """The codec of :class:`Quantize`.
-
-    Args:
-        numel: Elements of the tensor.
-        bits: 8 or 4.
-        block: Elements that share a scale; even.
-        device: The tensor's device.
-    """
-
     def __init__(self, numel: int, bits: int, block: int, device: torch.device) -> None:
         self._numel, self._bits, self._block = numel, bits, block
         self._levels, code = (127, torch.int8) if bits == 8 else (7, torch.uint8)
@@ -287,7 +266,6 @@ class QuantizedCodec(Codec):
             yield flat[chunk], slice(chunk.start // block, -(-chunk.stop // block))
 
     def compress(self, flat: Tensor) -> None:
-        """Write the message of a tensor, and replace the tensor by its unsent rest."""
         block = self._block
         write_count(self.message, self._numel)
         scales, codes = self._layout.sections(self.message)

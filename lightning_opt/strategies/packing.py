@@ -36,12 +36,7 @@ def split(numel: int, size: int) -> list[slice]:
 
 
 def chunks_of(flat: Tensor, multiple: int = 1) -> list[slice]:
-    """Return slices that fit a CPU's cache; on an accelerator, one slice.
-
-    Args:
-        flat: One-dimensional.
-        multiple: The length of a slice is a multiple of this.
-    """
+    """Return slices that fit a CPU's cache; on an accelerator, one slice."""
     size = max(CHUNK // multiple, 1) * multiple if reads_are_free(flat.device) else flat.numel()
     return split(flat.numel(), size)
 
@@ -59,7 +54,6 @@ def read_count(message: Tensor) -> int:
 
 
 def write_count(message: Tensor, count: int | Tensor) -> None:
-    """Write the number of elements into a message."""
     message[:4].view(torch.int32).fill_(count)
 
 
@@ -110,7 +104,6 @@ class Layout:
         self.nbytes = -(-end // 8) * 8
 
     def sections(self, message: Tensor) -> list[Tensor]:
-        """Return the sections as typed views of a message."""
         return [message[where].view(dtype).view(shape) for dtype, shape, where in self._parts]
 
 

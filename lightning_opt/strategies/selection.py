@@ -37,7 +37,6 @@ def sampled_threshold(flat: Tensor, k: int) -> float:
 
 
 def largest_indices(flat: Tensor, k: int) -> Tensor:
-    """Return the ascending indices of the ``k`` largest magnitudes, without a wait."""
     return flat.abs().topk(k, sorted=False).indices.sort().values
 
 

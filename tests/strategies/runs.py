@@ -1,4 +1,4 @@
-"""What the tests of compressed DDP train, in each process of ``tests.helpers.processes.launch``."""
+"""Models and runs for the tests of strategies, in each process of ``processes.launch``."""
 
 import tempfile
 import warnings
@@ -18,28 +18,27 @@ from lightning_opt.strategies.compression.compressed_ddp import (
 from tests.helpers.trainers import quiet_trainer
 
 SIZES = (40, 700, 3, 1500, 260)
-"""Elements of the parameters: several buckets at the bucket size below, none a round number."""
+"""Elements of the parameters: several buckets at the bucket size below."""
 
 SMALL_BUCKETS = 0.004  # MiB
 
 
 def gradient(step: int, rank: int, numel: int) -> Tensor:
-    """The gradient of one rank at one step, of unequal sizes among elements."""
+    """Return the gradient of one rank at one step, with elements of different scales."""
     generator = torch.Generator().manual_seed(1000 * step + 17 * rank + numel)
     return torch.randn(numel, generator=generator) * torch.linspace(0.1, 2.0, numel)
 
 
 class Ledger(LightningModule):
-    """A loss whose gradient is known beforehand, whatever the weights are.
+    """A loss whose known gradient does not depend on the weights.
 
-    With SGD at a learning rate of 1, the weights are the account: minus the mean over ranks of all
-    gradients that were applied.
+    With SGD at a learning rate of 1, the weights are minus the sum of the applied mean gradients.
 
     Args:
-        skip: Says of a step, a rank and a parameter's index whether it is left out of the loss.
+        skip: Whether a parameter is unused, by step, rank and the parameter's index.
         bad: Step, rank and parameter's index at which the gradient is infinite.
         die_at: Step at which rank 1 dies.
-        window: Backward passes an optimizer step.
+        window: Backward passes per optimizer step.
     """
 
     def __init__(
@@ -74,7 +73,7 @@ class Ledger(LightningModule):
 
 
 class Matrices(Ledger):
-    """The same, with parameters that have rows and columns."""
+    """The same with matrices."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -129,7 +128,7 @@ def fit(
     scaler: torch.amp.GradScaler | None = None,
     **settings: Any,
 ) -> Trainer:
-    """Train on this process's share; ``batches`` is a range of step numbers or a loader."""
+    """Train; ``batches`` is a range of step numbers or a loader."""
     loader = DataLoader(list(batches), batch_size=None) if isinstance(batches, range) else batches
     if scaler is not None:
         settings["plugins"] = [MixedPrecision("16-mixed", "cpu", scaler=scaler)]
@@ -150,7 +149,7 @@ def dist_world() -> int:
 
 
 class KeptResiduals(CompressedDDPStrategy):
-    """Keeps what a checkpoint at the end of the fit holds, for a look after it."""
+    """Stores the strategy's state of a checkpoint at the end of the fit."""
 
     state: dict[str, Any]
 
@@ -164,7 +163,7 @@ class KeptResiduals(CompressedDDPStrategy):
 
 
 def state_of(trainer: Any) -> dict[str, Any]:
-    """What a checkpoint written now says of the strategy. All ranks must call it."""
+    """Return the strategy's state of a checkpoint written now. All ranks must call it."""
     path = trainer.strategy.broadcast(f"{tempfile.mkdtemp()}/now.ckpt")
     trainer.save_checkpoint(path)
     state: dict[str, Any] = torch.load(path, weights_only=True)[
@@ -174,7 +173,7 @@ def state_of(trainer: Any) -> dict[str, Any]:
 
 
 def same_on_all_ranks(module: nn.Module) -> bool:
-    """Whether all ranks hold the same bits."""
+    """Return whether all ranks have the same bits."""
     flat = torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
     everywhere = [torch.empty_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everywhere, flat)
@@ -191,13 +190,13 @@ class SaveAtEnd(Callback):
 
 
 def assert_nothing_is_lost(model: Ledger, strategy: KeptResiduals, accounts: Any) -> None:
-    """What was applied and what is still owed are what an exact reduction would have applied."""
-    owed = 0.0
+    """Assert that applied gradients and residuals add up to those of an exact reduction."""
+    largest = 0.0
     for index, (weight, account) in enumerate(zip(model.weights, accounts, strict=True)):
         rest = strategy.kept[f"weights.{index}"]
         torch.testing.assert_close(
             weight.detach().double().flatten() - rest, account, rtol=0, atol=2e-4
         )
-        owed = max(owed, rest.abs().max().item())
-    assert owed > 1e-3  # or there was nothing to lose
+        largest = max(largest, rest.abs().max().item())
+    assert largest > 1e-3  # the test is not vacuous
     assert same_on_all_ranks(model)

@@ -1,4 +1,4 @@
-"""Tensors that try compressors."""
+"""Random tensors for tests of compressors."""
 
 import torch
 from hypothesis import strategies as st
@@ -7,7 +7,7 @@ from torch import Tensor
 
 @st.composite
 def tensors(draw: st.DrawFn, least: int = 1) -> Tensor:
-    """Flat tensors of any size: normal, heavy-tailed, sparse, zero, equal, of few values, tiny."""
+    """Generate flat tensors: normal, heavy-tailed, sparse, zero, equal, few values, tiny."""
     numel = draw(st.one_of(st.integers(least, 70), st.integers(least, 3000)))
     generator = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
     scale = 10.0 ** draw(st.integers(-20, 12))

@@ -1,4 +1,4 @@
-"""Compression against dense arithmetic in float64, without processes."""
+"""Compressors against float64 arithmetic, without processes."""
 
 import math
 import pickle
@@ -27,7 +27,7 @@ relaxed = settings(deadline=None, max_examples=40, suppress_health_check=list(He
 
 @pytest.fixture(autouse=True)
 def _small_chunks(monkeypatch):
-    """Small tensors then take several chunks, as large ones do."""
+    """Let small tensors take several chunks."""
     monkeypatch.setattr(packing, "CHUNK", 100)
 
 
@@ -45,7 +45,7 @@ def decompressed(codec, message: Tensor, numel: int) -> Tensor:
 
 
 def assert_rounded(sent: Tensor, exact: Tensor, block: int, levels: int) -> None:
-    """Each element is within half a step of its block, whose largest has the code ``levels``."""
+    """Assert that each element is within half a quantization step of its block."""
     for part, true in zip(sent.split(block), exact.split(block), strict=True):
         if len(true):
             assert (part - true).abs().max() <= true.abs().max() / levels * 0.5001 + 1e-35
@@ -57,17 +57,17 @@ def round_off(flat: Tensor) -> float:
 
 @relaxed
 @given(compressor=compressors, flat=tensors(), steps=st.integers(1, 4))
-def test_what_is_sent_and_what_is_left_add_up_to_every_gradient(compressor, flat, steps):
+def test_messages_and_residual_add_up_to_the_gradients(compressor, flat, steps):
     codec = compressor.codec(len(flat), CPU)
     residual = torch.zeros_like(flat)
     sent = torch.zeros(len(flat), dtype=torch.float64)
-    owed = torch.zeros(len(flat), dtype=torch.float64)
+    total = torch.zeros(len(flat), dtype=torch.float64)
     for step in range(steps):
         gradient = flat.roll(step) * (1 + step)
         codec.compress(residual.add_(gradient))
         sent += decompressed(codec, codec.message, len(flat))
-        owed += gradient
-    torch.testing.assert_close(sent + residual, owed, rtol=0, atol=20 * round_off(owed))
+        total += gradient
+    torch.testing.assert_close(sent + residual, total, rtol=0, atol=20 * round_off(total))
 
 
 @relaxed
@@ -76,7 +76,7 @@ def test_what_is_sent_and_what_is_left_add_up_to_every_gradient(compressor, flat
     ratio=st.floats(1e-4, 1.0),
     warm=st.floats(0.05, 20.0),
 )
-def test_top_k_sends_the_largest(flat, ratio, warm):
+def test_top_k_sends_the_largest_elements(flat, ratio, warm):
     compressor = TopK(ratio)
     k = compressor.capacity(len(flat))
     codec = compressor.codec(len(flat), CPU)
@@ -89,7 +89,7 @@ def test_top_k_sends_the_largest(flat, ratio, warm):
     assert len(indices) <= k
     assert len(indices) >= min(k, present) // 2
     assert torch.equal(indices, indices.unique())
-    # Nothing that stays is larger than what goes, so it is the true top of its length.
+    # No unsent element is larger than a sent one.
     np.testing.assert_array_equal(
         np.sort(magnitudes[indices.numpy()]),
         np.sort(magnitudes)[len(magnitudes) - len(indices) :],
@@ -102,7 +102,7 @@ def test_top_k_sends_the_largest(flat, ratio, warm):
 
 @relaxed
 @given(flat=tensors(), bound=st.floats(1e-3, 10), max_ratio=st.floats(1e-3, 1.0))
-def test_threshold_sends_what_reaches_it(flat, bound, max_ratio):
+def test_threshold_sends_elements_that_reach_it(flat, bound, max_ratio):
     codec = Threshold(bound, max_ratio).codec(len(flat), CPU)
     above = np.flatnonzero(flat.abs().numpy() >= np.float32(bound))
     capacity = max(round(max_ratio * len(flat)), 1)
@@ -116,33 +116,33 @@ def test_threshold_sends_what_reaches_it(flat, bound, max_ratio):
             assert set(indices.tolist()) <= set(above.tolist())
 
 
-def test_an_automatic_threshold_stays_what_it_was_at_first():
+def test_automatic_threshold_is_learned_once():
     flat = torch.randn(5000)
     codec = Threshold("auto", max_ratio=0.05).codec(5000, CPU)
     codec.compress(flat.clone())
     assert read_count(codec.message) == 50
     codec.compress(flat / 10)
-    assert read_count(codec.message) == 0  # a quiet layer sends nothing
+    assert read_count(codec.message) == 0  # a layer with small gradients sends nothing
     codec.compress(flat * 1.2)
     assert 50 < read_count(codec.message) < 250
 
 
 @relaxed
 @given(flat=tensors(), bits=st.sampled_from([8, 4]), block=st.sampled_from([2, 34, 1024]))
-def test_quantisation_rounds_to_the_nearest_of_its_levels(flat, bits, block):
+def test_quantization_rounds_to_the_nearest_level(flat, bits, block):
     codec = Quantize(bits, block).codec(len(flat), CPU)
     codec.compress(flat.clone())
     sent = decompressed(codec, codec.message, len(flat))
     assert_rounded(sent, flat.double(), block, 127 if bits == 8 else 7)
 
 
-def test_gradients_too_large_to_square_are_finite():
+def test_is_finite_of_values_too_large_to_square():
     assert packing.is_finite(torch.full((10,), 1e30))
     assert packing.is_finite(torch.full((10,), 6e4, dtype=torch.float16))
     assert not packing.is_finite(torch.tensor([1.0, math.inf, -math.inf]))
 
 
-def test_float64_is_compressed_in_its_own_precision():
+def test_float64_keeps_its_precision():
     residual = torch.randn(3000, dtype=torch.float64)
     before, codec = residual.clone(), TopK(0.1).codec(3000, CPU)
     codec.compress(residual)
@@ -154,7 +154,7 @@ def test_float64_is_compressed_in_its_own_precision():
 
 
 @pytest.mark.parametrize("numel", [1_000_000, 6_553_600])
-def test_bytes_on_the_wire(numel):
+def test_message_sizes(numel):
     element = TopK(0.01).codec(numel, CPU).nbytes / (0.01 * numel)
     assert element <= 2.45
     assert 4 * numel / TopK(0.01).codec(numel, CPU).nbytes >= 150
@@ -165,7 +165,7 @@ def test_bytes_on_the_wire(numel):
 
 @relaxed
 @given(compressor=compressors, flat=tensors())
-def test_messages_have_one_length_and_one_place(compressor, flat):
+def test_messages_have_fixed_length_and_memory(compressor, flat):
     codec = compressor.codec(len(flat), CPU)
     place = codec.message.data_ptr()
     for factor in (1.0, 0.0, -3.0):
@@ -178,7 +178,7 @@ def test_messages_have_one_length_and_one_place(compressor, flat):
 
 
 @pytest.mark.slow
-def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
+def test_selection_needs_one_pass_after_the_first_step(monkeypatch):
     generator = torch.Generator().manual_seed(0)
     codec = TopK(0.01).codec(200_000, CPU)
     residual = torch.zeros(200_000)
@@ -199,7 +199,7 @@ def test_after_the_first_step_one_look_at_the_bucket_is_enough(monkeypatch):
     assert sum(counts) >= 0.97 * 60 * 2000
 
 
-def test_equal_magnitudes_at_the_edge_are_cut_to_the_right_number():
+def test_ties_are_cut_to_k_elements():
     places, kth = selection.largest(torch.tensor([1.0, 2.0, 2.0, 3.0, 2.0, 0.5]), 3)
     assert kth == 2.0
     assert len(places) == 3
@@ -211,7 +211,7 @@ def test_equal_magnitudes_at_the_edge_are_cut_to_the_right_number():
 
 
 @pytest.mark.parametrize("ratio", [0, 0.0, -0.1, 1.1, math.nan, "1%", True])
-def test_a_ratio_is_above_0_and_at_most_1(ratio):
+def test_invalid_ratio_raises(ratio):
     with pytest.raises(ValueError, match="ratio"):
         TopK(ratio)
     with pytest.raises(ValueError, match="max_ratio"):
@@ -230,13 +230,13 @@ def test_a_ratio_is_above_0_and_at_most_1(ratio):
         (lambda: TopK(k=11).codec(10, CPU), "bucket of 10"),
     ],
 )
-def test_bad_arguments_are_named(make, word):
+def test_invalid_arguments_raise(make, word):
     with pytest.raises(ValueError, match=word):
         make()
 
 
 @pytest.mark.parametrize("compressor", [TopK(0.02), Threshold(0.1), Quantize(4)])
-def test_descriptions_pickle_and_print(compressor: Compressor):
+def test_compressors_pickle_and_have_a_repr(compressor: Compressor):
     again = pickle.loads(pickle.dumps(compressor))
     assert repr(again) == repr(compressor)
     assert eval(repr(compressor)).__dict__ == compressor.__dict__

@@ -106,7 +106,6 @@ class CachedDataset(Caching, Dataset[Any]):
 
 
 def _probes(dataset: Any) -> list[int]:
-    """Return the first, the middle and the last index."""
     try:
         length = len(dataset)
     except TypeError:

@@ -147,15 +147,7 @@ def check_private(folder: Path) -> None:
 
 
 def memory_folder(max_bytes: int, owner: object) -> Path:
-    """Create a private folder in memory that is removed together with ``owner``.
-
-    Args:
-        max_bytes: The bytes that must fit.
-        owner: The object to which the folder belongs.
-
-    Raises:
-        ValueError: If there is no room for ``max_bytes``.
-    """
+    """Create a private folder in memory that is removed together with ``owner``."""
     root = Path("/dev/shm")
     if not os.access(root, os.W_OK):
         root = Path(tempfile.gettempdir())  # the system keeps its files in memory while it can
@@ -176,7 +168,6 @@ def memory_folder(max_bytes: int, owner: object) -> Path:
 
 
 def _lock(file: Any) -> bool:
-    """Lock a file, also against processes in other containers; forked workers keep the lock."""
     if fcntl is not None:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

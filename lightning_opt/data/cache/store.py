@@ -151,7 +151,6 @@ class Store:
         return self._attempt(add, 0)
 
     def _insert(self, database: sqlite3.Connection, name: str, data: bytes) -> bool:
-        """Store the data, and return whether there was room."""
         try:
             with database:
                 database.execute(BEGIN)
@@ -200,8 +199,6 @@ class Store:
         return self._attempt(count, {"bytes": 0, "items": 0})
 
     def clear(self) -> None:
-        """Delete the items of this version."""
-
         def empty(database: sqlite3.Connection) -> None:
             mine, version = "FROM items WHERE version = ?", (self.version,)
             with database:

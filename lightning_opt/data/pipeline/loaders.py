@@ -38,12 +38,10 @@ class LoaderSettings:
     persistent: bool = False
 
     def to_dict(self) -> dict[str, Any]:
-        """Return the settings as plain types."""
         return asdict(self)
 
 
 def settings_of(loader: DataLoader[Any]) -> LoaderSettings:
-    """Return the present settings of a loader."""
     return LoaderSettings(
         loader.num_workers, loader.prefetch_factor, loader.pin_memory, loader.persistent_workers
     )
@@ -121,7 +119,6 @@ def _attributes(sampler: Any, types: tuple[type, ...]) -> list[dict[str, Any]]:
 
 
 def copied_sampler(loader: DataLoader[Any]) -> Any:
-    """Return a copy of the sampler or batch sampler that refers to the same dataset."""
     parts = (loader.sampler, loader.batch_sampler)
     kept = [loader.dataset, *(getattr(part, "data_source", None) for part in parts)]
     return copy.deepcopy(loader._index_sampler, {id(source): source for source in kept})

@@ -137,13 +137,7 @@ class Buckets:
         self._unassigned: dict[str, Tensor] = {}  # residuals by parameter
 
     def get(self, parameters: Mapping[str, Tensor], gradient: Tensor) -> Bucket:
-        """Return the bucket of these parameters.
-
-        Args:
-            parameters: The parameters by name, in the bucket's order.
-            gradient: The bucket's gradient. The residual has its device, and its dtype if that is
-                wider than float32.
-        """
+        """Return the bucket of these parameters."""
         names = tuple(parameters)
         if names not in self.present:
             for other in [one for one in self.present if not parameters.keys().isdisjoint(one)]:
@@ -162,7 +156,6 @@ class Buckets:
 
     @property
     def may_be_nonzero(self) -> bool:
-        """Whether any residual may hold anything."""
         return bool(self._unassigned) or any(one.may_be_nonzero for one in self.present.values())
 
     def norm(self) -> float:
@@ -188,7 +181,6 @@ class Buckets:
         return means
 
     def load(self, means: Mapping[str, Tensor]) -> None:
-        """Replace all residuals by those of :meth:`averaged`."""
         self.present.clear()
         self._unassigned = {name: mean.clone() for name, mean in means.items()}
 

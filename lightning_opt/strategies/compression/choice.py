@@ -137,7 +137,6 @@ class AutoChoice:
 
     @property
     def name(self) -> str | None:
-        """Name of the chosen scheme; None before the choice."""
         return None if self.choice is None else name_of(self.schemes[self.choice])
 
     def begin_step(self, device: torch.device) -> Scheme:
@@ -229,7 +228,6 @@ def gentlest_that_pays(seconds: Sequence[float], margins: Sequence[float]) -> in
 
 
 def name_of(scheme: Scheme) -> str:
-    """Return the name of a scheme for reports and checkpoints."""
     if scheme is None:
         return "uncompressed"
     if isinstance(scheme, TopK):

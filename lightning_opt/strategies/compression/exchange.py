@@ -132,7 +132,6 @@ class Exchange(ABC):
 
     @property
     def selected(self) -> int:
-        """Number of elements in this rank's latest messages."""
         if not self._codecs:
             return self.residual.committed.numel()
         return sum(read_count(codec.message) for codec in self._codecs)
@@ -165,7 +164,6 @@ class GatherExchange(Exchange):
         self.sent_bytes = (self._world - 1) * sum(codec.nbytes for codec in self._codecs)
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        """Launch the exchange of one step; see :meth:`Exchange.start`."""
         # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
         bad = is_finite(self.residual.pending).logical_not()
         self.non_finite.zero_()
@@ -201,7 +199,6 @@ class GatherExchange(Exchange):
 
     @property
     def bound(self) -> Scalar | None:
-        """The threshold that the codec has learned, for a checkpoint."""
         return self._pieces[0][1].bound
 
 
@@ -248,7 +245,6 @@ class LowRankExchange(Exchange):
         return state
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        """Launch the exchange of one step; see :meth:`Exchange.start`."""
         gradient.copy_(self.residual.pending * scale)
 
         def finish(future: Future[Tensor]) -> Tensor:
@@ -295,17 +291,7 @@ def add_messages(codec: Codec, messages: Iterable[Tensor], out: Tensor, alpha: S
 
 
 def piece_size(compressor: Compressor, numel: int, device: torch.device, shards: int = 1) -> int:
-    """Return the number of elements of each shard that travel together.
-
-    Only quantized buckets can be split without a change, at the ends of blocks. An accelerator
-    encodes so fast that splitting gains nothing.
-
-    Args:
-        compressor: Compresses the bucket.
-        numel: Elements of a shard.
-        device: The bucket's device.
-        shards: Number of shards.
-    """
+    """Return the number of elements of each shard that travel together."""
     if not isinstance(compressor, Quantize) or not reads_are_free(device):
         return numel
     size = max(PIECE // shards, LEAST_PIECE)

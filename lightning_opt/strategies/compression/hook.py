@@ -42,14 +42,12 @@ class HostEvent:
     """Has the interface of a CUDA event, with the host's clock."""
 
     def record(self) -> None:
-        """Store the time."""
         self.at = time.perf_counter()
 
     def synchronize(self) -> None:
-        """Return at once."""
+        pass
 
     def elapsed_time(self, end: "HostEvent") -> float:
-        """Return the milliseconds up to a later event."""
         return 1e3 * (end.at - self.at)
 
 
@@ -163,7 +161,6 @@ class CompressedReduction:
     # --- a step -----------------------------------------------------------------------------------
 
     def reduce(self, bucket: GradBucket) -> Future[Tensor]:
-        """Average one bucket over the ranks; see :func:`reduce_bucket`."""
         gradient = bucket.buffer()
         if bucket.index() == 0:
             self._begin_step(gradient.device)
@@ -250,7 +247,6 @@ class CompressedReduction:
         return TwoStageExchange(compressor, bucket, self._own_group, self._worker)
 
     def close(self) -> None:
-        """Remove the hooks of the model's parameters, and end the thread."""
         for handle in self._handles:
             handle.remove()
         self._worker.shutdown(wait=False)
@@ -283,7 +279,6 @@ class CompressedReduction:
             self._auto.restore(state_dict.get("choice"), state_dict.get("ramped", 0))
 
     def reset(self) -> None:
-        """Discard all residuals."""
         self._launched = []
         self.buckets.load({})
 
@@ -306,5 +301,4 @@ class CompressedReduction:
 
 
 def reduce_bucket(state: CompressedReduction, bucket: GradBucket) -> Future[Tensor]:
-    """Average one bucket over the ranks. This function is registered with DDP."""
     return state.reduce(bucket)

@@ -165,7 +165,6 @@ class TwoStageExchange(Exchange):
         self.sent_bytes = sum(piece.sent_bytes for piece in self._pieces)
 
     def start(self, gradient: Tensor, scale: Scalar = 1.0) -> Future[Tensor]:
-        """Launch the exchange of one step; see :meth:`Exchange.start`."""
         # Computed first: pieces may arrive and overwrite the gradient before the last is encoded.
         bad = is_finite(self.residual.pending).logical_not()
         self.non_finite.zero_()
@@ -212,7 +211,6 @@ class TwoStageExchange(Exchange):
                 pieces[turn - 2].decode(gradient, scale, self.non_finite)
 
     def commit(self, skipped: Tensor) -> None:
-        """Commit the residuals of both stages; see :meth:`Exchange.commit`."""
         super().commit(skipped)
         for piece in self._pieces:
             piece.mean_residual.commit(skipped)

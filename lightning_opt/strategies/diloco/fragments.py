@@ -86,12 +86,7 @@ class Fragment:
 
 
 def cut_into_fragments(parameters: Mapping[str, Tensor], count: int) -> list[Fragment]:
-    """Return fragments of about equal size, each of whole parameters in their order.
-
-    Args:
-        parameters: Parameters by name.
-        count: Number of fragments; fewer if there are fewer parameters.
-    """
+    """Return fragments of about equal size, each of whole parameters in their order."""
     total = sum(parameter.numel() for parameter in parameters.values())
     groups: dict[int, dict[str, Tensor]] = {}
     start = 0
@@ -117,7 +112,6 @@ def default_outer(sync_every: int) -> tuple[float, float]:
 
 
 def momentum_of(fragments: Sequence[Fragment]) -> dict[str, Tensor]:
-    """Return writable views of the outer momentum, by the parameters' names."""
     return {
         name: part
         for one in fragments

@@ -19,8 +19,6 @@ from lightning_opt.strategies.diloco.fragments import cut_into_fragments, due_at
 
 @dataclass(frozen=True)
 class Plan:
-    """The settings of the strategy; see its arguments."""
-
     sync_every: int
     outer_lr: float
     outer_momentum: float
@@ -107,7 +105,6 @@ class Replica:
 
     @torch.no_grad()
     def _send(self, number: int, compression: str) -> None:
-        """Launch the exchange of a fragment."""
         fragment, replicas, stream = self._fragments[number], self._replicas, self._stream
         pseudo_gradient, residual = fragment.compute_pseudo_gradient(), fragment.residual
         computed = None if stream is None else torch.cuda.current_stream().record_event()

@@ -48,7 +48,7 @@ def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
     return KeptResiduals(compressor or TopK(0.05), **settings)
 
 
-# --- the books balance --------------------------------------------------------------------------
+# --- nothing is lost ---------------------------------------------------------------------------
 
 
 def _balance(steps: int) -> None:
@@ -82,13 +82,13 @@ def _balance_in_two_stages(steps: int) -> None:
             )
             trainer = fit(model, strategy, range(steps))
             assert_nothing_is_lost(model, strategy, expected(range(steps), world, model))
-            # No more than twice the message, whatever the number of ranks.
+            # At most twice the message at any number of ranks.
             whole = compressor.codec(sum(SIZES), torch.device("cpu")).nbytes
             assert trainer.callback_metrics["comm/bytes"] < 2 * whole + 100 * world * len(SIZES)
 
 
 @pytest.mark.parametrize("processes", [3, 4])
-def test_nothing_sparse_is_lost_in_two_stages(processes):
+def test_two_stages_lose_nothing_of_sparse_messages(processes):
     launch(_balance_in_two_stages, 40, processes=processes)
 
 
@@ -98,8 +98,8 @@ def _accumulate() -> None:
     assert_nothing_is_lost(model, strategy, expected(range(40), 2, model))
 
 
-def _leave_out() -> None:
-    """Parameter 1 is now and then unused on a rank, and on all; parameter 3 most of the time."""
+def _unused() -> None:
+    """Parameter 1 is sometimes unused on one rank or on all; parameter 3 most of the time."""
 
     def skip(step: int, rank: int, index: int) -> bool:
         return (
@@ -111,12 +111,12 @@ def _leave_out() -> None:
     assert_nothing_is_lost(model, strategy, expected(range(40), 2, model))
 
 
-def test_accumulation_sends_whole_windows():
+def test_accumulation_loses_nothing():
     launch(_accumulate)
 
 
-def test_what_an_unused_parameter_is_owed_waits_for_it():
-    launch(_leave_out)
+def test_residual_of_an_unused_parameter_is_kept():
+    launch(_unused)
 
 
 def _planted_infinity(bucket_cap_mb: float, compressor: Any) -> None:
@@ -127,21 +127,21 @@ def _planted_infinity(bucket_cap_mb: float, compressor: Any) -> None:
     fit(model, strategy, range(30), scaler=scaler)
     steps = [step for step in range(30) if step != 12]
     without = expected(steps, world, model)
-    # The loss scale grew with the residual in between, and the scaler skipped the bad step.
+    # The loss scale has grown meanwhile, and the scaler has skipped the bad step.
     assert scaler.get_scale() == 1024.0 * 2**3 / 2
     assert_nothing_is_lost(model, strategy, without)
 
 
 @pytest.mark.parametrize("bucket_cap_mb", [25, SMALL_BUCKETS])
 @pytest.mark.parametrize(("compressor", "processes"), [(TopK(0.05), 2), (Quantize(4), 3)])
-def test_an_overflow_skips_the_step_everywhere_and_spoils_no_residual(
+def test_overflow_skips_the_step_on_all_ranks_and_keeps_residuals(
     bucket_cap_mb, compressor, processes
 ):
     launch(_planted_infinity, bucket_cap_mb, compressor, processes=processes)
 
 
 class GradientsAt(Callback):
-    """Keeps whether each gradient is finite, as the optimizer of this rank sees it."""
+    """Records whether each gradient is finite before the optimizer step."""
 
     def __init__(self) -> None:
         self.finite: list[list[bool]] = []
@@ -160,7 +160,7 @@ def _flag() -> list[list[bool]]:
     return seen.finite
 
 
-def test_a_gradient_that_is_not_finite_is_seen_on_all_ranks():
+def test_non_finite_gradient_is_non_finite_on_all_ranks():
     for finite in launch(_flag):
         assert [all(step) for step in finite] == [step != 12 for step in range(20)]
 
@@ -176,7 +176,7 @@ def _first_half(path: str, bits: int | None) -> None:
 
 def _second_half(path: str, bits: int | None) -> None:
     strategy, model = compressed(bits and Quantize(bits)), Ledger()
-    # The second epoch's batches are numbered on from the first's.
+    # The second epoch's batches continue the numbers of the first.
     fit(model, strategy, range(20, 40), ckpt_path=path, max_epochs=2)
     before = 2 if bits is None else 3
     first, second = expected(range(20), before, model), expected(range(20, 40), dist_world(), model)
@@ -187,7 +187,7 @@ def _second_half(path: str, bits: int | None) -> None:
 @pytest.mark.parametrize(
     ("bits", "before", "after"), [(None, 2, 2), (None, 2, 3), (4, 3, 3), (4, 3, 2)]
 )
-def test_a_resumed_run_owes_what_the_interrupted_one_did(tmp_path, bits, before, after):
+def test_resumed_run_loses_nothing(tmp_path, bits, before, after):
     path = str(tmp_path / "half.ckpt")
     launch(_first_half, path, bits, processes=before)
     content = torch.load(path, weights_only=True)
@@ -212,7 +212,7 @@ def _compressed_half(path: str) -> None:
     assert_nothing_is_lost(model, strategy, expected(range(40), 2, model))
 
 
-def test_a_checkpoint_of_plain_ddp_resumes_with_a_word(tmp_path):
+def test_checkpoint_of_plain_ddp_resumes_with_a_warning(tmp_path):
     launch(_dense_half, str(tmp_path / "dense.ckpt"))
     launch(_compressed_half, str(tmp_path / "dense.ckpt"))
 
@@ -221,7 +221,7 @@ def test_a_checkpoint_of_plain_ddp_resumes_with_a_word(tmp_path):
 
 
 class Student(SmallNet):
-    """Learns a random teacher; its loss tells good compression from bad."""
+    """Learns a random teacher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -246,7 +246,7 @@ def _learn() -> dict[str, float]:
     for name, strategy in {
         "dense": "ddp",
         "topk": CompressedDDPStrategy("topk", ratio=0.01),
-        "forgetful": CompressedDDPStrategy("topk", ratio=0.01, error_feedback=False),
+        "no feedback": CompressedDDPStrategy("topk", ratio=0.01, error_feedback=False),
         "threshold": CompressedDDPStrategy("threshold"),
         "int8": CompressedDDPStrategy("int8"),
         "int4": CompressedDDPStrategy("int4"),
@@ -259,7 +259,7 @@ def _learn() -> dict[str, float]:
 
 
 @pytest.mark.slow
-def test_400_steps_leave_the_same_bits_everywhere_and_error_feedback_pays():
+def test_training_with_error_feedback_comes_close_to_dense():
     losses = launch(_learn)[0]
     gap = {name: loss - losses["dense"] for name, loss in losses.items()}
     untrained = Student().final_loss() - losses["dense"]
@@ -267,7 +267,7 @@ def test_400_steps_leave_the_same_bits_everywhere_and_error_feedback_pays():
     assert gap["threshold"] < 0.1 * untrained
     assert gap["int8"] < 0.001 * untrained
     assert gap["int4"] < 0.01 * untrained
-    assert gap["forgetful"] > 3 * gap["topk"]
+    assert gap["no feedback"] > 3 * gap["topk"]
 
 
 def _by_hand() -> None:
@@ -276,7 +276,7 @@ def _by_hand() -> None:
     assert_nothing_is_lost(model, strategy, expected(range(30), 2, model))
 
 
-def test_two_optimizers_by_hand():
+def test_two_optimizers_by_hand_lose_nothing():
     launch(_by_hand)
 
 
@@ -298,7 +298,7 @@ def _low_precision() -> None:
         assert (end - start).norm() > 0.01
 
 
-def test_other_precisions():
+def test_training_in_other_precisions():
     launch(_low_precision)
 
 
@@ -321,7 +321,7 @@ def test_traffic_is_counted_and_logged():
     first, _, last = (values for _, values in records if "comm/mode" in values)
     numel = sum(p.numel() for p in Ledger().parameters())
     assert first["comm/mode"] == 0
-    assert first["comm/bytes"] == 4 * numel  # two ranks: each half once to add, once to spread
+    assert first["comm/bytes"] == 4 * numel  # two ranks: each sends two halves
     assert first["comm/ratio"] == 1
     assert first["comm/residual_norm"] == 0
     assert last["comm/mode"] == 3
@@ -333,7 +333,7 @@ def test_traffic_is_counted_and_logged():
     assert metrics == pytest.approx(last)
 
 
-# --- trouble ------------------------------------------------------------------------------------
+# --- failures ------------------------------------------------------------------------------------
 
 
 def _lose_a_rank(compressor: str) -> None:
@@ -341,12 +341,12 @@ def _lose_a_rank(compressor: str) -> None:
 
 
 @pytest.mark.parametrize(("compressor", "processes"), [("topk", 2), ("int8", 3)])
-def test_a_lost_rank_ends_the_others(compressor, processes):
+def test_lost_rank_ends_the_others(compressor, processes):
     with pytest.raises(AssertionError, match=r"(?s)rank 0 ended with 1.*rank 1 ended with 3"):
         launch(_lose_a_rank, compressor, timeout=240, processes=processes)
 
 
-# --- torch's own --------------------------------------------------------------------------------
+# --- torch's hooks ------------------------------------------------------------------------------
 
 
 def _baselines() -> dict[str, float]:
@@ -364,7 +364,7 @@ def _baselines() -> dict[str, float]:
     return losses
 
 
-def test_torchs_own_hooks_work_on_gloo():
+def test_torchs_hooks_work_on_gloo():
     losses = launch(_baselines)[0]
     assert losses["fp16"] == pytest.approx(losses["dense"], rel=0.01)
     assert losses["bf16"] == pytest.approx(losses["dense"], rel=0.05)
@@ -373,7 +373,7 @@ def test_torchs_own_hooks_work_on_gloo():
 
 
 def _low_rank(path: str) -> None:
-    """A NaN on one rank, a loss scale that grows, and a resume: all of it is owed or applied."""
+    """A NaN on one rank, a growing loss scale, and a resume: nothing is lost."""
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
     first, model = KeptResiduals("powersgd", warmup_steps=3), Matrices(bad=(12, 1, 3))
     fit(model, first, range(20), scaler=scaler, callbacks=[SaveAtEnd(path)])
@@ -385,5 +385,5 @@ def _low_rank(path: str) -> None:
     assert_nothing_is_lost(model, second, expected([*steps, *range(20, 40)], 2, model))
 
 
-def test_powersgd_keeps_no_nan_and_no_loss_scale_and_resumes(tmp_path):
+def test_powersgd_loses_nothing_with_nan_loss_scale_and_resume(tmp_path):
     launch(_low_rank, str(tmp_path / "half.ckpt"))

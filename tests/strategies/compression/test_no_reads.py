@@ -38,7 +38,7 @@ SIZES = (700, 3, 1500)
 
 
 def reduction(scheme: Any, parameters: list[Tensor], **settings: Any) -> CompressedReduction:
-    """A hook with every step sent as ``scheme``."""
+    """Return a hook that sends every step as ``scheme``."""
     settings = {"loss_scale": lambda: torch.ones(()), "clip": lambda *_: None, **settings}
     names = {parameter: f"p{place}" for place, parameter in enumerate(parameters)}
     return CompressedReduction(names, [scheme], lambda step: scheme, **settings)
@@ -53,7 +53,7 @@ def gradients(step: int, device: str = "cpu") -> list[Tensor]:
 
 
 def run_steps(hook: CompressedReduction, parameters: list[Tensor], device: str) -> list[Tensor]:
-    """Five steps: one not finite, one that a fused optimizer leaves out on a device."""
+    """Run five steps: one not finite, one that a fused optimizer skips on a device."""
     means = []
     for step in range(5):
         buckets = gradients(step, device)
@@ -71,7 +71,7 @@ def run_steps(hook: CompressedReduction, parameters: list[Tensor], device: str) 
 
 
 def scaled(device: str) -> dict[str, Any]:
-    """What fp16 brings: a loss scale that only the device knows, and clipping below it."""
+    """Return settings of fp16: a loss scale on the device, and clipping."""
     return {
         "loss_scale": lambda: torch.full((), 4.0, device=device),
         "clip": lambda gradient, scale: clip_locally(gradient, 5.0 * scale, "norm", 2),
@@ -81,7 +81,7 @@ def scaled(device: str) -> dict[str, Any]:
 @pytest.mark.parametrize("settings", [dict, lambda: scaled("cpu")], ids=["plain", "fp16"])
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, world, settings):
+def test_device_path_reads_nothing_and_equals_the_cpu_path(monkeypatch, scheme, world, settings):
     monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
     launched = simulate_ranks(monkeypatch, world)
     parameters = [torch.zeros(size) for size in SIZES]
@@ -116,8 +116,7 @@ def test_a_device_is_not_read_and_comes_to_what_a_cpu_does(monkeypatch, scheme, 
             assert torch.equal(kept[name], device_kept[name]), name
 
 
-def test_what_a_fused_optimizer_left_out_of_a_part_of_a_bucket_is_put_back_on_a_device(monkeypatch):
-    """As on a CPU, where the condition is read: bit by bit, whichever conditions hold."""
+def test_partly_skipped_bucket_on_a_device_equals_the_cpu(monkeypatch):
     simulate_ranks(monkeypatch, 2)
     parts = {"a": slice(0, 3), "b": slice(3, 5), "c": slice(5, 9)}
     conditions = [("a", 0.0), ("b", 1.0), ("b", 0.0), ("c", 0.0), ("c", None)]
@@ -138,7 +137,7 @@ def test_what_a_fused_optimizer_left_out_of_a_part_of_a_bucket_is_put_back_on_a_
     assert torch.equal(*kept)
 
 
-def test_a_bucket_that_went_uncompressed_knows_that_nothing_is_owed(monkeypatch):
+def test_residual_is_known_to_be_zero_after_an_uncompressed_step(monkeypatch):
     take_device_path(monkeypatch)
     for found, nonzero in ((0.0, False), (1.0, True)):
         residual = Bucket(torch.ones(4), {"a": slice(0, 4)})
@@ -167,8 +166,8 @@ def test_local_clipping_reads_nothing(algorithm, dtype):
     assert not bad.isfinite().all()
 
 
-def test_seconds_on_a_device_are_those_with_a_bucket_on_its_way(monkeypatch):
-    """By the device's clock, of the latest step; what overlaps counts once."""
+def test_seconds_count_overlapping_buckets_once(monkeypatch):
+    """By the device's clock, of the latest step."""
     monkeypatch.setattr(hook_module, "Event", SimulatedEvent)
     traffic = Traffic()
     device = torch.device("cuda")
@@ -188,7 +187,7 @@ def test_seconds_on_a_device_are_those_with_a_bucket_on_its_way(monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("world", [2, 3])
 @pytest.mark.parametrize("scheme", SCHEMES.values(), ids=SCHEMES)
-def test_torch_sees_no_wait_on_a_gpu(monkeypatch, scheme, world):
+def test_exchange_does_not_synchronize_on_gpu(monkeypatch, scheme, world):
     monkeypatch.setattr(two_stage, "SPARSE_FROM", 3)
     simulate_ranks(monkeypatch, world, torch.device("cuda", 0))
     parameters = [torch.zeros(size, device="cuda") for size in SIZES]

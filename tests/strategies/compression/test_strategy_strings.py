@@ -1,4 +1,4 @@
-"""Strategy strings, arguments and refusals, without training; and the launchers, with it."""
+"""Strategy strings, arguments, errors before training, and Lightning's launchers."""
 
 import os
 import pickle
@@ -45,7 +45,7 @@ NAMES = {
 
 @pytest.mark.parametrize("suffix", START_METHODS)
 @pytest.mark.parametrize("name", STRATEGIES)
-def test_strings_make_the_strategy(name, suffix):
+def test_string_creates_the_strategy(name, suffix):
     strategy = quiet_trainer(strategy=name + suffix, devices=2).strategy
     assert strategy._start_method == START_METHODS[suffix]
     if name in NAMES:
@@ -66,8 +66,8 @@ def test_registering_again_changes_nothing():
     assert dict(StrategyRegistry) == before
 
 
-def test_a_string_of_somebody_else_is_left_alone():
-    ours = StrategyRegistry["ddp_topk"]  # its `get`, which monkeypatch asks, makes a strategy of it
+def test_existing_string_is_not_replaced():
+    ours = StrategyRegistry["ddp_topk"]  # not by monkeypatch, which calls its `get`
     StrategyRegistry["ddp_topk"] = "theirs"
     try:
         register_strategies()
@@ -76,7 +76,7 @@ def test_a_string_of_somebody_else_is_left_alone():
         StrategyRegistry["ddp_topk"] = ours
 
 
-def test_a_strategy_survives_pickling():
+def test_strategy_can_be_pickled():
     strategy = pickle.loads(pickle.dumps(CompressedDDPStrategy(Threshold(0.5), static_graph=True)))
     assert repr(strategy.compressor) == repr(Threshold(0.5))
     assert strategy._ddp_kwargs == {"static_graph": True}
@@ -91,7 +91,7 @@ def test_a_strategy_survives_pickling():
         {"class_path": "lightning_opt.TopK", "init_args": {"ratio": 0.02}},
     ],
 )
-def test_a_configuration_file_can_write_it(compressor, monkeypatch):
+def test_configuration_file_creates_the_strategy(compressor, monkeypatch):
     monkeypatch.setattr("sys.argv", ["fit"])  # LightningCLI warns of the arguments of pytest
     # Lightning 2.6 calls jsonargparse 4.53 in a way that is about to go.
     monkeypatch.setenv("JSONARGPARSE_DEPRECATION_WARNINGS", "off")
@@ -131,7 +131,7 @@ def test_a_configuration_file_can_write_it(compressor, monkeypatch):
         ({"compressor": "powersgd", "bucket_cap_mb": 1}, "one bucket"),
     ],
 )
-def test_bad_arguments_are_named_at_once(settings, words):
+def test_invalid_arguments_raise(settings, words):
     with pytest.raises(ValueError, match=words):
         CompressedDDPStrategy(**settings)
 
@@ -148,16 +148,16 @@ def test_bad_arguments_are_named_at_once(settings, words):
             {"ratio": 0.1, "ramp_steps": 10, "warmup_steps": 2},
             {1: None, 2: 0.25, 11: 0.25, 12: 0.1},
         ),
-        # Nobody has said how long the run is.
+        # The length of the run is unknown.
         ({"ratio": 0.01}, {9: None, 10: 0.25, 343: 0.25, 344: 0.0625, 1009: 0.25**3, 1010: 0.01}),
         ({"ratio": 0.5}, {9: None, 10: 0.5}),
     ],
 )
-def test_few_elements_are_approached_in_stages(settings, ratios):
+def test_ramp_has_stages(settings, ratios):
     strategy = CompressedDDPStrategy(**settings)
     found = {step: strategy.compressor_at(step) for step in ratios}
     assert {step: c and c.ratio for step, c in found.items()} == ratios
-    # One object a stage: a new one costs new buffers.
+    # One object per stage: a new one would need new buffers.
     assert strategy.compressor_at(10) is strategy.compressor_at(10)
 
 
@@ -167,12 +167,12 @@ def test_cpus_need_gloo():
         trainer.strategy.setup_environment()
 
 
-def test_baselines_refuse_what_hangs():
+def test_unknown_hook_raises():
     with pytest.raises(ValueError, match="hook must be"):
         HookedDDPStrategy("fp8")
 
 
-def _refusals() -> None:
+def _errors() -> None:
     with pytest.raises(ValueError, match="LBFGS"):
         fit(SmallNet(optimizer="LBFGS"), "ddp_topk")
     with pytest.raises(ValueError, match="k=9999"):
@@ -184,16 +184,16 @@ def _refusals() -> None:
 
 
 @pytest.mark.distributed
-def test_what_cannot_be_right_is_refused_before_the_first_step():
-    launch(_refusals, processes=1)
+def test_errors_and_warnings_before_the_first_step():
+    launch(_errors, processes=1)
 
 
 @pytest.mark.distributed
-def test_a_single_process_trains_as_ever():
-    launch(_alone, processes=1)
+def test_single_process_trains_like_ddp():
+    launch(_single, processes=1)
 
 
-def _alone() -> None:
+def _single() -> None:
     weights = []
     for strategy in ("ddp", "ddp_topk"):
         model = SmallNet()
@@ -223,7 +223,7 @@ if __name__ == "__main__":
 @pytest.mark.slow
 @pytest.mark.distributed
 @pytest.mark.parametrize("name", ["ddp_topk", "ddp_topk_spawn"])
-def test_lightnings_own_launchers_start_it(tmp_path, name):
+def test_lightnings_launchers_start_the_strategy(tmp_path, name):
     script = tmp_path / "train.py"
     script.write_text(SCRIPT)
     environment: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""DiLoCo as published, in float64 and in one process: what the strategy is compared with."""
+"""DiLoCo as published, in float64 and in one process, as a reference."""
 
 import copy
 from collections.abc import Callable, Sequence
@@ -22,13 +22,13 @@ def simulate(  # noqa: C901 - one algorithm from top to bottom
     delay: int = 0,
     nan_at: tuple[int, int] | None = None,
 ) -> dict[str, Tensor]:
-    """Return the weights after the last step, when all replicas have taken their mean.
+    """Return the mean of all replicas' weights after the last step.
 
     Args:
         loss_of: The loss of a model, at a step and for a replica.
         make_optimizer: The inner optimizer.
-        fragments: Names of parameters that are sent together.
-        delay: Steps from sending to merging; then a replica moves by what the others brought.
+        fragments: Names of the parameters of each fragment.
+        delay: Steps from sending to merging.
         nan_at: Step and replica after which its weights are NaN.
         (the others): As in the strategy.
     """

@@ -109,11 +109,11 @@ def _references() -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_it_is_ddp_at_every_step_and_otherwise_what_was_published(processes):
+def test_training_equals_ddp_and_the_published_algorithm(processes):
     launch(_references, processes=processes)
 
 
-# --- what stays the same for all ranks ----------------------------------------------------------
+# --- the same on all ranks ---------------------------------------------------------------------
 
 STREAMING: dict[str, Any] = {
     "sync_every": 6,
@@ -126,7 +126,7 @@ STREAMING: dict[str, Any] = {
 
 
 class SaveAt(Callback):
-    """Writes a checkpoint in the middle of a window, with a fragment on its way."""
+    """Writes a checkpoint in the middle of a window, with a fragment in flight."""
 
     def __init__(self, path: str, step: int) -> None:
         self.path, self.step = path, step
@@ -145,7 +145,7 @@ def _resume(folder: str) -> None:
     for name, weight in weights_of(first).items():
         assert torch.equal(weight, second.state_dict()[name]), name
     assert same_on_all_ranks(second)
-    # Without what the checkpoint says of the outer steps, the run is another.
+    # Without the outer momentum of the checkpoint, the run differs.
     content = torch.load(path, weights_only=True)
     assert content[lo.DiLoCoStrategy.checkpoint_key]["step"] == 9
     if dist.get_rank() == 0:
@@ -157,7 +157,7 @@ def _resume(folder: str) -> None:
     assert not torch.equal(third.layer[0].weight, first.layer[0].weight)  # type: ignore[index]
 
 
-def _go_on(folder: str) -> Any:
+def _resume_elsewhere(folder: str) -> Any:
     model = Net()
     at_start: list[dict[str, Tensor]] = []
 
@@ -177,36 +177,36 @@ def _go_on(folder: str) -> Any:
     assert all(weight.isfinite().all() for weight in model.parameters())
 
 
-def test_it_resumes_bit_by_bit_and_on_another_number_of_ranks(tmp_path):
+def test_resume_is_bit_exact_and_works_at_other_numbers_of_ranks(tmp_path):
     launch(_resume, str(tmp_path))
-    launch(_go_on, str(tmp_path), processes=3)
-    launch(_go_on, str(tmp_path), processes=1)
+    launch(_resume_elsewhere, str(tmp_path), processes=3)
+    launch(_resume_elsewhere, str(tmp_path), processes=1)
 
 
-class Looks(Callback):
-    """Notes whether all ranks hold the same weights and buffers, wherever one looks at them."""
+class SameState(Callback):
+    """Records at several places whether all ranks have the same weights and buffers."""
 
     def __init__(self) -> None:
         self.same: dict[str, list[bool]] = {"validation": [], "end": [], "training": []}
 
-    def look(self, where: str, module: nn.Module) -> None:
+    def record(self, where: str, module: nn.Module) -> None:
         state = torch.cat([t.detach().double().flatten() for t in module.state_dict().values()])
         everywhere = [torch.empty_like(state) for _ in range(dist.get_world_size())]
         dist.all_gather(everywhere, state)
         self.same[where].append(all(torch.equal(state, other) for other in everywhere))
 
     def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
-        self.look("training", module)
+        self.record("training", module)
 
     def on_validation_start(self, trainer: Any, module: Any) -> None:
-        self.look("validation", module)
+        self.record("validation", module)
 
     def on_train_end(self, trainer: Any, module: Any) -> None:
-        self.look("end", module)
+        self.record("end", module)
 
 
 class Parts(Net):
-    """Tied weights, a layer that is frozen in epoch 0, BatchNorm, a mask, a teacher."""
+    """Tied weights, a layer that is frozen in epoch 0, BatchNorm, a mask, an averaged teacher."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -228,23 +228,23 @@ class Parts(Net):
         self.frozen.requires_grad_(self.current_epoch > 0)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        self.teacher.weight.data.lerp_(self.tied.weight.data, 0.1)  # as teachers are often written
+        self.teacher.weight.data.lerp_(self.tied.weight.data, 0.1)  # a common way
 
 
 def _parts(settings: dict[str, Any]) -> None:
-    model, looks = Parts(), Looks()
+    model, states = Parts(), SameState()
     frozen, teacher = model.frozen.weight.clone(), model.teacher.weight.clone()
     fit(
         model,
         lo.DiLoCoStrategy(**settings),
-        callbacks=[looks],
+        callbacks=[states],
         max_epochs=2,
         val_check_interval=9,
         limit_val_batches=1,
     )
-    assert looks.same["validation"] == [True] * 4
-    assert looks.same["end"] == [True]
-    assert not all(looks.same["training"])
+    assert states.same["validation"] == [True] * 4
+    assert states.same["end"] == [True]
+    assert not all(states.same["training"])
     assert model.again.weight is model.tied.weight
     assert not torch.equal(frozen, model.frozen.weight)
     assert not torch.equal(teacher, model.teacher.weight)
@@ -303,7 +303,7 @@ def _by_hand() -> None:
 
 
 def _in_windows() -> None:
-    """Accumulation: windows count optimizer steps, and a replica's gradients are its own."""
+    """With accumulation, windows count optimizer steps."""
     model = Net()
     fit(
         model,
@@ -336,9 +336,9 @@ def _precisions() -> None:
         assert same_on_all_ranks(model)
         assert not torch.equal(start["layer.0.weight"], model.layer[0].weight.float())  # type: ignore[index]
     scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=7)
-    model, looks = Net(), Looks()
-    fit(model, lo.DiLoCoStrategy(4), scaler=scaler, callbacks=[looks])
-    assert looks.same["end"] == [True]
+    model, states = Net(), SameState()
+    fit(model, lo.DiLoCoStrategy(4), scaler=scaler, callbacks=[states])
+    assert states.same["end"] == [True]
     assert all(weight.isfinite().all() for weight in model.parameters())
 
 
@@ -350,7 +350,7 @@ def _everything() -> None:
     _precisions()
 
 
-def test_the_whole_of_lightning_keeps_working():
+def test_features_of_lightning_work():
     launch(_everything)
 
 
@@ -359,7 +359,7 @@ def _nodes() -> None:
     rank = int(os.environ["RANK"])
     os.environ.update(NODE_RANK=str(rank // 2), LOCAL_RANK=str(rank % 2), LOCAL_WORLD_SIZE="2")
     for delay in (0, 2):
-        model, looks = Net(), Looks()
+        model, states = Net(), SameState()
         fit(
             model,
             lo.DiLoCoStrategy(
@@ -367,9 +367,9 @@ def _nodes() -> None:
             ),
             precision="64-true",
             num_nodes=2,
-            callbacks=[looks],
+            callbacks=[states],
         )
-        assert looks.same["end"] == [True]
+        assert states.same["end"] == [True]
 
         def of_node(one: nn.Module, step: int, replica: int) -> Tensor:
             inputs, targets = batches_of(STEPS, 12).tensors
@@ -398,12 +398,12 @@ def _nodes() -> None:
         assert_close(weights_of(model), expected, atol=1e-10)
 
 
-def test_machines_of_several_processes_train_densely_within():
+def test_processes_of_a_machine_train_with_ddp():
     launch(_nodes, processes=4)
 
 
-def _put_back() -> None:
-    """One rank puts its weights back while a fragment is on its way; a second fit."""
+def _restored() -> None:
+    """One rank restores its weights while a fragment is in flight; then a second fit."""
 
     class Back(Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, *_: Any) -> None:
@@ -424,11 +424,11 @@ def _put_back() -> None:
     trainer.fit(model)
     assert same_on_all_ranks(model)
     assert not torch.equal(before["layer.0.weight"], model.layer[0].weight)  # type: ignore[index]
-    assert len(trainer.callbacks) == 1  # ours stands among them during a fit only
+    assert len(trainer.callbacks) == 1  # ours is in the list only during a fit
 
 
-def test_weights_that_are_put_back_stay_and_a_second_fit_goes_on():
-    launch(_put_back)
+def test_restored_weights_and_second_fit():
+    launch(_restored)
 
 
 def _log() -> Any:
@@ -439,12 +439,12 @@ def _log() -> Any:
     return logger.records, numel
 
 
-def test_what_is_sent_and_how_far_apart_replicas_are_is_logged():
+def test_traffic_and_drift_are_logged():
     records, numel = launch(_log)[0]
     found = [(step, values) for step, values in records if "comm/bytes" in values]
     assert [step for step, _ in found] == [3, 7, 11, 15, 19]
     for _, values in found:
-        # A byte an element in a window of four steps, headers, scales and padding.
+        # A byte per element in a window of four steps, plus headers, scales and padding.
         assert numel / 4 < values["comm/bytes"] < numel / 4 + 600
         assert 0 < values["comm/wait_s"] < 10
         assert values["diloco/drift"] > 0
@@ -463,7 +463,7 @@ def test_what_is_sent_and_how_far_apart_replicas_are_is_logged():
         ({"ddp_comm_hook": print}, "ddp_comm_hook cannot be given"),
     ],
 )
-def test_bad_arguments_are_named_at_once(settings, words):
+def test_invalid_arguments_raise(settings, words):
     with pytest.raises(ValueError, match=words):
         lo.DiLoCoStrategy(**settings)
 
@@ -473,7 +473,7 @@ def _refusals() -> None:
         fit(Net(optimizer="LBFGS"), "diloco")
 
 
-def test_lbfgs_is_refused():
+def test_lbfgs_raises():
     launch(_refusals, processes=1)
 
 
@@ -486,12 +486,12 @@ def _alone() -> None:
     assert_close(*weights, atol=0.0)
 
 
-def test_a_single_process_trains_as_ever():
+def test_single_process_trains_like_ddp():
     launch(_alone, processes=1)
 
 
 class Faults(Callback):
-    """A NaN now and then, and steps that take longer, by a random number generator of the rank."""
+    """Plants NaN and slow steps at random."""
 
     def __init__(self, seed: int, rank: int) -> None:
         self.draw = torch.Generator().manual_seed(1000 * seed + rank)
@@ -506,23 +506,23 @@ class Faults(Callback):
 
 
 def _faults(folder: str, seed: int, part: int) -> None:
-    """One part of a run in three; each goes on from the checkpoint that the one before wrote."""
+    """Run one of three parts; each resumes from the checkpoint of the part before."""
     rank = int(os.environ["RANK"])
-    model, looks = Net(), Looks()
+    model, states = Net(), SameState()
     settings = {**STREAMING, "delay": seed % 4, "compression": ("int4", "int8")[seed % 2]}
     path = f"{folder}/{{}}.ckpt"
     fit(
         model,
         lo.DiLoCoStrategy(**settings),
-        callbacks=[Faults(seed, 10 * part + rank), looks, SaveAt(path.format(part), 7 * part + 7)],
+        callbacks=[Faults(seed, 10 * part + rank), states, SaveAt(path.format(part), 7 * part + 7)],
         ckpt_path=path.format(part - 1) if part else None,
         max_steps=7 * part + (7 if part < 2 else 8),
     )
-    assert looks.same["end"] == [True]
+    assert states.same["end"] == [True]
     assert all(weight.isfinite().all() for weight in model.parameters())
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_no_fault_of_a_rank_hangs_or_parts_the_others(tmp_path, seed):
+def test_random_faults_neither_hang_nor_separate_ranks(tmp_path, seed):
     for part in range(3):
         launch(_faults, str(tmp_path), seed, part, processes=2 + seed % 2)

@@ -1,4 +1,4 @@
-"""Between synchronisations no replica waits for another, whatever callbacks there are."""
+"""Between synchronizations no replica waits for another, with any callbacks."""
 
 import os
 from typing import Any
@@ -19,7 +19,7 @@ STEPS = 16
 
 
 class Net(SmallNet):
-    """Each rank has batches of its own."""
+    """Each rank has its own batches."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**{"optimizer": "AdamW", "widths": (7, 5), **settings})
@@ -32,9 +32,9 @@ class Net(SmallNet):
 
 
 class Collectives(Callback):
-    """Counts, step by step, what has been launched in groups that reach beyond this machine.
+    """Counts, per step, the collectives of groups that reach beyond this machine.
 
-    Each process group counts its collectives itself, those of the C++ reducer of DDP too.
+    Each process group counts its own collectives, including those of DDP's C++ reducer.
     """
 
     def __init__(self, processes: int = 1) -> None:
@@ -57,7 +57,7 @@ class Collectives(Callback):
 
 
 def usual_callbacks() -> list[Callback]:
-    """All that looks at every step, or often, and asks other ranks under DDP."""
+    """Return callbacks that act at every step, or often, and communicate under DDP."""
     return [
         lo.NonFiniteGuard("rollback", snapshot_every_n_steps=3, every_n_steps=2),
         lo.AdaptiveClipping(),
@@ -94,8 +94,8 @@ def _count(processes: int) -> list[int]:
 
 
 @pytest.mark.parametrize("processes", [1, 2])
-def test_no_collective_but_those_of_the_synchronisation(processes):
+def test_only_synchronizations_launch_collectives(processes):
     counts = launch(_count, processes, processes=2 * processes)
     assert counts[0] == [0, 0, 0, 2] * (STEPS // 4)  # an all-to-all and an all-gather
-    # Of a machine, its first process speaks for all.
+    # The first process of a machine sends for all.
     assert counts[1] == (counts[0] if processes == 1 else [0] * STEPS)

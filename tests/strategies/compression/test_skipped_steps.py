@@ -1,4 +1,4 @@
-"""Steps that are skipped, clipped or rolled back leave nothing behind in what is owed."""
+"""Skipped, clipped and rolled back steps leave no trace in the residuals."""
 
 from typing import Any
 
@@ -41,7 +41,7 @@ def compressed(compressor: Any = None, **settings: Any) -> KeptResiduals:
 
 
 def small(compressor: Any) -> dict[str, float]:
-    """Small buckets, but where there must be one."""
+    """Return settings for small buckets, except where there must be one."""
     return {} if isinstance(compressor, PowerSGD) else {"bucket_cap_mb": SMALL_BUCKETS}
 
 
@@ -53,7 +53,7 @@ def without(steps: range) -> list[int]:
 
 
 class DropGradients(Callback):
-    """A guard of the user's: some steps find no gradients."""
+    """Removes the gradients of some steps, as a user's guard may do."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         if trainer.global_step in SKIPPED:
@@ -62,7 +62,7 @@ class DropGradients(Callback):
 
 
 class FlagOverflow(Callback):
-    """What a loss scaler does with a fused optimizer, which then does nothing."""
+    """Sets ``found_inf``, as a loss scaler does for a fused optimizer."""
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
         optimizer.found_inf = torch.tensor(float(trainer.global_step in SKIPPED))
@@ -92,12 +92,12 @@ def _skip() -> None:
 
 
 @pytest.mark.parametrize("processes", [2, 3])
-def test_a_step_that_was_left_out_takes_back_what_it_brought(processes):
+def test_skipped_step_leaves_no_residual(processes):
     launch(_skip, processes=processes)
 
 
 class TwoByTurns(Ledger):
-    """Two optimizers over one backward pass; one of them leaves out some steps."""
+    """Two optimizers over one backward pass; one of them skips some steps."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -122,14 +122,14 @@ class TwoByTurns(Ledger):
 def _by_turns() -> None:
     model, strategy = TwoByTurns(), compressed(bucket_cap_mb=25)
     fit(model, strategy, range(30))
-    whole, left_out = (
+    whole, skipped = (
         expected(steps, dist_world(), model) for steps in (range(30), without(range(30)))
     )
-    accounts = [(left_out if index % 2 else whole)[index] for index in range(len(whole))]
+    accounts = [(skipped if index % 2 else whole)[index] for index in range(len(whole))]
     assert_nothing_is_lost(model, strategy, accounts)
 
 
-def test_what_one_optimizer_leaves_out_the_other_may_apply():
+def test_one_of_two_optimizers_skips_steps():
     launch(_by_turns)
 
 
@@ -190,12 +190,12 @@ def _outlier(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["guard", "clipping"])
-def test_an_outlier_does_not_drip_out_past_the_guard_or_the_clipping(kind):
+def test_outlier_does_not_leak_past_guard_or_clipping(kind):
     launch(_outlier, kind)
 
 
 class ClipsByHand(Ledger):
-    """Clips what was reduced in the hook that Lightning has for it."""
+    """Clips reduced gradients in Lightning's hook."""
 
     def configure_gradient_clipping(self, optimizer: Any, *_: Any, **__: Any) -> None:
         self.clip_gradients(optimizer, gradient_clip_val=0.1)
@@ -214,11 +214,11 @@ def _clippers() -> None:
     assert all(rest.abs().max() <= 0.09 + 1e-6 for rest in strategy.kept.values())
 
 
-def test_clipping_by_callbacks_is_refused_where_it_cannot_be_right():
+def test_clipping_reduced_gradients_raises_with_late_compressors():
     launch(_clippers)
 
 
-# --- restored within a run ----------------------------------------------------------------------
+# --- restored during a run ----------------------------------------------------------------------
 
 
 class StateAtStart(Callback):
@@ -226,7 +226,7 @@ class StateAtStart(Callback):
         self.state = state_of(trainer)
 
 
-def _owed(state: dict[str, Any]) -> float:
+def _size_of_residuals(state: dict[str, Any]) -> float:
     return sum(rest.abs().sum().item() for rest in state["residuals"].values())
 
 
@@ -242,11 +242,11 @@ def _finder() -> None:
     start = StateAtStart()
     fit(Searched(), compressed(), range(30), callbacks=[finder, start])
     assert start.state["step"] == -1
-    assert _owed(start.state) == 0
+    assert _size_of_residuals(start.state) == 0
 
 
 class StateAfter(Callback):
-    """What is owed after one batch, when the callbacks before have seen it."""
+    """Stores the state after one batch, after the callbacks before this one."""
 
     def __init__(self, batch: int) -> None:
         self.batch = batch
@@ -261,13 +261,13 @@ def _rollback() -> None:
     after = StateAfter(12)
     fit(Ledger(bad=(12, 1, 3)), compressed(), range(14), callbacks=[guard, after])
     assert guard.report() is None or after.state["step"] == 12
-    assert _owed(after.state) == 0
+    assert _size_of_residuals(after.state) == 0
 
 
 def _again(path: str) -> None:
     trainer = fit(Ledger(), compressed(), range(20), callbacks=[SaveAtEnd(path)])
     strategy = trainer.strategy
-    assert _owed(strategy.state) > 0
+    assert _size_of_residuals(strategy.state) > 0
     loader = DataLoader([0, 1], batch_size=None)
     model = Ledger()
     model.validation_step = lambda *args: None  # type: ignore[method-assign, assignment]
@@ -276,24 +276,24 @@ def _again(path: str) -> None:
     second = Ledger()
     start = StateAtStart()
     fit(second, compressed(), range(20), callbacks=[start])
-    assert _owed(start.state) == 0
+    assert _size_of_residuals(start.state) == 0
     trainer.fit_loop.max_epochs = 2
     start = StateAtStart()
     trainer.callbacks.append(start)  # type: ignore[attr-defined]
     trainer.fit(second, DataLoader(range(20), batch_size=None))
-    assert _owed(start.state) == 0
+    assert _size_of_residuals(start.state) == 0
     assert start.state["step"] == -1
 
 
-def test_a_learning_rate_finder_leaves_nothing_behind():
+def test_learning_rate_finder_leaves_no_residual():
     launch(_finder)
 
 
-def test_a_rollback_leaves_nothing_behind():
+def test_rollback_leaves_no_residual():
     launch(_rollback)
 
 
-def test_a_second_fit_and_a_validation_before_it_leave_nothing_behind(tmp_path):
+def test_second_fit_and_validation_before_it_leave_no_residual(tmp_path):
     launch(_again, str(tmp_path / "first.ckpt"))
 
 
@@ -302,17 +302,17 @@ def _learn_bound(path: str) -> None:
     fit(Ledger(), strategy, range(20), callbacks=[SaveAtEnd(path)])
 
 
-def _know_bound(path: str) -> dict[str, float]:
+def _resume_bound(path: str) -> dict[str, float]:
     strategy = compressed(Threshold("auto"), bucket_cap_mb=25)
     fit(Ledger(), strategy, range(20, 40), ckpt_path=path, max_epochs=2)
     bounds: dict[str, float] = strategy.state["bounds"]
     return bounds
 
 
-def test_a_learnt_bound_is_known_after_a_resume(tmp_path):
+def test_learned_threshold_is_restored(tmp_path):
     path = str(tmp_path / "half.ckpt")
     launch(_learn_bound, path)
     bounds = torch.load(path, weights_only=True)["lightning_opt.compressed_ddp"]["bounds"]
     assert len(bounds) == 1
-    for known in launch(_know_bound, path, processes=3):
+    for known in launch(_resume_bound, path, processes=3):
         assert known == bounds
