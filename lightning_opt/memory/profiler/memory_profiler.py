@@ -250,9 +250,13 @@ class MemoryProfiler(RunCallback):
         self._log(trainer, peaks)
 
     def on_validation_batch_start(
-        self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int,
+        self,
+        trainer: pl.Trainer,
+        pl_module: pl.LightningModule,
+        batch: Any,
+        batch_idx: int,
         dataloader_idx: int = 0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Start to measure the first batch of a validation."""
         if self._watching(trainer) and batch_idx == 0 and dataloader_idx == 0:
             self._phase = "validation"
