@@ -106,7 +106,7 @@ def trainer_of(**settings: Any) -> L.Trainer:
 
 
 def prepare(name: str, room: float | None, apart: bool = True) -> Blocks:
-    """Warm up, limit the address space to what there is and ``room`` MB, and return the model.
+    """Warm up, limit the address space to ``room`` MB more than in use, and return the model.
 
     ``apart`` has glibc keep large blocks apart, as it does after memory has run out once.
     """
@@ -184,7 +184,7 @@ def fastest(name: str, most: int, runs: int, queue: Any) -> None:
 
 
 def in_a_process(function: Any, *args: Any) -> Any:
-    """Return what the function puts into a queue.
+    """Return the result that the function puts into a queue.
 
     Raises:
         RuntimeError: If it dies or takes too long.

@@ -222,7 +222,7 @@ def in_processes(*calls: tuple[Any, ...]) -> list[dict[str, Any]]:
     """Call each function with its arguments and a queue in a process of its own.
 
     Returns:
-        What they put into the queue, one each, or that one hung or died.
+        One result per function, or a text for one that hung or died.
     """
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["lightning.pytorch", "lightning_opt"])

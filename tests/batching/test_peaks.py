@@ -44,7 +44,7 @@ class Allocator:
         ((40, 0, 40), 0.4),
         ((40, 30, 70), 0.7),  # 30 of fragments
         ((40, 0, 90), 0.4),  # free blocks, which the allocator returns
-        ((40, 55, 60), 0.6),  # at most what was reserved
+        ((40, 55, 60), 0.6),  # at most the reserved memory
     ],
 )
 def test_fragments_count_and_free_blocks_do_not(monkeypatch, held, share):

@@ -241,7 +241,7 @@ class BatchRunner(AbstractClosure[ClosureResult]):
                     "Even one sample does not fit into memory: a micro-batch of one, from a batch "
                     f"of {samples} ({shape or 'no tensors'}), ran out of it. Possible remedies: "
                     "lo.ActivationCheckpointing, precision='bf16-mixed', shorter or smaller "
-                    f"samples. The allocator said: {problem}"
+                    f"samples. The allocator's message: {problem}"
                 )
             sizes = {"samples": samples, "failed": failed}
             own = {"shape": shape, "elements": elements, **sizes, "hopeless": hopeless}

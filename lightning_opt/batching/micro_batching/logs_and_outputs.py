@@ -1,4 +1,4 @@
-"""Merges what the micro-batches of one batch logged and returned, as the whole batch would have."""
+"""Merges the logs and outputs of the micro-batches of one batch into those of the whole batch."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _mean_of_caches(caches: Sequence[Any], weights: Weights) -> Any:
 
 
 def merge_outputs(outputs: Sequence[Any], samples: Sequence[int], weights: Weights) -> Any:
-    """Merge what ``training_step`` returned for each part, besides the loss.
+    """Merge the outputs of ``training_step`` for each part, besides the loss.
 
     Tensors and lists with one entry per sample are joined, floating-point scalars averaged, and
     dicts, lists and tuples merged entry by entry. A value that is equal in all parts is kept once.

@@ -71,8 +71,8 @@ class MicroBatching(RunCallback):
         split: For batches that are not made of tensors with one row per sample: a function
             ``split(batch, parts)``, or its import path, that returns a list of ``parts`` pairs
             ``(part, samples)``.
-        loss: What ``training_step`` returns: ``"mean_over_samples"``, ``"mean_over_tokens"``, which
-            needs ``count``, or ``"sum"``.
+        loss: The kind of loss: ``"mean_over_samples"``, ``"mean_over_tokens"``, which needs
+            ``count``, or ``"sum"``.
         count: A function of a micro-batch, or its import path, that counts the tokens that its loss
             is a mean over. Returns a number or a 0-dimensional tensor.
 

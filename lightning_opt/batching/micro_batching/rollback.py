@@ -1,4 +1,4 @@
-"""What a retry must not repeat (earlier gradients, hooks that ran), and errors without a retry."""
+"""State that a retry must not repeat (earlier gradients, hooks that ran), and final errors."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ if TYPE_CHECKING:
 IN_REDUCTION = (
     "Out of memory on this rank while gradients were being reduced, although a batch as large had "
     "passed before. The other ranks may be waiting in that reduction, so the batch is not retried: "
-    "resume from the last checkpoint, with a smaller batch. The allocator said: "
+    "resume from the last checkpoint, with a smaller batch. The allocator's message: "
 )
 
 IN_COLLECTIVE = (
     "Out of memory on a rank in the middle of a batch. With sharded parameters the other ranks are "
     "in a collective with it, so the batch cannot be retried and the run ends on all ranks: "
     "resume from the last checkpoint, with MicroBatching(size=...) or a smaller batch. The "
-    "allocator said: "
+    "allocator's message: "
 )
 
 IN_UPDATE = (
     "Out of memory after the backward pass, in the optimizer's update or a callback before it. "
     "Part of the weights may have been updated, so the step is not retried: resume from the last "
-    "checkpoint, with an optimizer of smaller state, or a smaller model. The allocator said: "
+    "checkpoint, with an optimizer of smaller state, or a smaller model. The allocator's message: "
 )
 
 HOOKS = ("on_before_zero_grad", "on_before_backward", "on_after_backward")

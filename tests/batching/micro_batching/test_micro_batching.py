@@ -422,7 +422,7 @@ def test_long_samples_do_not_shrink_batches_of_short_ones():
 
     net, micro = Lengths(), lo.MicroBatching()
     quiet_trainer(callbacks=[micro]).fit(net)
-    # Length 32 begins with what 16 needed.
+    # Length 32 begins with the size of length 16.
     assert net.parts == [(8, 8)] + 2 * [(4, 16)] + [(8, 8)] + 2 * [(4, 16)] + 4 * [(2, 32)] + [
         (8, 8)
     ]
