@@ -28,6 +28,15 @@ COMMANDS = {
     "doctor": "train some steps and report problems",
 }
 
+FILES = {
+    "fit": "fit_command",
+    "presets": "presets_command",
+    "tune": "measured_runs",
+    "bench": "measured_runs",
+    "profile": "short_runs",
+    "doctor": "short_runs",
+}
+
 HELP = f"""usage: lightning-opt [-h] [--version] <command> ...
 
 Makes a LightningModule of yours train faster, in less memory and more safely.
@@ -138,8 +147,7 @@ def _dispatch(words: list[str]) -> int:
             "pip install 'lightning-opt[cli]'.\n"
         )
         return MISSING
-    file = "short_runs" if name in ("profile", "doctor") else f"{name}_command"
-    command = importlib.import_module(f"lightning_opt.cli.{file}")
+    command = importlib.import_module(f"lightning_opt.cli.{FILES[name]}")
     return int(getattr(command, f"run_{name}")(words[1:]))
 
 
