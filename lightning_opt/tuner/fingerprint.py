@@ -1,159 +1,91 @@
-"""A short hash of an object and the code that it uses."""
+"""A hash of an object and of the code behind it, by which a journal recognizes its search."""
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import pickle
 import sys
+import sysconfig
 import types
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from lightning_opt.data.encoding import is_plain, raw
-
-_LRU_CACHE = type(functools.lru_cache(abs))
+INSTALLED = (sysconfig.get_paths()["stdlib"], str(Path(__file__).parents[1]))
+"""Folders whose code counts by its version, beside every ``site-packages``."""
 
 
 def fingerprint(value: Any) -> str:
-    """Return a hash of ``value``, 16 hexadecimal digits.
+    """Return a hash of ``value``: types, attributes, and the user's code.
 
-    It covers the type, the length, all attributes, and the code of methods and of functions and
-    classes among the attributes (transforms), with everything this code refers to: other functions
-    and classes, global variables, modules. Of Python and installed packages it covers the version,
-    and of every file that an attribute names the size and modification time. It covers neither
-    files with computed names nor imports within functions.
+    Code is covered by the source files of the modules of all functions and classes in ``value``,
+    and of the modules that these import at their top level, except installed packages.
 
     Raises:
         ValueError: If an attribute cannot be pickled.
     """
     hashed = hashlib.blake2b(digest_size=8)
-    length = len(value) if hasattr(value, "__len__") else None
+    hasher = _Hasher(types.SimpleNamespace(write=hashed.update), protocol=5)
     try:
-        _Hasher(hashed).dump((value, length, sys.version_info[:2]))
+        hasher.dump(value)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise ValueError(
             f"There is no fingerprint of this {type(value).__qualname__}, because an attribute "
             f"cannot be pickled: {error}."
         ) from error
+    for file in sorted(_source_files(hasher.modules)):
+        hashed.update(Path(file).read_bytes())
     return hashed.hexdigest()
 
 
 class _Hasher(pickle.Pickler):
-    """Pickles into a hash instead of a file; code is described by its content."""
+    """Pickles into a hash. Functions and classes are described, and their modules collected."""
 
-    def __init__(self, hashed: Any, seen: set[int] | None = None) -> None:
-        sink: Any = types.SimpleNamespace(write=hashed.update)
-        super().__init__(sink, protocol=5)
-        self._seen: set[int] = set() if seen is None else seen
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.modules: set[str] = set()
 
     def reducer_override(self, value: Any) -> Any:
-        if value is _stand_in:
+        if value is _described:
             return NotImplemented
-        if isinstance(value, (type, types.FunctionType)):
-            return _stand_in, (self._describe(value),)
-        if isinstance(value, _LRU_CACHE):
-            return _stand_in, (value.__wrapped__,)
-        if is_plain(value):
-            data = pickle.PickleBuffer(raw(value))
-            return _stand_in, ((value.dtype, tuple(value.shape), data),)
-        if isinstance(value, torch.Generator):
-            return _stand_in, (value.get_state(),)
+        if isinstance(value, (types.FunctionType, type)):
+            self.modules.add(value.__module__)
+            name = value.__module__, value.__qualname__
+            if isinstance(value, type):
+                return _described, name
+            cells = [cell.cell_contents for cell in value.__closure__ or ()]
+            defaults = value.__defaults__, value.__kwdefaults__
+            return _described, (name, _code(value.__code__), defaults, cells)
+        if isinstance(value, torch.Tensor):
+            return _described, (str(value.dtype), value.detach().cpu().tolist())
         return NotImplemented
 
-    def _describe(self, made: type | types.FunctionType) -> tuple[Any, ...]:
-        """Describe a class or function: its version if installed, else its code."""
-        name = (made.__module__, made.__qualname__)
-        if _is_installed(made.__module__):
-            return (*name, _version(made.__module__))
-        if id(made) in self._seen:
-            return name
-        self._seen.add(id(made))
-        if isinstance(made, type):
-            members = [
-                (key, self._describe(function))
-                for key, member in sorted(vars(made).items())
-                if isinstance(function := _behind(member), types.FunctionType)
-            ]
-            return (*name, members, [self._describe(base) for base in made.__bases__])
-        cells = [self._show(_content(cell)) for cell in made.__closure__ or ()]
-        used = _used(made.__code__, made.__globals__)
-        found = [(key, self._show(value)) for key, value in used]
-        defaults = made.__defaults__, made.__kwdefaults__
-        return (*name, _code(made.__code__), defaults, cells, found)
 
-    def _show(self, value: Any) -> Any:
-        """Describe a value that code refers to, also if it cannot be pickled."""
-        if isinstance(value, types.ModuleType):
-            return value.__name__, _version(value.__name__)
-        if isinstance(value, (set, frozenset)):
-            return sorted(map(repr, value))  # in an order that is the same in each process
-        hashed = hashlib.blake2b(digest_size=16)
-        try:
-            _Hasher(hashed, self._seen).dump(value)
-        except (pickle.PicklingError, AttributeError, TypeError, RecursionError):
-            # A lock, an open file, or a very long chain of calls.
-            return type(value).__qualname__
-        return hashed.digest()
-
-
-def _stand_in(*parts: Any) -> None:
-    pass
-
-
-def _behind(member: Any) -> Any:
-    """Return the function of a method or property; other values unchanged."""
-    if isinstance(member, (staticmethod, classmethod)):
-        member = member.__func__
-    return member.fget if isinstance(member, property) else member
+def _described(*parts: Any) -> None:
+    """Take the place of a described object in the pickle."""
 
 
 def _code(code: types.CodeType) -> tuple[Any, ...]:
-    constants = []
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            constants.append(_code(constant))
-        elif isinstance(constant, frozenset):
-            constants.append(tuple(sorted(map(repr, constant))))
-        else:
-            constants.append((repr(constant),))
+    constants = [
+        _code(one) if isinstance(one, types.CodeType) else repr(one) for one in code.co_consts
+    ]
     return code.co_code, constants, code.co_names, code.co_varnames
 
 
-def _used(code: types.CodeType, known: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """Yield the global variables that code names, and those of the user's modules."""
-    for name in code.co_names:
-        if name not in known:
+def _source_files(modules: Iterable[str]) -> Iterator[str]:
+    queue, seen = list(modules), set[str]()
+    while queue:
+        name = queue.pop()
+        module = sys.modules.get(name)
+        file = str(getattr(module, "__file__", None) or "")
+        if name in seen or not Path(file).is_file():
             continue
-        value = known[name]
-        yield name, value
-        if isinstance(value, types.ModuleType) and not _is_installed(value.__name__):
-            inside = vars(value)
-            yield from ((f"{name}.{key}", inside[key]) for key in code.co_names if key in inside)
-    for constant in code.co_consts:
-        if isinstance(constant, types.CodeType):
-            yield from _used(constant, known)
-
-
-def _content(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:  # not bound yet
-        return None
-
-
-def _is_installed(module: str | None) -> bool:
-    """Return whether a module is Python's or an installed package's: a version describes it."""
-    top = (module or "").partition(".")[0]
-    if top in sys.stdlib_module_names and top != "__main__":
-        return True
-    file = getattr(sys.modules.get(top), "__file__", None)
-    return file is not None and "site-packages" in Path(file).parts
-
-
-def _version(module: str | None) -> str:
-    top = sys.modules.get((module or "").partition(".")[0])
-    return str(getattr(top, "__version__", ""))
+        seen.add(name)
+        if file.startswith(INSTALLED) or "site-packages" in file:
+            continue
+        yield file
+        for value in list(vars(module).values()):
+            owner = value.__name__ if isinstance(value, types.ModuleType) else None
+            queue.append(owner or str(getattr(value, "__module__", "")))
