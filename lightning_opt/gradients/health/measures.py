@@ -21,7 +21,13 @@ from torch.utils.hooks import RemovableHandle
 
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.modules.compiling import has_compiled_parts
-from lightning_opt.core.modules.sharding import Groups, combine_shards, local_part, reads_are_free
+from lightning_opt.core.modules.sharding import (
+    Groups,
+    combine_shards,
+    is_dtensor,
+    local_part,
+    reads_are_free,
+)
 from lightning_opt.core.numerics.norms import GradientStep, as_real
 from lightning_opt.core.numerics.scalars import wide_dtype
 from lightning_opt.gradients.health.diagnosis import CRITICAL, WARNING, Issue
@@ -225,7 +231,9 @@ class ActivationWatch:
 
     def _reduce(self, tensor: Tensor) -> Tensor:
         self._reduced[id(tensor)] = ref(tensor)
-        return largest_magnitude(tensor.detach()).to(wide_dtype(tensor.device))
+        # Each rank checks its own part of a DTensor; modules may also return plain tensors.
+        local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+        return largest_magnitude(local.detach()).to(wide_dtype(tensor.device))
 
     def end_batch(self) -> None:
         """Deactivate the hooks, and locate the batch's first bad output on the device."""

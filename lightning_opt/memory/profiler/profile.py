@@ -18,6 +18,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from lightning_opt.core.measure.memory import MB, live_bytes
 from lightning_opt.core.modules.compiling import has_compiled_parts
+from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.loggers import new_figure
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.meters import StorageMeter, measuring, state_tensors, storage_bytes
@@ -124,7 +125,7 @@ class SavedTensorCounter:
             for name, module in model.named_modules()
         }
         tensors = (*model.parameters(), *model.buffers())
-        self._own = {tensor.untyped_storage().data_ptr() for tensor in tensors}
+        self._own = {_storage(tensor).data_ptr() for tensor in tensors}
         self._outside = SavedBytes("(outside of modules)", "")
         self._stack: list[nn.Module] = []
         self._seen: set[int] = set()
@@ -146,6 +147,8 @@ class SavedTensorCounter:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._stack.append(module)
+        # FSDP2 has gathered the parameters by now, into new storages.
+        self._own.update(_storage(own).data_ptr() for own in module.parameters(recurse=False))
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._stack and self._stack.pop() is not module:
@@ -153,7 +156,7 @@ class SavedTensorCounter:
 
     def _pack(self, tensor: Tensor) -> Tensor:
         entry = self._entries[self._stack[-1]] if self._stack else self._outside
-        storage = tensor.untyped_storage()
+        storage = _storage(tensor)
         place = storage.data_ptr()
         if place not in self._own:
             entry.tensors += 1
@@ -161,6 +164,11 @@ class SavedTensorCounter:
                 self._seen.add(place)
                 entry.bytes += storage.nbytes()
         return tensor
+
+
+def _storage(tensor: Tensor) -> torch.UntypedStorage:
+    local: Tensor = tensor.to_local() if is_dtensor(tensor) else tensor  # type: ignore[attr-defined]
+    return local.untyped_storage()
 
 
 @contextmanager

@@ -1,14 +1,24 @@
 """GradientHealth in two processes: every rank measures the same as a single process."""
 
+import math
+import os
 from typing import Any
 
 import pytest
+import torch
 from lightning.pytorch.strategies import Strategy
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    RowwiseParallel,
+    parallelize_module,
+)
 
 import lightning_opt as lo
+from lightning_opt.gradients.health.measures import ActivationWatch
 from tests.gradients.clipping.test_distributed import FSDPOnCPU, ShardedNet, data_parallel
 from tests.helpers.models import loader_of
 from tests.helpers.processes import launch
@@ -129,3 +139,25 @@ def test_nan_on_one_rank_is_reported_on_all_and_ranks_agree_at_every_step():
         for run in (runs["ddp"], runs["fsdp2"]):
             assert run["nonfinite"] == 3  # from step 6 to the end, weights are NaN
             assert any(issue.startswith("[critical] nan") for issue in run["issues"])
+
+
+def watch_tensor_parallel() -> list[str]:
+    """Watch a tensor-parallel network with one DTensor and one plain output per layer pair."""
+    rank = int(os.environ["RANK"])
+    torch.distributed.init_process_group("gloo", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    plan = {"0": ColwiseParallel(use_local_output=False), "1": RowwiseParallel()}
+    parallelize_module(net, mesh, plan)
+    watch = ActivationWatch()
+    assert watch.watch(net)
+    watch.start_batch(0, 7)
+    net(torch.full((2, 4), math.nan))
+    watch.end_batch()
+    return [str(issue) for issue in watch.take(scaled=False)]
+
+
+def test_activations_of_tensor_parallel_layers_are_watched():
+    for issues in launch(watch_tensor_parallel):
+        assert len(issues) == 1
+        assert issues[0].startswith("[critical] nan at 0: ")
