@@ -108,7 +108,7 @@ def run_bench(words: Sequence[str]) -> int:
         ("--against", str | None, None, "FILES",
          "Configurations of LightningCLI, with commas, whose trainer section is measured too."),
         ("--seconds", float | None, 120.0, "", "Total time, including startup."),
-        ("--steps", PositiveInt | None, None, "", "Timed steps of each run; by default enough for turns."),
+        ("--steps", PositiveInt | None, None, "", "Timed steps of each run; by default measured."),
         ("--rounds", PositiveInt, 12, "", "Turns of each run."),
         ("--starts", PositiveInt, 3, "", "Process starts of each run."),
         ("--out", str | None, None, "FOLDER", "Where to write the table and JSON."),
