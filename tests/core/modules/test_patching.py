@@ -84,3 +84,15 @@ def test_inner_replacement_restores_the_value_set_in_between():
             assert owner.length == 3
         assert owner.length == 2
     assert owner.length == 5
+
+
+def test_value_set_since_is_kept_when_a_lower_replacement_ends():
+    owner = Owner()
+    lower, upper = replaced(owner, kind=1), replaced(owner, kind=2)
+    for context in (lower, upper):
+        context.__enter__()
+    owner.kind = 3
+    lower.__exit__(None, None, None)
+    assert owner.kind == 3
+    upper.__exit__(None, None, None)
+    assert vars(owner) == {}
