@@ -1,7 +1,7 @@
-"""How fast each compressor codes and decodes a bucket, beside a copy of it on the same device.
+"""Speed of encoding and decoding a bucket with each compressor, beside a copy on the same device.
 
-Supports the choice between them: a bucket of 26 MB, as a rank codes it at each step with what was
-left over, in gigabytes of gradient a second. On CUDA a wait within coding or decoding is a failure.
+Supports the choice of a compressor: a bucket of 26 MB, encoded with its residual as in each step,
+in gigabytes of gradient per second. On CUDA, waiting during encoding or decoding is a failure.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ NUMEL = 6_553_600
 
 
 def main() -> None:
-    """Time them in turns and publish."""
+    """Time the compressors in turns, and publish."""
     arguments = parse_arguments(__doc__ or "")
     device, numel = torch.device(arguments.device), NUMEL // (100 if arguments.quick else 1)
     gradients = [torch.randn(numel, device=device) for _ in range(4)]

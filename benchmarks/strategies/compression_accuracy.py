@@ -7,8 +7,8 @@ slow network the same accuracy is reached in a fraction of the time.
 Real processes over gloo. Two tasks: a small ConvNet on scikit-learn's digits (test accuracy), and a
 byte-level transformer on the source of Python's standard library (validation loss). All strategies
 of a seed start from the same weights and see the same batches; learning rates fall to zero
-linearly. The scores do not depend on what else the machine does, so they are collected in pieces:
-a call goes on where the one before ended, ``--minutes`` ends it in time, ``--fresh`` forgets them.
+linearly. Scores do not depend on the load of the machine, so they are collected in pieces: each
+call continues the previous one, ``--minutes`` limits it, ``--fresh`` starts over.
 The second table times the first seed in network namespaces at 100 Mbit/s, see compression.py.
 """
 
@@ -60,19 +60,19 @@ STRATEGIES: dict[str, Callable[[], Any]] = {
         "topk", ramp_steps=0, error_feedback=False
     ),
 }
-"""By name; the first is what the others are compared with."""
+"""Strategies by name; the first is the baseline."""
 
 TIMED = ("dense", "int8", "int4", "topk 1%")
 
 STEPS = {"digits": 1000, "bytes": 1000}
-"""How long a run is."""
+"""Steps of a run."""
 
 PIECE = 1200.0
 """Seconds after which a piece of the scores is given up."""
 
 
 class Scores(L.Callback):
-    """Scores the model from time to time, beside the seconds of training up to then."""
+    """Scores the model at intervals, with the seconds of training so far."""
 
     def __init__(self, steps: int, looks: int) -> None:
         self.every = max(steps // looks, 1)
@@ -102,11 +102,11 @@ PROTECTIONS: dict[str, Callable[[], dict[str, Any]]] = {
     "clipping": lambda: {"gradient_clip_val": 1.0},
     "guard": lambda: {"callbacks": [lo.NonFiniteGuard(spike=8.0)]},
 }
-"""What the Trainer is given against a bad batch."""
+"""Arguments of the Trainer that protect against a bad batch."""
 
 
 def run_rank(own: argparse.Namespace) -> None:
-    """Train with every strategy, and write how the scores went as JSON."""
+    """Train with every strategy, and write the scores as JSON."""
     torch.set_num_threads(1)
     world = int(os.environ["WORLD_SIZE"])  # Lightning removes it after a fit
     curves: dict[str, list[tuple[float, float]]] = {}
@@ -158,7 +158,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def steps_of(task: str, own: argparse.Namespace, arguments: argparse.Namespace) -> int:
-    """Return how long a run of a task is."""
+    """Return the number of steps of a task."""
     return own.steps or (40 if arguments.quick else STEPS[task])
 
 

@@ -1,4 +1,4 @@
-"""What compression_accuracy.py trains: small models that learn something, on the same batches."""
+"""The tasks of compression_accuracy.py: small models with the same batches for all strategies."""
 
 from __future__ import annotations
 

@@ -3,10 +3,10 @@
 Claim: over 100 Mbit/s, where plain DDP takes tens of times as long, `diloco` takes little longer
 than no exchange at all, and `diloco_streaming` next to nothing.
 
-Real processes, one a network namespace, as in compression.py: the same model (33.6 MB of float32),
-the same limits by `tc tbf`. Most steps of a window send nothing, so whole windows are timed, and a
-step is its share of one. What training costs without a network is the same strategy with a window
-that does not end. That needs root, `ip` and `tc`; elsewhere the script says so and ends.
+Each process has its own network namespace, as in compression.py: the same model (33.6 MB of
+float32), the same limits by `tc tbf`. Most steps of a window send nothing, so whole windows are
+timed and divided by their steps. The baseline without a network is the same strategy with an
+endless window. That needs root, `ip` and `tc`; elsewhere the script prints that and ends.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ CANDIDATES: dict[str, dict[str, Any]] = {
 """Arguments of the strategy, by name."""
 
 WINDOWS = 2
-"""How many are timed, after one that is not."""
+"""Number of timed windows, after one that is not timed."""
 
 
 def run_rank(own: argparse.Namespace) -> None:
@@ -92,7 +92,7 @@ def time_candidate(settings: dict[str, Any], world: int) -> tuple[float, float, 
 
 
 def measure(ranks: int, network: str, own: argparse.Namespace, seconds: float) -> Any:
-    """Return what :func:`run_rank` finds over one of the networks."""
+    """Return the result of :func:`run_rank` over one of the networks."""
     run: Callable[..., Any] = start_ranks
     with namespaces(ranks, NETWORKS[network]) as names:
         return run(

@@ -1,15 +1,14 @@
 """Loss of DiLoCo beside plain and compressed DDP after the same steps, each at its own best rate.
 
-Claim: replicas that meet every 16 or 30 steps send a sixtieth of the bytes of plain DDP or less,
-and come closer to its loss under AdamW than Top-K does with as many bytes.
+Claim: replicas that synchronize every 16 or 30 steps send a sixtieth of the bytes of plain DDP or
+less, and come closer to its loss under AdamW than Top-K does with as many bytes.
 
 Real processes over gloo train a byte-level transformer on the source of Python's standard library
 (``--task digits``: a ConvNet on digits); the learning rate falls to zero linearly. All methods of a
-seed start from the same weights and see the same batches. Outer momentum acts as a larger
-learning rate, so only the best of each method's
-rates compares: all rates are tried with seed 0, and the best one again with the other seeds.
-Scores do not depend on what else the machine does, so they are collected in pieces: a call goes on
-where the one before ended, and ``--minutes`` ends it in time.
+seed start from the same weights and see the same batches. Outer momentum acts like a larger
+learning rate, so each method is compared at its best rate: all rates are tried with seed 0, and the
+best one again with the other seeds. Scores do not depend on the load of the machine, so they are
+collected in pieces: each call continues the previous one, and ``--minutes`` limits it.
 """
 
 from __future__ import annotations
@@ -62,8 +61,8 @@ METHODS: dict[str, Callable[[], Any]] = {
     "H=16, outer 1.0 and 0.4": _diloco(16, 1.0, 0.4),
     "H=30, outer 1.0 and 0.4": _diloco(30, 1.0, 0.4),
 }
-"""By name; the first is what the others are compared with. Two numbers: outer rate and momentum,
-0.7 and 0.8 where none stand, and 8 bits."""
+"""Methods by name; the first is the baseline. Two numbers are the outer rate and momentum; the
+defaults are 0.7, 0.8 and 8 bits."""
 
 COMPARED = "ddp_topk 1%"
 
@@ -107,7 +106,7 @@ def train(own: argparse.Namespace, world: int, rate: float) -> dict[str, Any]:
 
 
 def best_rate(of_rates: dict[str, dict[str, Any]], task: type[Task]) -> str | None:
-    """Return the rate whose score with seed 0 is the best; None until all are known."""
+    """Return the best rate with seed 0; None until all are tried."""
     known = {rate: task.better * own["0"]["score"] for rate, own in of_rates.items() if "0" in own}
     return max(known, key=known.__getitem__) if len(known) >= len(RATES["bytes"]) else None
 
@@ -115,7 +114,7 @@ def best_rate(of_rates: dict[str, dict[str, Any]], task: type[Task]) -> str | No
 def next_run(
     scores: dict[str, Any], names: Sequence[str], seeds: int, task: str
 ) -> tuple[str, list[str], int] | None:
-    """Return a method, rates and a seed that nobody has tried; None when all is done."""
+    """Return a method, rates and a seed that are not tried yet, or None."""
     for name in names:
         of_rates = scores.setdefault(name, {})
         missing = [r for r in map(str, RATES[task]) if "0" not in of_rates.setdefault(r, {})]

@@ -1,14 +1,14 @@
 """Random faults under DiLoCo: does a run hang, and do all replicas share the same bits?
 
 Claim: a NaN on one rank, a rank that is stopped for a while, a network that is paused and processes
-that are killed and started again leave no rank waiting for ever, and all ranks with the same outer
-weights, bit by bit, after every synchronisation.
+that are killed and restarted make no rank wait for ever, and all ranks have the same bits of outer
+weights after every synchronization.
 
-Real processes, one a network namespace where this machine allows them (else the network is not
-paused). Each writes a hash of the outer weights after each exchange, and of its own weights after
+Each process has its own network namespace if the machine allows that (else the network is not
+paused). It writes a hash of the outer weights after each exchange, and of its own weights after
 each checkpoint; the hashes of a step must agree over ranks, and no weight may be NaN or infinite. A
-checkpoint is written every 40 steps, from which a killed run goes on. One in which some rank takes
-no step for 60 seconds counts as a hang.
+checkpoint is written every 40 steps, from which a killed run resumes. If any rank takes no step for
+60 seconds, that counts as a hang.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class Net(L.LightningModule):
 
 
 class Witness(L.Callback):
-    """Plants a NaN when told to, writes hashes of weights, and saves."""
+    """Plants a NaN on request, writes hashes of weights, and saves checkpoints."""
 
     def __init__(self, folder: Path, rank: int, attempt: int) -> None:
         self.folder, self.rank = folder, rank
@@ -140,7 +140,7 @@ def run_rank(
 
 
 class Run:
-    """Processes that train, and what can be done to them."""
+    """The training processes and their faults."""
 
     def __init__(
         self, ranks: int, plan: dict[str, Any], folder: Path, names: Sequence[str]
@@ -182,7 +182,7 @@ class Run:
         return False
 
     def fault(self, kind: str, rank: int) -> None:
-        """Do one of them to a rank."""
+        """Inject one fault into a rank."""
         if kind == "NaN":
             (self.folder / f"nan{rank}").touch()
         elif kind == "slow rank":
@@ -200,7 +200,7 @@ class Run:
             self.start_again()
 
     def start_again(self) -> None:
-        """Kill all of them, and go on from the last checkpoint."""
+        """Kill all processes, and resume from the last checkpoint."""
         self.end()
         last = self.folder / "last.ckpt"
         step = torch.load(last, weights_only=True)["global_step"] if last.exists() else 0
@@ -255,7 +255,7 @@ def endure(
 
 @contextlib.contextmanager
 def nothing() -> Iterator[list[str]]:
-    """Stand in for namespaces where there can be none."""
+    """Replace namespaces on machines without them."""
     yield []
 
 

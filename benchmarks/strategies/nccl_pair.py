@@ -1,10 +1,10 @@
 """DDP on two processes of one machine, dense and compressed: step times, bytes and overlap.
 
-Supports what the documentation says of NCCL: the hook only enqueues, so that a backward pass
-returns to the host before its gradients have travelled. ``host ms`` is when a step's backward pass
-returns, ``step ms`` when the device has done it. Two processes share one GPU, which NCCL may refuse
-("Duplicate GPU detected"); the table then says so. With two GPUs each has its own. A CPU rehearses
-it over gloo, with a tiny model.
+Supports a claim about NCCL: the hook only enqueues, so a backward pass returns to the host before
+its gradients are sent. ``host ms`` is the time until a step's backward pass returns, ``step ms``
+until the device has finished it. Two processes share one GPU; if NCCL rejects that ("Duplicate GPU
+detected"), the table contains the error. With two GPUs each has its own. On a CPU it runs over
+gloo, with a tiny model.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ STRATEGIES = ("ddp", "ddp_bf16", "ddp_int8", "ddp_int4", "ddp_topk", "ddp_thresh
 
 
 class Language(L.LightningModule):
-    """A GPT that takes down how long its steps take."""
+    """A GPT that records the times of its steps."""
 
     def __init__(self, size: str, device: str) -> None:
         super().__init__()
@@ -61,7 +61,7 @@ class Language(L.LightningModule):
 
 
 class Kept(Logger):
-    """Keeps what was logged last."""
+    """Stores the latest logged values."""
 
     name, version = "kept", 0
 
@@ -73,11 +73,11 @@ class Kept(Logger):
         self.latest |= metrics
 
     def log_hyperparams(self, *_: Any, **__: Any) -> None:
-        """Nobody asks for these."""
+        """Not used."""
 
 
 def train(rank: int, port: int, name: str, device: str, steps: int, queue: Any) -> None:
-    """Train one rank; the first says what it measured."""
+    """Train one rank; the first one returns its measurements."""
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2"}
     os.environ |= {"LOCAL_RANK": str(rank), "RANK": str(rank), "NODE_RANK": "0"}
     warnings.simplefilter("ignore")
@@ -115,7 +115,7 @@ def train(rank: int, port: int, name: str, device: str, steps: int, queue: Any) 
 
 
 def measure(name: str, device: str, steps: int) -> Any:
-    """Return the first rank's measurements, or what went wrong."""
+    """Return the first rank's measurements, or the error."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
