@@ -215,7 +215,7 @@ def _gradient(
 
     def log(name: str, value: Any, *args: Any, **kwargs: Any) -> None:
         if isinstance(value, (int, float, Tensor)):
-            logged[name] = value
+            logged[name] = value.detach() if isinstance(value, Tensor) else value
 
     with ExitStack() as stack:
         stack.enter_context(without_side_effects(trainer, module))
