@@ -78,7 +78,7 @@ class GradientCallback(RunCallback):
             ``on_fit_start`` for LBFGS, which evaluates the loss several times per step.
     """
 
-    process_only = ("_ahead",)
+    not_pickled = ("_ahead",)
 
     def __init__(self) -> None:
         self.names: dict[Tensor, str] = {}

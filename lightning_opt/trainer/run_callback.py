@@ -21,7 +21,7 @@ class RunCallback(Callback):
 
     - :meth:`release` to undo patches and drop references when a run ends;
     - :meth:`reset_for_model` to reset the state that belongs to one model;
-    - ``process_only``, the attributes that are ``None`` in a pickled copy;
+    - ``not_pickled``, the attributes that are ``None`` in a pickled copy;
     - ``only_one = True`` to raise for a second instance in the same Trainer.
 
     An overridden ``setup`` calls ``super().setup(...)`` first.
@@ -30,7 +30,7 @@ class RunCallback(Callback):
         ValueError: In ``setup``, for a second instance of a class with ``only_one``.
     """
 
-    process_only: ClassVar[tuple[str, ...]] = ()
+    not_pickled: ClassVar[tuple[str, ...]] = ()
     only_one: ClassVar[bool] = False
 
     rescales_gradients: ClassVar[bool] = False
@@ -78,7 +78,7 @@ class RunCallback(Callback):
         self.release(trainer)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_model": None, **dict.fromkeys(self.process_only)}
+        return {**self.__dict__, "_model": None, **dict.fromkeys(self.not_pickled)}
 
 
 def raise_if_lbfgs(name: str, optimizers: Iterable[Optimizer]) -> None:

@@ -89,7 +89,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    process_only = ("_trainer", "_stack", "_make_step", "_make_zero")
+    not_pickled = ("_trainer", "_stack", "_make_step", "_make_zero")
 
     def __init__(
         self,

@@ -88,7 +88,7 @@ class DynamicBatchSize(RunCallback):
         >>> trainer = L.Trainer(callbacks=[lo.DynamicBatchSize(keep_effective=256)], logger=False)
     """
 
-    process_only = ("_trainer", "_stack", "_meter", "_rates")
+    not_pickled = ("_trainer", "_stack", "_meter", "_rates")
 
     def __init__(
         self,

@@ -91,7 +91,7 @@ class MicroBatching(RunCallback):
     """
 
     only_one = True
-    process_only = ("_stack",)
+    not_pickled = ("_stack",)
 
     def __init__(
         self,

@@ -121,7 +121,7 @@ class DataPipelineTuner(RunCallback):
         self._reset()
 
     only_one = True
-    process_only = ("_loader",)
+    not_pickled = ("_loader",)
 
     def _reset(self) -> None:
         self.chosen: LoaderSettings | None = None

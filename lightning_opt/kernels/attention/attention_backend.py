@@ -90,7 +90,7 @@ class AttentionBackend(RunCallback):
     """
 
     only_one = True
-    process_only = ("_recorder",)
+    not_pickled = ("_recorder",)
 
     def __init__(
         self, order: Sequence[str] = ("flash", "cudnn", "efficient", "math"), watch_batches: int = 1

@@ -81,7 +81,7 @@ class ChannelsLast(RunCallback):
     """
 
     only_one = True
-    process_only = ("_convolutions",)
+    not_pickled = ("_convolutions",)
 
     def __init__(self, policy: Policy = "auto") -> None:
         self.policy = one_of("policy", policy, get_args(Policy))

@@ -110,7 +110,7 @@ class CompileModel(RunCallback):
 
     only_one = True
     compiles_model = True
-    process_only = ("_stack", "_options", "_comparison")
+    not_pickled = ("_stack", "_options", "_comparison")
 
     def __init__(
         self,

@@ -68,7 +68,7 @@ class FusedOptimizer(RunCallback):
     """
 
     only_one = True
-    process_only = ("_fused",)
+    not_pickled = ("_fused",)
 
     def __init__(self) -> None:
         self._fused: dict[int, Fused] | None = None

@@ -66,7 +66,7 @@ class Runtime(RunCallback):
     """
 
     only_one = True
-    process_only = ("_outcomes",)
+    not_pickled = ("_outcomes",)
 
     def __init__(
         self,

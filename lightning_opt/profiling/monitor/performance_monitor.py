@@ -88,7 +88,7 @@ class PerformanceMonitor(RunCallback):
 
     """
 
-    process_only = ("_sampler", "_clock")
+    not_pickled = ("_sampler", "_clock")
 
     def __init__(
         self,
