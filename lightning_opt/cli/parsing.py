@@ -25,7 +25,7 @@ from lightning_opt.cli.main import UsageError, interrupt_gracefully
 from lightning_opt.cli.targets import BASES, Recipe, Targets, no_data
 from lightning_opt.presets.preset import Preset
 from lightning_opt.presets.registry import preset, preset_names
-from lightning_opt.worker.recipes import find
+from lightning_opt.worker.recipes import import_attribute
 
 TARGETS = """\
 model and data:
@@ -146,7 +146,7 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
             f"of LightningCLI. {parser.prog} --help has examples."
         )
     data = targets.recipe("data", plain(config.pop("data", None)))
-    own = getattr(find(model.target), "train_dataloader", None)
+    own = getattr(import_attribute(model.target), "train_dataloader", None)
     if data is None and own is LightningModule.train_dataloader:
         raise UsageError(
             f"{model} has no train_dataloader. Name its data, --data module:Class, or a "

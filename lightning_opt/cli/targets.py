@@ -17,7 +17,7 @@ from unittest import mock
 from lightning.pytorch import LightningDataModule, LightningModule, Trainer
 
 from lightning_opt.cli.main import UsageError
-from lightning_opt.worker.recipes import find, instantiate
+from lightning_opt.worker.recipes import import_attribute, instantiate
 
 BASES: dict[str, type] = {"model": LightningModule, "data": LightningDataModule}
 CONFIGURATIONS = (".yaml", ".yml", ".json")
@@ -45,7 +45,7 @@ class Recipe:
 
     def __call__(self) -> Any:
         """Create the object."""
-        made = find(self.target)(**instantiate(self.settings))
+        made = import_attribute(self.target)(**instantiate(self.settings))
         if self.optimizer is not None:
             _set_optimizer(made, self.optimizer, self.scheduler)
         return made
@@ -56,7 +56,7 @@ class Recipe:
 
 def _version(target: str) -> str:
     try:
-        content = Path(inspect.getfile(find(target))).read_bytes()
+        content = Path(inspect.getfile(import_attribute(target))).read_bytes()
     except (OSError, TypeError):  # defined in an interpreter, or an extension module
         return ""
     return hashlib.sha256(content).hexdigest()[:16]
@@ -211,7 +211,7 @@ def find_module(place: str) -> ModuleType:
         raise UsageError(f"There is no file {place}.")
     try:
         with mock.patch.object(Trainer, "fit", partial(_raise_on_fit, place)):
-            name = find(f"{Path(place).resolve()}:__name__") if is_file else place
+            name = import_attribute(f"{Path(place).resolve()}:__name__") if is_file else place
             return importlib.import_module(name)
     except UsageError:
         raise

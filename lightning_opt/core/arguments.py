@@ -11,37 +11,37 @@ from typing import Any, TypeVar
 Choice = TypeVar("Choice")
 
 
-def positive(name: str, value: float) -> float:
+def check_positive(name: str, value: float) -> float:
     if not (is_number(value) and math.isfinite(value) and value > 0):
         raise ValueError(f"{name} must be a finite number above 0, got {value!r}.")
     return value
 
 
-def fraction(name: str, value: float) -> float:
+def check_fraction(name: str, value: float) -> float:
     if not (is_number(value) and 0 <= value < 1):
         raise ValueError(f"{name} must be a number of at least 0 and below 1, got {value!r}.")
     return value
 
 
-def share(name: str, value: float) -> float:
+def check_share(name: str, value: float) -> float:
     if not (is_number(value) and 0 < value <= 1):
         raise ValueError(f"{name} must be above 0 and at most 1, got {value!r}.")
     return value
 
 
-def between(name: str, value: float, low: float, high: float) -> float:
+def check_between(name: str, value: float, low: float, high: float) -> float:
     if not (is_number(value) and low <= value <= high):
         raise ValueError(f"{name} must be a number from {low} to {high}, got {value!r}.")
     return value
 
 
-def at_least(name: str, value: int, lowest: int) -> int:
+def check_at_least(name: str, value: int, lowest: int) -> int:
     if isinstance(value, bool) or not isinstance(value, int) or value < lowest:
         raise ValueError(f"{name} must be a whole number of at least {lowest}, got {value!r}.")
     return value
 
 
-def one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
+def check_one_of(name: str, value: Choice, allowed: Sequence[Choice]) -> Choice:
     if value not in allowed:
         raise ValueError(f"{name} must be one of {', '.join(map(repr, allowed))}, got {value!r}.")
     return value

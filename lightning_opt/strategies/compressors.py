@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from lightning_opt.core.arguments import at_least, one_of, positive, share
+from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive, check_share
 from lightning_opt.core.modules.sharding import reads_are_free
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.strategies.packing import (
@@ -99,8 +99,8 @@ class TopK(Compressor):
     late = True
 
     def __init__(self, ratio: float = 0.01, k: int | None = None) -> None:
-        self.ratio = share("ratio", ratio)
-        self.k = None if k is None else at_least("k", k, 1)
+        self.ratio = check_share("ratio", ratio)
+        self.k = None if k is None else check_at_least("k", k, 1)
 
     def capacity(self, numel: int) -> int:
         """Return the number of elements to send out of ``numel``."""
@@ -141,8 +141,8 @@ class Threshold(Compressor):
     late = True
 
     def __init__(self, value: float | Literal["auto"] = "auto", max_ratio: float = 0.02) -> None:
-        self.value = value if value == "auto" else positive("value", value)
-        self.max_ratio = share("max_ratio", max_ratio)
+        self.value = value if value == "auto" else check_positive("value", value)
+        self.max_ratio = check_share("max_ratio", max_ratio)
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Return a codec for tensors of ``numel`` elements on ``device``."""
@@ -162,8 +162,8 @@ class Quantize(Compressor):
     """
 
     def __init__(self, bits: Literal[4, 8] = 8, block: int = 1024) -> None:
-        self.bits = one_of("bits", bits, (8, 4))
-        self.block = at_least("block", block, 2)
+        self.bits = check_one_of("bits", bits, (8, 4))
+        self.block = check_at_least("block", block, 2)
         if block % 2:
             raise ValueError(f"block must be even, got {block}.")
 
@@ -187,7 +187,7 @@ class PowerSGD(Compressor):
     """
 
     def __init__(self, rank: int = 1) -> None:
-        self.rank = at_least("rank", rank, 1)
+        self.rank = check_at_least("rank", rank, 1)
 
     def codec(self, numel: int, device: torch.device) -> Codec:
         """Raise NotImplementedError: there is no codec."""

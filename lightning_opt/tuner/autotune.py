@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lightning_opt.core.arguments import fraction, one_of, positive
+from lightning_opt.core.arguments import check_fraction, check_one_of, check_positive
 from lightning_opt.tuner.journal import Progress
 from lightning_opt.tuner.result import TuneResult
 from lightning_opt.tuner.space import Candidates, check_candidates
@@ -79,15 +79,17 @@ def autotune(
     """
     seconds = parse_budget(budget)
     check_candidates(candidates)
-    goal = one_of("objective", objective, tuple(OBJECTIVES))
+    goal = check_one_of("objective", objective, tuple(OBJECTIVES))
     plan = Plan(
         check_factory("model", model),
         check_factory("data", data),
         check_settings("base", base),
         candidates,
-        Objective(goal, positive("max_slowdown", max_slowdown), fraction("min_gain", min_gain)),
+        Objective(
+            goal, check_positive("max_slowdown", max_slowdown), check_fraction("min_gain", min_gain)
+        ),
         seconds,
-        None if timeout is None else positive("timeout", timeout),
+        None if timeout is None else check_positive("timeout", timeout),
     )
     return Tuning(plan, journal, Progress(seconds, progress)).run()
 
@@ -101,4 +103,4 @@ def parse_budget(budget: str | float) -> float:
                 f"budget must be seconds or a text such as '90s', '10m' or '1h', got {budget!r}."
             )
         return float(found[1]) * UNITS[found[2]]
-    return positive("budget", budget)
+    return check_positive("budget", budget)

@@ -58,7 +58,7 @@ def _check_callable(name: str, given: Any) -> None:
 
 def make(name: str, factory: Factory) -> Any:
     """Import the factory, if it is a path, and call it."""
-    found = find(factory) if isinstance(factory, str) else factory
+    found = import_attribute(factory) if isinstance(factory, str) else factory
     _check_callable(name, found)
     return found()
 
@@ -82,7 +82,7 @@ def make_settings(given: Settings) -> dict[str, Any]:
     return {name: instantiate(value) for name, value in plain(given).items()}
 
 
-def find(path: str) -> Any:
+def import_attribute(path: str) -> Any:
     """Import the object at ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``."""
     place, _, attribute = path.rpartition(":")
     module = _module_of_file(place) if place.endswith(".py") else importlib.import_module(place)

@@ -18,7 +18,7 @@ from typing import Any, NoReturn
 
 import torch
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.worker.child import LOG, PAYLOAD, train
 from lightning_opt.worker.gate import Step
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
@@ -101,7 +101,7 @@ class TrainingProcess:
             "data": check_factory("data", data),
             "settings": check_settings("settings", settings),
         }
-        self.timeout = positive("timeout", timeout)
+        self.timeout = check_positive("timeout", timeout)
         self.steps: list[Step] = []
         self._peak = 0
         self._summary: dict[str, Any] | None = None
@@ -161,10 +161,12 @@ class TrainingProcess:
             FitFailed: If the run fails or ends before; from then on at every call.
             RuntimeError: If it was closed.
         """
-        at_least("steps", steps, 1)
+        check_at_least("steps", steps, 1)
         self._wait_until_ready()
         self._send(steps)
-        message = self._receive(self.timeout if timeout is None else positive("timeout", timeout))
+        message = self._receive(
+            self.timeout if timeout is None else check_positive("timeout", timeout)
+        )
         taken: list[Step] = []
         if message[0] == "steps":
             taken = [Step(*step) for step in message[1]]

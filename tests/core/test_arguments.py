@@ -6,14 +6,19 @@ from typing import Any
 
 import pytest
 
-from lightning_opt.core.arguments import at_least, between, fraction, positive
+from lightning_opt.core.arguments import (
+    check_at_least,
+    check_between,
+    check_fraction,
+    check_positive,
+)
 
 NO_NUMBERS = [math.nan, math.inf, True, False, "1", None, [1]]
 CHECKS: dict[str, tuple[Callable[[Any], Any], list[Any], list[Any]]] = {
-    "positive": (lambda x: positive("x", x), [1, 0.5, 1e300], [0, -1.0]),
-    "fraction": (lambda x: fraction("x", x), [0, 0.0, 0.999], [1, 1.0, -0.1]),
-    "between": (lambda x: between("x", x, -1, 2), [-1, 2.0, 0], [-1.1, 3]),
-    "at_least": (lambda x: at_least("x", x, 2), [2, 10**9], [1, -2, 2.0, 2.5]),
+    "positive": (lambda x: check_positive("x", x), [1, 0.5, 1e300], [0, -1.0]),
+    "fraction": (lambda x: check_fraction("x", x), [0, 0.0, 0.999], [1, 1.0, -0.1]),
+    "between": (lambda x: check_between("x", x, -1, 2), [-1, 2.0, 0], [-1.1, 3]),
+    "at_least": (lambda x: check_at_least("x", x, 2), [2, 10**9], [1, -2, 2.0, 2.5]),
 }
 
 

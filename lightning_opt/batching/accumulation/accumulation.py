@@ -28,9 +28,9 @@ from lightning_opt.batching.loader_sizes import (
     data_ranks,
     has_several_loaders,
 )
-from lightning_opt.core.arguments import at_least, function_named
+from lightning_opt.core.arguments import check_at_least, function_named
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.sharding import flat_parameter_groups, ranks_of_a_step
+from lightning_opt.core.modules.sharding import flat_parameter_groups, step_groups
 from lightning_opt.core.numerics.norms import collect_gradients, parameters_of
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
@@ -116,7 +116,7 @@ class Accumulation(RunCallback):
         self.schedule = None if schedule is None else windows_by_step(schedule)
         self.accumulates_by = "schedule" if schedule is not None else ""
         if effective_batch is not None:
-            at_least("effective_batch", effective_batch, 1)
+            check_at_least("effective_batch", effective_batch, 1)
             self.accumulates_by = "effective_batch"
         self._count = function_named("count", count)
         self._trainer: pl.Trainer | None = None
@@ -293,7 +293,7 @@ class Accumulation(RunCallback):
         """Return the sum over the ranks that step together, and their number."""
         if self.normalize == "batches":  # all ranks have the same number
             return count, 1
-        return sum_over_ranks(count, self._device, ranks_of_a_step(trainer))
+        return sum_over_ranks(count, self._device, step_groups(trainer))
 
     @torch.no_grad()
     def _average(self, trainer: pl.Trainer) -> None:

@@ -9,21 +9,21 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import check_at_least
 from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length
-from lightning_opt.core.modules.sharding import Groups, reads_are_free, sum_over
+from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_over
 from lightning_opt.core.numerics.scalars import Scalar, wide_dtype
 
 
 def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
     """Return a sorted table from optimizer step to the number of batches per window."""
     if not isinstance(schedule, dict):
-        return {0: at_least("schedule", schedule, 1)}
+        return {0: check_at_least("schedule", schedule, 1)}
     if not schedule:
         raise ValueError("schedule must have an entry, such as {0: 1, 1000: 4}; it is empty.")
     # Keys of a configuration file may be text.
     return {
-        at_least("a step of schedule", int(step), 0): at_least("schedule", batches, 1)
+        check_at_least("a step of schedule", int(step), 0): check_at_least("schedule", batches, 1)
         for step, batches in sorted(schedule.items(), key=lambda entry: int(entry[0]))
     }
 
@@ -59,7 +59,7 @@ def sum_over_ranks(total: Scalar, device: torch.device, groups: Groups) -> tuple
     if not groups:
         return total, 1
     value = torch.as_tensor(total, dtype=torch.float64, device=device).clone()
-    sum_over(value, groups)
+    reduce_over(value, groups)
     world = dist.get_world_size(groups[0])
     return value.item() if reads_are_free(device) else value, world  # free on a CPU
 

@@ -23,7 +23,7 @@ from lightning_opt.batching.loader_sizes import (
     set_batch_size,
 )
 from lightning_opt.batching.peaks import LimitMeter
-from lightning_opt.core.arguments import at_least, between, one_of, positive
+from lightning_opt.core.arguments import check_at_least, check_between, check_one_of, check_positive
 from lightning_opt.core.modules.patching import replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.output.loggers import log_scalars
@@ -100,24 +100,24 @@ class DynamicBatchSize(RunCallback):
         find: bool | Literal["largest", "fastest"] = False,
         budget_mb: float | None = None,
     ) -> None:
-        self.target = between("target", target, 0.0, 1.0)
-        if positive("grow", grow) <= 1:
+        self.target = check_between("target", target, 0.0, 1.0)
+        if check_positive("grow", grow) <= 1:
             raise ValueError(f"grow must be above 1, got {grow}.")
         if scale_lr is not None:
-            one_of("scale_lr", scale_lr, tuple(SCALES))
+            check_one_of("scale_lr", scale_lr, tuple(SCALES))
         if scale_lr is not None and keep_effective is not None:
             raise ValueError(
                 "keep_effective keeps the samples per step, so there is nothing for scale_lr to "
                 "follow. Give one of them."
             )
-        one_of("find", find, FINDS)
+        check_one_of("find", find, FINDS)
         self.grow, self.scale_lr = grow, scale_lr
-        self.max_size = None if max_size is None else at_least("max_size", max_size, 1)
+        self.max_size = None if max_size is None else check_at_least("max_size", max_size, 1)
         self.keep_effective = keep_effective
         if keep_effective is not None:
-            at_least("keep_effective", keep_effective, 1)
+            check_at_least("keep_effective", keep_effective, 1)
         self.find: str | None = "largest" if find is True else find or None
-        self.budget_mb = None if budget_mb is None else positive("budget_mb", budget_mb)
+        self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
         self.found: FoundSizes | None = None
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None

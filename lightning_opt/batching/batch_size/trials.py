@@ -22,7 +22,7 @@ from torch import nn
 
 from lightning_opt.batching.batch_size.probe import TIME, TRY, Length, Probe, RanOutError
 from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
-from lightning_opt.core.arguments import function_named, one_of
+from lightning_opt.core.arguments import check_one_of, function_named
 from lightning_opt.core.measure.exhaustion import (
     CAUGHT,
     free_unused,
@@ -273,7 +273,7 @@ def find_batch_size(
         >>> found.largest  # all samples
         64
     """
-    one_of("mode", mode, ("largest", "fastest"))
+    check_one_of("mode", mode, ("largest", "fastest"))
     worst = function_named("worst_batch", worst_batch)
     finding = _Finding(mode, max_size, target, budget_mb, worst)
     with replaced(trainer, callbacks=[finding, *trainer.callbacks]):  # type: ignore[attr-defined]

@@ -27,8 +27,8 @@ from lightning_opt.batching.micro_batching.ranks import (
 )
 from lightning_opt.batching.micro_batching.sizes import LearnedSizes, PlannedSizes
 from lightning_opt.batching.micro_batching.splitting import LOSSES, SplitCheck, Splitter
-from lightning_opt.core.arguments import at_least, function_named
-from lightning_opt.core.modules.sharding import ranks_of_a_step
+from lightning_opt.core.arguments import check_at_least, function_named
+from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
@@ -101,8 +101,8 @@ class MicroBatching(RunCallback):
         loss: Literal["mean_over_samples", "mean_over_tokens", "sum"] = "mean_over_samples",
         count: Callable[[Any], Any] | str | None = None,
     ) -> None:
-        self.size = size if size == "auto" else at_least("size", size, 1)
-        self.regrow_every = at_least("regrow_every", regrow_every, 1)
+        self.size = size if size == "auto" else check_at_least("size", size, 1)
+        self.regrow_every = check_at_least("regrow_every", regrow_every, 1)
         if loss not in LOSSES:
             raise ValueError(f"loss must be one of {LOSSES}, got {loss!r}.")
         if (loss == "mean_over_tokens") != (count is not None):
@@ -182,7 +182,7 @@ class MicroBatching(RunCallback):
         """Return the ranks that must agree on the micro-batches of a batch."""
         strategy, model = trainer.strategy, trainer.strategy.model
         if self.size != "auto":
-            groups = () if _has_equal_batches(trainer) else ranks_of_a_step(trainer)
+            groups = () if _has_equal_batches(trainer) else step_groups(trainer)
             return Ranks(groups[0], strategy.root_device) if groups else Ranks()
         if trainer.world_size == 1:
             return Ranks()

@@ -9,7 +9,7 @@ from typing import Any, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import check_at_least
 
 Note = TypeVar("Note")
 
@@ -18,7 +18,7 @@ class Schedule:
     """Due at every ``every_n_steps``-th step, counted from 1."""
 
     def __init__(self, every_n_steps: int) -> None:
-        self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
+        self.every_n_steps = check_at_least("every_n_steps", every_n_steps, 1)
 
     def is_due(self, step: int) -> bool:
         return step % self.every_n_steps == 0

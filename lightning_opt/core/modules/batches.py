@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import check_at_least
 
 ADVICE = (
     "Give MicroBatching(split=...), a function `split(batch, parts)` that returns a list of "
@@ -161,7 +161,9 @@ def samples_in(batch: Any) -> int:
 
 
 def check_tokens(tokens: int | str | None) -> int | str | None:
-    return tokens if tokens is None or isinstance(tokens, str) else at_least("tokens", tokens, 1)
+    return (
+        tokens if tokens is None or isinstance(tokens, str) else check_at_least("tokens", tokens, 1)
+    )
 
 
 def tokens_in(batch: Any, tokens: int | str, owner: str) -> int:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 Groups: TypeAlias = tuple[Any, ...]
 """The process groups to sum over, one per mesh dimension; empty if this rank has everything."""
 
-COMPLETE: Groups = ()
+UNSHARDED: Groups = ()
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -50,7 +50,7 @@ def shard_groups(parameter: Tensor, flat: Mapping[Tensor, Groups] | None = None)
             for dim, placement in enumerate(placements)
             if not placement.is_replicate() and mesh.size(dim) > 1
         )
-    return flat.get(parameter, COMPLETE) if flat else COMPLETE
+    return flat.get(parameter, UNSHARDED) if flat else UNSHARDED
 
 
 def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
@@ -74,7 +74,7 @@ def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
     return groups
 
 
-def sum_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
+def reduce_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
     """Reduce ``values`` in place over each group, by sum or by ``op``, and return them."""
     for group in groups:
         backends = dist.get_backend_config(group)
@@ -113,17 +113,17 @@ class CustomExchange:
         raise NotImplementedError
 
 
-def ranks_of_a_step(trainer: Any) -> Groups:
+def step_groups(trainer: Any) -> Groups:
     """Return the group of ranks that step together, the only one for collectives inside a step.
 
     It is empty for a process that steps alone, such as a replica of ``DiLoCoStrategy``.
     """
     if trainer.world_size == 1 or not dist.is_initialized():
-        return COMPLETE
+        return UNSHARDED
     strategy = trainer.strategy
     own_group = strategy.step_group if isinstance(strategy, CustomExchange) else None
     group = own_group or dist.group.WORLD
-    return (group,) if dist.get_world_size(group) > 1 else COMPLETE
+    return (group,) if dist.get_world_size(group) > 1 else UNSHARDED
 
 
 def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
@@ -133,11 +133,11 @@ def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> 
     """
     distinct = dict.fromkeys(groups)
     if len(distinct) == 1:
-        return sum_over(values.clone(), groups[0], op)
+        return reduce_over(values.clone(), groups[0], op)
     columns = list(values.unbind(-1))  # a list as an index would be copied to the device
     for members in distinct:
         places = [place for place, own in enumerate(groups) if own == members]
-        whole = sum_over(torch.stack([columns[place] for place in places]), members, op)
+        whole = reduce_over(torch.stack([columns[place] for place in places]), members, op)
         for place, column in zip(places, whole, strict=True):
             columns[place] = column
     return torch.stack(columns, -1)

@@ -25,7 +25,7 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from lightning_opt.core.arguments import at_least, fraction, positive
+from lightning_opt.core.arguments import check_at_least, check_fraction, check_positive
 from lightning_opt.core.numerics.scalars import DeviceCache, Scalar, constant, exp
 
 State: TypeAlias = dict[str, Any]
@@ -41,7 +41,7 @@ class Window:
     """
 
     def __init__(self, size: int | None) -> None:
-        self.size = None if size is None else at_least("window", size, 2)
+        self.size = None if size is None else check_at_least("window", size, 2)
 
     def init(self) -> State:
         """Return the state before any value."""
@@ -181,11 +181,11 @@ class LogBand:
         patience: int | None = 25,
         min_std: float = 0.1,
     ) -> None:
-        self.k, self.decay = positive("k", k), fraction("decay", decay)
-        self.winsor = positive("winsor", winsor)
-        self.warmup = at_least("warmup", warmup, 2)
-        self.patience = None if patience is None else at_least("patience", patience, 1)
-        self.min_std = positive("min_std", min_std)
+        self.k, self.decay = check_positive("k", k), check_fraction("decay", decay)
+        self.winsor = check_positive("winsor", winsor)
+        self.warmup = check_at_least("warmup", warmup, 2)
+        self.patience = None if patience is None else check_at_least("patience", patience, 1)
+        self.min_std = check_positive("min_std", min_std)
         # Coefficients are constant from this count on.
         settled = math.ceil(self.LEAD / max(1.0 - self.decay, 1e-4) - self.LEAD)
         self._last = max(self.warmup, settled)

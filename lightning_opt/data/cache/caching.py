@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias, get_args
 import torch
 from torch.utils.data import get_worker_info
 
-from lightning_opt.core.arguments import at_least, one_of
+from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.output.report import Report
 from lightning_opt.data.cache.store import Policy, Store
 from lightning_opt.data.encoding import digest
@@ -61,9 +61,9 @@ class Caching:
             name: Name of the dataset's class or of the function. On disk, items are found only
                 under the same key and name.
         """
-        at_least("max_bytes", max_bytes, 1)
-        one_of("policy", policy, get_args(Policy))
-        one_of("storage", storage, get_args(Storage))
+        check_at_least("max_bytes", max_bytes, 1)
+        check_one_of("policy", policy, get_args(Policy))
+        check_one_of("storage", storage, get_args(Storage))
         if storage == "disk":
             if not key:
                 raise ValueError(

@@ -6,7 +6,7 @@ import logging
 import time
 from typing import TYPE_CHECKING, Any
 
-from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.arguments import check_at_least, check_fraction
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.modules.batches import samples_in
 from lightning_opt.core.modules.patching import Patches, replaced
@@ -57,8 +57,8 @@ class DataMonitor(RunCallback):
 
     def __init__(self, every_n_steps: int = 50, threshold: float = 0.2, patience: int = 3) -> None:
         self._schedule = Schedule(every_n_steps)
-        self.threshold = fraction("threshold", threshold)
-        self.patience = at_least("patience", patience, 1)
+        self.threshold = check_fraction("threshold", threshold)
+        self.patience = check_at_least("patience", patience, 1)
         self._patches = Patches()
         self._reset()
 

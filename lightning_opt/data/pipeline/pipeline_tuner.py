@@ -13,7 +13,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader
 
-from lightning_opt.core.arguments import at_least, one_of, positive
+from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive
 from lightning_opt.core.measure.machine import available_cpus
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.preserve import isolated_random
@@ -107,16 +107,16 @@ class DataPipelineTuner(RunCallback):
         verbose: bool = True,
     ) -> None:
         if max_workers is not None:
-            at_least("max_workers", max_workers, 0)
+            check_at_least("max_workers", max_workers, 0)
         if isinstance(prefetch, (str, int)) or not prefetch:
             raise ValueError(f"prefetch must be one or more whole numbers, got {prefetch!r}.")
         if not isinstance(pin, bool) and pin != "auto":
             raise ValueError(f'pin must be "auto", True or False, got {pin!r}.')
         self.max_workers = max_workers
-        self.prefetch = tuple(at_least("prefetch", factor, 1) for factor in prefetch)
+        self.prefetch = tuple(check_at_least("prefetch", factor, 1) for factor in prefetch)
         self.pin, self.persistent = pin, persistent
-        self.budget_seconds = positive("budget_seconds", budget_seconds)
-        self.random_items = one_of("random_items", random_items, ("allow", "refuse"))
+        self.budget_seconds = check_positive("budget_seconds", budget_seconds)
+        self.random_items = check_one_of("random_items", random_items, ("allow", "refuse"))
         self.verbose = verbose
         self._reset()
 

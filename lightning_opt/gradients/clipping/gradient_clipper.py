@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from lightning_opt.core.arguments import one_of
+from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.numerics.norms import GradientStep, collect_gradients, measure_norms
 from lightning_opt.core.numerics.scalars import Scalar, read_scalars, stack_scalars, to_plain
 from lightning_opt.gradients.clipping.norm_rules import (
@@ -49,7 +49,7 @@ def resolve_rule(rule: str | ClippingRule) -> ClippingRule:
         raise TypeError(
             f"rule must be one of {sorted(RULES)} or a ClippingRule object, got {rule!r}."
         )
-    return RULES[one_of("rule", rule, sorted(RULES))]()
+    return RULES[check_one_of("rule", rule, sorted(RULES))]()
 
 
 MAX_UNCOUNTED = 1024

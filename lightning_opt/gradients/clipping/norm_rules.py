@@ -15,7 +15,13 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.arguments import at_least, between, fraction, one_of, positive
+from lightning_opt.core.arguments import (
+    check_at_least,
+    check_between,
+    check_fraction,
+    check_one_of,
+    check_positive,
+)
 from lightning_opt.core.numerics.norms import GradientStep
 from lightning_opt.core.numerics.scalars import DeviceCache, Scalar, constant, minimum, where
 from lightning_opt.core.numerics.statistics import LogBand, State, Window
@@ -118,7 +124,7 @@ class FixedNorm(NormRule):
     """
 
     def __init__(self, max_norm: float = 1.0) -> None:
-        self.max_norm = positive("max_norm", max_norm)
+        self.max_norm = check_positive("max_norm", max_norm)
 
     def limit(self, norm: Scalar, state: State) -> Scalar:
         """Return ``max_norm``."""
@@ -147,10 +153,10 @@ class MeanStd(NormRule):
         history: Literal["raw", "clipped"] = "raw",
         warmup: int = 10,
     ) -> None:
-        self.k = positive("k", k)
-        self._norms = Window(at_least("window", window, 2))
-        self.history = one_of("history", history, ("raw", "clipped"))
-        if at_least("warmup", warmup, 2) > window:
+        self.k = check_positive("k", k)
+        self._norms = Window(check_at_least("window", window, 2))
+        self.history = check_one_of("history", history, ("raw", "clipped"))
+        if check_at_least("warmup", warmup, 2) > window:
             raise ValueError(f"warmup must be at most window ({window}), got {warmup!r}.")
         self.window, self.warmup = window, warmup
 
@@ -185,7 +191,7 @@ class Percentile(NormRule):
     """
 
     def __init__(self, percentile: float = 10.0, window: int | None = None) -> None:
-        self.percentile = between("percentile", percentile, 0, 100)
+        self.percentile = check_between("percentile", percentile, 0, 100)
         self._norms, self.window = Window(window), window
 
     def init(self) -> State:
@@ -221,9 +227,9 @@ class ZClip(NormRule):
     def __init__(
         self, alpha: float = 0.97, z: float = 2.5, warmup: int = 25, max_norm: float | None = None
     ) -> None:
-        self.alpha, self.z = fraction("alpha", alpha), positive("z", z)
-        self.warmup = at_least("warmup", warmup, 2)
-        self.max_norm = None if max_norm is None else positive("max_norm", max_norm)
+        self.alpha, self.z = check_fraction("alpha", alpha), check_positive("z", z)
+        self.warmup = check_at_least("warmup", warmup, 2)
+        self.max_norm = None if max_norm is None else check_positive("max_norm", max_norm)
 
     def init(self) -> State:
         """Return the state before any norm: mean, variance and count."""

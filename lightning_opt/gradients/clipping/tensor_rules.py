@@ -10,8 +10,14 @@ from typing import ClassVar, Literal
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.arguments import at_least, fraction, positive
-from lightning_opt.core.modules.sharding import COMPLETE, Groups, is_dtensor, local_part, sum_over
+from lightning_opt.core.arguments import check_at_least, check_fraction, check_positive
+from lightning_opt.core.modules.sharding import (
+    UNSHARDED,
+    Groups,
+    is_dtensor,
+    local_part,
+    reduce_over,
+)
 from lightning_opt.core.numerics.norms import GradientStep, as_real, by_kind
 from lightning_opt.core.numerics.scalars import constant, move, stack_scalars, wide_dtype
 from lightning_opt.core.numerics.statistics import State
@@ -40,7 +46,7 @@ class FixedValue(ClippingRule):
     """
 
     def __init__(self, max_value: float = 1.0) -> None:
-        self.max_value = positive("max_value", max_value)
+        self.max_value = check_positive("max_value", max_value)
 
     def clip(self, step: GradientStep, state: State) -> Clip:
         """Clamp the elements of every gradient in place."""
@@ -96,9 +102,9 @@ class PerParameter(ClippingRule):
         warmup: int = 100,
         warmup_norm: float = 1.0,
     ) -> None:
-        self.factor, self.decay = positive("factor", factor), fraction("decay", decay)
-        self.warmup = at_least("warmup", warmup, 1)
-        self.warmup_norm = positive("warmup_norm", warmup_norm)
+        self.factor, self.decay = check_positive("factor", factor), check_fraction("decay", decay)
+        self.warmup = check_at_least("warmup", warmup, 1)
+        self.warmup_norm = check_positive("warmup_norm", warmup_norm)
 
     def init(self) -> State:
         """Return the state before any step.
@@ -181,8 +187,8 @@ class UnitWise(ClippingRule):
         eps: float = 1e-3,
         exclude: Literal["final_linear"] | list[str] | None = "final_linear",
     ) -> None:
-        self.clip_factor = positive("clip_factor", clip_factor)
-        self.eps = positive("eps", eps)
+        self.clip_factor = check_positive("clip_factor", clip_factor)
+        self.eps = check_positive("eps", eps)
         patterns = isinstance(exclude, list) and all(isinstance(name, str) for name in exclude)
         if exclude is not None and exclude != "final_linear" and not patterns:
             raise ValueError(
@@ -286,7 +292,7 @@ class UnitWise(ClippingRule):
         if parameter.is_complex():
             dims = (*dims, parameter.ndim)  # real and imaginary parts
         if not is_dtensor(parameter):
-            return dims, COMPLETE
+            return dims, UNSHARDED
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         return dims, tuple(
             mesh.get_group(mesh_dim)
@@ -333,12 +339,12 @@ def _whole_norms(norms: Sequence[Tensor], groups: Sequence[Groups]) -> list[Tens
     """Sum the norms of sharded units over ranks: one all-reduce for each set of groups."""
     whole = list(norms)
     for members in dict.fromkeys(groups):
-        if members == COMPLETE:
+        if members == UNSHARDED:
             continue
         places = [place for place, own in enumerate(groups) if own == members]
         squares = torch.cat([whole[place].flatten() for place in places]).square_()
         sizes = [whole[place].numel() for place in places]
-        parts = sum_over(squares, members).sqrt_().split(sizes)
+        parts = reduce_over(squares, members).sqrt_().split(sizes)
         for place, part in zip(places, parts, strict=True):
             whole[place] = part.view_as(whole[place])
     return whole

@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.optim import SGD, Optimizer
 
-from lightning_opt.core.arguments import at_least, positive, share
+from lightning_opt.core.arguments import check_at_least, check_positive, check_share
 from lightning_opt.core.measure.reading import Schedule
-from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step
+from lightning_opt.core.modules.sharding import Groups, step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.gradients.curvature.differentiable_loss import (
@@ -88,10 +88,13 @@ class CurvatureMonitor(RunCallback):
         seed: int = 0,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
-        self.fraction, self.seed = share("fraction", fraction), at_least("seed", seed, 0)
-        self.n_samples = at_least("n_samples", n_samples, 2)
-        self.max_iterations = at_least("max_iterations", max_iterations, 1)
-        self.tolerance = positive("tolerance", tolerance)
+        self.fraction, self.seed = (
+            check_share("fraction", fraction),
+            check_at_least("seed", seed, 0),
+        )
+        self.n_samples = check_at_least("n_samples", n_samples, 2)
+        self.max_iterations = check_at_least("max_iterations", max_iterations, 1)
+        self.tolerance = check_positive("tolerance", tolerance)
         self._measured_step: int | None = None
         self.history: list[dict[str, float]] = []
         """One entry per measurement, with its ``step``."""
@@ -138,7 +141,7 @@ class CurvatureMonitor(RunCallback):
         ) as loss:
             if loss is None:
                 return {}
-            product = _over_ranks(hessian_product(loss, params), ranks_of_a_step(trainer))
+            product = _over_ranks(hessian_product(loss, params), step_groups(trainer))
             trace = estimate_trace(product, params, self.n_samples, generator)
             top = largest_eigenvalue(
                 product, params, self.max_iterations, self.tolerance, generator

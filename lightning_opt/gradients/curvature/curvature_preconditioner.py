@@ -9,9 +9,15 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_opt.core.arguments import at_least, between, fraction, positive, share
+from lightning_opt.core.arguments import (
+    check_at_least,
+    check_between,
+    check_fraction,
+    check_positive,
+    check_share,
+)
 from lightning_opt.core.measure.reading import Schedule
-from lightning_opt.core.modules.sharding import ranks_of_a_step
+from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.numerics.scalars import Scalar
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
@@ -39,9 +45,12 @@ class DiagonalPreconditioner:
     """
 
     def __init__(self, beta: float, power: float, damping: float, clip: float | None) -> None:
-        self.beta, self.power = fraction("beta", beta), between("power", power, 0.0, 1.0)
-        self.damping = positive("damping", damping)
-        self.clip = None if clip is None else positive("clip", clip)
+        self.beta, self.power = (
+            check_fraction("beta", beta),
+            check_between("power", power, 0.0, 1.0),
+        )
+        self.damping = check_positive("damping", damping)
+        self.clip = None if clip is None else check_positive("clip", clip)
         self._average: dict[str, Tensor] = {}
         self._mass: dict[str, Tensor] = {}
         self._factors: dict[str, Tensor] = {}
@@ -171,9 +180,12 @@ class CurvaturePreconditioner(GradientCallback):
     ) -> None:
         super().__init__()
         self._preconditioner = DiagonalPreconditioner(beta, power, damping, clip)
-        self.every_n_steps = at_least("every_n_steps", every_n_steps, 1)
-        self.fraction, self.seed = share("fraction", fraction), at_least("seed", seed, 0)
-        self._schedule = Schedule(at_least("log_every_n_steps", log_every_n_steps, 1))
+        self.every_n_steps = check_at_least("every_n_steps", every_n_steps, 1)
+        self.fraction, self.seed = (
+            check_share("fraction", fraction),
+            check_at_least("seed", seed, 0),
+        )
+        self._schedule = Schedule(check_at_least("log_every_n_steps", log_every_n_steps, 1))
         self._steps = 0
         self._latest: dict[str, float] = {}
         self._batch: tuple[Any, int] | None = None
@@ -236,7 +248,7 @@ class CurvaturePreconditioner(GradientCallback):
                 sample = sample_diagonal(product, list(params.values()), generator)
                 del product
             del loss
-        mean = mean_over_ranks(sample, ranks_of_a_step(trainer))
+        mean = mean_over_ranks(sample, step_groups(trainer))
         self._preconditioner.update(dict(zip(params, mean, strict=True)))
 
     def _measure(self, tensors: list[Tensor], scale: Any) -> dict[str, float]:

@@ -16,7 +16,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from lightning_opt.core.modules.batches import UnsplittableBatchError, batch_length, split_into
 from lightning_opt.core.modules.compiling import run_eagerly
 from lightning_opt.core.modules.patching import replaced
-from lightning_opt.core.modules.sharding import Groups, sum_over
+from lightning_opt.core.modules.sharding import Groups, reduce_over
 from lightning_opt.core.modules.trial import loss_of, without_side_effects
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ def mean_over_ranks(parts: list[Tensor], groups: Groups) -> list[Tensor]:
     """Return the mean of each tensor over ranks, by one all-reduce."""
     if not groups:
         return parts
-    flat = sum_over(torch.cat([part.float().flatten() for part in parts]), groups)
+    flat = reduce_over(torch.cat([part.float().flatten() for part in parts]), groups)
     flat /= dist.get_world_size(groups[0])
     own = flat.split([part.numel() for part in parts])
     return [mean.view_as(part) for mean, part in zip(own, parts, strict=True)]

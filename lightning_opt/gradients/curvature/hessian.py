@@ -23,7 +23,7 @@ from typing import Generic, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import check_at_least
 
 Tensors: TypeAlias = Sequence[Tensor]
 Product: TypeAlias = Callable[[Tensors], list[Tensor]]
@@ -118,7 +118,7 @@ def hessian_diagonal(
         >>> lo.hessian_diagonal((x**3).sum(), [x]).value
         (tensor([ 6., 12.]),)
     """
-    at_least("n_samples", n_samples, 1)
+    check_at_least("n_samples", n_samples, 1)
     product = hessian_product(loss, params)
     return _average(lambda: sample_diagonal(product, params, generator), n_samples)
 
@@ -142,7 +142,7 @@ def hessian_trace(
     Raises:
         ValueError: For ``n_samples`` below 1, or a loss that is not a scalar.
     """
-    at_least("n_samples", n_samples, 1)
+    check_at_least("n_samples", n_samples, 1)
     return estimate_trace(hessian_product(loss, params), params, n_samples, generator)
 
 
@@ -255,7 +255,7 @@ def largest_eigenvalue(
     Raises:
         ValueError: For ``max_iterations`` below 1 or ``tolerance`` below 0.
     """
-    at_least("max_iterations", max_iterations, 1)
+    check_at_least("max_iterations", max_iterations, 1)
     if not tolerance >= 0:
         raise ValueError(f"tolerance must be a number of at least 0, got {tolerance!r}.")
     sizes = [part.numel() for part in like]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal, TypeAlias
 
-from lightning_opt.core.arguments import at_least, one_of
+from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.numerics.scalars import to_plain
 from lightning_opt.gradients.guard.detector import Detection, Kind
 
@@ -42,17 +42,19 @@ class Escalation:
     ) -> None:
         if isinstance(lr_backoff, bool) or not 0.0 < lr_backoff <= 1.0:
             raise ValueError(f"lr_backoff must be above 0 and at most 1, got {lr_backoff!r}.")
-        self.policy = one_of("policy", policy, ("skip", "rollback", "raise"))
-        self.backoff_after = at_least("backoff_after", backoff_after, 1)
-        self.rollback_after = at_least("rollback_after", rollback_after, 1)
-        self.max_consecutive = at_least("max_consecutive", max_consecutive, 1)
+        self.policy = check_one_of("policy", policy, ("skip", "rollback", "raise"))
+        self.backoff_after = check_at_least("backoff_after", backoff_after, 1)
+        self.rollback_after = check_at_least("rollback_after", rollback_after, 1)
+        self.max_consecutive = check_at_least("max_consecutive", max_consecutive, 1)
         if policy == "rollback" and rollback_after >= max_consecutive:
             raise ValueError(
                 f"rollback_after ({rollback_after}) must be below max_consecutive "
                 f"({max_consecutive}): the run would stop before it is rolled back."
             )
         self.lr_backoff = lr_backoff
-        self._recovery = lr_backoff ** (-1.0 / at_least("lr_recovery_steps", lr_recovery_steps, 1))
+        self._recovery = lr_backoff ** (
+            -1.0 / check_at_least("lr_recovery_steps", lr_recovery_steps, 1)
+        )
         self.reset()
 
     def reset(self) -> None:

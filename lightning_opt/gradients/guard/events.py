@@ -14,7 +14,7 @@ import torch.distributed as dist
 from lightning.fabric.utilities import move_data_to_device
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import Groups, local_part, ranks_of_a_step
+from lightning_opt.core.modules.sharding import Groups, local_part, step_groups
 from lightning_opt.core.numerics.norms import GradientNorms, as_real
 from lightning_opt.core.output.report import Report
 from lightning_opt.gradients.guard.detector import LARGEST_NORM, Kind
@@ -238,7 +238,7 @@ class EventLog:
             names: Names of the parameters.
             damaged: Weights and buffers that are not finite.
         """
-        rank, groups = trainer.global_rank, ranks_of_a_step(trainer)
+        rank, groups = trainer.global_rank, step_groups(trainer)
         own = [fault.event(names, damaged, rank) for fault in faults]
         events = [_merge(of_ranks) for of_ranks in zip(*_gather(own, groups), strict=True)]
         for event, fault in zip(events, faults, strict=True):

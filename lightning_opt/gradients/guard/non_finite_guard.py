@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 from torch.optim import Optimizer
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
-from lightning_opt.core.modules.sharding import ranks_of_a_step
+from lightning_opt.core.modules.sharding import step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
@@ -128,8 +128,10 @@ class NonFiniteGuard(GradientCallback):
         self.escalation = Escalation(
             policy, backoff_after, rollback_after, max_consecutive, lr_backoff, lr_recovery_steps
         )
-        self.spike = None if spike is None else positive("spike", spike)
-        self.snapshot_every_n_steps = at_least("snapshot_every_n_steps", snapshot_every_n_steps, 1)
+        self.spike = None if spike is None else check_positive("spike", spike)
+        self.snapshot_every_n_steps = check_at_least(
+            "snapshot_every_n_steps", snapshot_every_n_steps, 1
+        )
         self._schedule = Schedule(every_n_steps)
         # A level is accepted as usual only after a rollback has been tried against it.
         self._detector = Detector(self.spike, patience=rollback_after + 3)
@@ -221,7 +223,7 @@ class NonFiniteGuard(GradientCallback):
         index, step = self.measure(trainer, optimizer)
         losses = self._losses.take(index)
         batches, self._batches = self._batches, self._batches[-1:]
-        groups = ranks_of_a_step(trainer)
+        groups = step_groups(trainer)
         if not losses and not step.gradients.tensors and not groups:
             return  # `training_step` returned None
         state = self.escalation.state(index)
@@ -350,7 +352,7 @@ class NonFiniteGuard(GradientCallback):
 
     def _find_damage(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> list[str]:
         buffers = [name for name, _ in pl_module.named_buffers()]
-        return self._damage.find(self._tensors(pl_module), buffers, ranks_of_a_step(trainer))
+        return self._damage.find(self._tensors(pl_module), buffers, step_groups(trainer))
 
     def diagnose(self) -> list[Verdict]:
         """Return whether faults were found."""

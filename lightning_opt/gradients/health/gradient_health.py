@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim import Optimizer
 
-from lightning_opt.core.arguments import positive
+from lightning_opt.core.arguments import check_positive
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars, save_at_end
@@ -118,8 +118,8 @@ class GradientHealth(GradientCallback):
         figure: bool | str | None = True,
     ) -> None:
         super().__init__()
-        self.exploding = positive("exploding", exploding)
-        self.vanishing = positive("vanishing", vanishing)
+        self.exploding = check_positive("exploding", exploding)
+        self.vanishing = check_positive("vanishing", vanishing)
         self._schedule = Schedule(every_n_steps)
         self._figure = figure
         self._order = ForwardOrder()

@@ -20,7 +20,7 @@ from torch.backends import cuda
 from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import check_at_least
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.output.report import Report
@@ -106,7 +106,7 @@ class AttentionBackend(RunCallback):
                 f"order must name some of {', '.join(BACKENDS)}, each once, got {order!r}."
             )
         self.order = tuple(names)
-        self.watch_batches = at_least("watch_batches", watch_batches, 0)
+        self.watch_batches = check_at_least("watch_batches", watch_batches, 0)
         self._calls: dict[tuple[Any, ...], dict[str, Any]] = {}
         self._batches_left = 0
         self._is_compiled = False

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 
 
 def rotary_tables(
@@ -100,12 +100,12 @@ class RotaryEmbedding(nn.Module):
         self, dim: int, base: float = 10_000.0, max_positions: int = 2048, interleaved: bool = False
     ) -> None:
         super().__init__()
-        if at_least("dim", dim, 2) % 2:
+        if check_at_least("dim", dim, 2) % 2:
             raise ValueError(f"dim must be even, since features are rotated in pairs, got {dim}.")
         self.dim = dim
-        self.base = positive("base", base)
+        self.base = check_positive("base", base)
         self.interleaved = interleaved
-        cos, sin = rotary_tables(at_least("max_positions", max_positions, 1), dim, base)
+        cos, sin = rotary_tables(check_at_least("max_positions", max_positions, 1), dim, base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
 

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from lightning_opt.core.arguments import at_least, fraction
+from lightning_opt.core.arguments import check_at_least, check_fraction
 from lightning_opt.kernels.attention.rotary_embedding import RotaryEmbedding
 
 
@@ -64,16 +64,20 @@ class SelfAttention(nn.Module):
         rotary: RotaryEmbedding | bool | None = None,
     ) -> None:
         super().__init__()
-        self.dim, self.heads = at_least("dim", dim, 1), at_least("heads", heads, 1)
-        self.kv_heads = heads if kv_heads is None else at_least("kv_heads", kv_heads, 1)
+        self.dim, self.heads = check_at_least("dim", dim, 1), check_at_least("heads", heads, 1)
+        self.kv_heads = heads if kv_heads is None else check_at_least("kv_heads", kv_heads, 1)
         if heads % self.kv_heads:
             raise ValueError(f"kv_heads must divide heads, {heads}, got {kv_heads}.")
         if head_dim is None and dim % heads:
             raise ValueError(f"heads must divide dim, {dim}, or head_dim be given, got {heads}.")
-        self.head_dim = dim // heads if head_dim is None else at_least("head_dim", head_dim, 1)
-        self.value_dim = self.head_dim if value_dim is None else at_least("value_dim", value_dim, 1)
+        self.head_dim = (
+            dim // heads if head_dim is None else check_at_least("head_dim", head_dim, 1)
+        )
+        self.value_dim = (
+            self.head_dim if value_dim is None else check_at_least("value_dim", value_dim, 1)
+        )
         self.causal = causal
-        self.dropout = fraction("dropout", dropout)
+        self.dropout = check_fraction("dropout", dropout)
         self.sizes = [
             heads * self.head_dim,
             self.kv_heads * self.head_dim,

@@ -15,7 +15,7 @@ from torch.nn.parameter import UninitializedParameter
 from torch.optim import Optimizer
 from torch.utils.hooks import RemovableHandle
 
-from lightning_opt.core.arguments import one_of
+from lightning_opt.core.arguments import check_one_of
 from lightning_opt.core.measure.exhaustion import CAUGHT, is_out_of_memory, recover_memory
 from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import is_dtensor
@@ -84,7 +84,7 @@ class ChannelsLast(RunCallback):
     not_pickled = ("_convolutions",)
 
     def __init__(self, policy: Policy = "auto") -> None:
-        self.policy = one_of("policy", policy, get_args(Policy))
+        self.policy = check_one_of("policy", policy, get_args(Policy))
         self._convolutions: Convolutions | None = None
         self._hooks: list[RemovableHandle] = []
         self._is_undecided = False

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 import torch
 from lightning.pytorch.utilities import rank_zero_warn
 
-from lightning_opt.core.arguments import at_least, one_of
+from lightning_opt.core.arguments import check_at_least, check_one_of
 from lightning_opt.core.measure.machine import allowed_cpus
 from lightning_opt.core.modules.batches import tensors_of
 from lightning_opt.core.output.report import Report
@@ -78,8 +78,8 @@ class Runtime(RunCallback):
         priority: int | None = None,
         threads: int | None = None,
     ) -> None:
-        one_of("matmul_precision", matmul_precision, (*get_args(MatmulPrecision), None))
-        one_of("cudnn_benchmark", cudnn_benchmark, (True, False, "auto", None))
+        check_one_of("matmul_precision", matmul_precision, (*get_args(MatmulPrecision), None))
+        check_one_of("cudnn_benchmark", cudnn_benchmark, (True, False, "auto", None))
         if deterministic and cudnn_benchmark is True:
             raise ValueError(
                 "deterministic=True contradicts cudnn_benchmark=True, which selects the kernel "
@@ -95,10 +95,10 @@ class Runtime(RunCallback):
         self.deterministic = deterministic
         self.allocator = allocator
         self.cpu_affinity = _check_cpus(cpu_affinity)
-        if priority is not None and at_least("priority", priority, -20) > 19:
+        if priority is not None and check_at_least("priority", priority, -20) > 19:
             raise ValueError(f"priority must be a niceness from -20 to 19, got {priority!r}.")
         self.priority = priority
-        self.threads = None if threads is None else at_least("threads", threads, 1)
+        self.threads = None if threads is None else check_at_least("threads", threads, 1)
         self._outcomes: list[process_settings.Outcome] = []
         self._warned = False
         self._batches = 0

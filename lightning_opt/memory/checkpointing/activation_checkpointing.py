@@ -10,7 +10,7 @@ from lightning.pytorch.strategies import DeepSpeedStrategy, FSDPStrategy, ModelP
 from lightning.pytorch.utilities import rank_zero_info, rank_zero_warn
 from torch import nn
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.memory import MB
 from lightning_opt.core.modules.blocks import Block, find_blocks
 from lightning_opt.core.modules.compiling import (
@@ -151,9 +151,9 @@ class ActivationCheckpointing(RunCallback):
             policy, ("auto",), budget_mb=budget_mb, budget=budget, worst_batch=worst_batch
         )
         if policy in ("block", "every_nth"):
-            interval = at_least("interval", 3 if interval is None else interval, 1)
+            interval = check_at_least("interval", 3 if interval is None else interval, 1)
         if min_flops is not None:
-            positive("min_flops", min_flops)
+            check_positive("min_flops", min_flops)
         if policy == "custom" and not modules:
             raise ValueError("policy='custom' needs modules=[...]: names, patterns or classes.")
         if policy == "auto" and offload:

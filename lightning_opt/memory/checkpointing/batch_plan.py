@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 from lightning.pytorch.strategies import FSDPStrategy, ModelParallelStrategy
 from torch import Tensor
 
-from lightning_opt.core.arguments import positive
+from lightning_opt.core.arguments import check_positive
 from lightning_opt.core.measure.memory import MB, MemoryLimits
 from lightning_opt.core.modules.blocks import Block
 from lightning_opt.core.modules.sharding import largest_over_ranks
@@ -71,8 +71,8 @@ class Budget:
             raise ValueError(
                 f"budget_mb={budget_mb!r} and budget={budget!r} are two bounds. Give one of them."
             )
-        self.budget_mb = None if budget_mb is None else positive("budget_mb", budget_mb)
-        self.share = None if budget is None else positive("budget", budget)
+        self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
+        self.share = None if budget is None else check_positive("budget", budget)
         self.strict = strict
 
     def __str__(self) -> str:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from lightning_opt.core.arguments import at_least, between
+from lightning_opt.core.arguments import check_at_least, check_between
 from lightning_opt.core.measure.malloc import malloc_trim
 from lightning_opt.core.measure.memory import (
     MB,
@@ -25,7 +25,7 @@ from lightning_opt.core.measure.memory import (
     resident_memory,
 )
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
-from lightning_opt.core.modules.sharding import Groups, ranks_of_a_step, reads_are_free, sum_over
+from lightning_opt.core.modules.sharding import Groups, reads_are_free, reduce_over, step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.memory.meters import state_tensors, storage_bytes
@@ -194,7 +194,12 @@ class MemoryCleanup(RunCallback):
         actions: Sequence[Action] = ACTIONS,
         every_n_steps: int = 20,
     ) -> None:
-        if not 0 <= between("release", release, 0, 1) < between("threshold", threshold, 0, 1) < 1:
+        if (
+            not 0
+            <= check_between("release", release, 0, 1)
+            < check_between("threshold", threshold, 0, 1)
+            < 1
+        ):
             raise ValueError(
                 "threshold must be above release and below 1, got "
                 f"threshold={threshold!r}, release={release!r}."
@@ -203,7 +208,7 @@ class MemoryCleanup(RunCallback):
         if unknown or not actions or isinstance(actions, str):
             raise ValueError(f"actions must be some of {list(ACTIONS)}, got {actions!r}.")
         self.threshold, self.release_below = threshold, release
-        self.cooldown_steps = at_least("cooldown_steps", cooldown_steps, 0)
+        self.cooldown_steps = check_at_least("cooldown_steps", cooldown_steps, 0)
         self.actions = list(actions)
         self._schedule = Schedule(every_n_steps)
         self._limits: MemoryLimits | None = None
@@ -233,7 +238,7 @@ class MemoryCleanup(RunCallback):
             return
         self._steps += 1
         due = self._schedule.is_due(self._steps)
-        if groups := ranks_of_a_step(trainer):
+        if groups := step_groups(trainer):
             if due:
                 self._agree(trainer, pl_module, groups)
         elif due or self._has_grown():
@@ -290,7 +295,7 @@ class MemoryCleanup(RunCallback):
             self._act_on_agreement(trainer, pl_module)
         usages, high = self._read()
         values = torch.tensor([float(bool(high)), _largest(usages)], device=device)
-        sum_over(values, groups, dist.ReduceOp.MAX)
+        reduce_over(values, groups, dist.ReduceOp.MAX)
         self._agreements.push(values, None)
         if reads_are_free(device):
             self._act_on_agreement(trainer, pl_module)

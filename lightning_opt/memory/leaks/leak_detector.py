@@ -8,10 +8,10 @@ import sys
 from time import perf_counter
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from lightning_opt.core.arguments import at_least, one_of, positive
+from lightning_opt.core.arguments import check_at_least, check_one_of, check_positive
 from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.measure.reading import Schedule
-from lightning_opt.core.modules.sharding import largest_over_ranks, ranks_of_a_step
+from lightning_opt.core.modules.sharding import largest_over_ranks, step_groups
 from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
@@ -96,9 +96,9 @@ class LeakDetector(RunCallback):
         action: Literal["warn", "raise"] = "warn",
     ) -> None:
         self._schedule = Schedule(every_n_steps)
-        self.warmup_steps = at_least("warmup_steps", warmup_steps, 0)
-        self.min_rate = 1024 * positive("min_kb_per_step", min_kb_per_step)
-        self.action = one_of("action", action, ("warn", "raise"))
+        self.warmup_steps = check_at_least("warmup_steps", warmup_steps, 0)
+        self.min_rate = 1024 * check_positive("min_kb_per_step", min_kb_per_step)
+        self.action = check_one_of("action", action, ("warn", "raise"))
         self._reset()
 
     def _reset(self) -> None:
@@ -210,7 +210,7 @@ class LeakDetector(RunCallback):
     def _raise_on_all_ranks(self, trainer: pl.Trainer, found: list[Suspect]) -> None:
         if self.action != "raise":
             return
-        if groups := ranks_of_a_step(trainer):
+        if groups := step_groups(trainer):
             if not self._trends["train"].is_due():  # all ranks have as many samples
                 return
             own = [float(bool(self.suspects))]

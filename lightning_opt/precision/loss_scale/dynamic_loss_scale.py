@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import OptState
 from torch.optim import Optimizer
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.modules.patching import Patches, replaced
 from lightning_opt.core.modules.sharding import is_dtensor, reads_are_free
@@ -171,11 +171,11 @@ class DynamicLossScale(MixedPrecision):
         hold_schedulers: bool = True,
         every_n_steps: int = 50,
     ) -> None:
-        if positive("growth_factor", growth_factor) <= 1:
+        if check_positive("growth_factor", growth_factor) <= 1:
             raise ValueError(f"growth_factor must be above 1, got {growth_factor}.")
-        if positive("backoff_factor", backoff_factor) >= 1:
+        if check_positive("backoff_factor", backoff_factor) >= 1:
             raise ValueError(f"backoff_factor must be below 1, got {backoff_factor}.")
-        if positive("min_scale", min_scale) > positive("init_scale", init_scale):
+        if check_positive("min_scale", min_scale) > check_positive("init_scale", init_scale):
             raise ValueError(
                 f"min_scale must be at most init_scale, {init_scale}, got {min_scale}."
             )
@@ -183,10 +183,10 @@ class DynamicLossScale(MixedPrecision):
             "init_scale": float(init_scale),
             "growth_factor": float(growth_factor),
             "backoff_factor": float(backoff_factor),
-            "growth_interval": at_least("growth_interval", growth_interval, 1),
+            "growth_interval": check_at_least("growth_interval", growth_interval, 1),
             "min_scale": float(min_scale),
         }
-        self.patience = at_least("patience", patience, 1)
+        self.patience = check_at_least("patience", patience, 1)
         self.hold_schedulers = hold_schedulers
         self._schedule = Schedule(every_n_steps)
         super().__init__("16-mixed", "cpu")

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from lightning_opt.core.arguments import at_least, between, positive, share
+from lightning_opt.core.arguments import check_at_least, check_between, check_positive, check_share
 from lightning_opt.core.measure.timing import time_calls, time_in_turns
 from lightning_opt.core.numerics.ratios import Ratio, compare_pairs, quartiles
 from lightning_opt.core.output.report import Report
@@ -110,11 +110,11 @@ def benchmark(
         'slower'
     """
     named = _named(functions)
-    at_least("warmup", warmup, 0)
-    at_least("rounds", rounds, 2)
-    positive("min_seconds", min_seconds)
-    share("confidence", confidence)
-    between("tolerance", tolerance, 0.0, 1.0)
+    check_at_least("warmup", warmup, 0)
+    check_at_least("rounds", rounds, 2)
+    check_positive("min_seconds", min_seconds)
+    check_share("confidence", confidence)
+    check_between("tolerance", tolerance, 0.0, 1.0)
     place = torch.device(device or ("cuda" if torch.cuda.is_initialized() else "cpu"))
     with _automatic_collection_off():
         for function in named.values():
@@ -123,7 +123,7 @@ def benchmark(
         if iterations is None:
             calls = {name: _calls(function, min_seconds, place) for name, function in named.items()}
         else:
-            calls = dict.fromkeys(named, at_least("iterations", iterations, 1))
+            calls = dict.fromkeys(named, check_at_least("iterations", iterations, 1))
         seconds = time_in_turns(
             named,
             rounds=rounds,

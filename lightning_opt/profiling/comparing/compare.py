@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from lightning_opt.core.arguments import at_least, between, positive, share
+from lightning_opt.core.arguments import check_at_least, check_between, check_positive, check_share
 from lightning_opt.core.measure.timing import rotated
 from lightning_opt.profiling.comparing.result import Comparison, Run, Training
 from lightning_opt.worker.recipes import Factory, Settings, check_factory, check_settings
@@ -91,18 +91,18 @@ def compare(
         str(name): check_settings(f"The configuration {name!r}", settings)
         for name, settings in configurations.items()
     }
-    at_least("rounds", rounds, 1)
-    at_least("starts", starts, 1)
-    at_least("warmup", warmup, 1)
-    if steps is not None and at_least("steps", steps, 1) < rounds:
+    check_at_least("rounds", rounds, 1)
+    check_at_least("starts", starts, 1)
+    check_at_least("warmup", warmup, 1)
+    if steps is not None and check_at_least("steps", steps, 1) < rounds:
         raise ValueError(
             f"There must be at least one step a turn: steps is {steps} and rounds {rounds}."
         )
-    positive("timeout", timeout)
-    share("confidence", confidence)
-    between("tolerance", tolerance, 0.0, 1.0)
+    check_positive("timeout", timeout)
+    check_share("confidence", confidence)
+    check_between("tolerance", tolerance, 0.0, 1.0)
     if seconds is not None:
-        positive("seconds", seconds)
+        check_positive("seconds", seconds)
     end = math.inf if seconds is None else time.monotonic() + seconds
     runs = {name: Run(name) for name in named}
     recipe = {"model": model, "data": data, "seed": seed, "timeout": timeout}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from lightning_opt.core.arguments import between
+from lightning_opt.core.arguments import check_between
 from lightning_opt.core.measure.reading import DelayedReads, Schedule
 from lightning_opt.core.measure.timing import StepClock
 from lightning_opt.core.modules.batches import check_tokens, samples_in, tokens_in
@@ -98,9 +98,11 @@ class PerformanceMonitor(RunCallback):
         slowdown: float | None = 0.1,
     ) -> None:
         self._schedule = Schedule(every_n_steps)
-        self.sample_seconds = between("sample_seconds", sample_seconds, 0.01, 3600)
+        self.sample_seconds = check_between("sample_seconds", sample_seconds, 0.01, 3600)
         self.tokens = check_tokens(tokens)
-        self.slowdown = None if slowdown is None else between("slowdown", slowdown, 0.01, 0.99)
+        self.slowdown = (
+            None if slowdown is None else check_between("slowdown", slowdown, 0.01, 0.99)
+        )
         self._clock: StepClock | None = None
         self._sampler: Sampler | None = None
         self._reset_history()

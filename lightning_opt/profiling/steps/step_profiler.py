@@ -11,7 +11,7 @@ from typing import Any
 
 from lightning.pytorch.profilers import Profiler
 
-from lightning_opt.core.arguments import at_least, positive
+from lightning_opt.core.arguments import check_at_least, check_positive
 from lightning_opt.core.modules.batches import check_tokens
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
@@ -82,10 +82,10 @@ class StepProfiler(Profiler):
         self._run: StepRun | None = None  # Profiler's `__del__` needs both, also if this raises
         self._stage: str | None = None
         self._output_file = None
-        self.log_every_n_steps = at_least("log_every_n_steps", log_every_n_steps, 0)
+        self.log_every_n_steps = check_at_least("log_every_n_steps", log_every_n_steps, 0)
         self.tokens = check_tokens(tokens)
         self.flops = flops
-        self.peak_flops = None if peak_flops is None else positive("peak_flops", peak_flops)
+        self.peak_flops = None if peak_flops is None else check_positive("peak_flops", peak_flops)
         self.trace = _check_trace(trace)
         self.print_table = print_table
         super().__init__(dirpath=dirpath, filename=filename)

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import SGD, Optimizer
 
-from lightning_opt.core.arguments import at_least
+from lightning_opt.core.arguments import check_at_least
 from lightning_opt.core.measure.reading import Schedule
 from lightning_opt.core.numerics.norms import parameters_of
 from lightning_opt.core.output.loggers import log_scalars
@@ -130,8 +130,10 @@ class CompressedDDPStrategy(OwnExchangeStrategy):
         self.chooses = compressor == "auto"
         self.error_feedback = error_feedback
         layout_steps = 3 if kwargs.get("static_graph") else 2
-        self.warmup_steps = at_least("warmup_steps", warmup_steps, layout_steps)
-        self.ramp_steps = None if ramp_steps is None else at_least("ramp_steps", ramp_steps, 0)
+        self.warmup_steps = check_at_least("warmup_steps", warmup_steps, layout_steps)
+        self.ramp_steps = (
+            None if ramp_steps is None else check_at_least("ramp_steps", ramp_steps, 0)
+        )
         unknown = default_ramp_steps(self.compressor)
         self._ramp = Ramp(self.compressor, unknown if ramp_steps is None else ramp_steps)
         self._first_trial = max(warmup_steps, layout_steps + TIMED)

@@ -9,7 +9,7 @@ from lightning.pytorch.strategies import DDPStrategy
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
-from lightning_opt.core.arguments import one_of
+from lightning_opt.core.arguments import check_one_of
 
 
 class HookedDDPStrategy(DDPStrategy):
@@ -26,7 +26,7 @@ class HookedDDPStrategy(DDPStrategy):
 
     def __init__(self, hook: Literal["fp16", "bf16"] = "fp16", **kwargs: Any) -> None:
         super().__init__(**kwargs)
-        self.hook = one_of("hook", hook, ("fp16", "bf16"))
+        self.hook = check_one_of("hook", hook, ("fp16", "bf16"))
 
     def _register_ddp_hooks(self) -> None:
         # Lightning registers hooks on CUDA only; gloo takes them as well.

@@ -9,7 +9,12 @@ from lightning.pytorch.callbacks import LambdaCallback
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from lightning_opt.core.arguments import at_least, fraction, one_of, positive
+from lightning_opt.core.arguments import (
+    check_at_least,
+    check_fraction,
+    check_one_of,
+    check_positive,
+)
 from lightning_opt.core.modules.patching import do_nothing, replaced
 from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.output.loggers import log_scalars
@@ -93,14 +98,16 @@ class DiLoCoStrategy(OwnExchangeStrategy):
         **kwargs: Any,
     ) -> None:
         super().__init__(**kwargs)
-        lr, momentum = default_outer(at_least("sync_every", sync_every, 1))
+        lr, momentum = default_outer(check_at_least("sync_every", sync_every, 1))
         self.plan = Plan(
             sync_every,
-            lr if outer_lr is None else positive("outer_lr", outer_lr),
-            momentum if outer_momentum is None else fraction("outer_momentum", outer_momentum),
-            at_least("fragments", fragments, 1),
-            at_least("delay", delay, 0),
-            one_of("compression", compression, tuple(CODECS)),
+            lr if outer_lr is None else check_positive("outer_lr", outer_lr),
+            momentum
+            if outer_momentum is None
+            else check_fraction("outer_momentum", outer_momentum),
+            check_at_least("fragments", fragments, 1),
+            check_at_least("delay", delay, 0),
+            check_one_of("compression", compression, tuple(CODECS)),
         )
         if max(fragments, delay + 1) > sync_every:
             raise ValueError(

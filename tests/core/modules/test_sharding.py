@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lightning_opt.core.modules.sharding import combine_shards, sum_over
+from lightning_opt.core.modules.sharding import combine_shards, reduce_over
 from tests.helpers.fake_cuda import fake_cuda
 
 
@@ -29,7 +29,7 @@ def test_values_are_reduced_on_a_device_of_the_groups_backend(monkeypatch, backe
         for summed in (
             combine_shards(values, [("a",)] * 3),
             combine_shards(values, [("a",), ("b",), ()]),
-            sum_over(values, ("a",)),
+            reduce_over(values, ("a",)),
         ):
             assert summed.device.type == where
     assert reduced == ["cuda" if backends == "cuda:nccl" else where] * 4
