@@ -19,7 +19,7 @@ from lightning.pytorch import Callback, seed_everything
 from torch import nn
 from torch.utils.data import DataLoader
 
-from lightning_opt.worker.recipes import find, instantiate
+from lightning_opt.worker.recipes import import_attribute, instantiate
 from lightning_opt.worker.training_process import FitFailed, Step, TrainingProcess
 from tests.helpers.processes import launch
 from tests.helpers.trainers import quiet_trainer
@@ -387,12 +387,12 @@ def test_file_path_is_imported_with_its_neighbours(tmp_path, monkeypatch):
         "import neighbour_of_ours\nclass Model:\n    size = neighbour_of_ours.VALUE\n"
     )
     path = f"{tmp_path}/project_of_ours.py"
-    assert find(f"{path}:Model.size") == 3
-    assert find(f"{path}:Model") is find(f"{path}:Model")
+    assert import_attribute(f"{path}:Model.size") == 3
+    assert import_attribute(f"{path}:Model") is find(f"{path}:Model")
     with pytest.raises(ImportError, match="no 'Other'"):
-        find(f"{path}:Other")
+        import_attribute(f"{path}:Other")
     with pytest.raises(ImportError, match="no file"):
-        find(f"{tmp_path}/nothing.py:Model")
+        import_attribute(f"{tmp_path}/nothing.py:Model")
     del sys.modules["project_of_ours"], sys.modules["neighbour_of_ours"]
 
 
