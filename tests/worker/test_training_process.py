@@ -388,7 +388,7 @@ def test_file_path_is_imported_with_its_neighbours(tmp_path, monkeypatch):
     )
     path = f"{tmp_path}/project_of_ours.py"
     assert import_attribute(f"{path}:Model.size") == 3
-    assert import_attribute(f"{path}:Model") is find(f"{path}:Model")
+    assert import_attribute(f"{path}:Model") is import_attribute(f"{path}:Model")
     with pytest.raises(ImportError, match="no 'Other'"):
         import_attribute(f"{path}:Other")
     with pytest.raises(ImportError, match="no file"):
