@@ -18,6 +18,8 @@ ADVICE = (
     "batch_size in each iteration."
 )
 
+MAX_SAVED_LOADERS = 8
+
 
 def batch_size_of(loader: Any) -> int | None:
     """Return the batch size of a DataLoader; None without one and for other iterables."""
@@ -45,11 +47,11 @@ def check_loader(loader: Any) -> int:
     size = batch_size_of(loader)
     if size is not None:
         return size
-    kind = type(loader).__qualname__
+    name = type(loader).__qualname__
     if not isinstance(loader, DataLoader):
-        reason = f"{kind} is not a torch DataLoader"
+        reason = f"{name} is not a torch DataLoader"
     elif loader.batch_sampler is None:
-        reason = f"{kind} has batch_size=None, so its dataset makes the batches"
+        reason = f"{name} has batch_size=None, so its dataset makes the batches"
     else:
         reason = f"its batch sampler {type(loader.batch_sampler).__qualname__} has no batch_size"
     raise ValueError(f"The batch size of the loader cannot be changed: {reason}. {ADVICE}")
@@ -59,27 +61,27 @@ def set_batch_size(loader: DataLoader[Any], size: int) -> None:
     """Set the batch size from the next iteration on.
 
     Raises:
-        ValueError: If the batch sampler ignores it.
+        ValueError: If the batch sampler ignores the new size.
     """
     sampler: Any = loader.batch_sampler
-    before, batches = sampler.batch_size, _length(sampler)
+    old_size, batches = sampler.batch_size, _length(sampler)
     sampler.batch_size = size
     if loader.batch_size is not None:
-        object.__setattr__(loader, "batch_size", size)  # DataLoader forbids to set it
-    if type(sampler) is not BatchSampler and batches is not None and size != before:
-        after = _length(sampler)
-        if after == batches and max(size, before) > 1 and _differs(batches, before, size):
-            sampler.batch_size = before
-            raise ValueError(
-                f"The batch sampler {type(sampler).__qualname__} has as many batches with "
-                f"batch_size={size} as with {before}, so it ignores it. {ADVICE}"
-            )
+        object.__setattr__(loader, "batch_size", size)  # DataLoader itself forbids setting it
+    if type(sampler) is BatchSampler or batches is None or size == old_size:
+        return
+    if _length(sampler) == batches and _must_change(batches, old_size, size):
+        sampler.batch_size = old_size
+        raise ValueError(
+            f"The batch sampler {type(sampler).__qualname__} has as many batches with "
+            f"batch_size={size} as with {old_size}, so it ignores it. {ADVICE}"
+        )
 
 
-def _differs(batches: int, before: int, size: int) -> bool:
-    """Return whether batches of ``size`` must differ in number, for the same samples."""
-    fewest, most = (batches - 1) * before + 1, batches * before
-    return not -(-fewest // size) <= batches <= -(-most // size)
+def _must_change(batches: int, old_size: int, size: int) -> bool:
+    """Return whether the same samples in batches of ``size`` give another number of batches."""
+    min_samples, max_samples = (batches - 1) * old_size + 1, batches * old_size
+    return not -(-min_samples // size) <= batches <= -(-max_samples // size)
 
 
 def _length(sampler: Any) -> int | None:
@@ -96,7 +98,7 @@ def data_ranks(trainer: pl.Trainer) -> int:
 
 
 def has_several_loaders(trainer: pl.Trainer) -> bool:
-    """Return whether a batch has one entry per loader, each with its own samples."""
+    """Return whether there are several training loaders; a batch then has one entry for each."""
     return isinstance(trainer.train_dataloader, (list, tuple, Mapping))
 
 
@@ -107,30 +109,30 @@ class LoaderSizes:
     ``process_dataloader`` is the only hook after that.
     """
 
-    def __init__(self, trainer: pl.Trainer, training: Callable[[Any], None]) -> None:
+    def __init__(self, trainer: pl.Trainer, on_training_loader: Callable[[Any], None]) -> None:
         strategy = trainer.strategy
-        process = strategy.process_dataloader
-        self._changed: list[tuple[DataLoader[Any], int, Any]] = []
+        original = strategy.process_dataloader
+        self._saved: list[tuple[DataLoader[Any], int, Any]] = []
         self._stack = ExitStack()
 
         def process_dataloader(dataloader: Any) -> Any:
-            loader = process(dataloader)
+            loader = original(dataloader)
             if trainer.training:
                 self._save(loader)
-                training(loader)
+                on_training_loader(loader)
             return loader
 
         self._stack.enter_context(replaced(strategy, process_dataloader=process_dataloader))
 
     def _save(self, loader: Any) -> None:
         size = batch_size_of(loader)
-        if size is not None and all(loader is not known for known, _, _ in self._changed):
-            # A loader of the user's, or one made by the Trainer: restoring that is harmless.
-            self._changed = [(loader, size, loader.batch_size), *self._changed][:8]
+        if size is not None and all(loader is not saved for saved, _, _ in self._saved):
+            # Loaders made by the Trainer are restored too, which is harmless.
+            self._saved = [(loader, size, loader.batch_size), *self._saved][:MAX_SAVED_LOADERS]
 
     def close(self) -> None:
         self._stack.close()
-        for loader, size, shown in self._changed:
-            loader.batch_sampler.batch_size = size  # type: ignore[union-attr]
-            object.__setattr__(loader, "batch_size", shown)
-        self._changed = []
+        for loader, sampler_size, loader_size in self._saved:
+            loader.batch_sampler.batch_size = sampler_size  # type: ignore[union-attr]
+            object.__setattr__(loader, "batch_size", loader_size)
+        self._saved = []

@@ -12,27 +12,27 @@ from lightning_opt.core.measure.memory import MB, MemoryLimits, PeakMeter, resid
 
 @dataclass(frozen=True)
 class Peak:
-    """The peak and the present use, as shares of the nearest limit.
+    """Memory as shares of the nearest limit.
 
     Attributes:
-        share: The peak over the limit.
-        rest: The present use over the limit.
+        share: The peak, divided by the limit.
+        current: The current memory, divided by the limit.
     """
 
     share: float
-    rest: float
+    current: float
 
 
 class LimitMeter:
     """Measures the memory peak against all limits, at no cost per step.
 
-    On CUDA the peak is tensors plus fragments in torch's allocator, and the limit is the memory
-    that the allocator can get. On a CPU the peak is resident memory plus everything else in use,
-    and the limits are the machine's memory, control groups and ``RLIMIT_AS``.
+    On CUDA, the peak is tensors plus fragments in torch's allocator. The limit is the memory that
+    the allocator can get. On a CPU, the peak is resident memory plus everything else in use. The
+    limits are the machine's memory, control groups and ``RLIMIT_AS``.
 
     Args:
-        device: The device that trains.
-        budget_mb: Another limit: memory of this process on the device.
+        device: The training device.
+        budget_mb: An additional limit on the memory of this process on the device.
     """
 
     def __init__(self, device: torch.device, budget_mb: float | None = None) -> None:
@@ -60,16 +60,16 @@ class LimitMeter:
             now = torch.cuda.memory_allocated(self._device)
             free, _ = torch.cuda.mem_get_info(self._device)
             total = free + torch.cuda.memory_reserved(self._device)
-            found = [(now, min(total, self._budget or total))]
+            uses = [(now, min(total, self._budget or total))]
         else:
             malloc_trim()  # memory kept for reuse is not in use
             now = resident_memory()
-            found = [(usage.used, usage.total) for usage in self._limits.read()]
+            uses = [(usage.used, usage.total) for usage in self._limits.read()]
             if self._budget is not None:
-                found.append((now, self._budget))
-        more = max(0, peak - now)
+                uses.append((now, self._budget))
+        above_now = max(0, peak - now)
         return max(
-            (Peak((used + more) / total, used / total) for used, total in found),
-            key=lambda near: near.share,
+            (Peak((used + above_now) / total, used / total) for used, total in uses),
+            key=lambda peak: peak.share,
             default=Peak(0.0, 0.0),
         )

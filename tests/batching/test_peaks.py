@@ -56,7 +56,7 @@ def test_fragments_count_and_free_blocks_do_not(monkeypatch, held, share):
     allocator.hold(10, 0, held[2])
     peak = meter.read()
     assert peak.share == pytest.approx(share)
-    assert peak.rest == pytest.approx(0.1)
+    assert peak.current == pytest.approx(0.1)
     assert tensors.read() == 40
     budget = LimitMeter(DEVICE, budget_mb=50 / 2**20)
     allocator.hold(*held)

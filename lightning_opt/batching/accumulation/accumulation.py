@@ -39,7 +39,7 @@ from lightning_opt.trainer.run_callback import RunCallback, raise_if_lbfgs
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-KINDS = ("batches", "samples", "tokens")
+UNITS = ("batches", "samples", "tokens")
 
 
 class Accumulation(RunCallback):
@@ -51,31 +51,31 @@ class Accumulation(RunCallback):
     loss is weighted by its number of samples, or by ``count``, over all batches of the window and
     over all ranks. If all batches are alike, results are bit-identical to Lightning's.
 
-    The number of batches is the Trainer's (``accumulate_grad_batches``), or follows ``schedule`` or
-    ``effective_batch``; in that case leave the Trainer's unset. A window may begin and end anywhere
-    in an epoch; the last one ends with the epoch.
+    A window is the sequence of batches of one optimizer step. Its number of batches is set by
+    ``Trainer(accumulate_grad_batches=...)``, ``schedule`` or ``effective_batch``, by only one of
+    them. A window may begin and end anywhere in an epoch; the last window ends with the epoch.
 
-    Logged at the start of a window whose length differs from the one before:
+    Logged at the start of a window whose length differs from the previous window's:
 
     ========================= ==================================================================
     ``accumulation/batches``  batches per window from now on
     ========================= ==================================================================
 
     Args:
-        schedule: A number of batches, or a table from optimizer step to number, such as
-            ``{0: 1, 1000: 4}``; before its first entry it is 1.
+        schedule: A number of batches, or a dict from optimizer step to number, such as
+            ``{0: 1, 1000: 4}``. Before its first step, the number is 1.
         effective_batch: Samples per step over all batches and ranks, instead of ``schedule``. The
             number of batches is rounded, with a warning.
-        normalize: The unit over which each loss is a mean: ``"batches"`` (each counts the same),
-            ``"samples"``, or ``"tokens"``, which needs ``count``.
+        normalize: The unit over which each loss is a mean: ``"samples"``, ``"tokens"``, which needs
+            ``count``, or ``"batches"``, which weights all batches equally.
         count: A function of the batch, or its import path, that returns the weight of the batch,
-            such as its number of tokens: a number or a 0-dimensional tensor, also 0.
+            such as its number of tokens: a number or a 0-dimensional tensor. It may be 0.
 
     Raises:
-        ValueError: In ``__init__`` for arguments out of range or that exclude each other; in
+        ValueError: In ``__init__`` for arguments that are out of range or exclude each other. In
             ``setup`` under manual optimisation and DeepSpeed, with ``dataloader_iter``, or if the
-            Trainer or a GradientAccumulationScheduler sets the number too; in ``on_fit_start`` for
-            LBFGS.
+            Trainer or a GradientAccumulationScheduler sets the number of batches too. In
+            ``on_fit_start`` for LBFGS.
         RuntimeError: While training, for an optimizer that evaluates the loss several times per
             step, with windows of several batches.
         UnsplittableBatchError: While training, for a batch whose samples cannot be counted.
@@ -89,7 +89,7 @@ class Accumulation(RunCallback):
         Lightning issue #20350.
     """
 
-    not_pickled = ("_trainer", "_stack", "_make_step", "_make_zero")
+    not_pickled = ("_trainer", "_stack", "_lightning_make_step", "_lightning_make_zero")
 
     def __init__(
         self,
@@ -103,8 +103,8 @@ class Accumulation(RunCallback):
                 "Accumulation takes schedule or effective_batch, not both: got "
                 f"{schedule!r} and {effective_batch!r}."
             )
-        if normalize not in KINDS:
-            raise ValueError(f"normalize must be one of {KINDS}, got {normalize!r}.")
+        if normalize not in UNITS:
+            raise ValueError(f"normalize must be one of {UNITS}, got {normalize!r}.")
         if normalize == "tokens" and count is None:
             raise ValueError(
                 "normalize='tokens' needs count=..., a function of the batch (or its import path) "
@@ -121,18 +121,18 @@ class Accumulation(RunCallback):
         self._count = function_named("count", count)
         self._trainer: pl.Trainer | None = None
         self._stack: ExitStack | None = None
-        self._make_step: Any = None  # Lightning's own, while training
-        self._make_zero: Any = None
+        self._lightning_make_step: Any = None  # set while training
+        self._lightning_make_zero: Any = None
         self._reset()
 
     def _reset(self) -> None:
-        self._unit = 0.0  # the count of the first batch, a mean over ranks
-        self._start, self._length, self._open = 0, 1, False  # the window
-        self._total: Scalar = 0.0  # counts of its batches
-        self._earlier: Scalar = 0.0  # of those before the current batch
-        self._now: Scalar = 1.0  # of the current batch
-        self._pending = 0  # batches whose gradients are not averaged yet
-        self._saved: dict[str, Tensor] = {}  # gradients from a checkpoint
+        self._unit = 0.0  # weight of the run's first batch, as a mean over ranks
+        self._start, self._length, self._is_open = 0, 1, False  # the window
+        self._window_weight: Scalar = 0.0  # of the window's batches so far
+        self._earlier_weight: Scalar = 0.0  # of the batches before the current one
+        self._batch_weight: Scalar = 1.0  # of the current batch
+        self._unaveraged = 0  # number of batches whose gradients are not averaged yet
+        self._restored_gradients: dict[str, Tensor] = {}  # from a checkpoint
 
     # --- before training ------------------------------------------------------------------------
 
@@ -149,7 +149,7 @@ class Accumulation(RunCallback):
             return
         self._stack.enter_context(replaced(trainer, accumulate_grad_batches=1))
         if self.effective_batch is None:
-            # Makes `estimated_stepping_batches` right for a fixed number.
+            # Makes `estimated_stepping_batches` correct for a fixed number of batches.
             trainer.accumulate_grad_batches = self._batches_at(0)
         else:
             self._stack.callback(LoaderSizes(trainer, self._follow_loader).close)
@@ -160,7 +160,8 @@ class Accumulation(RunCallback):
 
     def _batches_at(self, step: int) -> int:
         assert self.schedule is not None
-        return next((n for begin, n in reversed(self.schedule.items()) if begin <= step), 1)
+        entries = reversed(self.schedule.items())
+        return next((batches for first_step, batches in entries if first_step <= step), 1)
 
     def _follow_loader(self, loader: Any) -> None:
         trainer, size = self._trainer, batch_size_of(loader)
@@ -171,13 +172,13 @@ class Accumulation(RunCallback):
                 "Accumulation(effective_batch=...) needs a DataLoader with a batch size, and "
                 f"{type(loader).__name__} has none. Give schedule=, the number of batches, instead."
             )
-        step = size * data_ranks(trainer)
-        batches = max(1, round(self.effective_batch / step))
-        if batches * step != self.effective_batch:
+        samples = size * data_ranks(trainer)
+        batches = max(1, round(self.effective_batch / samples))
+        if batches * samples != self.effective_batch:
             rank_zero_warn(
-                f"effective_batch={self.effective_batch} is no multiple of the {step} samples of a "
-                f"batch over all ranks: windows have {batches} batches, which makes "
-                f"{batches * step} samples."
+                f"effective_batch={self.effective_batch} is no multiple of the {samples} samples "
+                f"of a batch over all ranks: windows have {batches} batches, which makes "
+                f"{batches * samples} samples."
             )
         trainer.accumulate_grad_batches = batches
 
@@ -186,23 +187,23 @@ class Accumulation(RunCallback):
         raise_if_lbfgs("Accumulation", trainer.optimizers)
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Replace Lightning's window, losses and zeroing of gradients."""
+        """Replace Lightning's rules for the window's end, the loss and zeroing gradients."""
         loop = trainer.fit_loop.epoch_loop
         optimization = loop.automatic_optimization
         self._device = trainer.strategy.root_device
         self._parameters = parameters_of(trainer.optimizers[0]) if trainer.optimizers else []
         self._flat = flat_parameter_groups(trainer.model or pl_module)
-        if self._saved:
+        if self._restored_gradients:
             named = dict(pl_module.named_parameters())
-            for name, gradient in self._saved.items():
+            for name, gradient in self._restored_gradients.items():
                 named[name].grad = gradient.to(named[name].device)
-            self._saved = {}
-        elif self._open and not loop.restarting:
-            self._open = False
-        if self._open and self.schedule is not None:
+            self._restored_gradients = {}
+        elif self._is_open and not loop.restarting:
+            self._is_open = False
+        if self._is_open and self.schedule is not None:
             trainer.accumulate_grad_batches = self._length  # of the resumed window
-        self._make_step = optimization._make_step_fn
-        self._make_zero = optimization._make_zero_grad_fn
+        self._lightning_make_step = optimization._make_step_fn
+        self._lightning_make_zero = optimization._make_zero_grad_fn
         assert self._stack is not None
         self._stack.enter_context(replaced(loop, _accumulated_batches_reached=self._is_complete))
         self._stack.enter_context(
@@ -212,35 +213,35 @@ class Accumulation(RunCallback):
     # --- the window -----------------------------------------------------------------------------
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Begin a new window: Lightning steps at the end of an epoch."""
-        self._open = False
+        """Close the last window, because Lightning steps at the end of an epoch."""
+        self._is_open = False
 
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         """Begin a window if the last one has ended, and count the batch."""
-        if not self._open or batch_idx - self._start >= self._length:
-            self._begin(trainer, batch_idx)
-        self._earlier, self._evaluated = self._total, False
+        if not self._is_open or batch_idx - self._start >= self._length:
+            self._begin_window(trainer, batch_idx)
+        self._earlier_weight, self._evaluated = self._window_weight, False
         if self._count is not None:
-            self._now = count_with(self._count, batch)
+            self._batch_weight = count_with(self._count, batch)
         elif self.normalize == "batches":
-            self._now = 1.0
+            self._batch_weight = 1.0
         else:
-            self._now = count_samples(batch, has_several_loaders(trainer))
-        if self._unit == 0.0:  # the same on all ranks; read once per run
-            total, world = self._sum_over_ranks(trainer, self._now)
+            self._batch_weight = count_samples(batch, has_several_loaders(trainer))
+        if self._unit == 0.0:  # equal on all ranks; set once per run
+            total, world = self._sum_over_ranks(trainer, self._batch_weight)
             self._unit = float(total) / world or 1.0
 
-    def _begin(self, trainer: pl.Trainer, batch_idx: int) -> None:
+    def _begin_window(self, trainer: pl.Trainer, batch_idx: int) -> None:
         length = trainer.accumulate_grad_batches
         if self.schedule is not None:
             length = self._batches_at(trainer.global_step)
             trainer.accumulate_grad_batches = length
         if length != self._length and trainer.global_step > 0:
             log_scalars(trainer, {"accumulation/batches": length})
-        self._start, self._length, self._open = batch_idx, length, True
-        self._total, self._pending = 0.0, 0
+        self._start, self._length, self._is_open = batch_idx, length, True
+        self._window_weight, self._unaveraged = 0.0, 0
 
     def _is_complete(self) -> bool:
         assert self._trainer is not None
@@ -251,10 +252,10 @@ class Accumulation(RunCallback):
         if batch_idx != self._start:
             return None
         with replaced(self._trainer, accumulate_grad_batches=1):
-            return self._make_zero(batch_idx, optimizer)
+            return self._lightning_make_zero(batch_idx, optimizer)
 
     def _step_function(self, kwargs: OrderedDict[str, Any]) -> Callable[[], Any]:
-        step, weight = self._make_step(kwargs), self._now / self._unit
+        step, weight = self._lightning_make_step(kwargs), self._batch_weight / self._unit
         if not isinstance(weight, Tensor) and weight == 1.0:
             return step  # type: ignore[no-any-return]
 
@@ -267,8 +268,8 @@ class Accumulation(RunCallback):
         return weighted
 
     def on_after_backward(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Count the batch. At the window's end, divide the gradients by the window's count."""
-        if self._make_step is None:
+        """Add the batch's weight. At the window's end, average the gradients."""
+        if self._lightning_make_step is None:
             return
         if self._evaluated and trainer.fit_loop.batch_idx > self._start:
             raise RuntimeError(
@@ -276,8 +277,9 @@ class Accumulation(RunCallback):
                 f"supports only with one batch per step; this window has {self._length}. Leave "
                 "accumulation out, or use another optimizer."
             )
-        self._total = self._earlier + self._now  # once, also in a second evaluation
-        self._pending += 1
+        # A second evaluation must not add the weight again.
+        self._window_weight = self._earlier_weight + self._batch_weight
+        self._unaveraged += 1
         if not trainer.fit_loop._should_accumulate():
             self._average(trainer)
         self._evaluated = True
@@ -286,23 +288,23 @@ class Accumulation(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
         """Average here if ``training_step`` returned None for the last batch."""
-        if self._make_step is not None and self._pending:
+        if self._lightning_make_step is not None and self._unaveraged:
             self._average(trainer)
 
     def _sum_over_ranks(self, trainer: pl.Trainer, count: Scalar) -> tuple[Scalar, int]:
-        """Return the sum over the ranks that step together, and their number."""
-        if self.normalize == "batches":  # all ranks have the same number
+        """Return the sum over the ranks that step together, and the number of these ranks."""
+        if self.normalize == "batches":  # all ranks have equal weights
             return count, 1
         return sum_over_ranks(count, self._device, step_groups(trainer))
 
     @torch.no_grad()
     def _average(self, trainer: pl.Trainer) -> None:
-        # Gradients are the sum of `count / unit * gradient`, divided by `accumulate_grad_batches`,
-        # and the mean over ranks. A loss scale of float16 is one more factor.
+        # Gradients are now the mean over ranks of the sum of `weight / unit * gradient`, divided by
+        # `accumulate_grad_batches`. Under float16, they are also multiplied by the loss scale.
         expected = trainer.accumulate_grad_batches * self._unit
-        total, world = self._sum_over_ranks(trainer, self._total)
+        total, world = self._sum_over_ranks(trainer, self._window_weight)
         factor = quotient(world * expected, total)
-        self._pending = 0
+        self._unaveraged = 0
         if isinstance(factor, Tensor) or factor != 1.0:
             collect_gradients(self._parameters, self._flat).scale_(factor)
 
@@ -314,9 +316,9 @@ class Accumulation(RunCallback):
         batch: Any,
         batch_idx: int,
     ) -> None:
-        """Close a window that has been stepped."""
+        """Close the window after its optimizer step."""
         if not trainer.fit_loop._should_accumulate():
-            self._open = False
+            self._is_open = False
 
     # --- after training -------------------------------------------------------------------------
 
@@ -324,16 +326,16 @@ class Accumulation(RunCallback):
         """Restore Lightning's window and drop the references to the run."""
         if self._stack is not None:
             self._stack.close()
-        self._stack = self._make_step = self._make_zero = None
+        self._stack = self._lightning_make_step = self._lightning_make_zero = None
         self._trainer, self._parameters, self._flat = None, [], {}
-        self._now = 1.0
-        self._saved = {}
+        self._batch_weight = 1.0
+        self._restored_gradients = {}
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the window, and within one, on a single process, also its gradients."""
-        gradients = dict(self._saved)
+        """Return the window; on a single process, also its gradients so far."""
+        gradients = dict(self._restored_gradients)
         module = self._model() if self._model is not None else None
-        if self._pending and self._trainer is not None and self._trainer.world_size == 1:
+        if self._unaveraged and self._trainer is not None and self._trainer.world_size == 1:
             assert module is not None
             gradients = {
                 name: parameter.grad.detach().clone()
@@ -344,18 +346,18 @@ class Accumulation(RunCallback):
             "unit": self._unit,
             "start": self._start,
             "length": self._length,
-            "open": self._open,
-            "total": float(self._total) if gradients else 0.0,
-            "counted": self._pending if gradients else 0,
+            "open": self._is_open,
+            "total": float(self._window_weight) if gradients else 0.0,
+            "counted": self._unaveraged if gradients else 0,
             "gradients": gradients,
         }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Restore the state returned by :meth:`state_dict`."""
-        self._unit, self._total = state_dict["unit"], state_dict["total"]
+        self._unit, self._window_weight = state_dict["unit"], state_dict["total"]
         self._start, self._length = state_dict["start"], state_dict["length"]
-        self._open, self._pending = state_dict["open"], state_dict["counted"]
-        self._saved = dict(state_dict["gradients"])
+        self._is_open, self._unaveraged = state_dict["open"], state_dict["counted"]
+        self._restored_gradients = dict(state_dict["gradients"])
 
 
 def _check(

@@ -1,4 +1,4 @@
-"""Counts of batches, their sums over ranks, and the factor that turns weighted sums into means."""
+"""Weights of batches, their sums over ranks, and the factor from weighted sums to means."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
         return {0: check_at_least("schedule", schedule, 1)}
     if not schedule:
         raise ValueError("schedule must have an entry, such as {0: 1, 1000: 4}; it is empty.")
-    # Keys of a configuration file may be text.
+    # Keys from a configuration file may be strings.
     return {
         check_at_least("a step of schedule", int(step), 0): check_at_least("schedule", batches, 1)
         for step, batches in sorted(schedule.items(), key=lambda entry: int(entry[0]))
@@ -29,9 +29,9 @@ def windows_by_step(schedule: int | dict[int, int]) -> dict[int, int]:
 
 
 def count_samples(batch: Any, several: bool) -> float:
-    """Return the number of samples; with several loaders, of all their batches that are there."""
+    """Return the number of samples; with several loaders, the sum over their batches."""
     batches = [batch]
-    if several:
+    if several:  # an exhausted loader has None
         entries = batch.values() if isinstance(batch, Mapping) else batch
         batches = [entry for entry in entries if entry is not None]
     try:
@@ -44,28 +44,27 @@ def count_samples(batch: Any, several: bool) -> float:
 
 
 def count_with(count: Callable[[Any], Any], batch: Any) -> Scalar:
-    """Return the user's count: a float if reading it is free, else a tensor."""
-    counted = count(batch)
-    if not isinstance(counted, Tensor):
-        return float(counted)
-    counted = counted.detach()
-    return (
-        float(counted) if reads_are_free(counted.device) else counted.to(wide_dtype(counted.device))
-    )
+    """Return the user's count: a float if reading it does not wait for a device, else a tensor."""
+    weight = count(batch)
+    if isinstance(weight, Tensor):
+        weight = weight.detach()
+        if not reads_are_free(weight.device):
+            return weight.to(wide_dtype(weight.device))
+    return float(weight)
 
 
 def sum_over_ranks(total: Scalar, device: torch.device, groups: Groups) -> tuple[Scalar, int]:
-    """Return the sum over ranks, a float if reading it is free, and the number of ranks."""
+    """Return the sum over ranks and the number of ranks. The sum is a tensor only on a GPU."""
     if not groups:
         return total, 1
     value = torch.as_tensor(total, dtype=torch.float64, device=device).clone()
     reduce_over(value, groups)
     world = dist.get_world_size(groups[0])
-    return value.item() if reads_are_free(device) else value, world  # free on a CPU
+    return value.item() if reads_are_free(device) else value, world
 
 
 def quotient(expected: float, total: Scalar) -> Scalar:
-    """Return ``expected / total``, the factor of the gradients; 1 if nothing was counted."""
+    """Return ``expected / total``, the factor on the gradients; 1 if the total weight is 0."""
     if isinstance(total, Tensor):
         return torch.where(total > 0, expected / total.clamp(min=1e-30), 1.0)
     return expected / total if total > 0 else 1.0

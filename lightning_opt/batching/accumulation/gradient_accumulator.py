@@ -14,13 +14,13 @@ from lightning_opt.core.numerics.norms import HALVES
 
 
 class GradientAccumulator:
-    """Averages the gradients of several batches, each by its weight, for a plain training loop.
+    """Averages the gradients of several batches by their weights, for a plain training loop.
 
     Gradients of bfloat16 and float16 parameters are summed in ``dtype``: with 8 bits of mantissa, a
-    sum of 256 similar terms stops growing. They are rounded once, at the end. Gradients of other
+    sum of 256 similar terms stops growing. The sum is rounded once, at the end. Gradients of other
     parameters stay in ``Parameter.grad`` and take no further memory.
 
-    With DDP, FSDP2 or no strategy, weights are correct across ranks if all ranks call
+    With DDP, FSDP2 or no strategy, the average is correct across ranks if all ranks call
     :meth:`average`.
 
     Args:
@@ -59,7 +59,8 @@ class GradientAccumulator:
 
         Args:
             loss: A 0-dimensional tensor.
-            weight: Number of samples or tokens. A tensor is not read, so no device is waited for.
+            weight: Number of samples or tokens. A tensor is never read, so the CPU does not
+                wait for its device.
 
         Raises:
             ValueError: For a negative number.
@@ -90,15 +91,15 @@ class GradientAccumulator:
         """Replace each ``Parameter.grad`` by the average, and reset.
 
         Args:
-            reduce: Whether to sum gradients over ranks here: for a module without a strategy, or
-                under DDP's ``no_sync`` at every batch. Low precision is then reduced in ``dtype``.
-                Not for sharded parameters.
+            reduce: Whether to sum gradients over ranks here. Use it without a strategy or under
+                DDP's ``no_sync`` at every batch, but not for sharded parameters.
+                Low-precision gradients are reduced in ``dtype``.
 
         Returns:
             The sum of the weights of all batches of all ranks.
 
         Raises:
-            RuntimeError: If there was no batch, or the weights sum to 0.
+            RuntimeError: If there was no batch, or if the weights sum to 0.
         """
         if not self.batches:
             raise RuntimeError("There is nothing to average: call backward(loss, weight) first.")
@@ -108,26 +109,21 @@ class GradientAccumulator:
             total, world = sum_over_ranks(total, device, (dist.group.WORLD,))
         if not isinstance(total, Tensor) and total <= 0:
             raise RuntimeError("The weights of all batches sum to 0, so there is no average.")
-        # Strategies reduce to the mean over ranks, and this needs the sum.
+        reduce = reduce and world > 1
+        # The result is a sum over ranks, and strategies have reduced gradients to the mean.
         factor = (1 if reduce else world) / total
         for name, parameter in self._named.items():
-            wide = self._sums.get(name)
-            if wide is not None:
-                parameter.grad = _like(parameter, wide)
+            gradient = self._sums.get(name)
+            if gradient is not None or (reduce and parameter.grad is None):
+                parameter.grad = torch.zeros_like(parameter)  # another rank may have a gradient
             if parameter.grad is None:
-                if not reduce or world == 1:
-                    continue
-                parameter.grad = torch.zeros_like(parameter)  # the other ranks may have one
+                continue
             local = local_part(parameter.grad)
-            if reduce and world > 1:
-                source = local.to(self._dtype) if wide is None and local.dtype in HALVES else wide
-                source = local if source is None else source
-                dist.all_reduce(source)
-                wide = None if source is local else source
-            if wide is not None:
-                local.copy_(wide * factor)
-            else:
-                local.mul_(factor)
+            if gradient is None:
+                gradient = local.to(self._dtype) if reduce and local.dtype in HALVES else local
+            if reduce:
+                dist.all_reduce(gradient)
+            local.copy_(gradient.mul_(factor))
         self.reset()
         return total
 
@@ -136,7 +132,7 @@ class GradientAccumulator:
         self._sums, self._total, self.batches = {}, 0.0, 0
 
     def state_dict(self) -> dict[str, Any]:
-        """Return an unfinished window, gradients included; sharded ones are this rank's shards."""
+        """Return weights and gradients so far. For sharded parameters, these are local shards."""
         return {
             "total": float(self._total),
             "batches": self.batches,
@@ -155,14 +151,12 @@ class GradientAccumulator:
         Raises:
             KeyError: For a parameter that the module does not have.
         """
-        places = {name: self._named[name].device for name in state_dict["sums"]}
-        self._sums = {n: v.to(places[n], copy=True) for n, v in state_dict["sums"].items()}
+        self._sums = {
+            name: value.to(self._named[name].device, copy=True)
+            for name, value in state_dict["sums"].items()
+        }
         for name, gradient in state_dict["gradients"].items():
-            self._named[name].grad = _like(self._named[name], gradient)
+            parameter = self._named[name]
+            parameter.grad = torch.zeros_like(parameter)
+            local_part(parameter.grad).copy_(gradient)
         self._total, self.batches = state_dict["total"], state_dict["batches"]
-
-
-def _like(parameter: Tensor, local: Tensor) -> Tensor:
-    gradient = torch.zeros_like(parameter)
-    local_part(gradient).copy_(local)
-    return gradient

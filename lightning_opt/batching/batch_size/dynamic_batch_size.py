@@ -12,8 +12,8 @@ import torch
 from lightning.pytorch.callbacks import GradientAccumulationScheduler
 from lightning.pytorch.strategies import DeepSpeedStrategy
 
-from lightning_opt.batching.batch_size.learning_rates import Pace, ScaledRates
-from lightning_opt.batching.batch_size.search import ABOVE, FoundSizes, MemoryFit, next_size
+from lightning_opt.batching.batch_size.learning_rates import ScaledRates, SchedulerPace
+from lightning_opt.batching.batch_size.search import MAX_ABOVE, FoundSizes, MemoryFit, next_size
 from lightning_opt.batching.batch_size.trials import Trials
 from lightning_opt.batching.loader_sizes import (
     LoaderSizes,
@@ -35,24 +35,27 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-SCALES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
-FINDS = (False, True, "largest", "fastest")
+SCALE_RULES: dict[str, Callable[[float], float]] = {"linear": float, "sqrt": math.sqrt}
+FIND_MODES = (False, True, "largest", "fastest")
 UNLIMITED = 10**9
 
 
 class DynamicBatchSize(RunCallback):
     """Adapts the training loader's batch size to the memory peak of the last epoch.
 
-    At the end of each epoch, the memory peak is compared with every limit: the device's, and on a
-    CPU those of the machine, control groups, ``RLIMIT_AS`` and ``budget_mb``. More than 0.1 below
-    ``target``, the batch size grows by ``grow``, but no further than where a line through the
-    measurements predicts ``target``; more than 0.05 above, it shrinks by 0.8. All ranks change
-    together, by the one nearest to its limit, and only between epochs, so each sample is seen once.
+    At the end of each epoch, it compares the memory peak with every limit: the device's memory and
+    ``budget_mb``; on a CPU, the memory of the machine and of control groups, ``RLIMIT_AS`` and
+    ``budget_mb``. If the peak is more than 0.1 below ``target``, the batch size grows by ``grow``,
+    but not above the size for which a line through the measurements predicts ``target``. If the
+    peak is more than 0.05 above ``target``, the size shrinks to 0.8 of itself. The rank nearest to
+    its limit decides for all ranks. The size changes only between epochs, so each sample is seen
+    once per epoch.
 
     Larger batches train differently, with fewer and less noisy steps. So an optimizer step keeps
-    its number of samples, ``keep_effective``: batches are accumulated to that number, and sizes
-    divide it. With ``scale_lr``, steps have as many samples as fit, and learning rates follow.
-    Schedules by step still end with training, however many steps an epoch has.
+    its number of samples, ``keep_effective``: batches are accumulated to that number, and only
+    sizes that divide it are used. With ``scale_lr``, a step has as many samples as fit into memory,
+    and learning rates are scaled. Schedules by step still end with training, however many steps an
+    epoch has.
 
     Logged when the size changes:
 
@@ -66,21 +69,21 @@ class DynamicBatchSize(RunCallback):
     Args:
         target: The share of memory to use.
         grow: The largest growth factor, above 1.
-        max_size: The largest size; None for the number of samples.
+        max_size: The largest size to use; None for the number of samples.
         scale_lr: How learning rates follow the ratio of the size to the initial size: ``"linear"``
             or ``"sqrt"``. The samples per step are then not kept.
         keep_effective: Samples per optimizer step over all ranks; None for the initial number: the
-            loader's batch size times ``accumulate_grad_batches`` times ranks.
-        find: Whether to start with a size found by trials before training: ``True`` or
-            ``"largest"`` for the largest that fits ``target``, ``"fastest"`` for the one with the
-            most samples per second. Not when resuming.
-        budget_mb: Another limit: memory of this process on its device.
+            loader's batch size times ``accumulate_grad_batches`` times the number of ranks.
+        find: Whether to search for the initial size by trials before training: ``True`` or
+            ``"largest"`` for the largest size that fits ``target``, ``"fastest"`` for the size with
+            the most samples per second. A resumed run does not search.
+        budget_mb: An additional limit on the memory of this process on its device.
 
     Raises:
-        ValueError: In ``__init__`` for arguments out of range or that exclude each other; in
-            ``setup`` under DeepSpeed, and without ``scale_lr`` if something else sets the
-            accumulation or under manual optimisation; before training for loaders whose batch size
-            cannot be changed, or if the ranks cannot share the samples of a step.
+        ValueError: In ``__init__`` for arguments that are out of range or exclude each other. In
+            ``setup`` under DeepSpeed; without ``scale_lr`` also under manual optimisation, or if
+            another callback sets the accumulation. Before training for loaders whose batch size
+            cannot be changed, or if the samples of a step cannot be divided by the number of ranks.
 
     Example:
         >>> import lightning as L
@@ -104,13 +107,13 @@ class DynamicBatchSize(RunCallback):
         if check_positive("grow", grow) <= 1:
             raise ValueError(f"grow must be above 1, got {grow}.")
         if scale_lr is not None:
-            check_one_of("scale_lr", scale_lr, tuple(SCALES))
+            check_one_of("scale_lr", scale_lr, tuple(SCALE_RULES))
         if scale_lr is not None and keep_effective is not None:
             raise ValueError(
                 "keep_effective keeps the samples per step, so there is nothing for scale_lr to "
                 "follow. Give one of them."
             )
-        check_one_of("find", find, FINDS)
+        check_one_of("find", find, FIND_MODES)
         self.grow, self.scale_lr = grow, scale_lr
         self.max_size = None if max_size is None else check_at_least("max_size", max_size, 1)
         self.keep_effective = keep_effective
@@ -128,12 +131,12 @@ class DynamicBatchSize(RunCallback):
     def _reset(self) -> None:
         self._size: int | None = None
         self._initial: int | None = None
-        self._effective: int | None = None  # samples per step over all ranks, where it is kept
+        self._effective: int | None = None  # samples per step over all ranks; None with scale_lr
         self._ceiling = UNLIMITED  # the smallest size that was too large
-        self._most = UNLIMITED
+        self._size_limit = UNLIMITED
         self._fit = MemoryFit()
-        self._pace = Pace()
-        self._peak = 0.0
+        self._scheduler_pace = SchedulerPace()
+        self._epoch_peak = 0.0
         self.events: list[dict[str, Any]] = []
 
     @property
@@ -157,13 +160,13 @@ class DynamicBatchSize(RunCallback):
             self._size = self.found.chosen(self.find)
             self._initial = self.found.initial
         self._stack = ExitStack()
-        self._reload: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
-        restored = {"reload_dataloaders_every_n_epochs": self._reload}
-        self._accumulated = int(trainer.accumulate_grad_batches)
+        self._reload_every: int = trainer.reload_dataloaders_every_n_epochs  # type: ignore[attr-defined]
+        settings = {"reload_dataloaders_every_n_epochs": self._reload_every}
+        self._initial_accumulation = int(trainer.accumulate_grad_batches)
         if self.scale_lr is None:
-            restored["accumulate_grad_batches"] = self._accumulated
-        self._stack.enter_context(replaced(trainer, **restored))
-        self._stack.callback(LoaderSizes(trainer, self._resize).close)
+            settings["accumulate_grad_batches"] = self._initial_accumulation
+        self._stack.enter_context(replaced(trainer, **settings))
+        self._stack.callback(LoaderSizes(trainer, self._set_size).close)
 
     def reset_for_model(self, pl_module: pl.LightningModule) -> None:
         """Discard the measurements of another model."""
@@ -190,17 +193,17 @@ class DynamicBatchSize(RunCallback):
                 "where training_step itself accumulates. Choose how learning rates follow the "
                 "batch size: scale_lr='linear' or 'sqrt'."
             )
-        given = self.keep_effective is not None and trainer.accumulate_grad_batches != 1
-        if given or any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
+        sets_both = self.keep_effective is not None and trainer.accumulate_grad_batches != 1
+        if sets_both or any(isinstance(c, GradientAccumulationScheduler) for c in callbacks):
             raise ValueError(
                 "DynamicBatchSize sets accumulate_grad_batches itself. Leave keep_effective or "
                 "accumulate_grad_batches out, and GradientAccumulationScheduler too."
             )
         if self.keep_effective is not None:
-            _check_shares(self.keep_effective, data_ranks(trainer))
+            _check_ranks_divide(self.keep_effective, data_ranks(trainer))
 
-    def _resize(self, loader: Any) -> None:
-        """Set the size of a training loader, each time that one is loaded."""
+    def _set_size(self, loader: Any) -> None:
+        """Set the size of a training loader. Called each time a loader is created."""
         trainer = self._trainer
         assert trainer is not None
         size = check_loader(loader)
@@ -209,44 +212,44 @@ class DynamicBatchSize(RunCallback):
         if self._size is None:
             self._size = self._initial
         samples = samples_of(loader)
-        self._most = self.max_size or samples or UNLIMITED
+        self._size_limit = self.max_size or samples or UNLIMITED
         if samples is not None:
             batches = 1
             if trainer.check_val_every_n_epoch is not None:
-                every = trainer.val_check_interval  # a number of batches must be within an epoch
-                batches = every if isinstance(every, int) else 1
-            self._most = max(1, min(self._most, samples // batches))
+                interval = trainer.val_check_interval  # as a number of batches, at most an epoch
+                batches = interval if isinstance(interval, int) else 1
+            self._size_limit = max(1, min(self._size_limit, samples // batches))
         if self._size != self._initial:
-            self._size = min(self._size, self._most)
+            self._size = min(self._size, self._size_limit)
         if self.scale_lr is None:
             ranks = data_ranks(trainer)
             if self._effective is None:
-                initial = self._size * self._accumulated * ranks
+                initial = self._size * self._initial_accumulation * ranks
                 self._effective = self.keep_effective or initial
-            _check_shares(self._effective, ranks)
+            _check_ranks_divide(self._effective, ranks)
             self._size = self._allowed(self._size)[-1]
             trainer.accumulate_grad_batches = self._accumulation()
         if self._size != size:
             set_batch_size(loader, self._size)
 
     def _allowed(self, most: int) -> Sequence[int]:
-        """Return the sizes up to ``most`` in ascending order; all divide the samples per step."""
+        """Return the possible sizes up to ``most``, ascending: all divide the samples per step."""
         if self._effective is None:
             return range(1, most + 1)
         assert self._trainer is not None
-        own = self._effective // data_ranks(self._trainer)
-        return [size for size in range(1, min(own, most) + 1) if own % size == 0]
+        per_rank = self._effective // data_ranks(self._trainer)
+        return [size for size in range(1, min(per_rank, most) + 1) if per_rank % size == 0]
 
     def _accumulation(self) -> int:
         if self._effective is None:
-            return self._accumulated
+            return self._initial_accumulation
         assert self._trainer is not None
         return self._effective // (data_ranks(self._trainer) * (self._size or 1))
 
     # --- training -------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Start to scale learning rates and to pace schedules."""
+        """Start to scale learning rates and to keep schedules in step with epochs."""
         assert self._stack is not None
         loader = trainer.fit_loop._combined_loader
         if loader is not None and len(loader.flattened) > 1:
@@ -258,23 +261,23 @@ class DynamicBatchSize(RunCallback):
         self._meter.start()
         self._rates = ScaledRates(trainer.optimizers)
         self._stack.callback(self._rates.close)
-        self._rates.scale = self._scale()
+        self._rates.scale = self._lr_scale()
         if trainer.lr_scheduler_configs:
-            paced = self._pace.lr_scheduler_step(trainer, pl_module)
+            paced = self._scheduler_pace.lr_scheduler_step(trainer, pl_module)
             self._stack.enter_context(replaced(pl_module, lr_scheduler_step=paced))
-        self._pace.count_steps(trainer)
+        self._scheduler_pace.count_steps(trainer)
 
-    def _scale(self) -> float:
+    def _lr_scale(self) -> float:
         if self.scale_lr is None or self._size is None or self._initial is None:
             return 1.0
-        return SCALES[self.scale_lr](self._size / self._initial)
+        return SCALE_RULES[self.scale_lr](self._size / self._initial)
 
     def on_train_epoch_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Start to measure the epoch."""
-        trainer.reload_dataloaders_every_n_epochs = self._reload  # type: ignore[attr-defined]
-        self._peak = 0.0
-        self._pace.calls = {}
-        self._pace.count_steps(trainer)
+        trainer.reload_dataloaders_every_n_epochs = self._reload_every  # type: ignore[attr-defined]
+        self._epoch_peak = 0.0
+        self._scheduler_pace.calls = {}
+        self._scheduler_pace.count_steps(trainer)
         assert self._meter is not None
         self._meter.start()
 
@@ -288,7 +291,7 @@ class DynamicBatchSize(RunCallback):
     def on_validation_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Exclude validation from the measurement."""
         if self._meter is not None and not trainer.sanity_checking:
-            self._peak = max(self._peak, self._meter.read().share)
+            self._epoch_peak = max(self._epoch_peak, self._meter.read().share)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Continue the measurement."""
@@ -300,17 +303,18 @@ class DynamicBatchSize(RunCallback):
         assert self._meter is not None
         assert self._rates is not None
         assert self._size is not None
-        now = self._meter.read()
-        values: Sequence[float] = (max(self._peak, now.share), now.rest, -self._most)
+        memory = self._meter.read()
+        peak = max(self._epoch_peak, memory.share)
+        values: Sequence[float] = (peak, memory.current, -self._size_limit)
         if trainer.world_size > 1:
             values = largest_over_ranks(values, trainer.strategy.root_device)
-        peak, rest, negative_most = values
-        most = min(-int(negative_most), self._ceiling - 1)
-        if peak >= self.target / 2:  # far below the limit, noise exceeds the slope
-            self._fit.add(self._size, peak, rest)
+        peak, baseline, negative_limit = values
+        most = min(-int(negative_limit), self._ceiling - 1)
+        if peak >= self.target / 2:  # at lower peaks, noise exceeds the slope
+            self._fit.add(self._size, peak, baseline)
         allowed = self._allowed(max(1, most))
         size = next_size(self._size, peak, self._fit, allowed, target=self.target, grow=self.grow)
-        if peak > self.target + ABOVE:
+        if peak > self.target + MAX_ABOVE:
             self._ceiling = min(self._ceiling, self._size)
         if size == self._size:
             return
@@ -319,7 +323,7 @@ class DynamicBatchSize(RunCallback):
         log.info("Batch size %d -> %d: memory at %.3f of its limit.", self._size, size, peak)
         self._size = size
         trainer.reload_dataloaders_every_n_epochs = 1  # type: ignore[attr-defined]
-        self._rates.scale = self._scale()
+        self._rates.scale = self._lr_scale()
         log_scalars(
             trainer,
             {
@@ -344,16 +348,16 @@ class DynamicBatchSize(RunCallback):
         self._stack = self._meter = self._rates = self._trainer = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the size, the measurements near the limit and the position of schedules."""
+        """Return the sizes, the measurements near the limit, the schedules' position and events."""
         return {
             "size": self._size,
             "initial": self._initial,
             "ceiling": self._ceiling,
             "effective": self._effective,
-            "planned": self._pace.planned,
+            "planned": self._scheduler_pace.planned,
             "points": dict(self._fit.points),
-            "rest": self._fit.rest,
-            "calls": dict(self._pace.calls),
+            "rest": self._fit.baseline,
+            "calls": dict(self._scheduler_pace.calls),
             "events": [dict(event) for event in self.events],
         }
 
@@ -364,15 +368,17 @@ class DynamicBatchSize(RunCallback):
         if self.scale_lr is None:
             self._effective = self.keep_effective or state_dict["effective"]
         self._fit = MemoryFit(dict(state_dict["points"]), state_dict["rest"])
-        self._pace.planned, self._pace.calls = state_dict["planned"], dict(state_dict["calls"])
+        self._scheduler_pace.planned = state_dict["planned"]
+        self._scheduler_pace.calls = dict(state_dict["calls"])
         self.events = [dict(event) for event in state_dict["events"]]
         if self._trainer is not None:
-            self._trainer.fit_loop._combined_loader = None  # a loaded one may have another size
+            # An existing loader may have another size.
+            self._trainer.fit_loop._combined_loader = None
 
 
-def _check_shares(effective: int, ranks: int) -> None:
+def _check_ranks_divide(effective: int, ranks: int) -> None:
     if effective % ranks:
         raise ValueError(
             f"DynamicBatchSize keeps {effective} samples per step, which {ranks} ranks cannot "
-            "share: keep_effective must be a multiple of their number."
+            "share: keep_effective must be a multiple of the number of ranks."
         )

@@ -1,4 +1,4 @@
-"""Schedules and learning rates while the batch size and the steps per epoch change."""
+"""Adapts schedules and learning rates to changes of the batch size and of the steps per epoch."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ if TYPE_CHECKING:
     import lightning.pytorch as pl
 
 
-class Pace:
-    """Steps schedulers so that an epoch advances them as far as planned when they were made.
+class SchedulerPace:
+    """Calls schedulers as often per epoch as planned, however many steps the epoch has.
 
-    A scheduler over ``trainer.estimated_stepping_batches`` would end too early, and some then
-    raise, if epochs have more steps than planned; with fewer it would never end. So an epoch's
-    ``actual`` calls become ``planned`` ones: some are dropped or doubled.
+    Take a scheduler over ``trainer.estimated_stepping_batches``. If epochs have more steps than
+    planned, it ends too early, and some schedulers then raise an error. If they have fewer steps,
+    it never ends. So some calls are dropped or repeated.
 
     Attributes:
-        planned: Optimizer steps per epoch when schedulers were made; None before that.
-        calls: Calls of each scheduler in this epoch.
+        planned: Optimizer steps per epoch at the start of training; None before that.
+        calls: Lightning's calls of each scheduler in this epoch, by the scheduler's index.
     """
 
     def __init__(self) -> None:
@@ -47,10 +47,10 @@ class Pace:
             index = next((i for i, c in enumerate(configs) if c.scheduler is scheduler), None)
             times = 1
             if index is not None and configs[index].interval == "step":
-                done = self.calls[index] = self.calls.get(index, 0) + 1
+                calls = self.calls[index] = self.calls.get(index, 0) + 1
                 if self.planned is not None:
-                    times = done * self.planned // self._actual
-                    times -= (done - 1) * self.planned // self._actual
+                    times = calls * self.planned // self._actual
+                    times -= (calls - 1) * self.planned // self._actual
             for _ in range(times):
                 step(scheduler, metric)
 
@@ -58,9 +58,9 @@ class Pace:
 
 
 class ScaledRates:
-    """Multiplies learning rates during an optimizer's step only.
+    """Multiplies learning rates, but only while an optimizer steps.
 
-    Schedulers and checkpoints therefore keep the unscaled rates.
+    Schedulers and checkpoints see the unscaled rates.
     """
 
     def __init__(self, optimizers: Sequence[Optimizer]) -> None:
@@ -82,7 +82,7 @@ class ScaledRates:
             rate = group["lr"]
             self._unscaled.append((group, rate.clone() if isinstance(rate, Tensor) else rate))
             if isinstance(rate, Tensor):
-                rate.mul_(self.scale)  # the same tensor: a captured graph reads it
+                rate.mul_(self.scale)  # in place, because a captured CUDA graph reads this tensor
             else:
                 group["lr"] = rate * self.scale
 

@@ -1,4 +1,4 @@
-"""Pure rules for batch sizes: the next size from measured peaks, the largest, the fastest."""
+"""Rules for batch sizes: the next size after an epoch, the largest size and the fastest."""
 
 from __future__ import annotations
 
@@ -12,47 +12,48 @@ from typing import Any
 
 from lightning_opt.core.output.report import Report
 
-SHRINK = 0.8
-"""Factor for a size that took too much memory."""
+SHRINK_FACTOR = 0.8
+"""Factor on a size whose memory peak was too large."""
 
-BELOW, ABOVE = 0.1, 0.05
-"""Distance from the target, down and up, within which a size stays."""
+MAX_BELOW, MAX_ABOVE = 0.1, 0.05
+"""How far the peak may lie below and above the target without a change of size."""
 
-TRIALS = 12
-"""The most trials in a search for the largest size."""
+MAX_TRIALS = 12
+"""Maximum number of trials in a search for the largest size."""
 
-SLOW = 0.6
-"""Share of the best speed: no size below a slower one is timed."""
+MIN_SPEED_SHARE = 0.6
+"""Halving stops at a size with less than this share of the best speed."""
 
-FINALISTS = (3, 3, 3, 2)
-"""Number of the best sizes that are timed in each round after the first."""
+FINALISTS_BY_ROUND = (3, 3, 3, 2)
+"""How many of the best sizes are timed in each round after the first."""
 
-TOLERANCE = 0.03
-"""Relative distance to a size that does not fit at which the search ends."""
+SIZE_TOLERANCE = 0.03
+"""The search ends if a size that fits is this close, relatively, to a size that does not."""
 
-SAME = 0.01
-"""Relative difference in speed up to which the smaller size is better."""
+SPEED_TOLERANCE = 0.01
+"""Sizes whose speeds differ by at most this share count as equally fast."""
 
 
 @dataclass
 class MemoryFit:
     """The memory peak as a linear function of the batch size, in shares of the limit.
 
-    With one measured size the line starts at ``rest``, the use without a batch. With several it is
-    the least-squares fit, unless that falls: then noise exceeds the slope.
+    With one measured size, the line starts at ``baseline``. With several sizes, it is the
+    least-squares fit. If that fit has no positive slope, noise exceeds the slope: the line then
+    also runs from ``baseline`` through the largest size.
 
     Attributes:
         points: The latest peak of each measured size.
-        rest: Use without a batch.
+        baseline: Memory without a batch, as a share of the limit.
     """
 
     points: dict[int, float] = field(default_factory=dict)
-    rest: float = 0.0
+    baseline: float = 0.0
 
-    def add(self, size: int, peak: float, rest: float | None = None) -> None:
+    def add(self, size: int, peak: float, baseline: float | None = None) -> None:
         self.points[size] = peak
-        if rest is not None:
-            self.rest = min(rest, peak)
+        if baseline is not None:
+            self.baseline = min(baseline, peak)
 
     def slope(self) -> float:
         if len(self.points) > 1:
@@ -60,7 +61,7 @@ class MemoryFit:
             if slope > 0:
                 return slope
         size = max(self.points)
-        return (self.points[size] - self.rest) / size
+        return (self.points[size] - self.baseline) / size
 
     def largest(self, share: float) -> int | None:
         """Return the largest size whose peak stays below ``share``; None if none is known."""
@@ -76,19 +77,20 @@ def next_size(
 ) -> int:
     """Return the size for the next epoch, one of ``allowed``, which is in ascending order.
 
-    From ``BELOW`` under the target to ``ABOVE`` over it, the size stays. Below, it grows by
-    ``grow``, but only as far as the fit predicts ``target``, so that it need not shrink again.
-    Above, it shrinks by ``SHRINK`` or to the predicted size, whichever is smaller.
+    The size stays if the peak lies from ``MAX_BELOW`` under the target to ``MAX_ABOVE`` over it.
+    Under that range, the size grows by ``grow``, but not above the size for which the fit predicts
+    ``target``. Over that range, it becomes ``SHRINK_FACTOR`` times itself or the predicted size,
+    whichever is smaller.
     """
-    room = fit.largest(target)
-    if peak > min(1.0, target + ABOVE):
-        wanted = min(int(size * SHRINK), size - 1)
-        return _down_to(allowed, wanted if room is None else min(wanted, room))
-    if peak >= target - BELOW:
+    predicted = fit.largest(target)
+    if peak > min(1.0, target + MAX_ABOVE):
+        wanted = min(int(size * SHRINK_FACTOR), size - 1)
+        return _down_to(allowed, wanted if predicted is None else min(wanted, predicted))
+    if peak >= target - MAX_BELOW:
         return size
     larger = allowed[bisect_right(allowed, size) :]
     wanted = max([int(size * grow), *larger[:1]])
-    return max(size, _down_to(allowed, wanted if room is None else min(wanted, room)))
+    return max(size, _down_to(allowed, wanted if predicted is None else min(wanted, predicted)))
 
 
 def _down_to(allowed: Sequence[int], wanted: int) -> int:
@@ -103,14 +105,14 @@ class Trial:
         size: Samples per batch.
         fits: Whether all steps on all ranks stayed within the limit.
         peak: Peak as a share of the limit; None if memory ran out.
-        rest: Share that is in use without a batch.
+        baseline: Memory without a batch, as a share of the limit.
         speed: Samples per second of one rank; 0 if memory ran out.
     """
 
     size: int
     fits: bool
     peak: float | None
-    rest: float
+    baseline: float
     speed: float
 
 
@@ -163,79 +165,80 @@ class FoundSizes:
 def search(run: Callable[[int], Trial], initial: int, most: int, *, target: float) -> FoundSizes:
     """Search for the largest size that fits.
 
-    Two sizes give the memory per sample. A line through all peaks then predicts the largest, and
-    the next trials close in on it from both sides. Without a prediction (no known limit), sizes
-    double until one fails, and then the gap is halved.
+    The first two sizes give the memory per sample. A line through all peaks then predicts the
+    largest size, and the next trials approach it from both sides. If no limit is known, nothing is
+    predicted: sizes double until one fails, and then the gap is halved.
     """
-    done: dict[int, Trial] = {}
+    trials: dict[int, Trial] = {}
     fit = MemoryFit()
-    good, bad = 0, most + 1
+    fitting, failing = 0, most + 1
     size = max(1, min(initial, most))
-    while len(done) < TRIALS:
-        trial = done[size] = run(size)
+    while len(trials) < MAX_TRIALS:
+        trial = trials[size] = run(size)
         if trial.peak is not None:
-            fit.add(size, trial.peak, trial.rest)
+            fit.add(size, trial.peak, trial.baseline)
         if trial.fits:
-            good = max(good, size)
+            fitting = max(fitting, size)
         else:
-            bad = min(bad, size)
-        if bad - good <= 1 or good >= (1 - TOLERANCE) * bad:
+            failing = min(failing, size)
+        if failing - fitting <= 1 or fitting >= (1 - SIZE_TOLERANCE) * failing:
             break
-        size = _next(good, bad, most, fit, target)
-    return FoundSizes(initial, good, 0, list(done.values()))
+        size = _next_trial_size(fitting, failing, most, fit, target)
+    return FoundSizes(initial, fitting, 0, list(trials.values()))
 
 
-def race(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
-    """Return the size with the most samples per second, and one trial per size with its mean.
+def find_fastest(run: Callable[[int], Trial], largest: int) -> tuple[int, list[Trial]]:
+    """Return the size with the most samples per second, and one trial per size with its mean speed.
 
-    The first round times the largest size, its half, its quarter and so on, and ends at a size much
-    slower than the best so far: the constant cost per step weighs more at smaller sizes. Then the
-    neighbours of the best are timed, half a step away. Short rounds of the best few follow, in
-    another order each time. Sizes are compared by their mean over the rounds that they share, so a
-    slow minute of the machine affects all of them. The smallest size as fast as the best wins.
+    The first round times the largest size, its half, its quarter and so on. It ends at a size that
+    is much slower than the best so far, because smaller sizes are slower still. Then the best
+    size's neighbours are timed: the sizes smaller and larger by a factor of the square root of 2.
+    Short rounds of the best few follow, each in another order. Every round times all remaining
+    sizes, so a slow minute of the machine affects all of them. Of equally fast sizes, the smallest
+    wins.
     """
-    order = random.Random(0)  # the same on all ranks
+    generator = random.Random(0)  # the same order on all ranks
     trials: dict[int, list[Trial]] = {}
 
     def speed(size: int) -> float:
         return statistics.fmean(trial.speed for trial in trials[size])
 
-    # Never one sample alone: BatchNorm has no statistics of it.
+    # Excludes size 1: BatchNorm cannot train on one sample.
     for halvings in range(max(1, largest.bit_length() - 1)):
         size = largest >> halvings
         trials[size] = [run(size)]
-        if speed(size) < SLOW * max(map(speed, trials)):
+        if speed(size) < MIN_SPEED_SHARE * max(map(speed, trials)):
             break
     best = max(trials, key=speed)
-    for near in (round(best / math.sqrt(2)), round(best * math.sqrt(2))):
-        if near <= largest and near > 1 and near not in trials:
-            trials[near] = [run(near)]
-    racing = list(trials)
-    for most in FINALISTS:
-        racing = sorted(racing, key=lambda size: (-speed(size), size))[:most]
-        if len(racing) == 1:
+    for neighbour in (round(best / math.sqrt(2)), round(best * math.sqrt(2))):
+        if 1 < neighbour <= largest and neighbour not in trials:
+            trials[neighbour] = [run(neighbour)]
+    finalists = list(trials)
+    for count in FINALISTS_BY_ROUND:
+        finalists = sorted(finalists, key=lambda size: (-speed(size), size))[:count]
+        if len(finalists) == 1:
             break
-        order.shuffle(racing)
-        for size in racing:
+        generator.shuffle(finalists)
+        for size in finalists:
             trials[size].append(run(size))
-    fastest = max(map(speed, racing))
-    found = min(size for size in racing if speed(size) >= (1 - SAME) * fastest)
-    return found, [replace(runs[-1], speed=speed(size)) for size, runs in trials.items()]
+    best_speed = max(map(speed, finalists))
+    fastest = min(size for size in finalists if speed(size) >= (1 - SPEED_TOLERANCE) * best_speed)
+    return fastest, [replace(runs[-1], speed=speed(size)) for size, runs in trials.items()]
 
 
-def _next(good: int, bad: int, most: int, fit: MemoryFit, target: float) -> int:
-    """Return a size between ``good``, which fits, and ``bad``, which does not."""
-    guess = fit.largest(target) if len(fit.points) > 1 or bad <= most else None
-    if guess is None:
-        if bad <= most and good:
-            return min(bad - 1, max(good + 1, math.isqrt(good * bad)))
-        return max(1, bad // 4) if bad <= most else min(most, 2 * good)
-    if guess <= good:  # larger than predicted: the limit is probably close
-        return min(bad - 1, max(good + 1, math.ceil(good / (1 - TOLERANCE))))
-    near = math.ceil(bad * (1 - TOLERANCE))
-    if bad <= most and guess > 1.1 * bad:  # another limit than the predicted one: halve the gap
-        return max(good + 1, math.isqrt(max(1, good) * bad)) if bad - good > 1 else good
-    if bad <= most and guess >= near:  # a bit less than predicted: try just below the failure
-        return near if good < near < bad else (good + bad) // 2
-    # Limits the extrapolation from few points.
-    return min(guess, most, 16 * max(fit.points))
+def _next_trial_size(fitting: int, failing: int, most: int, fit: MemoryFit, target: float) -> int:
+    """Return a size between the largest that fits and the smallest that does not."""
+    predicted = fit.largest(target) if len(fit.points) > 1 or failing <= most else None
+    if predicted is None:
+        if failing <= most and fitting:
+            return min(failing - 1, max(fitting + 1, math.isqrt(fitting * failing)))
+        return max(1, failing // 4) if failing <= most else min(most, 2 * fitting)
+    if predicted <= fitting:  # the prediction was too low: the limit is probably close
+        return min(failing - 1, max(fitting + 1, math.ceil(fitting / (1 - SIZE_TOLERANCE))))
+    just_below = math.ceil(failing * (1 - SIZE_TOLERANCE))
+    if failing <= most and predicted > 1.1 * failing:  # the prediction missed a limit
+        return max(fitting + 1, math.isqrt(max(1, fitting) * failing))
+    if failing <= most and predicted >= just_below:  # the prediction is slightly high
+        return just_below if fitting < just_below < failing else (fitting + failing) // 2
+    # At most 16 times the largest measured size, because few points predict poorly.
+    return min(predicted, most, 16 * max(fit.points))

@@ -1,4 +1,4 @@
-"""Trials of batch sizes on the Trainer itself, without side effects."""
+"""Trials of batch sizes on the user's Trainer, without side effects."""
 
 from __future__ import annotations
 
@@ -20,8 +20,14 @@ from lightning.pytorch.utilities.exceptions import _TunerExitException
 from lightning.pytorch.utilities.seed import isolate_rng
 from torch import nn
 
-from lightning_opt.batching.batch_size.probe import TIME, TRY, Length, Probe, RanOutError
-from lightning_opt.batching.batch_size.search import FoundSizes, Trial, race, search
+from lightning_opt.batching.batch_size.probe import (
+    MEMORY_TRIAL,
+    TIMED_TRIAL,
+    RankOutOfMemoryError,
+    TrialCallback,
+    TrialLength,
+)
+from lightning_opt.batching.batch_size.search import FoundSizes, Trial, find_fastest, search
 from lightning_opt.core.arguments import check_one_of, function_named
 from lightning_opt.core.measure.exhaustion import (
     CAUGHT,
@@ -47,18 +53,18 @@ EXCLUDED = (
     lightnings.ProgressBar,
     lightnings.Timer,
 )
-"""Callbacks of Lightning that use no memory and write, stop or draw."""
+"""Lightning's callbacks that save files, stop or time training, or print. They use no memory."""
 
 
 class Trials:
     """Runs a few steps of a copy of the module on its Trainer, within ``Callback.setup``.
 
-    Callbacks take part as copies, so that their memory counts, except those of Lightning that
-    write, stop or draw. Loggers are replaced, and the Trainer gets another loop meanwhile.
+    Copies of the callbacks run too, so that their memory counts, except the callbacks in
+    ``EXCLUDED``. Loggers and the Trainer's fit loop are replaced during a trial.
 
     Raises:
-        ValueError: Under strategies whose ranks wait for each other within a forward or backward
-            pass.
+        ValueError: On several ranks, under strategies with collectives in forward or backward
+            passes.
     """
 
     def __init__(
@@ -68,10 +74,10 @@ class Trials:
         target: float,
         budget_mb: float | None,
         excluded: Callback,
-        worst: Callable[[int], Any] | None = None,
+        worst_batch: Callable[[int], Any] | None = None,
     ) -> None:
         self._trainer, self._module = trainer, module
-        self._target, self._budget, self._worst = target, budget_mb, worst
+        self._target, self._budget, self._worst_batch = target, budget_mb, worst_batch
         callbacks: list[Callback] = trainer.callbacks  # type: ignore[attr-defined]
         self._callbacks = [
             callback
@@ -88,7 +94,7 @@ class Trials:
             strategy = ""
         if trainer.world_size > 1 and strategy:
             raise ValueError(
-                f"Batch sizes cannot be tried out under {strategy} with several ranks: these wait "
+                f"Batch sizes cannot be tried out under {strategy} with several ranks: ranks wait "
                 "for each other within forward and backward passes, so a rank that runs out of "
                 "memory would leave the others waiting. Find the size with strategy='ddp' or "
                 "devices=1, or leave find out: DynamicBatchSize grows from epoch to epoch without "
@@ -97,11 +103,11 @@ class Trials:
 
     def find(self, mode: str, max_size: int | None) -> FoundSizes:
         with ExitStack() as stack:
-            if not gc.get_freeze_count():  # each collection would visit everything ever imported
+            if not gc.get_freeze_count():  # otherwise each collection visits all imported objects
                 gc.collect()
                 gc.freeze()
                 stack.callback(gc.unfreeze)
-            first = self.run(None)
+            first = self.run(None)  # with the loader's own size
 
             def run(size: int) -> Trial:
                 trial = first if size == first.size else self.run(size)
@@ -109,28 +115,32 @@ class Trials:
                 return trial
 
             most = max(1, min(max_size or self._samples, self._samples))
-            found = search(run, first.size, most, target=self._target)
-            found.initial = self._initial
-            if mode == "fastest" and found.largest:
-                found.fastest, timed = race(lambda size: self.run(size, TIME), found.largest)
-                by_size = {trial.size: trial for trial in (*found.trials, *timed)}
-                found.trials = list(by_size.values())
-        return found
+            sizes = search(run, first.size, most, target=self._target)
+            sizes.initial = self._initial
+            if mode == "fastest" and sizes.largest:
+                sizes.fastest, timed = find_fastest(
+                    lambda size: self.run(size, TIMED_TRIAL), sizes.largest
+                )
+                by_size = {trial.size: trial for trial in (*sizes.trials, *timed)}
+                sizes.trials = list(by_size.values())
+        return sizes
 
-    def run(self, size: int | None, length: Length = TRY) -> Trial:
+    def run(self, size: int | None, length: TrialLength = MEMORY_TRIAL) -> Trial:
         trainer, device = self._trainer, self._trainer.strategy.root_device
         free_unused(device)
-        probe = Probe(size, self._budget, length, self._worst if length is TRY else None)
+        probe = TrialCallback(
+            size, self._budget, length, self._worst_batch if length is MEMORY_TRIAL else None
+        )
         fits = True
         with ExitStack() as stack:
             stack.enter_context(isolate_rng())
-            lightnings_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
-            stack.callback(lightnings_log.setLevel, lightnings_log.level)
-            lightnings_log.setLevel(logging.WARNING)  # no "Trainer.fit stopped" after each trial
+            lightning_log = logging.getLogger("lightning.pytorch.utilities.rank_zero")
+            stack.callback(lightning_log.setLevel, lightning_log.level)
+            lightning_log.setLevel(logging.WARNING)  # no "Trainer.fit stopped" after each trial
             model = self._swap(stack, probe)
             try:
                 trainer._run(model)
-            except RanOutError:
+            except RankOutOfMemoryError:
                 fits = False
             except CAUGHT as error:
                 if not is_out_of_memory(error) or trainer.world_size > 1:
@@ -143,25 +153,26 @@ class Trials:
         size = probe.size or 0
         if not fits or probe.peak is None:
             return Trial(size, False, None, 0.0, 0.0)
-        values = [probe.peak.share, probe.peak.rest, -probe.speed(), -float(probe.samples)]
+        values = [probe.peak.share, probe.peak.current, -probe.speed(), -float(probe.samples)]
         if trainer.world_size > 1:
             values = largest_over_ranks(values, device)
-        peak, rest, slowest, samples = values
-        self._samples = -int(samples)
-        return Trial(size, peak <= self._target, peak, rest, -slowest)
+        peak, baseline, negative_speed, negative_samples = values
+        self._samples = -int(negative_samples)
+        return Trial(size, peak <= self._target, peak, baseline, -negative_speed)
 
-    def _swap(self, stack: ExitStack, probe: Probe) -> pl.LightningModule:
-        """Replace everything that a run changes until ``stack`` is closed; return the copy."""
-        trainer, module, most = self._trainer, self._module, probe.length.most
+    def _swap(self, stack: ExitStack, probe: TrialCallback) -> pl.LightningModule:
+        """Replace what a run changes until ``stack`` is closed. Return the copy of the module."""
+        trainer, module, max_steps = self._trainer, self._module, probe.length.max_steps
         state, strategy = trainer.state, trainer.strategy
         datamodule = getattr(trainer, "datamodule", None)
-        shared = {id(own): own for own in (trainer, strategy, datamodule) if own is not None}
-        model, callbacks = copy.deepcopy((module, self._callbacks), shared)
-        model.trainer = trainer  # a LightningModule is copied without it
+        not_copied = (trainer, strategy, datamodule)
+        memo = {id(item): item for item in not_copied if item is not None}
+        model, callbacks = copy.deepcopy((module, self._callbacks), memo)
+        model.trainer = trainer  # a copy of a LightningModule has no Trainer
         stack.callback(probe.stack.close)
 
-        loop = _FitLoop(trainer, max_epochs=most)
-        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=most)
+        loop = _FitLoop(trainer, max_epochs=max_steps)
+        loop.epoch_loop = _TrainingEpochLoop(trainer, max_steps=max_steps)
         loop._data_source = copy.copy(trainer.fit_loop._data_source)
         if loop._data_source.instance is module:
             loop._data_source.instance = model
@@ -197,7 +208,7 @@ class Trials:
         return model
 
     def _clean_up(self) -> None:
-        """Clean up after out-of-memory as Lightning does after an exception."""
+        """Do what Lightning does after an exception, because the trial caught it."""
         trainer = self._trainer
         error = MemoryError("Out of memory in a trial.")
         module = trainer.strategy.lightning_module
@@ -207,16 +218,16 @@ class Trials:
         trainer._teardown()
 
 
-class _Finding(Callback):
-    """Searches in ``setup``, and leaves ``fit`` before training."""
+class SearchCallback(Callback):
+    """Searches in ``setup``, then ends ``fit`` before training."""
 
     def __init__(self, mode: str, max_size: int | None, *settings: Any) -> None:
         self.mode, self.max_size, self.settings = mode, max_size, settings
         self.found: FoundSizes | None = None
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        target, budget_mb, worst = self.settings
-        trials = Trials(trainer, pl_module, target, budget_mb, self, worst)
+        target, budget_mb, worst_batch = self.settings
+        trials = Trials(trainer, pl_module, target, budget_mb, self, worst_batch)
         self.found = trials.find(self.mode, self.max_size)
         raise _TunerExitException
 
@@ -232,7 +243,7 @@ def find_batch_size(
     budget_mb: float | None = None,
     worst_batch: Callable[[int], Any] | str | None = None,
 ) -> FoundSizes:
-    """Find the largest batch size that fits into memory, or the fastest.
+    """Find the largest batch size that fits into memory, or the fastest size.
 
     Each trial runs a few steps of a copy of the model, with the Trainer's strategy and precision
     and copies of its callbacks, so that their memory counts. Model, optimizers, random state,
@@ -244,21 +255,22 @@ def find_batch_size(
         train_dataloaders: As for ``fit``.
         datamodule: As for ``fit``.
         mode: ``"largest"``, or ``"fastest"`` for the size with the most samples per second, which
-            is often smaller: the largest, its half, its quarter and so on are timed, loading and
-            copying included, and then the neighbours of the best.
+            is often smaller. It times the largest size, its half, its quarter and so on, then the
+            neighbours of the best size. Times include loading and copying of batches.
         target: Share of the nearest memory limit that a size may take; 1 for all of it.
         max_size: The largest size to try; None for the number of samples.
-        budget_mb: Another limit.
-        worst_batch: A function of a number of samples, or its import path, that returns the batch
-            of that size that takes the most memory, such as the longest sequences, as the loader
-            would return it. It is used to measure memory, not time. None for the loader's batches.
+        budget_mb: An additional limit on the memory of this process on its device.
+        worst_batch: A function, or its import path, that takes a number of samples and returns the
+            batch of that size that needs the most memory, such as the longest sequences, in the
+            form in which the loader returns batches. It is used to measure memory, not time. None
+            for the loader's batches.
 
     Returns:
-        Both sizes and all trials; ``report()`` prints them.
+        The largest and the fastest size, and all trials; ``report()`` returns a table of them.
 
     Raises:
-        ValueError: Under strategies whose ranks wait for each other within a forward or backward
-            pass (FSDP, tensor parallelism), for loaders whose batch size cannot be changed, or for
+        ValueError: On several ranks, under strategies with collectives in forward or backward
+            passes (FSDP, tensor parallelism); for loaders whose batch size cannot be changed; for
             an unknown ``mode``.
 
     Example:
@@ -274,14 +286,14 @@ def find_batch_size(
         64
     """
     check_one_of("mode", mode, ("largest", "fastest"))
-    worst = function_named("worst_batch", worst_batch)
-    finding = _Finding(mode, max_size, target, budget_mb, worst)
-    with replaced(trainer, callbacks=[finding, *trainer.callbacks]):  # type: ignore[attr-defined]
+    function = function_named("worst_batch", worst_batch)
+    search_callback = SearchCallback(mode, max_size, target, budget_mb, function)
+    with replaced(trainer, callbacks=[search_callback, *trainer.callbacks]):  # type: ignore[attr-defined]
         trainer.fit(model, train_dataloaders, datamodule=datamodule)
-    if finding.found is None:
+    if search_callback.found is None:
         raise ValueError(
             f"The search ran in processes that {type(trainer.strategy).__name__} started and that "
             "have ended. Use a strategy that does not start them with spawn or fork, or "
             "DynamicBatchSize(find=True), which searches where it trains."
         )
-    return finding.found
+    return search_callback.found

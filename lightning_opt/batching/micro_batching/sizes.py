@@ -190,7 +190,7 @@ class PlannedSizes:
         if self._measures:
             peak = self._meter.read()
             kind = kind_of(shape)
-            measured = Measured(kind, elements, size, peak.share, peak.rest, self._batches)
+            measured = Measured(kind, elements, size, peak.share, peak.current, self._batches)
             _store(self._measured, shape, measured)
         known = self._sizes.shapes.get(shape)
         if known is None or size > known["size"]:

@@ -6,7 +6,13 @@ from itertools import pairwise
 
 import pytest
 
-from lightning_opt.batching.batch_size.search import MemoryFit, Trial, next_size, race, search
+from lightning_opt.batching.batch_size.search import (
+    MemoryFit,
+    Trial,
+    find_fastest,
+    next_size,
+    search,
+)
 
 RULE = {"target": 0.9, "grow": 1.2}
 
@@ -109,7 +115,7 @@ def test_fastest_size_is_within_5_percent_of_a_grid(best):
             slow = 0.6 if draw.random() < 0.05 else draw.gauss(1.0, 0.02)
             return Trial(size, True, 0.5, 0.1, speed(size) * slow)
 
-        found, trials = race(run, 1200)
+        found, trials = find_fastest(run, 1200)
         first = [trial.size for trial in trials]
         assert first == order[: len(first)]
         assert first[:-2] == [1200 >> n for n in range(len(first) - 2)]
@@ -126,7 +132,7 @@ def test_race_times_neighbours_and_then_the_best_few():
         return Trial(size, True, 0.5, 0.1, speeds.get(size, 50.0))
 
     # Half a step from the best: 64, 32 and the slow 16, then 23 and 45, which is the fastest.
-    assert race(run, 64)[0] == 45
+    assert find_fastest(run, 64)[0] == 45
     assert order[:5] == [64, 32, 16, 23, 45]
     assert [sorted(order[start : start + 3]) for start in (5, 8, 11)] == 3 * [[32, 45, 64]]
     assert sorted(order[14:]) == [32, 45]
@@ -139,10 +145,10 @@ def test_race_compares_means_over_all_rounds():
         speed = next(uneven) if size == 64 else {45: 100.0, 32: 95.0}.get(size, 50.0)
         return Trial(size, True, 0.5, 0.1, speed)
 
-    assert race(run, 64)[0] == 45
+    assert find_fastest(run, 64)[0] == 45
 
 
 def test_smallest_of_equally_fast_sizes_wins():
-    found, _ = race(lambda size: Trial(size, True, 0.5, 0.1, min(size, 64)), 512)
+    found, _ = find_fastest(lambda size: Trial(size, True, 0.5, 0.1, min(size, 64)), 512)
     assert found == 64
-    assert race(lambda size: Trial(size, True, 0.5, 0.1, size), 1)[0] == 1
+    assert find_fastest(lambda size: Trial(size, True, 0.5, 0.1, size), 1)[0] == 1
