@@ -5,7 +5,7 @@ tiny MLP and two trainings that wait for data (one for the work of a loader, one
 the tuner's answer is within 5% of the best of all combinations of some switches, with a budget of a
 quarter of the time of trying them all. Both searches use the same trials (the same processes,
 turns, early ends and checks of numerics), each with an empty cache of compiled code; the exhaustive
-one leaves no switch out because of the account of a step. Torch uses its default threads. The
+one skips no switch because of where a step spends its time. Torch uses its default threads. The
 answers and the best are then measured again, in turns with the baseline, since the best of many
 measurements is partly luck; an answer is compared with the fastest of that.
 """
@@ -150,12 +150,12 @@ class Grid(Tuning):
 
     def _search(self) -> Search:
         self._arena.deadline = float("inf")
-        # No switch is left out because of the account of a step.
-        facts = dataclasses.replace(self._baseline.observed.facts, account={})
+        # No switch is skipped because of where a step spends its time.
+        facts = dataclasses.replace(self._baseline.observed.facts, seconds_by_group={})
         self._space = Space("throughput", facts, self._plan.candidates, self._plan.base)
         return Exhaustive(self._measure, *self._parts())
 
-    def _repeat_undecided(self, search: Search, best: Switches) -> Switches:
+    def _remeasure_undecided(self, search: Search, best: Switches) -> Switches:
         return best if search.outcomes.get(best) and search.outcomes[best].score < 1 else ()
 
     def _parts(self) -> tuple[Any, ...]:

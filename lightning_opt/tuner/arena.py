@@ -1,4 +1,4 @@
-"""Trials: a candidate and the baseline, in processes of their own, take turns."""
+"""Trials: the processes of a candidate and of the baseline take turns."""
 
 from __future__ import annotations
 
@@ -9,47 +9,47 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
-from lightning_opt.tuner.baseline import MAX_BLOCK, Baseline, BaselineFailed, StartProcess
+from lightning_opt.tuner.baseline import MAX_STEPS_PER_BLOCK, Baseline, BaselineFailed, StartProcess
 from lightning_opt.tuner.numerics import judge
 from lightning_opt.tuner.probe import COMPARED_UPDATES, Observed
 from lightning_opt.tuner.search import HOPELESS, TimeIsUp
 from lightning_opt.tuner.trial import Objective, Switches, Trial
 from lightning_opt.worker.training_process import FitFailed, TrainingProcess
 
-MIN_ROUNDS, USUAL_ROUNDS = 4, 14
-"""Rounds of turns of a trial that may gain: the fewest, and the usual most."""
+MIN_ROUNDS, MAX_ROUNDS = 4, 14
+"""Minimum rounds of a trial that may gain, and maximum rounds of one that starts fast."""
 
 HOPELESS_ROUNDS = 3
-"""Rounds after which a trial may be called hopeless."""
+"""Minimum rounds before a trial may be called hopeless."""
 
-PRECISE = 0.02
-"""Half-width of an interval, as a share, at which more rounds are useless."""
+MAX_HALF_WIDTH = 0.02
+"""A trial ends when the half-width of its interval is below this share of its ratio."""
 
-TURN = 0.05
-"""Seconds of a turn if both can alternate that often: in equal time it has less than half the noise
-of turns of 150 ms, because the system favours one of two processes for times shorter than that."""
+TURN_SECONDS = 0.05
+"""Duration of a turn on a CPU without workers. In equal time, turns of 150 ms have more than twice
+the noise, because the system favours one of two processes for periods shorter than that."""
 
-GRACE = 2.0
-"""Seconds that a trial may continue when the budget has ended."""
+GRACE_SECONDS = 2.0
+"""Seconds that a trial may continue after the budget has ended."""
 
 
 class Candidate:
-    """The process of a configuration, and its trial."""
+    """A trial and its process."""
 
     def __init__(
         self, trial: Trial, process: TrainingProcess, file: Path, alone: bool, deadline: float
     ) -> None:
         self.trial, self.process, self.file, self.alone = trial, process, file, alone
-        self.trial.rounds = [[]]
+        self.trial.pairs_by_start = [[]]
         self._deadline, self._timeout = deadline, process.timeout
 
     def advance(self, steps: int) -> float:
-        left = max(GRACE, self._deadline - time.monotonic())
-        self.process.timeout = min(self._timeout, left)
+        seconds_left = max(GRACE_SECONDS, self._deadline - time.monotonic())
+        self.process.timeout = min(self._timeout, seconds_left)
         try:
             taken = self.process.advance(steps)
         except FitFailed as failure:
-            if failure.kind == "timeout" and left < self._timeout:
+            if failure.kind == "timeout" and seconds_left < self._timeout:
                 raise TimeIsUp from failure
             raise
         self.trial.losses += [step.loss for step in taken]
@@ -57,21 +57,26 @@ class Candidate:
         return statistics.fmean(step.seconds for step in taken)
 
     def take_turn(self, steps: int) -> float:
-        """Take a turn about as long as ``steps`` steps of the baseline, as workers send bursts."""
-        return self.advance(max(steps, min(MAX_BLOCK, round(steps / (self.trial.ratio or 1.0)))))
+        """Take a turn about as long as ``steps`` steps of the baseline.
 
-    def add_round(self, reference: float, own: float) -> None:
-        self.trial.rounds[0].append((reference, own))
+        Workers deliver batches in bursts, so shorter turns would be biased.
+        """
+        return self.advance(
+            max(steps, min(MAX_STEPS_PER_BLOCK, round(steps / (self.trial.ratio or 1.0))))
+        )
+
+    def add_round(self, baseline_seconds: float, seconds: float) -> None:
+        self.trial.pairs_by_start[0].append((baseline_seconds, seconds))
         self.trial.set_times()
 
     @property
     def decided(self) -> bool:
-        rounds, (ratio, low, high) = len(self.trial.rounds[0]), self.trial.interval
+        rounds, (ratio, low, high) = len(self.trial.pairs_by_start[0]), self.trial.interval
         width = (high - low) / 2 / ratio
-        # Three rounds in a slow phase of the machine have called a gain of 10% a loss.
+        # In a slow phase of the machine three rounds can make a gain of 10% look like a loss.
         loses = rounds >= HOPELESS_ROUNDS and low > HOPELESS
-        precise = rounds >= MIN_ROUNDS and width < PRECISE
-        clear = rounds > MIN_ROUNDS and high < 0.9 and width < 2 * PRECISE
+        precise = rounds >= MIN_ROUNDS and width < MAX_HALF_WIDTH
+        clear = rounds > MIN_ROUNDS and high < 0.9 and width < 2 * MAX_HALF_WIDTH
         return loses or precise or clear
 
 
@@ -103,7 +108,7 @@ class Arena:
             if started + (statistics.median(self._costs) if self._costs else 0.0) > self.deadline:
                 raise TimeIsUp
             self._on_start(switches)
-            measure = self._measure_alone if self._one_at_a_time else self._measure_beside
+            measure = self._measure_alone if self._one_at_a_time else self._measure_with_baseline
             trial = measure(switches)
             trial.cost = round(time.monotonic() - started, 2)
             self._costs.append(trial.cost)
@@ -112,8 +117,8 @@ class Arena:
     def close(self) -> None:
         self.baseline.close()
 
-    def _measure_beside(self, switches: Switches) -> Trial:
-        """Try a configuration beside the baseline, and again alone if memory runs out."""
+    def _measure_with_baseline(self, switches: Switches) -> Trial:
+        """Try a configuration while the baseline is alive, and again alone if memory runs out."""
         try:
             self.baseline.ensure_running()
             trial = self._run(switches, self._take_turns)
@@ -129,14 +134,14 @@ class Arena:
         # The baseline's losses must reach as far as the candidate's, to be compared.
         self.baseline.catch_up(self._compared_steps)
         self.baseline.close()
-        trial = self._run(switches, self._take_lonely_turns, alone=True)
-        self._one_at_a_time |= not trial.failed  # it runs, but not beside the baseline
+        trial = self._run(switches, self._take_turns_alone, alone=True)
+        self._one_at_a_time |= not trial.failed  # it fits in memory only without the baseline
         return trial
 
     @property
     def _compared_steps(self) -> int:
-        """Steps whose losses are compared, or more if the baseline has taken more."""
-        return COMPARED_UPDATES + 1 + (MIN_ROUNDS + 1) * self.baseline.block
+        """Number of steps whose losses are compared."""
+        return COMPARED_UPDATES + 1 + (MIN_ROUNDS + 1) * self.baseline.steps_per_block
 
     def _run(
         self, switches: Switches, take_turns: Callable[[Candidate], None], alone: bool = False
@@ -144,7 +149,7 @@ class Arena:
         trial, process = Trial(switches), None
         try:
             process, file = self._start(switches)
-            # It may start as slowly as the baseline did, even if less of the budget is left.
+            # A trial may take twice the start of the baseline, even if less of the budget is left.
             started = time.monotonic() + 2 * self.baseline.startup
             candidate = Candidate(trial, process, file, alone, max(self.deadline, started))
             trial.startup = candidate.advance(1)
@@ -164,21 +169,23 @@ class Arena:
         return trial
 
     def _is_too_slow(self, candidate: Candidate) -> bool:
-        usual, trial = self.baseline.step, candidate.trial
+        baseline_seconds, trial = self.baseline.step_seconds, candidate.trial
         fastest, spent = math.inf, 0.0
         # The second step may compile again, and short steps are slow at first.
         while len(trial.losses) < 5 or spent < self.baseline.block_seconds:
             last = candidate.advance(1)
             spent += last
             fastest = min(fastest, last)
-            if fastest <= self.objective.slowest * usual:
+            if fastest <= self.objective.give_up_ratio * baseline_seconds:
                 return False
-        if not candidate.alone:  # the machine may be slow now, and not the candidate
-            usual = max(usual, self.baseline.take_turn(self.baseline.block))
-        if fastest <= self.objective.slowest * usual:
+        if not candidate.alone:  # the whole machine may be slow now
+            baseline_seconds = max(
+                baseline_seconds, self.baseline.take_turn(self.baseline.steps_per_block)
+            )
+        if fastest <= self.objective.give_up_ratio * baseline_seconds:
             return False
         trial.verdict, trial.why = "too slow", f"stopped after {len(trial.losses)} steps"
-        trial.ratio, trial.seconds = fastest / usual, fastest
+        trial.ratio, trial.seconds = fastest / baseline_seconds, fastest
         return True
 
     def _take_turns(self, candidate: Candidate) -> None:
@@ -189,30 +196,32 @@ class Arena:
             now = time.monotonic()
             # Candidates that start slowly are measured for longer.
             decided = now - started > startup / 8 and candidate.decided
-            exhausted = now - started > startup / 2 and count >= USUAL_ROUNDS
+            exhausted = now - started > startup / 2 and count >= MAX_ROUNDS
             if count >= 2 and (now > self.deadline or decided or exhausted):
                 return
-            turns = range(max(1, self.baseline.block // steps))
+            turns = range(max(1, self.baseline.steps_per_block // steps))
             pairs = [(self.baseline.take_turn(steps), candidate.take_turn(steps)) for _ in turns]
             candidate.add_round(*map(statistics.fmean, zip(*pairs, strict=True)))
 
     def _turn_steps(self, candidate: Candidate) -> int:
         """Return the steps of a turn: a whole block where shorter turns are biased.
 
-        A GPU is waited for at the end of a turn, and a loader's workers pause between turns.
+        The end of a turn synchronizes with a GPU, and workers of loaders pause between turns.
         """
-        block, facts = self.baseline.block, Observed.read(candidate.file).facts
+        block, facts = self.baseline.steps_per_block, Observed.read(candidate.file).facts
         if facts.device != "cpu" or facts.workers:
             return block
-        return min(block, max(1, round(TURN / self.baseline.step)))
+        return min(block, max(1, round(TURN_SECONDS / self.baseline.step_seconds)))
 
-    def _take_lonely_turns(self, candidate: Candidate) -> None:
+    def _take_turns_alone(self, candidate: Candidate) -> None:
         for _ in range(MIN_ROUNDS + 1):
-            candidate.add_round(self.baseline.step, candidate.take_turn(self.baseline.block))
+            candidate.add_round(
+                self.baseline.step_seconds, candidate.take_turn(self.baseline.steps_per_block)
+            )
 
     def _judge(self, candidate: Candidate) -> None:
         trial, limit = candidate.trial, self.objective.max_slowdown
-        if trial.rounds[0]:
+        if trial.pairs_by_start[0]:
             trial.startup = max(0.0, (trial.startup or 0.0) - (trial.seconds or 0.0))
         reference = self.baseline.peak_after(len(trial.losses))
         trial.peak_ratio = (trial.peak or 0) / reference if reference else None
@@ -227,10 +236,12 @@ class Arena:
             trial.verdict, trial.why = "rejected", why
 
     def _learning_difference(self, candidate: Candidate) -> str:
-        """Return why it does not learn the same as the baseline; empty if it does."""
-        own = Observed.read(candidate.file, candidate.trial.losses)
+        """Return how the candidate learns differently from the baseline; empty if it does not."""
+        observed = Observed.read(candidate.file, candidate.trial.losses)
         if not candidate.alone:
-            self.baseline.catch_up(min(len(own.losses), self._compared_steps))
-        candidate.process.close()  # another run of the baseline may need its memory
-        candidate.trial.agreement, why = judge(own, self.baseline.observed, self.baseline.other_run)
+            self.baseline.catch_up(min(len(observed.losses), self._compared_steps))
+        candidate.process.close()  # a reference run may need its memory
+        candidate.trial.agreement, why = judge(
+            observed, self.baseline.observed, self.baseline.reference_run
+        )
         return why

@@ -1,4 +1,4 @@
-"""Facts about the model and the machine, among them how the time of a step divides into groups."""
+"""Facts about the model and the machine, including the seconds of a step by group of phases."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ WAITING, FORWARD, BACKWARD = "waiting for data", "forward", "backward"
 OPTIMIZER, COMMUNICATION, CALLBACKS = "optimizer", "communication", "callbacks"
 REST = "Lightning and the rest"
 
-GROUPS = {
+PHASE_GROUPS = {
     WAITING: (phases.DATA,),
     FORWARD: (phases.FORWARD, phases.LOSS, phases.FORWARD_AND_LOSS),
     BACKWARD: (phases.BACKWARD,),
@@ -21,11 +21,11 @@ GROUPS = {
     COMMUNICATION: (phases.COMMUNICATION, phases.RANKS),
     CALLBACKS: (phases.HOOKS, phases.LOGGING),
 }
-MEASUREMENT = (f"{phases.CALLBACK}StepGate", f"{phases.CALLBACK}TrialWatch")
-"""Phases that exist only because the training is a trial."""
+MEASUREMENT_PHASES = (f"{phases.CALLBACK}StepGate", f"{phases.CALLBACK}TrialWatch")
+"""Phases of callbacks that only trials have; they are not counted."""
 
-STARVED = 0.5
-"""Share of a step from which waiting for data is the first problem to solve."""
+DATA_BOUND_SHARE = 0.5
+"""A step that waits for data for more than this share of its time is data-bound."""
 
 OVERHEAD = "Lightning and callbacks"
 BOTTLENECKS = {
@@ -34,56 +34,56 @@ BOTTLENECKS = {
     COMMUNICATION: (COMMUNICATION,),
     OVERHEAD: (CALLBACKS, REST),
 }
-"""Possible bottlenecks, and their groups."""
+"""The groups of phases that make up each possible bottleneck."""
 
 
 @dataclass(frozen=True)
 class Facts:
-    """Facts that the baseline's process has found.
+    """Facts measured in the process of the baseline.
 
     Attributes:
         device: ``"cpu"``, ``"cuda"`` or another type of device.
-        no_bf16: Why the device is not fast in bfloat16; empty if it is.
-        threads: Threads that torch uses.
-        cpus: CPUs that this process may use.
-        blocks: Repeated blocks of the model.
-        convolutions: Convolutions over two or three dimensions.
+        why_no_bf16: Why the device is not fast in bfloat16; empty if it is.
+        threads: Number of threads that torch uses.
+        cpus: Number of CPUs that this process may use.
+        blocks: Number of repeated blocks in the model.
+        convolutions: Number of convolutions over two or three dimensions.
         fused: Whether all optimizers are fused already.
-        automatic: Whether the module uses automatic optimization.
-        samples: Samples in a batch.
-        loader: Whether the data come from a ``torch.utils.data.DataLoader``.
-        workers: Workers of that loader.
-        eager: Whether it trains in float32 without compiled parts.
-        account: Seconds of a step by group; empty if unknown.
-        busy: Share of the CPUs' time used in these steps.
-        room: Bytes of free memory.
-        steady: Whether the account is of steps with settled queues of the loaders.
+        automatic_optimization: Whether the module uses automatic optimization.
+        samples: Number of samples in a batch.
+        uses_dataloader: Whether the data come from a ``torch.utils.data.DataLoader``.
+        workers: Number of workers of that loader.
+        eager_float32: Whether the model trains in float32 without compiled parts.
+        seconds_by_group: Seconds of a step by group of phases; empty if unknown.
+        busy: Share of the CPUs' time that the process uses.
+        free_bytes: Bytes of free memory.
+        steady: Whether the profiled steps came after the loaders' queues had settled.
     """
 
     device: str = "cpu"
-    no_bf16: str = ""
+    why_no_bf16: str = ""
     threads: int = 1
     cpus: int = 1
     blocks: int = 0
     convolutions: int = 0
     fused: bool = False
-    automatic: bool = True
+    automatic_optimization: bool = True
     samples: int = 0
-    loader: bool = True
+    uses_dataloader: bool = True
     workers: int = 0
-    eager: bool = True
-    account: dict[str, float] = field(default_factory=dict)
+    eager_float32: bool = True
+    seconds_by_group: dict[str, float] = field(default_factory=dict)
     busy: float = 0.0
-    room: float = math.inf
+    free_bytes: float = math.inf
     steady: bool = True
 
     def share(self, *groups: str) -> float | None:
-        total = sum(self.account.values())
-        return sum(self.account[group] for group in groups) / total if total else None
+        total = sum(self.seconds_by_group.values())
+        return sum(self.seconds_by_group[group] for group in groups) / total if total else None
 
     @property
-    def starved(self) -> bool:
-        return (self.share(WAITING) or 0.0) > STARVED
+    def data_bound(self) -> bool:
+        return (self.share(WAITING) or 0.0) > DATA_BOUND_SHARE
 
     @property
     def bottleneck(self) -> tuple[str, float]:
@@ -91,35 +91,37 @@ class Facts:
         return max(shares.items(), key=lambda item: item[1])
 
 
-def account(clock: PhaseClock, window: Mapping[int, float], steps: int) -> dict[str, float]:
-    """Return the seconds of a step by group.
+def seconds_by_group(
+    clock: PhaseClock, phase_seconds: Mapping[int, float], steps: int
+) -> dict[str, float]:
+    """Return the seconds of a step by group of phases.
 
-    On a GPU the device's time counts, plus the host's time that leaves the device idle.
+    On a GPU: the device's time, plus the host's time during which the device is idle.
 
     Args:
         clock: The profiler's clock, for the names of phases and the device's times.
-        window: Seconds of each phase in some steps.
-        steps: The number of these steps.
+        phase_seconds: Seconds of each phase in ``steps`` steps.
+        steps: The number of steps.
     """
-    host = dict.fromkeys((*GROUPS, REST), 0.0)
-    for phase, seconds in window.items():
-        if clock.phases.names[phase] not in MEASUREMENT:
+    host = dict.fromkeys((*PHASE_GROUPS, REST), 0.0)
+    for phase, seconds in phase_seconds.items():
+        if clock.phases.names[phase] not in MEASUREMENT_PHASES:
             host[_group(clock, phase)] += seconds / max(1, steps)
     device = {} if clock.device is None else clock.device.durations
     if not device:
         return host
     step = sum(host.values())
-    found = dict.fromkeys(host, 0.0)
+    by_group = dict.fromkeys(host, 0.0)
     for phase, durations in device.items():
         if phase >= 0:
-            found[_group(clock, phase)] += durations.quantile(0.5)
+            by_group[_group(clock, phase)] += durations.quantile(0.5)
     for group in (WAITING, CALLBACKS, REST):
-        idle = max(0.0, step - sum(found.values()))
-        found[group] += idle if group == REST else min(idle, host[group])
-    return found
+        idle = max(0.0, step - sum(by_group.values()))
+        by_group[group] += idle if group == REST else min(idle, host[group])
+    return by_group
 
 
 def _group(clock: PhaseClock, phase: int) -> str:
     if clock.phases.names[phase].startswith(phases.CALLBACK):
         return CALLBACKS
-    return next((name for name, members in GROUPS.items() if phase in members), REST)
+    return next((name for name, members in PHASE_GROUPS.items() if phase in members), REST)

@@ -28,50 +28,50 @@ MIN_COSINE = 0.7
 0.95 even where much cancels, an unrelated gradient has 0, one of the wrong sign has -1."""
 
 MAX_LENGTH_RATIO = 1.5
-"""The most that the lengths of two gradients of a parameter may differ, as a factor."""
+"""Maximum ratio between the lengths of two gradients of a parameter."""
 
-CANCELLED = 0.02
+MAX_CANCELLATION_ERROR = 0.02
 """Allowed error of a gradient, as a share of the largest gradient of its module, root mean square
 per element: the gradient of a bias before a normalisation is only rounding."""
 
-MAX_MOVED_STEPS = 64
-"""The most steps after which the distances of the weights are compared."""
+MAX_DISTANCE_STEPS = 64
+"""Maximum number of steps after which the distances of the weights are compared."""
 
 MAX_DISTANCE_RATIO = 4.0
-"""The most that the distances of two runs' weights may differ, as a factor. Optimizers that divide
+"""Maximum ratio between the distances of two runs' weights. Optimizers that divide
 by the gradient's size turn rounding into steps, and the search for a loss scale skips steps."""
 
-LOSS_SHARE = 2e-2
+MAX_LOSS_SHARE = 2e-2
 """Allowed difference in loss, as a share of the loss."""
 
-PROGRESS_SHARE = 0.2
+MAX_PROGRESS_SHARE = 0.2
 """Allowed difference in loss, as a share of the baseline's progress."""
 
-NOISE_ERRORS = 4.0
+MAX_NOISE_ERRORS = 4.0
 """Allowed difference in mean loss, in standard errors of the model's own randomness."""
 
 
 def judge(
-    own: Observed, baseline: Observed, other_run: Callable[[str], Observed]
+    own: Observed, baseline: Observed, reference_run: Callable[[str], Observed]
 ) -> tuple[float | None, str]:
     """Judge whether a candidate learns the same as the baseline.
 
     Args:
-        own: Observations of the candidate.
-        baseline: Of the baseline.
-        other_run: Returns the observations of another run of the baseline: in eager ``"float32"``,
-            or with other random numbers in the model, ``"noise"``, which is run only if it decides.
+        own: The observations of the candidate.
+        baseline: The observations of the baseline.
+        reference_run: Returns the observations of another run of the baseline: ``"float32"`` for
+            eager float32, ``"noise"`` for other random numbers in the model (only if needed).
 
     Returns:
-        The cosine of :func:`compare_gradients`, and the difference; empty if there is none.
+        The cosine from :func:`compare_gradients`, and a sentence on the first difference, or "".
     """
-    exact = other_run("float32").gradients
+    exact = reference_run("float32").gradients
     agreement, why = compare_gradients(own.gradients, exact)
     if why:
-        agreement, why = compare_gradients(own.gradients, exact, other_run("noise").gradients)
+        agreement, why = compare_gradients(own.gradients, exact, reference_run("noise").gradients)
     why = why or compare_distances(own.moved, baseline.moved)
     if not why and compare_losses(own.losses, baseline.losses):
-        why = compare_losses(own.losses, baseline.losses, other_run("noise").losses)
+        why = compare_losses(own.losses, baseline.losses, reference_run("noise").losses)
     return agreement, why
 
 
@@ -81,9 +81,9 @@ def compare_gradients(
     """Compare the gradients of the first steps.
 
     Args:
-        own: Of the candidate, one mapping per update.
-        reference: Of eager float32, on the same batches.
-        noise: Of the baseline, on the same batches, with other random numbers.
+        own: Gradients of the candidate, one mapping per update.
+        reference: Gradients in eager float32, on the same batches.
+        noise: Gradients of the baseline on the same batches, with other random numbers.
 
     Returns:
         The least cosine of a parameter, None if nothing was compared, and the first difference;
@@ -92,7 +92,7 @@ def compare_gradients(
         sends no gradient back then, and a loss scale that is still too large makes infinities.
     """
     least: float | None = None
-    seen: set[str] = set()
+    compared: set[str] = set()
     for step, (mine, theirs) in enumerate(zip(own, reference, strict=False)):
         if not all(bool(values.isfinite().all()) for values in mine.values()):
             continue
@@ -102,11 +102,11 @@ def compare_gradients(
             module = name.rpartition(".")[0]
             largest[module] = max(largest.get(module, 0.0), _size(target))
         for name, target in theirs.items():
-            if name in seen or not bool(target.isfinite().all()) or not target.any():
+            if name in compared or not bool(target.isfinite().all()) or not target.any():
                 continue
-            seen.add(name)
+            compared.add(name)
             values = mine.get(name, torch.zeros_like(target))
-            floor = CANCELLED * largest[name.rpartition(".")[0]]
+            floor = MAX_CANCELLATION_ERROR * largest[name.rpartition(".")[0]]
             cosine, length = _cosine(values, target)
             if _size(target) > floor:
                 least = cosine if least is None else min(least, cosine)
@@ -148,7 +148,9 @@ def _cosine(own: Tensor, reference: Tensor) -> tuple[float, float]:
 def compare_distances(own: Mapping[int, Any], reference: Mapping[int, Any]) -> str:
     """Return how the distances of the weights from their start differ, or ""."""
     # Later both may have converged.
-    steps = max((own.keys() & reference.keys()).intersection(range(MAX_MOVED_STEPS + 1)), default=0)
+    steps = max(
+        (own.keys() & reference.keys()).intersection(range(MAX_DISTANCE_STEPS + 1)), default=0
+    )
     mine, theirs = own.get(steps, {}), reference.get(steps, {})
     if not any(mine.values()) or not any(theirs.values()):
         return ""  # nothing moved yet: the loss scale is still searched, or the learning rate is 0
@@ -165,15 +167,15 @@ def compare_distances(own: Mapping[int, Any], reference: Mapping[int, Any]) -> s
 def compare_losses(
     own: Sequence[float], reference: Sequence[float], noise: Sequence[float] = ()
 ) -> str:
-    """Return how the losses differ; empty if they are similar.
+    """Return a sentence on how the losses differ, or "".
 
     The mean of the last third of the common steps may differ by a share of the loss, by a share of
     the baseline's progress, by the noise of the batches, or by the randomness of the model.
 
     Args:
-        own: Of the candidate.
-        reference: Of the baseline.
-        noise: Of the baseline, on the same batches, with other random numbers.
+        own: Losses of the candidate.
+        reference: Losses of the baseline.
+        noise: Losses of the baseline on the same batches, with other random numbers.
     """
     steps = min(len(own), len(reference))
     for step, (loss, baseline) in enumerate(zip(own, reference, strict=False)):
@@ -188,8 +190,8 @@ def compare_losses(
     # Over all steps, as a few are too few for a spread; each draws new random numbers.
     pairs = [one - other for one, other in zip(noise, reference, strict=False)]
     randomness = math.hypot(*pairs) / math.sqrt(len(pairs) or 1)
-    error = max(3 * statistics.pstdev(theirs), NOISE_ERRORS * randomness) / math.sqrt(last)
-    allowed = max(LOSS_SHARE * abs(mean), PROGRESS_SHARE * abs(reference[0] - mean), error)
+    error = max(3 * statistics.pstdev(theirs), MAX_NOISE_ERRORS * randomness) / math.sqrt(last)
+    allowed = max(MAX_LOSS_SHARE * abs(mean), MAX_PROGRESS_SHARE * abs(reference[0] - mean), error)
     difference = statistics.fmean(own[steps - last : steps]) - mean
     if abs(difference) <= allowed:
         return ""

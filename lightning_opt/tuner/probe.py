@@ -27,19 +27,20 @@ from lightning_opt.core.modules.sharding import local_part
 from lightning_opt.gradients.gradient_callback import grad_scale, plain_name
 from lightning_opt.kernels.channels_last.channels_last import Convolutions
 from lightning_opt.profiling.steps.step_profiler import StepProfiler
-from lightning_opt.tuner.facts import Facts, account
+from lightning_opt.tuner.facts import Facts, seconds_by_group
 
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-SAMPLED = 4096
-"""Elements kept of each parameter, evenly spaced."""
+MAX_ELEMENTS = 4096
+"""Approximate number of evenly spaced elements recorded of each parameter."""
 
 COMPARED_UPDATES = 4
-"""Updates of each optimizer whose gradients are kept."""
+"""Number of updates of each optimizer whose gradients are recorded."""
 
-ACCOUNTED, SECONDS = 64, 2.0
-"""Batches, or seconds and at least 8 batches, after which queues of loaders are empty or full."""
+MAX_PROFILED_STEPS, PROFILED_SECONDS = 64, 2.0
+"""Profiling ends after so many steps, or after so many seconds and at least 8 steps: by then the
+loaders' queues are empty or full."""
 
 
 @dataclass
@@ -47,10 +48,10 @@ class Observed:
     """The observations of a process.
 
     Attributes:
-        facts: Of the model and the machine.
+        facts: Facts about the model and the machine.
         gradients: Samples of the first gradients, one mapping per update.
-        moved: Distance of each parameter from its start, after powers of two of steps.
-        losses: Of its steps.
+        moved: Distance of each parameter from its initial value, by the number of steps.
+        losses: The losses of its steps.
     """
 
     facts: Facts = field(default_factory=Facts)
@@ -70,8 +71,8 @@ class Observed:
 class TrialWatch(Callback):
     """Writes facts about the model, its first gradients, and the distance of its weights.
 
-    If the Trainer's profiler is a StepProfiler, it times the groups of the first steps, until
-    loaders' queues have settled, and is then removed.
+    If the Trainer has a StepProfiler, it times the first steps until the loaders' queues have
+    settled, and is then removed.
 
     Args:
         file: The file to write; it is replaced at each power of two of steps.
@@ -136,7 +137,7 @@ class TrialWatch(Callback):
         if self._batches >= 2 and self._batches & (self._batches - 1) == 0:
             profiler: Profiler = trainer.profiler  # type: ignore[attr-defined]
             if isinstance(profiler, StepProfiler):
-                self._account(trainer, profiler)
+                self._record_profile(trainer, profiler)
             self._moved[self._batches] = {
                 name: float((_sample(parameter) - self._start[name]).float().norm())
                 for name, parameter in _named(pl_module)
@@ -144,10 +145,13 @@ class TrialWatch(Callback):
             }
             self._write()
 
-    def _account(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
-        """Record the time of a step by group, and remove the profiler when that is steady."""
+    def _record_profile(self, trainer: pl.Trainer, profiler: StepProfiler) -> None:
+        """Record the seconds of a step by group; remove the profiler when queues have settled."""
         clock = profiler.measures("fit").clock
-        done = self._batches >= ACCOUNTED or time.perf_counter() - self._started > SECONDS
+        done = (
+            self._batches >= MAX_PROFILED_STEPS
+            or time.perf_counter() - self._started > PROFILED_SECONDS
+        )
         steady = self._batches >= 8 and done
         if steady:
             profiler.teardown("fit")
@@ -155,13 +159,13 @@ class TrialWatch(Callback):
             if clock.device is not None:
                 clock.device.finish()  # waits for the device, once
         window, work = clock.end_window()
-        found = account(clock, window, work.steps.count)
+        by_group = seconds_by_group(clock, window, work.steps.count)
         used, self._cpu_seconds = time.process_time() - self._cpu_seconds, time.process_time()
-        wall = sum(found.values()) * max(1, work.steps.count) * available_cpus()
+        wall = sum(by_group.values()) * max(1, work.steps.count) * available_cpus()
         self._facts |= {
-            "account": found,
+            "seconds_by_group": by_group,
             "busy": used / wall if wall else 0.0,
-            "room": MemoryLimits(trainer.strategy.root_device).room(),
+            "free_bytes": MemoryLimits(trainer.strategy.root_device).room(),
             "steady": steady,
         }
 
@@ -179,7 +183,7 @@ def _named(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 def _sample(values: Tensor) -> Tensor:
     local = local_part(values.detach())
     flat = (local.to_dense() if local.is_sparse else local).flatten()
-    return flat[:: max(1, flat.numel() // SAMPLED)].cpu().clone()
+    return flat[:: max(1, flat.numel() // MAX_ELEMENTS)].cpu().clone()
 
 
 def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
@@ -190,13 +194,13 @@ def describe(trainer: pl.Trainer, module: pl.LightningModule) -> dict[str, Any]:
     ]
     return {
         "device": device.type,
-        "no_bf16": why_no_bf16(device.type) or "",
+        "why_no_bf16": why_no_bf16(device.type) or "",
         "threads": torch.get_num_threads(),
         "cpus": available_cpus(),
         "blocks": len(find_blocks(module)),
         "convolutions": Convolutions(module).count,
         "fused": bool(fused) and all(fused),
-        "automatic": module.automatic_optimization,
-        "loader": isinstance(trainer.train_dataloader, DataLoader),
-        "eager": trainer.precision == "32-true" and not has_compiled_parts(module),
+        "automatic_optimization": module.automatic_optimization,
+        "uses_dataloader": isinstance(trainer.train_dataloader, DataLoader),
+        "eager_float32": trainer.precision == "32-true" and not has_compiled_parts(module),
     }

@@ -152,7 +152,7 @@ class TuneResult:
         if self.objective == "memory" and best.switches and best.peak_ratio:
             larger = 1 / best.peak_ratio
             return [f"Largest model: by the peak about {larger:.2g} times as large as without."]
-        if self.objective == "throughput" and facts.account:
+        if self.objective == "throughput" and facts.seconds_by_group:
             return [_remedy(facts)]
         return []
 
@@ -275,7 +275,7 @@ def _answer(objective: str, best: Trial, tried: bool) -> str:
 def _remedy(facts: Facts) -> str:
     part, share = facts.bottleneck
     better = "a faster device, or more of them"
-    if facts.device != "cuda" or facts.no_bf16:
+    if facts.device != "cuda" or facts.why_no_bf16:
         better = "a GPU with bf16"
     return f"More would take {REMEDIES.get(part, better)}: {part} takes {share:.0%} of a step."
 

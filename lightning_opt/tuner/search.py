@@ -1,4 +1,4 @@
-"""Which configurations to try, in which order, and when to stop; it only sees outcomes."""
+"""The search: which configurations to try, in which order, and when to stop."""
 
 from __future__ import annotations
 
@@ -10,19 +10,20 @@ from dataclasses import dataclass, field, replace
 from lightning_opt.tuner.trial import Outcome, Switches
 
 HOPELESS = 1.15
-"""Score alone from which a switch is not tried together with others."""
+"""A switch whose own score is at least this is not tried together with others."""
 
-SURPRISE = 1.04
-"""Ratio of a combination's score to the product of its parts from which dropping parts is tried."""
+MAX_OVER_PREDICTED = 1.04
+"""If a combination's score exceeds the product of its switches' scores by this factor, dropping
+switches is tried."""
 
-SURE = 0.8
-"""Answers with scores below this are not measured again."""
+CERTAIN_SCORE = 0.8
+"""Best configurations with scores below this are not measured again."""
 
 MAX_IMPROVEMENTS = 4
-"""The most times that the neighbours of the best configuration are tried."""
+"""Maximum number of times that the neighbours of the best configuration are tried."""
 
 MAX_REPEATS = 3
-"""The most repeated measurements of an undecided configuration."""
+"""Maximum number of repeated measurements per configuration."""
 
 TIE = 0.01
 """Differences in score up to this do not matter."""
@@ -37,24 +38,26 @@ class Search:
     """Finds the best configuration with few trials.
 
     Each switch is tried alone. All gains are then combined at once, since most gains multiply. Then
-    neighbours of the best configuration are tried: with one more switch, with another one instead,
-    or without one, if the parts promise a gain, if switches interact (one that gains nothing alone
-    may gain beside another), or if the whole is worse than the product of its parts.
+    neighbours of the best configuration are tried: one switch is added, replaced or dropped. A
+    neighbour is tried if its switches' own scores predict a gain, if switches interact (one without
+    a gain of its own may gain together with another), or if the best configuration is worse than
+    the product of its switches' scores.
 
     Args:
         measure: Yields the outcomes of several configurations, in order. It may raise
             :class:`TimeIsUp`.
         switches: Names, those with the largest expected gain first.
         allows: Whether switches can be on together.
-        interacts: Whether the effect of two switches together may be far from the product.
-        min_gain: The least share that a configuration must gain over the baseline.
-        first: The most important switch: others are tried beside it, even if it gains nothing
-            alone.
-        late: Switches that start slowly: tried last, beside all that gain.
+        interacts: Whether the effect of two switches together may be far from the product of
+            their separate scores.
+        min_gain: Minimum share that a configuration must gain over the baseline.
+        first: The most important switch: others are tried together with it, even if it gains
+            nothing alone.
+        late: Switches that start slowly: tried last, together with all switches that gain.
 
     Attributes:
         outcomes: All outcomes so far.
-        complete: Whether the search ended before its time was up.
+        complete: Whether the search ended before the budget.
     """
 
     measure: Callable[[Sequence[Switches]], Iterable[Outcome]]
@@ -66,7 +69,7 @@ class Search:
     late: Switches = ()
     outcomes: dict[Switches, Outcome] = field(default_factory=dict)
     complete: bool = False
-    _beside: dict[str, Switches] = field(default_factory=dict)
+    _tried_with: dict[str, Switches] = field(default_factory=dict)
 
     def run(self) -> Switches:
         """Return the best configuration; empty if none beats the baseline."""
@@ -81,9 +84,9 @@ class Search:
     def _search(self) -> None:
         if self.first:
             self._try([(self.first,)])
-        self._try_beside_gains(name for name in self.switches if name not in self.late)
+        self._try_with_gains(name for name in self.switches if name not in self.late)
         self._try(self._unions())  # before late switches, which may take the rest of the time
-        self._try_beside_gains(self.late)
+        self._try_with_gains(self.late)
         self._try((name,) for name in self.late if self._alone(name).score == math.inf)
         self._try(self._unions())
         for _ in range(MAX_IMPROVEMENTS):
@@ -97,7 +100,7 @@ class Search:
         return min(scored, key=lambda names: (scored[names], len(names)))
 
     def winner(self) -> Switches:
-        """Return the best configuration with a certain gain, or nothing.
+        """Return the best configuration whose gain is certain; empty if there is none.
 
         Each switch has to gain ``min_gain``, so that the simpler of two similar ones wins.
         """
@@ -108,18 +111,18 @@ class Search:
         }
         return min(gains, key=gains.__getitem__, default=())
 
-    def undecided(self, best: Switches, repeats: Mapping[Switches, int]) -> Switches | None:
+    def next_to_remeasure(self, best: Switches, repeats: Mapping[Switches, int]) -> Switches | None:
         """Return the next configuration to measure again, or None.
 
-        First the answer itself, once, if its gain is small; then configurations that may be better
-        than the answer, the most promising first.
+        First the best configuration itself, once, if its gain is small. Then configurations that
+        may be better, the most promising first.
 
         Args:
-            best: The answer so far.
+            best: The best configuration so far.
             repeats: How often each configuration was measured again.
         """
         score = self.outcomes[best].score
-        if best and score >= SURE and not repeats.get(best):
+        if best and score >= CERTAIN_SCORE and not repeats.get(best):
             return best
         target = score * (1 - TIE) if best else 1 - self.min_gain
         candidates = [
@@ -133,21 +136,21 @@ class Search:
         ]
         return min(candidates, key=lambda names: self.outcomes[names].score, default=None)
 
-    def _try_beside_gains(self, names: Iterable[str]) -> None:
+    def _try_with_gains(self, names: Iterable[str]) -> None:
         gaining = self._gaining()
         for name in names:
-            beside = [other for other in gaining if other != name and self.allows((other, name))]
-            self._beside.setdefault(name, tuple(beside))
-        self._try((*beside, name) for name, beside in self._beside.items())
+            others = [other for other in gaining if other != name and self.allows((other, name))]
+            self._tried_with.setdefault(name, tuple(others))
+        self._try((*others, name) for name, others in self._tried_with.items())
 
     def _alone(self, name: str) -> Outcome:
-        """Return the outcome of a switch alone, or of adding it to the switches beside it."""
-        alone, beside = self.outcomes.get((name,)), self._beside.get(name, ())
-        both = self.outcomes.get(self._ordered((*beside, name)))
-        if alone or not both:
+        """Return the outcome of a switch alone, or of adding it to those it was tried with."""
+        alone, others = self.outcomes.get((name,)), self._tried_with.get(name, ())
+        together = self.outcomes.get(self._ordered((*others, name)))
+        if alone or not together:
             return alone or Outcome(1.0, 1.0)
-        others = self._product(beside)
-        return replace(both, score=both.score / others, low=both.low / others)
+        product = self._product(others)
+        return replace(together, score=together.score / product, low=together.low / product)
 
     def _product(self, names: Iterable[str]) -> float:
         return math.prod(self._alone(name).score for name in names)
@@ -164,7 +167,7 @@ class Search:
             if names and names not in self.outcomes and self.allows(names)
         ]
         if new:
-            # One by one: outcomes from before the time is up are kept.
+            # Stored one by one, so that TimeIsUp loses no earlier outcome.
             for names, outcome in zip(new, self.measure(new), strict=True):
                 self.outcomes[names] = outcome
 
@@ -198,7 +201,7 @@ class Search:
 
     def _neighbours(self, best: Switches) -> list[Switches]:
         """Return configurations that differ from the best by a switch or an interacting pair."""
-        worse_than_parts = self.outcomes[best].score > SURPRISE * self._product(best)
+        worse_than_parts = self.outcomes[best].score > MAX_OVER_PREDICTED * self._product(best)
         outside = [
             name
             for name in self.switches
@@ -213,7 +216,7 @@ class Search:
             rest = [other for other in best if self.allows([name, other])]
             excluded = [other for other in best if other not in rest]
             interacts = any(self.interacts(name, other) for other in rest)
-            # In place of an excluded switch it may be slightly worse alone, and better in company.
+            # Slightly worse alone than the switch it replaces, it may be better in combination.
             gain = self._alone(name).score / self._product(excluded)
             promising = gain <= (1 + 5 * TIE if excluded else 1 - 2 * TIE)
             if len(excluded) < 2 and (interacts or promising) and (rest or not excluded):

@@ -86,7 +86,9 @@ def built_in(facts: Facts) -> list[Switch]:
     no_cpu = _unless(facts.device == "cpu", "the device is not a CPU")
     no_blocks = _unless(facts.blocks, "the model has no repeated blocks")
     one, every = "torch uses one thread already", "torch uses all CPUs already"
-    parts = _unless(facts.automatic, "the module uses manual optimization; use micro_batches")
+    parts = _unless(
+        facts.automatic_optimization, "the module uses manual optimization; use micro_batches"
+    )
     parts = parts or _unless(facts.samples >= 4, f"a batch has {facts.samples} samples")
     return [
         Switch("fused", added("FusedOptimizer"), "optimizer", "one kernel for all updates", "",
@@ -103,13 +105,13 @@ def built_in(facts: Facts) -> list[Switch]:
                "torch uses all CPUs that the process may use", "throughput",
                no_cpu or _unless(facts.threads < facts.cpus, every)),
         Switch("bf16", {"precision": "bf16-mixed"}, "precision",
-               "autocast to bfloat16; results change by rounding", "", facts.no_bf16),
+               "autocast to bfloat16; results change by rounding", "", facts.why_no_bf16),
         Switch("fp16", {"plugins": [{"class_path": "lightning_opt.DynamicLossScale"}]},
                "precision", "autocast to float16 with a loss scale; results change by rounding",
-               "", no_cuda or _unless(facts.no_bf16, "bfloat16 needs no loss scale")),
+               "", no_cuda or _unless(facts.why_no_bf16, "bfloat16 needs no loss scale")),
         Switch("data_pipeline", added("DataPipelineTuner", verbose=False), "data",
                "workers, prefetching and pinning of the loader", "throughput",
-               _unless(facts.loader, "the data does not come from a DataLoader")),
+               _unless(facts.uses_dataloader, "the data does not come from a DataLoader")),
         Switch("compile_regions", added("CompileModel", scope="regions"), "compile",
                "torch.compile for the repeated blocks; seconds before the first step", "",
                no_blocks),
@@ -209,9 +211,11 @@ class Space:
     def describe(self, seconds: float, peak: int) -> str:
         """Return where the baseline's step spends its time, and the switches to try."""
         facts, switches = self.facts, f"Tried will be: {', '.join(self.switches) or 'nothing'}."
-        if not facts.account:
+        if not facts.seconds_by_group:
             return switches
-        shares = ", ".join(f"{group} {facts.share(group) or 0:.0%}" for group in facts.account)
+        shares = ", ".join(
+            f"{group} {facts.share(group) or 0:.0%}" for group in facts.seconds_by_group
+        )
         used = f"{facts.busy:.0%} of {facts.cpus} CPU{'s' * (facts.cpus > 1)}"
         if facts.device != "cpu":
             idle = facts.share(WAITING, CALLBACKS, REST) or 0.0
@@ -222,7 +226,7 @@ class Space:
                 "The bottleneck is {} ({:.0%}).".format(*facts.bottleneck),
                 f"It uses {used}.",
                 f"It takes {peak / MIB:,.0f} MiB at its peak; "
-                f"{facts.room / MIB:,.0f} MiB are free.",
+                f"{facts.free_bytes / MIB:,.0f} MiB are free.",
                 switches,
             ]
         )

@@ -10,7 +10,7 @@ from lightning_opt.core.numerics.ratios import compare_pairs
 from lightning_opt.profiling.comparing.result import OFFSET
 
 Switches = tuple[str, ...]
-"""Names of the switches that are on, in the order of the space."""
+"""Names of the switches that are on, in the order of the search space."""
 
 FAILURES = ("out of memory", "error", "died", "timeout", "setup")
 """Verdicts of trials that did not run to their end."""
@@ -31,9 +31,9 @@ class Trial:
         verdict: ``"baseline"``, ``"accepted"``, ``"no gain"``, ``"too slow"``, ``"rejected"`` (it
             changes what is learned), or its failure: ``"out of memory"``, ``"error"``, ``"died"``,
             ``"timeout"``, ``"setup"``.
-        why: A sentence on the verdict; may be empty.
-        rounds: For each start of the processes pairs of seconds per step, of the baseline's turn
-            and of its own.
+        why: The reason for the verdict; may be empty.
+        pairs_by_start: For each start of the processes, the rounds as pairs of seconds per step: of
+            the baseline's turn and of this trial's turn.
         ratio: Time of a step as a share of the baseline's.
         low: Lower end of the ratio's interval at 90%.
         high: Upper end.
@@ -42,7 +42,7 @@ class Trial:
         peak_ratio: Peak as a share of the baseline's.
         agreement: Cosine between its first gradient and the baseline's, of the parameter in which
             they differ most; None if it was not compared.
-        losses: Of all its steps.
+        losses: The loss of each step.
         startup: Seconds of the first step minus those of a later one, mostly compilation.
         cost: Seconds that the trial took.
         details: Traceback or output of a failure.
@@ -51,7 +51,7 @@ class Trial:
     switches: Switches
     verdict: str = "accepted"
     why: str = ""
-    rounds: list[list[tuple[float, float]]] = field(default_factory=list)
+    pairs_by_start: list[list[tuple[float, float]]] = field(default_factory=list)
     ratio: float | None = None
     low: float | None = None
     high: float | None = None
@@ -65,7 +65,7 @@ class Trial:
     details: str = ""
 
     def __post_init__(self) -> None:
-        """Restore the tuple, which a journal holds as a list."""
+        """Convert the list of a journal's record to a tuple."""
         self.switches = tuple(self.switches)
 
     @property
@@ -83,19 +83,21 @@ class Trial:
 
     def set_times(self) -> None:
         """Compute ratio, interval and seconds from the rounds, as ``lo.compare`` does."""
-        found = compare_pairs(self.rounds, confidence=0.9, offset=OFFSET)
-        if found is not None:
-            self.ratio, self.low, self.high, _ = found
-            self.seconds = statistics.median(own for start in self.rounds for _, own in start)
+        interval = compare_pairs(self.pairs_by_start, confidence=0.9, offset=OFFSET)
+        if interval is not None:
+            self.ratio, self.low, self.high, _ = interval
+            self.seconds = statistics.median(
+                seconds for pairs in self.pairs_by_start for _, seconds in pairs
+            )
 
     def pooled(self, earlier: Trial) -> Trial:
         """Return this trial with the rounds of an earlier one, unless it failed or was rejected."""
         if self.failed or self.verdict == "rejected":
             return self
-        found = replace(self, rounds=[*earlier.rounds, *self.rounds])
-        found.set_times()
-        found.why = f"measured {len(found.rounds)} times"
-        return found
+        pooled = replace(self, pairs_by_start=[*earlier.pairs_by_start, *self.pairs_by_start])
+        pooled.set_times()
+        pooled.why = f"measured {len(pooled.pairs_by_start)} times"
+        return pooled
 
 
 @dataclass(frozen=True)
@@ -103,11 +105,11 @@ class Outcome:
     """The score of a configuration.
 
     Attributes:
-        score: As a share of the baseline's, below 1 is better; infinity if it failed or is not
-            accepted.
+        score: The minimised quantity as a share of the baseline's; infinity if the trial failed or
+            was rejected.
         low: Lower end of the score's interval.
         high: Upper end.
-        retry: Whether another switch may cure its failure, as out of memory.
+        retry: Whether another switch may cure its failure, such as running out of memory.
     """
 
     score: float
@@ -124,7 +126,7 @@ class Objective:
         name: ``"throughput"``, ``"memory"`` or ``"batch"``.
         max_slowdown: Allowed time of a step as a multiple of the baseline's, except for
             ``"throughput"``.
-        min_gain: The least share that counts as a gain.
+        min_gain: Minimum share that counts as a gain.
     """
 
     name: str = "throughput"
@@ -132,17 +134,19 @@ class Objective:
     min_gain: float = 0.03
 
     @property
-    def slowest(self) -> float:
+    def give_up_ratio(self) -> float:
+        """The ratio of times above which a trial is stopped early."""
         return 1.3 * self.max_slowdown if self.name != "throughput" else 1.5
 
     def score(self, trial: Trial) -> Outcome:
+        """Return the score of a trial by its measurements alone; see :meth:`outcome`."""
         if trial.ratio is None:
             return Outcome(math.inf, math.inf)
         if self.name == "throughput":
             return Outcome(*trial.interval)
         if trial.ratio > self.max_slowdown or trial.peak_ratio is None:
             # Too slow alone; another switch may make up for it.
-            return Outcome(math.inf, math.inf, retry=trial.ratio < self.slowest)
+            return Outcome(math.inf, math.inf, retry=trial.ratio < self.give_up_ratio)
         peak = trial.peak_ratio
         return Outcome(peak, peak * (1 - PEAK_NOISE), peak * (1 + PEAK_NOISE))
 

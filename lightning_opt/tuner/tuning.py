@@ -90,7 +90,7 @@ class Tuning:
                 self._read_journal()
                 self._measure_baseline()
                 search = self._search()
-                best = self._repeat_undecided(search, search.run())
+                best = self._remeasure_undecided(search, search.run())
                 self._arena.close()
                 batches = {}
                 if self._plan.objective.name == "batch":
@@ -120,7 +120,7 @@ class Tuning:
             space.allows,
             space.interacts,
             self._plan.objective.min_gain,
-            first="data_pipeline" if facts.starved else "",
+            first="data_pipeline" if facts.data_bound else "",
             late=tuple(n for n, switch in space.switches.items() if switch.kind == "compile"),
         )
 
@@ -153,10 +153,10 @@ class Tuning:
         losses = list(baseline.losses)
         peak = baseline.peak_after(len(losses))
         self._trials[()] = Trial(
-            (), "baseline", ratio=1.0, low=1.0, high=1.0, seconds=baseline.step, peak=peak,
+            (), "baseline", ratio=1.0, low=1.0, high=1.0, seconds=baseline.step_seconds, peak=peak,
             peak_ratio=1.0, losses=losses,
         )  # fmt: skip
-        self._progress.write(self._space.describe(baseline.step, peak))
+        self._progress.write(self._space.describe(baseline.step_seconds, peak))
 
     # --- trials -----------------------------------------------------------------------------------
 
@@ -165,7 +165,7 @@ class Tuning:
 
         Args:
             switches: The switches that are on.
-            role: ``"account"`` profiles the first steps, unless the user has a profiler;
+            role: ``"profile"`` profiles the first steps, unless the user has a profiler;
                 ``"noise"`` gives the model other random numbers; ``"float32"`` trains in eager
                 float32; ``"batch"`` searches the largest batch that fits.
         """
@@ -179,7 +179,7 @@ class Tuning:
         base = plain(self._plan.base)
         if any(base.get(name) is not None for name in LIMITS):
             more |= LIMITS
-        if role == "account" and not base.get("profiler"):
+        if role == "profile" and not base.get("profiler"):
             more["profiler"] = {"class_path": PROFILER, "init_args": PROFILER_ARGUMENTS}
         if role == "batch":
             more = join([added("DynamicBatchSize", find="largest", scale_lr="linear"), more])
@@ -231,13 +231,13 @@ class Tuning:
             self._progress.end_trial(trial, from_journal)
             yield trial
 
-    def _repeat_undecided(self, search: Search, best: Switches) -> Switches:
+    def _remeasure_undecided(self, search: Search, best: Switches) -> Switches:
         """Measure undecided configurations again, and a small gain of the answer in any case.
 
         The best of many measurements is partly luck.
         """
         repeats: Counter[Switches] = Counter()
-        while (switches := search.undecided(best, repeats)) is not None:
+        while (switches := search.next_to_remeasure(best, repeats)) is not None:
             try:
                 again = next(self._try([switches]))
             except TimeIsUp:

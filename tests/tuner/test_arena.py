@@ -111,7 +111,9 @@ class SimulatedProcess:
             for power in (2, 4, 8, 16)
             if power <= self.taken
         }
-        facts = asdict(Facts(self.plan.device, blocks=3, eager=eager, workers=self.plan.workers))
+        facts = asdict(
+            Facts(self.plan.device, blocks=3, eager_float32=eager, workers=self.plan.workers)
+        )
         gradients = [{"a.weight": own}] * min(self.taken, 4)
         torch.save({"facts": facts, "gradients": gradients, "moved": moved}, self.file)
 
@@ -152,7 +154,7 @@ def test_trials_have_times_memory_and_gradients_of_their_runs(tmp_path: Path) ->
     assert len(awful.losses) == 5
     assert awful.ratio == pytest.approx(20, rel=0.05)
     assert (awful.low, awful.high) == (None, None), "some first steps are no interval"
-    assert {role for _, role in world.started} == {"account", ""}, (
+    assert {role for _, role in world.started} == {"profile", ""}, (
         "no other random numbers were needed"
     )
 
@@ -174,7 +176,7 @@ def test_noise_run_happens_once_and_only_if_it_decides(tmp_path: Path) -> None:
     assert trials[("off",)].verdict == "accepted"
     assert trials[("wrong",)].verdict == "rejected"
     assert "points elsewhere" in trials[("wrong",)].why
-    assert [role for names, role in world.started if not names] == ["account", "noise"]
+    assert [role for names, role in world.started if not names] == ["profile", "noise"]
 
 
 def test_gradients_are_compared_with_eager_float32(
@@ -186,7 +188,7 @@ def test_gradients_are_compared_with_eager_float32(
     trials = run(world, [("same",), ("right",)])
     assert trials[("same",)].verdict == "rejected"
     assert trials[("right",)].verdict == "accepted"
-    assert [role for names, role in world.started if not names] == ["account", "float32", "noise"]
+    assert [role for names, role in world.started if not names] == ["profile", "float32", "noise"]
 
 
 def test_baseline_s_own_gradients_serve_without_memory_for_float32(
@@ -195,7 +197,7 @@ def test_baseline_s_own_gradients_serve_without_memory_for_float32(
     world = world_of(tmp_path, same=Plan(0.05))
     world.plans[()], world.oom_role = Plan(eager=False), "float32"
     assert run(world, [("same",)])[("same",)].verdict == "accepted"
-    assert [role for names, role in world.started if not names] == ["account", "float32", "float32"]
+    assert [role for names, role in world.started if not names] == ["profile", "float32", "float32"]
     assert "A run of the baseline (float32) failed" in caplog.text
 
 
@@ -318,14 +320,14 @@ def test_turns_are_whole_blocks_on_gpu_and_with_workers(
     tmp_path: Path, candidate: Plan, whole: bool
 ) -> None:
     world = world_of(tmp_path, same=candidate)
-    rounds = len(run(world, [("same",)])[("same",)].rounds[0])
+    rounds = len(run(world, [("same",)])[("same",)].pairs_by_start[0])
     assert (world.turns.count(5) >= 2 * rounds) == whole
     assert (world.turns.count(1) >= 10 * rounds) != whole
 
 
 def test_turns_alternate_strictly(tmp_path: Path) -> None:
     world = world_of(tmp_path, same=Plan(device="cpu"))
-    rounds = len(run(world, [("same",)])[("same",)].rounds[0])
+    rounds = len(run(world, [("same",)])[("same",)].pairs_by_start[0])
     assert rounds >= 4
     while not world.turn_switches[-1]:
         world.turn_switches.pop()  # the baseline catches up at the end

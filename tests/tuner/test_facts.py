@@ -1,4 +1,4 @@
-"""The account of a step by group, from given times of phases."""
+"""Seconds of a step by group of phases, from given times of phases."""
 
 from types import SimpleNamespace
 from typing import Any
@@ -9,7 +9,7 @@ from lightning_opt.profiling.durations import Durations
 from lightning_opt.profiling.steps import step_phases as phases
 from lightning_opt.profiling.steps.step_phases import Phases
 from lightning_opt.tuner import facts as parts
-from lightning_opt.tuner.facts import account
+from lightning_opt.tuner.facts import seconds_by_group
 
 
 def clock(device: dict[int, float] | None = None) -> Any:
@@ -32,7 +32,7 @@ def test_phases_are_grouped_without_those_of_the_measurement() -> None:
         phases.OPTIMIZER: 2.0, phases.ZEROING: 1.0, phases.LOGGING: 0.5, own: 0.5,
         phases.COMMUNICATION: 1.0, phases.LOOP: 3.0, gate: 100.0, watch: 50.0,
     }  # fmt: skip
-    assert account(of, window, 2) == {
+    assert seconds_by_group(of, window, 2) == {
         parts.WAITING: 2.0, parts.FORWARD: 1.5, parts.BACKWARD: 3.0, parts.OPTIMIZER: 1.5,
         parts.COMMUNICATION: 0.5, parts.CALLBACKS: 0.5, parts.REST: 1.5,
     }  # fmt: skip
@@ -52,7 +52,7 @@ HOST = {phases.DATA: 3.0, phases.FORWARD: 1.0, phases.BACKWARD: 1.0, phases.LOOP
 def test_host_time_counts_on_gpu_only_while_the_device_is_idle(
     device: dict[int, float], waiting: float, rest: float
 ) -> None:
-    found = account(clock(device), HOST, 1)
+    found = seconds_by_group(clock(device), HOST, 1)
     assert found[parts.BACKWARD] == pytest.approx(device[phases.BACKWARD], rel=0.1)
     assert found[parts.WAITING] == pytest.approx(waiting, rel=0.2, abs=0.2)
     assert found[parts.REST] == pytest.approx(rest, rel=0.2, abs=0.2)

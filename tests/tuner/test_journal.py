@@ -67,5 +67,5 @@ def test_records_stay_in_memory_without_a_path() -> None:
 def test_trial_survives_json(loss: float) -> None:
     trial = Trial(("a", "b"), "rejected", "nan", [[(1.0, 0.5)]], 0.5, losses=[1.0, loss])
     back = Trial(**json.loads(json.dumps(asdict(trial))))
-    back.rounds = [[tuple(pair) for pair in start] for start in back.rounds]
+    back.pairs_by_start = [[tuple(pair) for pair in start] for start in back.pairs_by_start]
     assert repr(back) == repr(trial)  # a NaN equals nothing, but is written alike

@@ -40,8 +40,8 @@ def test_observations_have_facts_gradients_and_distances() -> None:
     observed = observe(TASK, 0)
     facts = observed.facts
     assert (facts.device, facts.convolutions, facts.samples, facts.fused) == ("cpu", 2, 32, False)
-    assert facts.loader
-    assert facts.automatic
+    assert facts.uses_dataloader
+    assert facts.automatic_optimization
     assert facts.share("forward") is None, "nothing measured it"
     assert sorted(observed.moved) == [2, 4, 8]
     assert len(observed.gradients) == 4
@@ -91,7 +91,7 @@ def test_profiler_is_removed_once_the_account_is_steady(
     facts = observed.facts
     assert seen == [True] * 8 + [False] * 4, "the steps that are timed run without it"
     assert facts.steady
-    assert min(facts.account[name] for name in ("forward", "backward", "optimizer")) > 0
-    assert facts.room > 0
+    assert min(facts.seconds_by_group[name] for name in ("forward", "backward", "optimizer")) > 0
+    assert facts.free_bytes > 0
     bare = usual(TASK, 0, "32-true").losses
     assert observed.losses[: len(bare)] == bare

@@ -191,13 +191,17 @@ def test_explanation_has_answer_rejections_and_failures() -> None:
 
 # --- the step and its bottleneck ---------------------------------------------------------------
 
-GROUPS = (*parts.GROUPS, parts.REST)
-STEP_FACTS = Facts(threads=2, cpus=2, busy=0.5, room=2**30, account=dict.fromkeys(GROUPS, 0.008))
+GROUPS = (*parts.PHASE_GROUPS, parts.REST)
+STEP_FACTS = Facts(
+    threads=2, cpus=2, busy=0.5, free_bytes=2**30, seconds_by_group=dict.fromkeys(GROUPS, 0.008)
+)
 BASELINE = Trial((), "baseline", seconds=0.1, peak=2**25)
 
 
 def facts(group: str, **other: object) -> Facts:
-    return replace(STEP_FACTS, account={**STEP_FACTS.account, group: 0.952}, **other)  # type: ignore[arg-type]
+    return replace(
+        STEP_FACTS, seconds_by_group={**STEP_FACTS.seconds_by_group, group: 0.952}, **other
+    )  # type: ignore[arg-type]
 
 
 def test_step_is_described_in_five_lines() -> None:
@@ -219,7 +223,7 @@ def test_step_is_described_in_five_lines() -> None:
     [
         (parts.WAITING, {}, "waiting for data", "a faster disk"),
         (parts.BACKWARD, {}, "computing", "a GPU with bf16"),
-        (parts.BACKWARD, {"device": "cuda", "no_bf16": "old"}, "computing", "a GPU with bf16"),
+        (parts.BACKWARD, {"device": "cuda", "why_no_bf16": "old"}, "computing", "a GPU with bf16"),
         (parts.FORWARD, {"device": "cuda"}, "computing", "a faster device, or more of them"),
         (parts.COMMUNICATION, {}, "communication", "a faster network"),
         (parts.CALLBACKS, {}, "Lightning and callbacks", "a larger batch"),
@@ -252,8 +256,8 @@ def test_explanation_has_the_largest_batch_or_model() -> None:
 def test_repeated_trials_are_pooled() -> None:
     noise = [0.01, -0.01, 0.02, 0.0, -0.02, 0.01]
     first, second = Trial(("a",)), Trial(("a",))
-    first.rounds = [[(1.0, 0.80 + part) for part in noise]]
-    second.rounds = [[(1.0, 0.84 + part) for part in noise]]
+    first.pairs_by_start = [[(1.0, 0.80 + part) for part in noise]]
+    second.pairs_by_start = [[(1.0, 0.84 + part) for part in noise]]
     first.set_times()
     pooled = second.pooled(first)
     assert first.ratio == pytest.approx(0.8, rel=0.02)

@@ -191,17 +191,17 @@ def test_undecided_configurations_are_measured_again() -> None:
         ("c",): Outcome(1.2, 0.9, 1.5),
         ("a", "b"): Outcome(math.inf, math.inf, math.inf),
     }
-    assert search.undecided((), {}) == ("b",)
-    assert search.undecided((), {("b",): 3}) == ("a",)
-    assert search.undecided((), {("b",): 3, ("a",): 3}) is None
+    assert search.next_to_remeasure((), {}) == ("b",)
+    assert search.next_to_remeasure((), {("b",): 3}) == ("a",)
+    assert search.next_to_remeasure((), {("b",): 3, ("a",): 3}) is None
     search.outcomes[("b",)] = Outcome(0.76, 0.75, 0.77)
-    assert search.undecided(("b",), {}) is None, "a is worse, and b is sure"
+    assert search.next_to_remeasure(("b",), {}) is None, "a is worse, and b is sure"
     search.outcomes[("a",)] = Outcome(0.75, 0.7, 1.1)
-    assert search.undecided(("b",), {}) == ("a",)
+    assert search.next_to_remeasure(("b",), {}) == ("a",)
     search.outcomes[("b",)] = Outcome(0.95, 0.94, 0.96)
-    assert search.undecided(("b",), {}) == ("b",)
+    assert search.next_to_remeasure(("b",), {}) == ("b",)
     search.outcomes[("a",)] = Outcome(1.1, 1.0, 1.2)
-    assert search.undecided(("b",), {("b",): 1}) is None
+    assert search.next_to_remeasure(("b",), {("b",): 1}) is None
 
 
 def test_first_switch_is_tried_first_and_others_beside_it() -> None:

@@ -13,7 +13,7 @@ from lightning_opt.tuner.space import Space, built_in, is_written, join
 from lightning_opt.worker.recipes import plain
 
 ACCOUNT = {"waiting for data": 0.2, "forward": 0.3, "backward": 0.4, "optimizer": 0.1}
-NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, account=ACCOUNT)
+NET = Facts(blocks=4, convolutions=3, samples=32, threads=1, cpus=2, seconds_by_group=ACCOUNT)
 
 
 def names(facts: Facts = NET, objective: str = "throughput", **arguments: Any) -> list[str]:
@@ -42,13 +42,13 @@ def test_unsuitable_switches_are_left_out_with_reasons() -> None:
         (Facts(fused=True), "fused", "the optimizers are fused already"),
         (Facts(convolutions=0), "channels_last", "the model has no convolutions in 2D or 3D"),
         (
-            Facts(account={**ACCOUNT, "waiting for data": 0.001}),
+            Facts(seconds_by_group={**ACCOUNT, "waiting for data": 0.001}),
             "data_pipeline",
             "only 0.1% of a step goes into waiting for data",
         ),
-        (Facts(loader=False), "data_pipeline", "the data does not come from a DataLoader"),
+        (Facts(uses_dataloader=False), "data_pipeline", "the data does not come from a DataLoader"),
         (Facts(threads=2, cpus=2), "all_threads", "torch uses all CPUs already"),
-        (Facts(no_bf16="no bf16 units"), "bf16", "no bf16 units"),
+        (Facts(why_no_bf16="no bf16 units"), "bf16", "no bf16 units"),
         (Facts(device="cuda"), "fp16", "bfloat16 needs no loss scale"),
     ],
 )
@@ -73,7 +73,7 @@ def test_switches_for_negligible_groups_are_not_tried() -> None:
         usual = dict.fromkeys(ACCOUNT, 0.0) | {
             name.replace("_", " "): seconds for name, seconds in account.items()
         }
-        return set(names(facts=replace(NET, account=usual)))
+        return set(names(facts=replace(NET, seconds_by_group=usual)))
 
     compute = {"channels_last", "all_threads", "bf16", "compile", "compile_regions"}
     assert tried(forward=0.5, backward=0.5) == compute
@@ -81,13 +81,13 @@ def test_switches_for_negligible_groups_are_not_tried() -> None:
     assert tried(waiting_for_data=1.0) == {"data_pipeline"}
     assert tried() == {*compute, "fused", "data_pipeline"}, "nothing is known"
     idle = {**dict.fromkeys(ACCOUNT, 0.0), "forward": 1.0}
-    space = Space("memory", replace(NET, account=idle))
+    space = Space("memory", replace(NET, seconds_by_group=idle))
     assert "fused" in space.switches, "of time alone"
 
 
 def test_step_that_waits_for_data_is_starved() -> None:
-    assert Facts(account={**ACCOUNT, "waiting for data": 4.0}).starved
-    assert not Facts(account=ACCOUNT).starved
+    assert Facts(seconds_by_group={**ACCOUNT, "waiting for data": 4.0}).data_bound
+    assert not Facts(seconds_by_group=ACCOUNT).data_bound
 
 
 def test_batch_objective_excludes_split_batches() -> None:
@@ -103,12 +103,15 @@ def test_memory_objective_has_its_own_switches() -> None:
     space = Space("memory", NET)
     part = space.switches["half_batches"].settings
     assert plain(part)["callbacks"][0]["init_args"] == {"size": 16}
-    manual = Space("memory", Facts(automatic=False, samples=8))
+    manual = Space("memory", Facts(automatic_optimization=False, samples=8))
     assert "use micro_batches" in manual.left_out["half_batches"]
 
 
 def test_every_switch_can_be_created() -> None:
-    for facts in (NET, Facts(device="cuda", no_bf16="old", samples=8, blocks=2, convolutions=1)):
+    for facts in (
+        NET,
+        Facts(device="cuda", why_no_bf16="old", samples=8, blocks=2, convolutions=1),
+    ):
         for switch in built_in(facts):
             for callback in plain(switch.settings).get("callbacks", []):
                 made = getattr(lo, callback["class_path"].rpartition(".")[2])
