@@ -1,4 +1,4 @@
-"""A training in its own process that takes steps on request."""
+"""A training run in its own process that takes steps on request."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from lightning_opt.worker.starting import ctrl_c_held, kill_tree, start
 
 __all__ = ["FitFailed", "Step", "TrainingProcess"]
 
-GRACE = 5.0
+GRACE_SECONDS = 5.0
 """Seconds for a run to clean up when it is asked to end."""
 
-POLL = 0.1
+POLL_SECONDS = 0.1
 """Seconds between checks that a silent process is alive."""
 
-LOG_CHARACTERS = 8000
-"""Characters of its output in the details of a failure."""
+MAX_LOG_CHARACTERS = 8000
+"""Maximum number of characters of the process's output in the details of a failure."""
 
 
 class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a measurement
@@ -54,22 +54,22 @@ class FitFailed(RuntimeError):  # noqa: N818 - a failed run is a result of a mea
 class TrainingProcess:
     """A run by a Lightning Trainer in a fresh process that takes steps on request.
 
-    Between two calls of :meth:`advance` it waits and uses no CPU, so several processes can take
-    turns. It ends with :meth:`close`, with the ``with`` block, with this object, and with this
-    process, however that ends. All processes that it has started end with it.
+    Between two calls of :meth:`advance` the process waits and uses no CPU, so several processes can
+    take turns. It ends when :meth:`close` is called, when the ``with`` block ends, when this object
+    is deleted, or when the parent process ends in any way. Processes that it has started end too.
 
     Args:
         model: A function without arguments that makes the LightningModule, or its import path:
             ``"package.module:attribute"`` or ``"path/to/file.py:attribute"``. Functions of
             ``__main__`` and of notebooks are sent by value.
-        data: The same for a LightningDataModule, or an iterable of batches such as a DataLoader.
+        data: The same, for a LightningDataModule or an iterable of batches such as a DataLoader.
         settings: Arguments of the Trainer, or a function that returns them, called in the process
             so that callbacks are new. Objects may be written as ``{"class_path": ..., "init_args":
             {...}}``. By default there is no logger, checkpoint, progress bar or validation, and no
             limit of steps or epochs.
-        seed: Set before the Trainer, the model, the data and the run are created, so that two runs
-            start alike whatever their settings draw.
-        timeout: Seconds that the start, or one call of :meth:`advance`, may take.
+        seed: The random seed, set before the Trainer, the model, the data and the run are created,
+            so that two runs start equal even if their settings draw random numbers.
+        timeout: Maximum seconds for the start, and for each call of :meth:`advance`.
         wait: Wait until the run is ready. False returns at once; the first :meth:`advance` or
             :attr:`summary` waits.
 
@@ -79,7 +79,7 @@ class TrainingProcess:
     Raises:
         FitFailed: If the run cannot start.
         TypeError: If model, data or settings are not factories.
-        ValueError: For an impossible path or number.
+        ValueError: If a path or number is invalid.
 
     Example:
         >>> with TrainingProcess(make_model, make_data) as process:  # doctest: +SKIP
@@ -121,7 +121,7 @@ class TrainingProcess:
         except BaseException:  # Ctrl-C too
             shutil.rmtree(self._folder, ignore_errors=True)
             raise
-        # With a priority: at exit multiprocessing waits for all processes after such finalizers.
+        # The priority runs it before multiprocessing waits for all processes at exit.
         resources = (self._process, self._connection, self._folder)
         self._finalizer = Finalize(self, _end, args=resources, exitpriority=1)
         if wait:
@@ -129,18 +129,18 @@ class TrainingProcess:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """Its ``device``, the number of ``devices`` and its ``pid``."""
+        """The process's ``device``, its number of ``devices`` and its ``pid``."""
         self._wait_until_ready()
         assert self._summary is not None
         return self._summary
 
     @property
     def peak_bytes(self) -> int:
-        """The most memory taken until the last block: of the device, or of the process on a CPU.
+        """Peak memory in bytes, as of the end of the last :meth:`advance`.
 
-        On CUDA the peak that torch had allocated. On a CPU the peak of resident memory above the
-        level before the model was created, without workers of loaders. Of rank 0 if there are
-        several.
+        On CUDA: the peak of memory allocated by torch. On a CPU: the peak of resident memory above
+        the level before the model was created, without workers of loaders. With several ranks, the
+        value of rank 0.
         """
         return self._peak
 
@@ -151,15 +151,15 @@ class TrainingProcess:
     def advance(self, steps: int, *, timeout: float | None = None) -> list[Step]:
         """Take steps and return them.
 
-        A step is a batch: with accumulated gradients not each of them updates the weights.
+        A step is one batch: with accumulated gradients, only some steps update the weights.
 
         Args:
-            steps: How many, at least 1.
-            timeout: Seconds for this call instead of the usual.
+            steps: The number of steps, at least 1.
+            timeout: Maximum seconds for this call; by default the constructor's ``timeout``.
 
         Raises:
-            FitFailed: If the run fails or ends before; from then on at every call.
-            RuntimeError: If it was closed.
+            FitFailed: If the run fails or ends too early; later calls raise it again.
+            RuntimeError: If the process was closed.
         """
         check_at_least("steps", steps, 1)
         self._wait_until_ready()
@@ -181,20 +181,17 @@ class TrainingProcess:
         return taken
 
     def close(self) -> None:
-        """End the run: it may clean up for a few seconds, then it is killed.
-
-        Closing again does nothing.
-        """
+        """End the run. It has a few seconds to clean up, then it is killed. Can be called again."""
         error = sys.exc_info()[1]
         if error is not None and not isinstance(error, Exception):
             self._finalizer()  # Ctrl-C: at once
         self.ask_to_end()
         if not self.closed:
-            self._process.join(GRACE)
+            self._process.join(GRACE_SECONDS)
             self._finalizer()
 
     def ask_to_end(self) -> None:
-        """Ask the run to end, without waiting, as before closing one of several."""
+        """Ask the run to end without waiting. Use it before closing several processes."""
         if not self.closed and not self._asked_to_end:
             self._send(0)
             self._asked_to_end = True
@@ -218,7 +215,7 @@ class TrainingProcess:
             self._finalizer()
             raise
         if message[0] != "ready":
-            self._fail("setup", "The run had no step to take: its data are empty.")
+            self._fail("setup", "The run has no steps to take: its data are empty.")
         self._summary = message[1]
 
     def _send(self, steps: int) -> None:
@@ -227,17 +224,21 @@ class TrainingProcess:
 
     def _receive(self, timeout: float) -> Any:
         deadline = time.monotonic() + timeout
-        while not self._connection.poll(max(0.001, min(POLL, deadline - time.monotonic()))):
+        while not self._connection.poll(max(0.001, min(POLL_SECONDS, deadline - time.monotonic()))):
             if not self._process.is_alive():
                 assert self._process.pid is not None
-                kill_tree(self._process.pid)  # its workers may hold the connection open
+                kill_tree(self._process.pid)  # workers of its loaders may hold the connection open
                 break
             if time.monotonic() > deadline:
-                self._fail("timeout", f"It took more than {timeout:g} s.", self._log_with_stacks())
+                self._fail(
+                    "timeout",
+                    f"The run did not respond within {timeout:g} s.",
+                    self._log_with_stacks(),
+                )
         try:
             message = self._connection.recv()
         except (EOFError, OSError):
-            self._process.join(GRACE)
+            self._process.join(GRACE_SECONDS)
             self._fail(*describe_exit(self._process.exitcode or 0), self._log())
         if message[0] == "failed":
             self._fail(*message[1:])
@@ -253,7 +254,7 @@ class TrainingProcess:
 
     def _log(self) -> str:
         try:
-            return (self._folder / LOG).read_text(errors="replace")[-LOG_CHARACTERS:]
+            return (self._folder / LOG).read_text(errors="replace")[-MAX_LOG_CHARACTERS:]
         except OSError:
             return ""
 
@@ -265,7 +266,7 @@ class TrainingProcess:
 
 def describe_exit(status: int) -> tuple[str, str]:
     if status >= 0:
-        return "died", f"The process left with exit status {status}."
+        return "died", f"The process ended with exit status {status}."
     try:
         name = signal.Signals(-status).name
     except ValueError:
@@ -274,11 +275,11 @@ def describe_exit(status: int) -> tuple[str, str]:
         return "out of memory", (
             "The process was killed (SIGKILL), as the system does when memory runs out."
         )
-    return "died", f"The process died of {name}."
+    return "died", f"The process was killed by {name}."
 
 
 def _pickled(recipe: dict[str, Any]) -> bytes:
-    import cloudpickle  # a dependency, but only measurements need it
+    import cloudpickle  # imported late: only measurements need it
 
     try:
         return bytes(cloudpickle.dumps(recipe))

@@ -264,7 +264,7 @@ def test_baseline_failure_raises(tmp_path: Path, when: int) -> None:
 def test_baseline_timeout_names_the_option(tmp_path: Path) -> None:
     world = world_of(tmp_path, a=Plan())
     world.plans[()] = Plan(fails=(0, "timeout"))
-    with pytest.raises(BaselineFailed, match=r"timeout \(--timeout\) allows more"):
+    with pytest.raises(BaselineFailed, match=r"Increase timeout \(--timeout\)"):
         run(world, [("a",)])
 
 

@@ -46,7 +46,7 @@ TRIALS = [
     trial(("fused", "channels_last"), 0.65, 1.1),
     trial(("checkpointing",), 1.3, 0.5, "no gain"),
     trial(("quick",), 0.5, 0.5, "rejected"),
-    Trial(("compile",), "died", "The process died of SIGSEGV.", details="..."),
+    Trial(("compile",), "died", "The process was killed by SIGSEGV.", details="..."),
 ]
 TRIALS[-2].why = "its loss differs by +1"
 TRIALS.append(trial(("one_thread",), 0.9, 1.0))
@@ -181,7 +181,7 @@ def test_explanation_has_answer_rejections_and_failures() -> None:
     )
     assert "fp16 (it is for CUDA" in text
     assert "Rejected, since it changes the result: quick; its loss differs by +1." in text
-    assert "Failed (died): compile. The process died of SIGSEGV." in text
+    assert "Failed (died): compile. The process was killed by SIGSEGV." in text
     assert "Undecided: one_thread takes 0.90 of the time (from 0.88 to 1.05)." in text
     nothing = result(()).explain()
     assert nothing.startswith("Change nothing: no candidate gains enough in time")

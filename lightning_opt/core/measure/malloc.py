@@ -14,7 +14,8 @@ from typing import Any
 
 import torch
 
-PROBE = 4 * 2**20
+PROBE_BYTES = 4 * 2**20
+"""Size of the test allocation."""
 
 
 @dataclass(frozen=True)
@@ -57,9 +58,9 @@ def _reader() -> Callable[[], MallocInfo] | None:
         return MallocInfo(info.uordblks + info.hblkhd, info.fordblks)
 
     before = read().used
-    probe = torch.empty(PROBE, dtype=torch.uint8, device="cpu")
+    probe = torch.empty(PROBE_BYTES, dtype=torch.uint8, device="cpu")
     grown = read().used - before
-    # Another thread may have freed memory meanwhile, so half of it is enough.
+    # Growth by half of the probe is enough: another thread may have freed memory meanwhile.
     return read if grown >= probe.numel() // 2 else None
 
 

@@ -13,9 +13,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 Groups: TypeAlias = tuple[Any, ...]
-"""The process groups to sum over, one per mesh dimension; empty if this rank has everything."""
+"""The process groups to reduce over, one per mesh dimension. Empty if nothing is sharded."""
 
 UNSHARDED: Groups = ()
+"""The groups of a tensor that each rank holds completely."""
 
 
 def is_dtensor(tensor: Tensor) -> bool:
@@ -34,15 +35,18 @@ def local_part(tensor: Tensor) -> Tensor:
     if any(placement.is_partial() for placement in tensor.placements):  # type: ignore[attr-defined]
         raise RuntimeError(
             f"A gradient of shape {tuple(tensor.shape)} has placements "
-            f"{tensor.placements}: its sum over ranks is pending, so it has no norm yet. "  # type: ignore[attr-defined]
+            f"{tensor.placements}: its sum over ranks is pending, so its norm cannot be computed. "  # type: ignore[attr-defined]
             "Redistribute it to Shard or Replicate before the optimizer step."
         )
     local: Tensor = tensor.to_local()  # type: ignore[attr-defined]
     return local
 
 
-def shard_groups(parameter: Tensor, flat: Mapping[Tensor, Groups] | None = None) -> Groups:
-    """Return the groups over which ``parameter`` is sharded; ``flat`` holds those of FSDP1."""
+def shard_groups(parameter: Tensor, flat_groups: Mapping[Tensor, Groups] | None = None) -> Groups:
+    """Return the groups over which ``parameter`` is sharded.
+
+    ``flat_groups`` is the result of :func:`flat_parameter_groups` under FSDP1.
+    """
     if is_dtensor(parameter):
         mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
         return tuple(
@@ -50,7 +54,7 @@ def shard_groups(parameter: Tensor, flat: Mapping[Tensor, Groups] | None = None)
             for dim, placement in enumerate(placements)
             if not placement.is_replicate() and mesh.size(dim) > 1
         )
-    return flat.get(parameter, UNSHARDED) if flat else UNSHARDED
+    return flat_groups.get(parameter, UNSHARDED) if flat_groups else UNSHARDED
 
 
 def flat_parameter_groups(module: nn.Module) -> dict[Tensor, Groups]:
@@ -78,10 +82,10 @@ def reduce_over(values: Tensor, groups: Groups, op: Any = None) -> Tensor:
     """Reduce ``values`` in place over each group, by sum or by ``op``, and return them."""
     for group in groups:
         backends = dist.get_backend_config(group)
-        # NCCL does not accept host tensors, where FSDP(cpu_offload=True) keeps gradients.
-        own = values if values.device.type in backends else values.to(backends.split(":")[0])
-        dist.all_reduce(own, op=dist.ReduceOp.SUM if op is None else op, group=group)
-        values.copy_(own)  # no effect if they are the same tensor
+        # NCCL does not accept host tensors, but FSDP(cpu_offload=True) keeps gradients on the host.
+        on_backend = values if values.device.type in backends else values.to(backends.split(":")[0])
+        dist.all_reduce(on_backend, op=dist.ReduceOp.SUM if op is None else op, group=group)
+        values.copy_(on_backend)  # no effect if they are the same tensor
     return values
 
 
@@ -90,8 +94,8 @@ def largest_over_ranks(
 ) -> list[float]:
     """Return the maximum of each value over all ranks of ``group``, in float64.
 
-    Every rank of the group must call it with the same number of values. It waits for the device,
-    which must be one that the group's backend can reduce on.
+    Every rank of the group must call it with the same number of values. It waits for ``device``,
+    which the group's backend must support.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return list(values)
@@ -109,14 +113,15 @@ class CustomExchange:
     step_group: dist.ProcessGroup | None = None
 
     def reset_residuals(self) -> None:
-        """Discard what is not sent yet, because the weights have been restored to earlier ones."""
+        """Discard unsent gradients, because the weights have been restored to earlier ones."""
         raise NotImplementedError
 
 
 def step_groups(trainer: Any) -> Groups:
-    """Return the group of ranks that step together, the only one for collectives inside a step.
+    """Return the group of the ranks that step together, as a tuple.
 
-    It is empty for a process that steps alone, such as a replica of ``DiLoCoStrategy``.
+    Collectives inside a step must use this group: replicas of ``DiLoCoStrategy`` step
+    independently. The tuple is empty if this process steps alone.
     """
     if trainer.world_size == 1 or not dist.is_initialized():
         return UNSHARDED
@@ -127,22 +132,22 @@ def step_groups(trainer: Any) -> Groups:
 
 
 def combine_shards(values: Tensor, groups: Sequence[Groups], op: Any = None) -> Tensor:
-    """Reduce values of shards to values of whole tensors, with one all-reduce per set of groups.
+    """Reduce per-shard values to per-tensor values, with one all-reduce per set of groups.
 
-    ``values`` has one entry per tensor in its last dimension, and is not changed.
+    The last dimension of ``values`` has one entry per tensor. ``values`` is not changed.
     """
     distinct = dict.fromkeys(groups)
     if len(distinct) == 1:
         return reduce_over(values.clone(), groups[0], op)
     columns = list(values.unbind(-1))  # a list as an index would be copied to the device
-    for members in distinct:
-        places = [place for place, own in enumerate(groups) if own == members]
-        whole = reduce_over(torch.stack([columns[place] for place in places]), members, op)
-        for place, column in zip(places, whole, strict=True):
-            columns[place] = column
+    for shared in distinct:
+        indices = [index for index, one in enumerate(groups) if one == shared]
+        reduced = reduce_over(torch.stack([columns[index] for index in indices]), shared, op)
+        for index, column in zip(indices, reduced, strict=True):
+            columns[index] = column
     return torch.stack(columns, -1)
 
 
 def reads_are_free(device: torch.device) -> bool:
-    """Return whether reading a scalar of this device costs nothing: on a CPU."""
+    """Return whether reading a scalar from this device needs no synchronization."""
     return device.type == "cpu"

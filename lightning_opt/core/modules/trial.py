@@ -30,11 +30,12 @@ if TYPE_CHECKING:
 def without_side_effects(
     trainer: pl.Trainer, module: pl.LightningModule, written: WrittenParameters | None = None
 ) -> Iterator[None]:
-    """Run training steps without side effects inside the process.
+    """Restore all state that training steps inside the context change.
 
     Random numbers, gradients, buffers, metrics, counters, collected outputs and parameters that
     ``training_step`` itself writes are restored. Nothing is logged; optimizers and schedulers do
-    not step. ``written`` are the parameters that an earlier trial has found to be written.
+    not step. Pass the same ``written`` to several trials, so that only the first one detects
+    written parameters.
     """
     with ExitStack() as stack:
         stack.enter_context((written or WrittenParameters(module)).restored())
@@ -59,11 +60,11 @@ def without_side_effects(
 def loss_of(trainer: pl.Trainer, module: pl.LightningModule, batch: Any, batch_idx: int) -> Any:
     """Run ``training_step`` in the run's precision and return its loss.
 
-    Under DDP the wrapper is bypassed, so that its reducer expects no gradients.
+    Under DDP the wrapper is bypassed, because its reducer would wait for gradients.
     """
-    past_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
-    step = module.training_step if past_ddp else trainer.strategy.training_step
-    args = (batch, batch_idx)[: _arguments(module.training_step)]
+    bypass_ddp = isinstance(trainer.strategy.model, DistributedDataParallel)
+    step = module.training_step if bypass_ddp else trainer.strategy.training_step
+    args = (batch, batch_idx)[: _argument_count(module.training_step)]
     with trainer.precision_plugin.train_step_context():
         loss = step(*args)
     return loss.get("loss") if isinstance(loss, dict) else loss
@@ -85,11 +86,11 @@ def prepare_batch(trainer: pl.Trainer, module: pl.LightningModule, batch: Any) -
     return trainer.strategy.batch_to_device(batch, dataloader_idx=0)
 
 
-def _arguments(training_step: Callable[..., Any]) -> int:
+def _argument_count(training_step: Callable[..., Any]) -> int:
     """Return 1 if ``training_step`` takes only a batch, 2 if it also takes the index."""
     kinds = [p.kind for p in inspect.signature(training_step).parameters.values()]
-    placed = sum(kind in (0, 1) for kind in kinds)  # positional ones
-    return 2 if placed >= 2 or inspect.Parameter.VAR_POSITIONAL in kinds else 1
+    positional_count = sum(kind in (0, 1) for kind in kinds)  # the two positional kinds
+    return 2 if positional_count >= 2 or inspect.Parameter.VAR_POSITIONAL in kinds else 1
 
 
 class TrialStep:
@@ -105,11 +106,11 @@ class TrialStep:
         self._batch, self._batch_idx = batch, batch_idx
         self._written = WrittenParameters(pl_module)
 
-    def run(self, inside: Callable[[ExitStack], Any] | None = None) -> float:
-        """Run it once and return the seconds of the forward and backward pass.
+    def run(self, enter_contexts: Callable[[ExitStack], Any] | None = None) -> float:
+        """Run the step once and return the seconds of the forward and backward pass.
 
-        ``inside`` is called right before the forward pass with a stack, whose contexts last until
-        the end of the backward pass.
+        ``enter_contexts`` is called right before the forward pass with an ExitStack. Contexts
+        entered on it last until the end of the backward pass.
         """
         module = self._module
         with without_side_effects(self._trainer, module, self._written):
@@ -117,14 +118,14 @@ class TrialStep:
             self._make_gradients()
             wait_for(module.device)
             with ExitStack() as measured:
-                if inside is not None:
-                    inside(measured)
+                if enter_contexts is not None:
+                    enter_contexts(measured)
                 start = time.perf_counter()
                 run_step(self._trainer, module, batch, self._batch_idx)
                 return time.perf_counter() - start
 
     def _make_gradients(self) -> None:
-        """Allocate gradients before the measurement, which is of activations only."""
+        """Allocate gradients before the measurement, so that it covers activations only."""
         parameters = list(self._module.parameters())
         fsdp1 = type(self._trainer.strategy.model).__name__ == "FullyShardedDataParallel"
         if fsdp1 or any(map(is_dtensor, parameters)):
@@ -137,20 +138,20 @@ class TrialStep:
 class WrittenParameters:
     """The parameters that ``training_step`` itself writes, such as a moving-average teacher.
 
-    The first run detects them and copies each right before its first write. Later runs, which may
-    be timed, copy them in advance. In compiled modules, where writes cannot be intercepted, all
-    parameters are copied.
+    The first run detects these parameters and copies each one right before its first write. Later
+    runs, which may be timed, copy them in advance. In compiled modules all parameters are copied,
+    because their writes cannot be intercepted.
     """
 
     def __init__(self, module: pl.LightningModule) -> None:
         self._module = module
-        self._known = list(module.parameters()) if has_compiled_parts(module) else None
+        self._written = list(module.parameters()) if has_compiled_parts(module) else None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Restore the parameters at the end of the context."""
         watch, step = _WriteWatch(self._module), self._module.training_step
-        watch.copies = {p: p.detach().clone() for p in self._known or ()}
+        watch.copies = {p: p.detach().clone() for p in self._written or ()}
         versions = {p: p._version for p in watch.copies}
 
         @functools.wraps(step)
@@ -158,11 +159,11 @@ class WrittenParameters:
             with watch:
                 return step(*args, **kwargs)
 
-        watching = {"training_step": watched} if self._known is None else {}
+        watching = {"training_step": watched} if self._written is None else {}
         try:
             with replaced(self._module, **watching):
                 yield
-            self._known = list(watch.copies)
+            self._written = list(watch.copies)
         finally:
             with torch.no_grad():
                 for parameter, copy_ in watch.copies.items():
