@@ -49,7 +49,7 @@ class Fit(LightningCLI):
         return {"fit": LightningCLI.subcommands()["fit"]}
 
     def parse_arguments(self, parser: LightningArgumentParser, args: ArgsType) -> None:
-        """Parse the words without LightningCLI's warning about ``sys.argv``."""
+        """Parse the command line without LightningCLI's warning about ``sys.argv``."""
         self.config = parser.parse_args(args)  # type: ignore[arg-type]
 
     def before_instantiate_classes(self) -> None:
@@ -69,19 +69,19 @@ class Fit(LightningCLI):
         if name is None:
             return super().instantiate_trainer(**kwargs)
         preset = preset_of(name, without).for_model(self.model)
-        made = self.config_init.fit.trainer
-        given = {name: made[name] for name in given_arguments(config.trainer)}
-        theirs = plain(config.trainer.callbacks) or []
-        theirs = theirs if isinstance(theirs, list) else [theirs]
-        for argument, value in join(preset.choose(**given), Chosen.to_config, theirs).items():
+        instances = self.config_init.fit.trainer
+        given = {name: instances[name] for name in given_arguments(config.trainer)}
+        callbacks = plain(config.trainer.callbacks) or []
+        callbacks = callbacks if isinstance(callbacks, list) else [callbacks]
+        for argument, value in join(preset.choose(**given), Chosen.to_config, callbacks).items():
             config.trainer[argument] = value
         return super().instantiate_trainer(**preset.trainer_kwargs(**given), **kwargs)
 
 
-def run_fit(words: Sequence[str]) -> int:
+def run_fit(argv: Sequence[str]) -> int:
     """Run ``lightning-opt fit``."""
     targets = Targets()
-    translated = targets.translate(words)
+    translated = targets.translate(argv)
     if targets.functions:
         kind, target = next(iter(targets.functions.items()))
         raise UsageError(

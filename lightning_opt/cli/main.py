@@ -67,7 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command and return its exit code.
 
     Args:
-        arguments: The words after the program's name; None for those of this process.
+        arguments: The arguments after the program's name; None for ``sys.argv``.
     """
     if arguments is not None:
         return _run(arguments)
@@ -105,10 +105,10 @@ def _report_interrupt() -> int:
 
 def _run(arguments: Sequence[str]) -> int:
     debug = "--debug" in arguments
-    words = [word for word in arguments if word != "--debug"]
+    argv = [word for word in arguments if word != "--debug"]
     try:
         with _environment():
-            return _dispatch(words)
+            return _dispatch(argv)
     except SystemExit as end:
         # Raised by Lightning when it is interrupted, and by parsers for --help and wrong usage.
         if isinstance(end.__context__, KeyboardInterrupt):
@@ -124,16 +124,16 @@ def _run(arguments: Sequence[str]) -> int:
         return _report_error(error, debug)
 
 
-def _dispatch(words: list[str]) -> int:
-    if not words or words[0] in ("-h", "--help", "help"):
+def _dispatch(argv: list[str]) -> int:
+    if not argv or argv[0] in ("-h", "--help", "help"):
         sys.stdout.write(HELP)
-        return OK if words else USAGE
-    if words[0] == "--version":
+        return OK if argv else USAGE
+    if argv[0] == "--version":
         from lightning_opt import __version__
 
         sys.stdout.write(f"lightning_opt {__version__}\n")
         return OK
-    name = words[0]
+    name = argv[0]
     if name not in COMMANDS:
         from lightning_opt.core.arguments import did_you_mean
 
@@ -148,7 +148,7 @@ def _dispatch(words: list[str]) -> int:
         )
         return MISSING
     command = importlib.import_module(f"lightning_opt.cli.{FILES[name]}")
-    return int(getattr(command, f"run_{name}")(words[1:]))
+    return int(getattr(command, f"run_{name}")(argv[1:]))
 
 
 @contextlib.contextmanager

@@ -51,7 +51,7 @@ BENCH_EXAMPLES = """\
 """
 
 
-def run_tune(words: Sequence[str]) -> int:
+def run_tune(argv: Sequence[str]) -> int:
     """Run ``lightning-opt tune``."""
     from lightning_opt.tuner.autotune import autotune
 
@@ -63,13 +63,13 @@ def run_tune(words: Sequence[str]) -> int:
         ("--budget", str | float, "10m", "", "Time for the search: 90s, 10m, 1h."),
         ("--out", str, "tuned", "FOLDER", "Where to write the result."),
         ("--candidates", str | None, None, "NAMES",
-         "Optimisations to try, with commas, instead of all that may pay."),
+         "Comma-separated optimisations to try, instead of all that may pay."),
         ("--max_slowdown", float, 1.5, "", "Largest slowdown of a step for the other objectives."),
         ("--timeout", float | None, None, "", "Seconds a trial may take to start or to respond."),
     )  # fmt: skip
     add_preset(parser, None)
-    parser.add_argument("--quiet", action="store_true", help="No progress.")
-    job = parse_job(parser, words)
+    parser.add_argument("--quiet", action="store_true", help="Print no progress.")
+    job = parse_job(parser, argv)
     options = job.options
     folder = folder_of(options.out)
     try:
@@ -97,23 +97,24 @@ def run_tune(words: Sequence[str]) -> int:
     return OK
 
 
-def run_bench(words: Sequence[str]) -> int:
+def run_bench(argv: Sequence[str]) -> int:
     """Run ``lightning-opt bench``."""
     parser = make_parser("bench", BENCH, BENCH_EXAMPLES)
     add_options(
         parser,
         ("--preset", str | None, None, "NAMES",
-         f"With commas, of {list_of_presets()}; 'basic,advanced' if there is no --against."),
-        ("--without", str | None, None, "NAMES", "Parts to leave out of all presets."),
+         f"Comma-separated: {list_of_presets()}. Default: 'basic,advanced', if no --against."),
+        ("--without", str | None, None, "NAMES",
+         "Comma-separated parts to leave out of all presets."),
         ("--against", str | None, None, "FILES",
-         "Configurations of LightningCLI, with commas, whose trainer section is measured too."),
+         "Comma-separated LightningCLI configurations whose trainer section is measured too."),
         ("--seconds", float | None, 120.0, "", "Total time, including startup."),
         ("--steps", PositiveInt | None, None, "", "Timed steps of each run; by default measured."),
-        ("--rounds", PositiveInt, 12, "", "Turns of each run."),
-        ("--starts", PositiveInt, 3, "", "Process starts of each run."),
+        ("--rounds", PositiveInt, 12, "", "Number of turns of each run."),
+        ("--starts", PositiveInt, 3, "", "Number of process starts of each run."),
         ("--out", str | None, None, "FOLDER", "Where to write the table and JSON."),
     )  # fmt: skip
-    job = parse_job(parser, words)
+    job = parse_job(parser, argv)
     options = job.options
     folder = folder_of(options.out) if options.out else None
     result = compare(
@@ -141,12 +142,12 @@ def _configurations(parser: LightningArgumentParser, job: Job) -> dict[str, dict
         UsageError: For an unknown preset or file.
     """
     options = job.options
-    found = {"plain": dict(job.trainer)}
+    configurations = {"plain": dict(job.trainer)}
     for name in names_of(options.preset or (None if options.against else "basic,advanced")):
-        found[name] = settings_of(job, name, options.without)
+        configurations[name] = settings_of(job, name, options.without)
     for path in names_of(options.against):
         if not Path(path).is_file():
             raise UsageError(f"There is no file {path}, which --against names.")
         config = parser.parse_path(path)
-        found[path] = {**job.trainer, **given_arguments(config.trainer)}
-    return found
+        configurations[path] = {**job.trainer, **given_arguments(config.trainer)}
+    return configurations

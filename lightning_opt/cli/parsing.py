@@ -66,7 +66,7 @@ class Job(NamedTuple):
 def make_parser(command: str, description: str, examples: str) -> LightningArgumentParser:
     """Return a parser of everything that a configuration of LightningCLI has.
 
-    Its help hides these options, so that it shows the command's own, which the caller adds.
+    The help hides these options and shows only the command's own, which the caller adds.
     """
     parser = LightningArgumentParser(
         prog=f"lightning-opt {command}",
@@ -89,7 +89,7 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
         "--model, --data: see below. --trainer.<argument>: any argument of lightning.Trainer, such "
         "as --trainer.devices 2 (lightning-opt fit --help lists them).",
     )
-    group.add_argument("--seed_everything", type=int | bool, default=0, help="Seed.")
+    group.add_argument("--seed_everything", type=int | bool, default=0, help="The random seed.")
     parser.add_argument(
         "-c",
         "--config",
@@ -102,8 +102,8 @@ def make_parser(command: str, description: str, examples: str) -> LightningArgum
 def add_options(parser: Any, *options: tuple[str, Any, Any, str, str]) -> None:
     """Add options, each as name, type, default, placeholder (or empty) and help text."""
     for name, kind, default, placeholder, text in options:
-        shown: dict[str, Any] = {"metavar": placeholder} if placeholder else {}
-        parser.add_argument(name, type=kind, default=default, help=text, **shown)
+        metavar: dict[str, Any] = {"metavar": placeholder} if placeholder else {}
+        parser.add_argument(name, type=kind, default=default, help=text, **metavar)
 
 
 def hide_all(parser: LightningArgumentParser) -> None:
@@ -120,11 +120,17 @@ def add_preset(parser: Any, default: str | None) -> None:
     add_options(
         parser,
         ("--preset", str | None, default, "NAME", f"Preset to train with: {list_of_presets()}."),
-        ("--without", str | None, None, "NAMES", "Parts of it to leave out, with commas."),
+        (
+            "--without",
+            str | None,
+            None,
+            "NAMES",
+            "Comma-separated parts of the preset to leave out.",
+        ),
     )
 
 
-def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
+def parse_job(parser: LightningArgumentParser, argv: Sequence[str]) -> Job:
     """Parse the command line.
 
     Raises:
@@ -132,7 +138,7 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
     """
     targets = Targets()
     try:
-        config = parser.parse_args(targets.translate(words))
+        config = parser.parse_args(targets.translate(argv))
     except ArgumentError as error:
         raise UsageError(f"{_shorten(str(error))} {parser.prog} --help lists options.") from error
     optimizer = plain(config.pop("optimizer", None))
@@ -146,8 +152,8 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
             f"of LightningCLI. {parser.prog} --help has examples."
         )
     data = targets.recipe("data", plain(config.pop("data", None)))
-    own = getattr(import_attribute(model.target), "train_dataloader", None)
-    if data is None and own is LightningModule.train_dataloader:
+    loader_hook = getattr(import_attribute(model.target), "train_dataloader", None)
+    if data is None and loader_hook is LightningModule.train_dataloader:
         raise UsageError(
             f"{model} has no train_dataloader. Name its data, --data module:Class, or a "
             "function that returns a DataLoader."
@@ -159,14 +165,14 @@ def parse_job(parser: LightningArgumentParser, words: Sequence[str]) -> Job:
 
 
 def _shorten(text: str) -> str:
-    """Return a parser's error without the list of types that it has tried."""
-    found = re.search(
+    """Shorten a parser's error: drop the list of types that the parser tried."""
+    match = re.search(
         r"Problem with given class_path '(.+?)':\s*(.*?)\s*(?=\n\s*- |\Z)", text, re.S
     )
-    said = f"{found[1]}: {found[2]}" if found else text
-    said = " ".join(said.replace("Parser key ", "").split())
-    required = re.fullmatch(r"(.+): the following arguments are required: (.+)", said)
-    return f"{required[1]} must be given {required[2]}." if required else f"{said.rstrip('.')}."
+    message = f"{match[1]}: {match[2]}" if match else text
+    message = " ".join(message.replace("Parser key ", "").split())
+    required = re.fullmatch(r"(.+): the following arguments are required: (.+)", message)
+    return f"{required[1]} must be given {required[2]}." if required else f"{message.rstrip('.')}."
 
 
 def given_arguments(trainer: Namespace) -> dict[str, Any]:
@@ -225,14 +231,14 @@ def _without_weights(recipe: Recipe) -> LightningModule | None:
     """Create the model on the meta device, without memory; return None if that fails."""
     try:
         with torch.device("meta"):
-            made = recipe()
+            model = recipe()
     except Exception as error:  # noqa: BLE001 - the constructor may need real weights
         log.info(
             "The preset ignores the model, which fails on the meta device: %s",
             error,
         )
         return None
-    return made if isinstance(made, LightningModule) else None
+    return model if isinstance(model, LightningModule) else None
 
 
 def folder_of(path: str) -> Path:

@@ -47,17 +47,17 @@ def make_parser() -> LightningArgumentParser:
     parser.add_argument("preset", nargs="?", help="Preset to explain.")
     add_options(
         parser,
-        ("--yaml", str | None, None, "PRESET", "Write it as YAML."),
-        ("--without", str | None, None, "NAMES", "Callbacks to leave out, with commas."),
+        ("--yaml", str | None, None, "PRESET", "Write this preset as YAML."),
+        ("--without", str | None, None, "NAMES", "Comma-separated callbacks to leave out."),
     )
     parser.add_argument("--json", action="store_true", help="Write tables as JSON.")
     return parser
 
 
-def run_presets(words: Sequence[str]) -> int:
+def run_presets(argv: Sequence[str]) -> int:
     """Run ``lightning-opt presets``."""
     parser = make_parser()
-    config = parser.parse_args(words)
+    config = parser.parse_args(argv)
     if config.preset and config.yaml:
         raise UsageError("Name one preset, either to explain it or to write it as YAML.")
     trainer = given_arguments(config.trainer)

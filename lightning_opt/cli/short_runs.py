@@ -53,15 +53,17 @@ DOCTOR_EXAMPLES = """\
 """
 
 
-def run_profile(words: Sequence[str]) -> int:
+def run_profile(argv: Sequence[str]) -> int:
     """Run ``lightning-opt profile``."""
     parser = make_parser("profile", PROFILE, PROFILE_EXAMPLES)
     parser.add_argument("--steps", type=PositiveInt, default=50, help="Optimizer steps to train.")
     add_preset(parser, None)
     batches = "Batches, from 0, that torch's profiler records operator by operator."
     parser.add_argument("--trace", type=int, nargs=2, metavar=("FIRST", "LAST"), help=batches)
-    parser.add_argument("--out", type=str | None, metavar="FOLDER", help="For table and trace.")
-    job = parse_job(parser, words)
+    parser.add_argument(
+        "--out", type=str | None, metavar="FOLDER", help="Where to write table and trace."
+    )
+    job = parse_job(parser, argv)
     folder = folder_of(job.options.out) if job.options.out else None
     profiler = StepProfiler(
         dirpath=folder,
@@ -78,14 +80,14 @@ def run_profile(words: Sequence[str]) -> int:
     return OK
 
 
-def run_doctor(words: Sequence[str]) -> int:
+def run_doctor(argv: Sequence[str]) -> int:
     """Run ``lightning-opt doctor``."""
     parser = make_parser("doctor", DOCTOR, DOCTOR_EXAMPLES)
     parser.add_argument("--steps", type=PositiveInt, default=100, help="Optimizer steps to train.")
     add_preset(parser, "basic")
     parser.add_argument("--strict", action="store_true", help="Exit with 1 if there is a problem.")
     parser.add_argument("--json", action="store_true", help="Write the answers as JSON.")
-    job = parse_job(parser, words)
+    job = parse_job(parser, argv)
     steps = job.options.steps
     every = max(1, steps // 10)
     trainer = _fit(
@@ -113,7 +115,7 @@ def _fit(job: Job, profiler: Profiler, callbacks: Sequence[pl.Callback] = ()) ->
     Args:
         job: The model, the data and the Trainer's arguments.
         profiler: The Trainer's profiler.
-        callbacks: Added, except those of a class that the job or the preset has.
+        callbacks: Callbacks to add, unless the job or the preset has one of the same class.
 
     Raises:
         UsageError: If the job sets an argument that the command sets.
@@ -126,11 +128,11 @@ def _fit(job: Job, profiler: Profiler, callbacks: Sequence[pl.Callback] = ()) ->
     seed_everything(job.seed, workers=True, verbose=False)
     model, data = job.model(), job.data()
     given = {name: instantiate(value) for name, value in job.trainer.items()}
-    found = take_callbacks(given)
-    kinds = {type(callback) for callback in found}
-    found += [callback for callback in callbacks if type(callback) not in kinds]
-    own = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": found}
-    arguments = {**RUN_DEFAULTS, **given, **own}
+    joined = take_callbacks(given)
+    classes = {type(callback) for callback in joined}
+    joined += [callback for callback in callbacks if type(callback) not in classes]
+    fixed = {"max_steps": job.options.steps, "profiler": profiler, "callbacks": joined}
+    arguments = {**RUN_DEFAULTS, **given, **fixed}
     if job.options.preset:
         preset = preset_of(job.options.preset, job.options.without).for_model(model)
         arguments = preset.trainer_kwargs(**arguments)

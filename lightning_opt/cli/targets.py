@@ -45,10 +45,10 @@ class Recipe:
 
     def __call__(self) -> Any:
         """Create the object."""
-        made = import_attribute(self.target)(**instantiate(self.settings))
+        instance = import_attribute(self.target)(**instantiate(self.settings))
         if self.optimizer is not None:
-            _set_optimizer(made, self.optimizer, self.scheduler)
-        return made
+            _set_optimizer(instance, self.optimizer, self.scheduler)
+        return instance
 
     def __repr__(self) -> str:
         return self.target
@@ -72,9 +72,11 @@ def _set_optimizer(
     """Set the optimizer as LightningCLI does."""
     from lightning.pytorch.cli import LightningCLI, instantiate_class
 
-    made = instantiate_class((model.parameters(),), dict(optimizer))
-    follows = instantiate_class((made,), dict(scheduler)) if scheduler else None
-    configure = partial(LightningCLI.configure_optimizers, optimizer=made, lr_scheduler=follows)
+    instance = instantiate_class((model.parameters(),), dict(optimizer))
+    lr_scheduler = instantiate_class((instance,), dict(scheduler)) if scheduler else None
+    configure = partial(
+        LightningCLI.configure_optimizers, optimizer=instance, lr_scheduler=lr_scheduler
+    )
     update_wrapper(configure, LightningCLI.configure_optimizers)
     model.configure_optimizers = MethodType(configure, model)  # type: ignore[method-assign]
 
@@ -90,38 +92,39 @@ class Targets:
         self.functions: dict[str, str] = {}
         self._places: dict[str, str] = {}
 
-    def translate(self, words: Sequence[str]) -> list[str]:
-        """Return the words in LightningCLI's notation.
+    def translate(self, argv: Sequence[str]) -> list[str]:
+        """Return the command line in LightningCLI's notation.
 
-        A first word ``file.py:Class`` becomes ``--model file.Class``, and ``config.yaml`` becomes
+        A first argument ``file.py:Class`` becomes ``--model file.Class``; ``config.yaml`` becomes
         ``--config config.yaml``.
 
         Raises:
             UsageError: For a target that does not exist.
         """
-        words = list(words)
-        if words and not words[0].startswith("-"):
-            is_configuration = words[0].lower().endswith(CONFIGURATIONS)
-            words.insert(0, "--config" if is_configuration else "--model")
-        found: list[str] = []
-        alone: str | None = None
-        rest = iter(words)
-        for word in rest:
-            option, equals, value = word.partition("=")
+        argv = list(argv)
+        if argv and not argv[0].startswith("-"):
+            is_configuration = argv[0].lower().endswith(CONFIGURATIONS)
+            argv.insert(0, "--config" if is_configuration else "--model")
+        translated: list[str] = []
+        model_file: str | None = None
+        arguments = iter(argv)
+        for argument in arguments:
+            option, equals, value = argument.partition("=")
             if option not in ("--model", "--data"):
-                found.append(word)
+                translated.append(argument)
                 continue
-            value = value if equals else next(rest, "")
+            value = value if equals else next(arguments, "")
             if not value:
                 raise UsageError(f"{option} must be followed by module:Class or a path.")
             if option == "--model" and value.endswith(".py"):
-                alone = value
-            found += self._resolve(option, value)
-        if alone is not None and "--data" not in found:
-            own = classes_of(find_module(alone), LightningDataModule)
-            if len(own) == 1:
-                found += self._resolve("--data", f"{alone}:{own[0].__qualname__}")
-        return found
+                model_file = value
+            translated += self._resolve(option, value)
+        if model_file is not None and "--data" not in translated:
+            datamodules = classes_of(find_module(model_file), LightningDataModule)
+            if len(datamodules) == 1:
+                name = datamodules[0].__qualname__
+                translated += self._resolve("--data", f"{model_file}:{name}")
+        return translated
 
     def recipe(self, kind: str, entry: Any, **more: Any) -> Recipe | None:
         """Return a recipe for the entry ``"model"`` or ``"data"`` of the parsed configuration."""

@@ -27,8 +27,8 @@ ORDER = (
     "Runtime", "Accumulation", "GradientHealth", "NonFiniteGuard", "CurvatureMonitor",
     "CurvaturePreconditioner", "AdaptiveClipping",
 )  # fmt: skip
-"""Callbacks whose order matters: process settings first, then those that produce, measure, check
-and change gradients. All others follow."""
+"""Callbacks whose order matters: process settings first, then callbacks that produce, measure,
+check and change gradients. All others follow."""
 
 ARGUMENTS = set(inspect.signature(Trainer).parameters) - {"callbacks"}
 """Arguments of the Trainer that a preset may set."""
@@ -54,21 +54,21 @@ class Part:
 
     def choose(self, situation: Situation) -> Chosen:
         settings = self.value(situation) if callable(self.value) else self.value
-        wish = situation.wishes.get(self.name)
-        if isinstance(wish, Mapping):
-            settings = {**settings, **wish}
-        return Chosen(self, settings, self._reason_against(situation), wish is not None)
+        override = situation.overrides.get(self.name)
+        if isinstance(override, Mapping):
+            settings = {**settings, **override}
+        return Chosen(self, settings, self._reason_against(situation), override is not None)
 
     def _reason_against(self, situation: Situation) -> str | None:
         if self.kind is None:
             is_given = self.name in situation.arguments
         else:
-            is_given = any(isinstance(callback, self.kind) for callback in situation.given)
+            is_given = any(isinstance(callback, self.kind) for callback in situation.user_callbacks)
         if is_given:
             return "replaced by yours"
         if situation.excludes(self.name):
             return "excluded by you"
-        if self.obstacle is None or situation.wishes.get(self.name) is True:
+        if self.obstacle is None or situation.overrides.get(self.name) is True:
             return None
         return self.obstacle(situation)
 
@@ -77,8 +77,8 @@ class Part:
 class Chosen:
     """The decision on a part in a situation.
 
-    ``because`` is why it is left out; None if it is used. ``is_requested`` is True if the user
-    names it, so that it raises if it cannot be used.
+    ``because`` is the reason to leave the part out; None if it is used. ``is_requested`` is True if
+    the user names the part; its errors are then raised instead of leaving it out.
     """
 
     part: Part
@@ -112,10 +112,10 @@ class Preset:
     """A named set of callbacks and Trainer arguments, each with its reason.
 
     Parts that the machine, the strategy or another part rules out are left out, and
-    :meth:`describe` gives the reasons, so the chosen parts always work together. A part that turns
-    out at the start of the run not to support the model is left out with a warning, unless you
-    named it. Your own settings win: an argument of the Trainer, or a callback of a class in the
-    preset.
+    :meth:`describe` gives the reasons, so the chosen parts always work together. If a part
+    raises at the start of the run because it does not support the model, it is left out with a
+    warning, unless you named it. Your own settings win: an argument of the
+    Trainer, or a callback of a class in the preset.
 
     Presets are immutable: each method returns a new one. Create them with :func:`preset` and
     :func:`register_preset`.
@@ -204,9 +204,9 @@ class Preset:
                     "trainer_kwargs(callbacks=[...])."
                 )
             if name not in {*kinds, *ARGUMENTS}:
-                near = did_you_mean(name, [*kinds, *ARGUMENTS])
+                hint = did_you_mean(name, [*kinds, *ARGUMENTS])
                 raise ValueError(
-                    f"preset({self.name!r}) has no {name!r}{near} Its callbacks are "
+                    f"preset({self.name!r}) has no {name!r}{hint} Its callbacks are "
                     f"{', '.join(kinds)}; arguments of the Trainer can be given too."
                 )
             if name not in kinds:
@@ -233,7 +233,7 @@ class Preset:
         return replace(self, model=model)
 
     def _with(self, part: Part) -> Self:
-        parts = {own.name: own for own in self.parts}
+        parts = {existing.name: existing for existing in self.parts}
         return replace(self, parts=tuple({**parts, part.name: part}.values()))
 
     # --- results ----------------------------------------------------------------------------------
@@ -258,15 +258,15 @@ class Preset:
                 preset's. Other callbacks follow, those of this package in the order they need.
         """
         situation = self._situation(more)
-        if situation.does_not_fit:
-            rank_zero_warn(situation.does_not_fit)
-        joined = join(self.choose(**more), Chosen.make, situation.given)
+        if situation.why_it_does_not_fit:
+            rank_zero_warn(situation.why_it_does_not_fit)
+        joined = join(self.choose(**more), Chosen.make, situation.user_callbacks)
         return {**situation.arguments, **joined}
 
     def describe(self, **trainer: Any) -> Report:
         """Return a table with one row per part: whether it is used, its purpose, its cost.
 
-        For a part that is left out the reason stands in place of the cost.
+        For a part that is left out, the cost column holds the reason.
 
         Args:
             trainer: Arguments that the Trainer will have, such as ``devices=4``.
@@ -284,7 +284,7 @@ class Preset:
         ]
         processes = situation.processes
         notes = [
-            *filter(None, [self.purpose, situation.does_not_fit]),
+            *filter(None, [self.purpose, situation.why_it_does_not_fit]),
             f"For {situation.device}, strategy {situation.strategy}, {processes} "
             f"process{'es' if processes > 1 else ''}: {describe_machine(situation.device)}.",
         ]
@@ -336,7 +336,7 @@ def join(
 def _call_or_leave_out(
     callback: RunCallback, hook: str, trainer: Trainer, *args: Any, **kwargs: Any
 ) -> None:
-    """Call a hook. If it raises, because the run rules the callback out, remove the callback."""
+    """Call a hook. If it raises because this run is not supported, remove the callback."""
     try:
         getattr(type(callback), hook)(callback, trainer, *args, **kwargs)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""Presets by name: the built-in ones, of which each adds to the one before, and users' own."""
+"""Presets by name: built-in ones, each of which extends the one before, and user-defined ones."""
 
 from __future__ import annotations
 
@@ -38,17 +38,21 @@ def basic() -> Preset:
     """Monitoring and protection that hardly change the numbers of a healthy run."""
     return (
         Preset("basic", purpose="Monitors and protects, and leaves a healthy run's numbers alone.")
-        .plus(GradientHealth, _figure, "reports problems of gradients, by layer, with advice",
-              "1% of a step of 9.5 M weights, 10% of a tiny MLP's; a figure at the end", _deepspeed)
+        .plus(GradientHealth, _figure_settings,
+              "reports problems of gradients, by layer, with advice",
+              "1% of a step with 9.5 M weights, 10% with a tiny MLP; a figure at the end",
+              _why_not_deepspeed)
         .plus(NonFiniteGuard, None, "skips steps that are NaN or infinite",
-              "1% of a step of 9.5 M weights, 6% of a tiny MLP's; one small all-reduce", _deepspeed)
+              "1% of a step with 9.5 M weights, 6% with a tiny MLP; one small all-reduce",
+              _why_not_deepspeed)
         .plus(AdaptiveClipping, None, "clips gradients at a threshold learned from the run",
-              "shares its norms with the two above; changes the steps it clips", _no_clipping)
+              "shares norms with GradientHealth and NonFiniteGuard; changes the steps it clips",
+              _why_not_clipping)
         .plus(PerformanceMonitor, None,
               "logs speed and machine usage, warns if the run gets slower",
-              "a thread that samples each second; the second step counts FLOPs")
+              "a thread that samples every second; step 2 counts FLOPs")
         .plus(MemoryCleanup, None, "collects garbage and trims caches when memory runs short",
-              "0.4% of a step of 14 ms; a pause when memory runs short")
+              "0.4% of a 14 ms step; a pause when memory runs short")
     )  # fmt: skip
 
 
@@ -58,11 +62,12 @@ def advanced() -> Preset:
         basic().named("advanced", "Makes steps faster, with the same result up to rounding.")
         .plus_argument("precision", "bf16-mixed",
               "matrix products in bfloat16: faster, and half the memory of activations",
-              "activations have 8 bits of precision; weights and updates stay in float32", _no_bf16)
+              "activations have 8 bits of precision; weights and updates stay in float32",
+              _why_not_bf16)
         .plus(Runtime, None, "TF32 and cuDNN's fastest kernels on CUDA, restored afterwards",
               "float32 matrix products are less exact on GPUs with TF32")
         .plus(FusedOptimizer, None, "the update in one pass over each tensor, if supported",
-              "rounds in another order", _deepspeed)
+              "rounds in another order", _why_not_deepspeed)
         .plus(ChannelsLast, None,
               "convolutions with the channels last in memory, where this is faster",
               "eight steps on the first batch to measure it")
@@ -72,17 +77,17 @@ def advanced() -> Preset:
         .plus(CompileModel, _compile_scope,
               "torch.compile, if a measurement shows that it pays in the remaining steps",
               "seven uncompiled steps, then seconds to minutes, and again for new shapes",
-              _no_compile)
+              _why_not_compile)
         .plus(ActivationCheckpointing, _checkpointing_policy,
               "recomputes blocks in the backward pass instead of keeping them",
               "up to a third of a step; 'auto' runs some tens of steps on the first batch",
-              _no_checkpointing)
+              _why_not_checkpointing)
         .plus(DataPipelineTuner, _tuner_settings,
               "tunes workers and prefetching of the training loader by measuring",
               "up to 20 s before the first step; workers need memory")
         .plus(GarbageCollection, None,
               "all ranks collect garbage at the same step; otherwise each waits for the others",
-              "objects in reference cycles live for up to 100 steps", _alone)
+              "objects in reference cycles live for up to 100 steps", _why_single_process)
     )  # fmt: skip
 
 
@@ -93,19 +98,19 @@ def ultra() -> Preset:
                          "runs.")
         .plus(CompileModel, _tuned_compile,
               "torch.compile, on CUDA block by block with autotuned kernels, where it pays",
-              "minutes in the first steps on CUDA, and again for new shapes", _no_compile)
+              "minutes in the first steps on CUDA, and again for new shapes", _why_not_compile)
         .plus(MicroBatching, {"size": "auto"},
               "splits a batch that runs out of memory into the largest parts that fit",
               "0.3 ms per step; BatchNorm sees one part at a time once a batch is split",
-              _no_micro_batching)
-        # "samples" needs batches whose length is known.
+              _why_not_micro_batching)
+        # normalize="samples" would need batches whose length is known.
         .plus(Accumulation, {"normalize": "batches"},
               "accumulated gradients that are an exact mean, also in a short last window",
-              "nothing measurable", _no_accumulation)
+              "nothing measurable", _why_not_accumulation)
         .plus_argument("strategy", "ddp_compressed",
               "compressed gradients with error feedback, if the measured network is the bottleneck",
               "a copy of the gradients; Top-K, if it is chosen, changes the result",
-              _no_network)
+              _why_not_compression)
     )  # fmt: skip
 
 
@@ -129,9 +134,9 @@ def preset(name: str, /, **overrides: Any) -> Preset:
     =============== ==============================================================================
 
     Args:
-        name: One of these, or the name of a registered preset.
+        name: One of these names, or the name of a registered preset.
         overrides: By the name of a callback of the preset: a dict of its settings, None to leave it
-            out, True to add it in any case. By the name of an argument of the Trainer: its value.
+            out, True to add it in any case. By the name of a Trainer argument: its value.
 
     Raises:
         ValueError: For an unknown preset, callback or argument, or settings that are not accepted.
@@ -147,13 +152,13 @@ def preset(name: str, /, **overrides: Any) -> Preset:
             f"There is no preset {name!r}{did_you_mean(name, _builders)} "
             f"There are {', '.join(_builders)}."
         )
-    made = _builders[name]()
-    if not isinstance(made, Preset):
+    built = _builders[name]()
+    if not isinstance(built, Preset):
         raise TypeError(
             f"The builder of preset {name!r} must return a Preset, such as "
-            f"lightning_opt.preset('basic').plus(...); it returned {type(made).__name__}."
+            f"lightning_opt.preset('basic').plus(...); it returned {type(built).__name__}."
         )
-    return made.named(name).override(**overrides)
+    return built.named(name).override(**overrides)
 
 
 def register_preset(name: str, builder: Callable[[], Preset]) -> None:
@@ -192,31 +197,31 @@ def preset_names() -> list[str]:
     return list(_builders)
 
 
-# --- obstacles ------------------------------------------------------------------------------------
+# --- reasons to leave a part out ------------------------------------------------------------------
 
 
-def _deepspeed(situation: Situation) -> str | None:
+def _why_not_deepspeed(situation: Situation) -> str | None:
     if situation.strategy == "deepspeed":
         return "DeepSpeed handles gradients and optimizers itself"
     return None
 
 
-def _no_clipping(situation: Situation) -> str | None:
+def _why_not_clipping(situation: Situation) -> str | None:
     if situation.arguments.get("gradient_clip_val"):
-        return "the Trainer clips by gradient_clip_val, and both would clip twice"
+        return "the Trainer clips by gradient_clip_val; AdaptiveClipping would clip again"
     _, settings, strategy = situation.strategy_parts
-    keeps_unsent = settings.get("compressor") in ("topk", "threshold")
+    keeps_residual = settings.get("compressor") in ("topk", "threshold")
     if isinstance(strategy, CompressedDDPStrategy) and not strategy.chooses:
-        keeps_unsent = strategy.compressor.late
-    if keeps_unsent:
+        keeps_residual = strategy.compressor.late
+    if keeps_residual:
         return (
             f"{situation.strategy_name} keeps unsent gradients, which callbacks cannot clip; "
             "Trainer(gradient_clip_val=...) can"
         )
-    return _deepspeed(situation)
+    return _why_not_deepspeed(situation)
 
 
-def _no_bf16(situation: Situation) -> str | None:
+def _why_not_bf16(situation: Situation) -> str | None:
     plugins = situation.arguments.get("plugins") or []
     plugins = plugins if isinstance(plugins, (list, tuple)) else [plugins]
     if any(isinstance(plugin, Precision) for plugin in plugins):
@@ -224,17 +229,17 @@ def _no_bf16(situation: Situation) -> str | None:
     return why_no_bf16(situation.device, situation.forks)
 
 
-def _no_compile(situation: Situation) -> str | None:
+def _why_not_compile(situation: Situation) -> str | None:
     if situation.strategy in ("deepspeed", "fsdp1", "tensor_parallel", "other"):
         return f"not tested, or not supported, under {situation.strategy_name}"
     if situation.compiled:
         return "the model is compiled already"
-    if situation.device == "cpu" and situation.wants("CompileModel") is None:
+    if situation.device == "cpu" and situation.requested_settings("CompileModel") is None:
         return (
-            "on a CPU it seldom pays for its start of half a minute or more: lightning-opt tune "
+            "on a CPU compilation takes half a minute or more and seldom pays: lightning-opt tune "
             "measures it, CompileModel=True adds it"
         )
-    recompute = situation.wants("ActivationCheckpointing")
+    recompute = situation.requested_settings("ActivationCheckpointing")
     if recompute is not None and (
         recompute.get("policy", "auto") in OPERATOR_POLICIES or recompute.get("offload")
     ):
@@ -245,42 +250,42 @@ def _no_compile(situation: Situation) -> str | None:
     return why_no_compiler(situation.device, situation.forks)
 
 
-def _alone(situation: Situation) -> str | None:
+def _why_single_process(situation: Situation) -> str | None:
     return None if situation.processes > 1 else "there is only one process"
 
 
-def _no_checkpointing(situation: Situation) -> str | None:
+def _why_not_checkpointing(situation: Situation) -> str | None:
     if situation.strategy == "deepspeed":
         return "DeepSpeed has its own checkpointing"
     if situation.checkpointed:
         return "the model is checkpointed already"
-    if situation.wants("ActivationCheckpointing") is not None:
+    if situation.requested_settings("ActivationCheckpointing") is not None:
         return None
     if situation.model is None:
         return (
             "the model is unknown: add it by ActivationCheckpointing={'policy': 'every_layer'} or "
             "{'budget_mb': ...}, or let for_model(model) decide"
         )
-    if situation.does_not_fit:
-        return f"activations are not what fills the memory. {situation.does_not_fit}"
-    if situation.memory_is_tight is None:
+    if situation.why_it_does_not_fit:
+        return f"activations are not what fills the memory. {situation.why_it_does_not_fit}"
+    if situation.why_memory_is_tight is None:
         return "the model leaves enough memory for activations"
     return None if find_blocks(situation.model) else "the model has no repeated blocks"
 
 
-def _no_micro_batching(situation: Situation) -> str | None:
-    if situation.manual:
+def _why_not_micro_batching(situation: Situation) -> str | None:
+    if situation.manual_optimization:
         return "the model uses manual optimisation: use lightning_opt.micro_batches there"
     model = situation.model
     if model is not None and is_param_in_hook_signature(
         model.training_step, "dataloader_iter", explicit=True
     ):
         return "training_step takes dataloader_iter, so there is no batch to split"
-    if situation.wants("DynamicBatchSize") is not None:
+    if situation.requested_settings("DynamicBatchSize") is not None:
         return "the trials of DynamicBatchSize need real out-of-memory errors"
     if situation.strategy == "deepspeed":
         return "DeepSpeed accumulates gradients itself"
-    if (situation.wants("MicroBatching") or {}).get("size", "auto") != "auto":
+    if (situation.requested_settings("MicroBatching") or {}).get("size", "auto") != "auto":
         return None
     if situation.strategy not in ("single", "ddp", "fsdp2"):
         return (
@@ -292,15 +297,15 @@ def _no_micro_batching(situation: Situation) -> str | None:
     return None
 
 
-def _no_accumulation(situation: Situation) -> str | None:
-    if situation.manual:
+def _why_not_accumulation(situation: Situation) -> str | None:
+    if situation.manual_optimization:
         return "the model uses manual optimisation: use lightning_opt.GradientAccumulator there"
     if situation.strategy == "deepspeed":
         return "DeepSpeed accumulates gradients itself"
     return None if situation.accumulates else "accumulate_grad_batches is not set"
 
 
-def _no_network(situation: Situation) -> str | None:
+def _why_not_compression(situation: Situation) -> str | None:
     if situation.nodes == 1:
         return "all processes are on one machine, without a network between them"
     return None if situation.device in ("cpu", "cuda") else f"not tested on {situation.device!r}"
@@ -309,7 +314,7 @@ def _no_network(situation: Situation) -> str | None:
 # --- settings that depend on the situation --------------------------------------------------------
 
 
-def _figure(situation: Situation) -> dict[str, Any]:
+def _figure_settings(situation: Situation) -> dict[str, Any]:
     # Without a logger the run has no folder for it.
     return {"figure": None} if situation.arguments.get("logger") is False else {}
 
@@ -328,12 +333,12 @@ def _tuned_compile(situation: Situation) -> dict[str, Any]:
 
 
 def _checkpointing_policy(situation: Situation) -> dict[str, Any]:
-    if situation.wants("ActivationCheckpointing") is not None:
+    if situation.requested_settings("ActivationCheckpointing") is not None:
         return {}
     compiles = (
         situation.compiled
-        or situation.wants("CompileModel") is not None
-        or not (situation.excludes("CompileModel") or _no_compile(situation))
+        or situation.requested_settings("CompileModel") is not None
+        or not (situation.excludes("CompileModel") or _why_not_compile(situation))
     )
     return {"policy": "every_layer"} if compiles else {"policy": "auto", "strict": False}
 

@@ -31,12 +31,12 @@ from lightning.pytorch.strategies import (
 from lightning_opt.core.measure.memory import MemoryLimits
 from lightning_opt.core.modules.compiling import has_checkpointed_parts, has_compiled_parts
 
-STATES = 4
-"""Memory of parameters, gradients and Adam's two states, in sizes of the parameters."""
+STATE_MULTIPLE = 4
+"""Memory of parameters, gradients and Adam's two states, relative to the parameters alone."""
 
-TIGHT = 0.5
-"""If these take a larger share of the memory, activations are checkpointed. It is a share of the
-total and not of the free memory, so that all ranks decide alike."""
+MAX_STATE_SHARE = 0.5
+"""Activations are checkpointed if parameters, gradients and states take a larger share of the total
+memory. Free memory is not used, because ranks could then decide differently."""
 
 
 @dataclass(frozen=True)
@@ -44,31 +44,31 @@ class Situation:
     """The Trainer's arguments, the machine and the model for which a preset is chosen.
 
     It is derived from arguments, without a Trainer: `describe(devices=8)` must work on a machine
-    that could not create one. ``wishes`` are the user's settings of single callbacks: a dict, True,
-    or None to leave one out.
+    that could not create one. ``overrides`` are the user's settings by callback name: a
+    dict, True, or None to leave the callback out.
     """
 
     arguments: Mapping[str, Any]
-    wishes: Mapping[str, Any] = field(default_factory=dict)
+    overrides: Mapping[str, Any] = field(default_factory=dict)
     model: LightningModule | None = None
 
     # --- the Trainer's arguments ----------------------------------------------------------------
 
     @cached_property
-    def given(self) -> list[Callback]:
+    def user_callbacks(self) -> list[Callback]:
         callbacks = self.arguments.get("callbacks") or []
         return [callbacks] if isinstance(callbacks, Callback) else list(callbacks)
 
-    def wants(self, name: str) -> Mapping[str, Any] | None:
-        """Return the settings of a callback that the user has given or requested, or None."""
-        for callback in self.given:
+    def requested_settings(self, name: str) -> Mapping[str, Any] | None:
+        """Return the settings of a callback that the user passed or requested, or None."""
+        for callback in self.user_callbacks:
             if any(base.__name__ == name for base in type(callback).__mro__):
                 return vars(callback)
-        wish = self.wishes.get(name)
-        return {} if wish is True else wish
+        override = self.overrides.get(name)
+        return {} if override is True else override
 
     def excludes(self, name: str) -> bool:
-        return self.wishes.get(name, True) is None
+        return self.overrides.get(name, True) is None
 
     @cached_property
     def device(self) -> str:
@@ -124,10 +124,10 @@ class Situation:
 
         ``ddp`` includes compressed DDP.
         """
-        kind, _, strategy = self.strategy_parts
-        if kind is None:
+        strategy_class, _, strategy = self.strategy_parts
+        if strategy_class is None:
             return "other"
-        if issubclass(kind, ModelParallelStrategy):
+        if issubclass(strategy_class, ModelParallelStrategy):
             # "auto" means all processes of a machine.
             size = getattr(strategy, "_tensor_parallel_size", "auto")
             return "fsdp2" if size == 1 else "tensor_parallel"
@@ -137,14 +137,16 @@ class Situation:
             (DDPStrategy, "ddp"),
             (SingleDeviceStrategy, "single"),
         ):
-            if issubclass(kind, base):
+            if issubclass(strategy_class, base):
                 return name
         return "other"
 
     @property
     def strategy_name(self) -> str:
-        kind = self.strategy_parts[0]
-        return kind.__name__ if kind is not None else repr(self.arguments.get("strategy"))
+        strategy_class = self.strategy_parts[0]
+        if strategy_class is None:
+            return repr(self.arguments.get("strategy"))
+        return strategy_class.__name__
 
     @property
     def forks(self) -> bool:
@@ -156,13 +158,13 @@ class Situation:
     @property
     def accumulates(self) -> bool:
         return (self.arguments.get("accumulate_grad_batches") or 1) != 1 or any(
-            isinstance(callback, GradientAccumulationScheduler) for callback in self.given
+            isinstance(callback, GradientAccumulationScheduler) for callback in self.user_callbacks
         )
 
     # --- the model ------------------------------------------------------------------------------
 
     @property
-    def manual(self) -> bool:
+    def manual_optimization(self) -> bool:
         return self.model is not None and not self.model.automatic_optimization
 
     @property
@@ -183,7 +185,7 @@ class Situation:
             return 0, 1
         if self.device == "cuda" and self.forks:
             return 0, 1
-        states = STATES * sum(
+        states = STATE_MULTIPLE * sum(
             parameter.numel() * parameter.element_size() for parameter in self.model.parameters()
         )
         if self.strategy in ("fsdp1", "fsdp2"):
@@ -192,10 +194,10 @@ class Situation:
         return states, min((usage.total for usage in limits.read()), default=math.inf)
 
     @property
-    def memory_is_tight(self) -> str | None:
-        """Why activations should take less memory, or None; None too if the model is unknown."""
+    def why_memory_is_tight(self) -> str | None:
+        """The reason to save activation memory; None if there is none or no model is known."""
         states, memory = self._memory
-        if states <= TIGHT * memory:
+        if states <= MAX_STATE_SHARE * memory:
             return None
         return (
             f"weights, gradients and two states of each weight take {states / 1e9:.3g} GB of "
@@ -203,14 +205,14 @@ class Situation:
         )
 
     @property
-    def does_not_fit(self) -> str | None:
-        """Why no preset can make the model fit, and what can; None if it may fit."""
+    def why_it_does_not_fit(self) -> str | None:
+        """Why no preset can make the model fit, with a remedy; None if it may fit."""
         states, memory = self._memory
         if states <= memory:
             return None
-        whole = states * (self.processes if self.strategy.startswith("fsdp") else 1)
-        ranks = max(self.processes, math.ceil(whole / (TIGHT * memory)))
+        total_bytes = states * (self.processes if self.strategy.startswith("fsdp") else 1)
+        ranks = max(self.processes, math.ceil(total_bytes / (MAX_STATE_SHARE * memory)))
         return (
-            f"Does not fit: {self.memory_is_tight}. FSDP2 (strategy=ModelParallelStrategy"
+            f"Does not fit: {self.why_memory_is_tight}. FSDP2 (strategy=ModelParallelStrategy"
             f"(data_parallel_size={ranks})) shards them over {ranks} devices."
         )

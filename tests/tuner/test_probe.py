@@ -76,10 +76,10 @@ def test_wrapped_modules_keep_their_names(monkeypatch: pytest.MonkeyPatch) -> No
     assert compare_gradients(own.gradients, usually.gradients)[1] == ""
 
 
-def test_profiler_is_removed_once_the_account_is_steady(
+def test_profiler_is_removed_once_queues_have_settled(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("lightning_opt.tuner.probe.SECONDS", 0.0)
+    monkeypatch.setattr("lightning_opt.tuner.probe.PROFILED_SECONDS", 0.0)
     profiler = lo.StepProfiler(log_every_n_steps=0, flops=False, print_table=False)
     seen: list[bool] = []
 
