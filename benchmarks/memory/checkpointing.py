@@ -46,8 +46,8 @@ from lightning_opt.core.numerics.ratios import median_ratio
 from lightning_opt.memory.checkpointing.batch_plan import plan_step
 from lightning_opt.memory.checkpointing.policies import (
     AppliedPlan,
+    BlockGroup,
     Plan,
-    Stretch,
     make_plan,
 )
 from lightning_opt.memory.checkpointing.selective import SaveExpensive, Selection
@@ -234,11 +234,11 @@ def _status(key: str) -> int:
 def described(plan: Plan) -> str:
     """Return a plan as text: names of blocks and the operators that are kept."""
     entries = []
-    for stretch in plan:
-        selection = stretch.selection() if stretch.selection is not None else None
+    for group in plan:
+        selection = group.selection() if group.selection is not None else None
         entries.append(
             {
-                "blocks": [block.name for block in stretch.blocks],
+                "blocks": [block.name for block in group.blocks],
                 "kept": None if selection is None else sorted(selection.kept or ()),
                 "rule": getattr(selection and selection.rule, "min_flops", None),
             }
@@ -249,15 +249,15 @@ def described(plan: Plan) -> str:
 def read(plan: str, step: Step) -> Plan:
     """Return the plan for the step's model that :func:`described` wrote."""
     blocks = {block.name: block for block in find_blocks(step.model)}
-    stretches = []
+    groups = []
     for entry in json.loads(plan):
         selection = None
         if entry["kept"]:
             selection = partial(Selection, None, frozenset(tuple(place) for place in entry["kept"]))
         elif entry["kept"] is not None:
             selection = partial(Selection, SaveExpensive(entry["rule"]))
-        stretches.append(Stretch(tuple(blocks[name] for name in entry["blocks"]), selection))
-    return stretches
+        groups.append(BlockGroup(tuple(blocks[name] for name in entry["blocks"]), selection))
+    return groups
 
 
 def put_peak(results: Any, name: str, plan: str, device: str, quick: bool) -> None:

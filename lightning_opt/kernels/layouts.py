@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, empty_strided
 
 
-def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
-    """Return a copy of ``tensor`` with ``strides``, or the tensor itself if it has them."""
+def with_strides(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """Return a copy of ``tensor`` with ``strides``, or ``tensor`` itself if it has them."""
     if tensor.stride() == strides:
         return tensor
     copy = empty_strided(tensor.size(), strides, dtype=tensor.dtype, device=tensor.device)
@@ -14,18 +14,18 @@ def laid_out(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
 
 
 def same_layout(a: Tensor, b: Tensor) -> bool:
-    """Return whether two tensors of one shape have the same memory order."""
+    """Return whether two tensors of the same shape store their values in the same order."""
     if a.stride() == b.stride():
         return True
-    steps = zip(a.shape, a.stride(), b.stride(), strict=True)
-    return all(size == 1 or one == other for size, one, other in steps)
+    axes = zip(a.shape, a.stride(), b.stride(), strict=True)
+    return all(size == 1 or stride_a == stride_b for size, stride_a, stride_b in axes)
 
 
 def is_dense(tensor: Tensor) -> bool:
     """Return whether the values fill their memory without gaps or overlaps, in any order."""
     expected = 1
-    steps = zip(tensor.stride(), tensor.shape, strict=True)
-    for stride, size in sorted(pair for pair in steps if pair[1] != 1):
+    axes = zip(tensor.stride(), tensor.shape, strict=True)
+    for stride, size in sorted(pair for pair in axes if pair[1] != 1):
         if stride != expected:
             return False
         expected *= size

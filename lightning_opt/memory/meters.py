@@ -21,8 +21,8 @@ from lightning_opt.core.modules.trial import returns_views
 class StorageMeter(TorchDispatchMode):
     """Counts the memory of every operator's result until it is freed.
 
-    For devices whose allocator keeps no statistics, such as the CPU. Internal buffers of kernels
-    are not counted.
+    For devices without allocator statistics, such as the CPU. Internal buffers of kernels are not
+    counted.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class StorageMeter(TorchDispatchMode):
 
     def _count(self, tensor: Tensor, inputs: set[int]) -> None:
         storage = tensor.untyped_storage()
-        key = id(storage)  # the same object for all tensors of a live storage
+        key = id(storage)  # all tensors of a live storage share this object
         if key in self._held or key in inputs:
             return
         self._held[key] = storage.nbytes(), ref(storage, partial(self._remove, key))
@@ -84,7 +84,7 @@ class AllocatorMeter:
 
 
 Meter: TypeAlias = StorageMeter | AllocatorMeter
-"""Measures bytes above those at its start."""
+"""Measures bytes allocated since its start: now by ``live``, the peak since the last ``mark``."""
 
 
 def measuring(device: torch.device) -> AbstractContextManager[Meter]:

@@ -27,6 +27,7 @@ CONTAINERS = frozenset((list, dict, set, deque, OrderedDict, defaultdict))
 """Types whose length is computed without running user code."""
 
 MAX_OBJECTS = 300_000
+"""Maximum number of objects in a walk."""
 
 _OPAQUE = (type, ModuleType, CodeType, BuiltinFunctionType, str, bytes, int, float)
 
@@ -36,7 +37,7 @@ Root = tuple[str, Any]
 class Walk:
     """All objects reachable from some roots, each with the object that first referenced it.
 
-    It holds references to all of them, so drop it soon. ``roots`` are names and objects.
+    It keeps all of them alive, so delete it soon. ``roots`` are names and objects.
     """
 
     def __init__(self, roots: Sequence[Root]) -> None:
@@ -84,9 +85,9 @@ def referents(thing: Any) -> list[Any]:
 
 
 def referrer_chain(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[Any]:
-    """Return a chain of references to ``thing`` from an object with a name, for unreached objects.
+    """Return a chain of references from a named object to ``thing``, which no walk reached.
 
-    Each link of the chain searches all objects, which takes a tenth of a second.
+    Each link requires a search of all objects, which takes a tenth of a second.
     """
     chain, seen = [thing], {id(item) for item in ignore} | {id(thing)}
     modules = {id(vars(m)): m for m in list(sys.modules.values()) if m is not None}
@@ -109,9 +110,10 @@ def referrer_chain(thing: Any, ignore: Iterable[Any], depth: int = 8) -> list[An
 
 
 def is_a(thing: Any, kinds: type | tuple[type, ...]) -> bool:
-    """Return whether the type of ``thing`` is one of these, without accessing ``thing``.
+    """Return whether the type of ``thing`` is a subclass of ``kinds``.
 
-    ``isinstance`` sees through a proxy, and raises for a weak proxy whose object is gone.
+    Unlike ``isinstance`` this does not read ``thing.__class__``, which raises for a weak proxy
+    whose object is gone.
     """
     return issubclass(type(thing), kinds)
 
@@ -123,13 +125,13 @@ def _has_name(thing: Any) -> bool:
 def describe(chain: Sequence[Any], root: str) -> str:
     """Return a chain as an expression, such as ``LitModel.layer._forward_hooks``."""
     text = root
-    for place, (holder, held) in enumerate(itertools.pairwise(chain)):
-        before = chain[place - 1] if place else None
+    for index, (holder, held) in enumerate(itertools.pairwise(chain)):
+        before = chain[index - 1] if index else None
         holder = _module_of(holder)
         if type(holder) is dict and before is not None and _dict_of(before) is holder:
-            continue  # the link from an object to its attributes is described already
+            continue  # the attribute is in the text already
         if _dict_of(holder) is held:
-            key = _key(held, chain[place + 2]) if place + 2 < len(chain) else None
+            key = _key(held, chain[index + 2]) if index + 2 < len(chain) else None
             text += f".{key}" if key is not None else ".__dict__"
         else:
             text += _step(holder, held)
@@ -138,17 +140,17 @@ def describe(chain: Sequence[Any], root: str) -> str:
 
 
 def owners(chain: Sequence[Any]) -> list[tuple[Any, str]]:
-    """Return the objects in a chain with the attribute that leads on, the last object first."""
+    """Return the objects of a chain, each with its attribute that holds the next; last first."""
     found = []
-    for place in range(len(chain) - 2, -1, -1):
-        holder, at = _module_of(chain[place]), place + 1
+    for index in range(len(chain) - 2, -1, -1):
+        holder, next_index = _module_of(chain[index]), index + 1
         if is_a(holder, (dict, list, tuple, set, deque, CellType)):
             continue
-        if _dict_of(holder) is chain[at] and at + 1 < len(chain):
-            at += 1
-        name = _attribute(holder, chain[at])
-        if name in ("_modules", "_parameters", "_buffers") and at + 1 < len(chain):
-            name = _key(chain[at], chain[at + 1])
+        if _dict_of(holder) is chain[next_index] and next_index + 1 < len(chain):
+            next_index += 1
+        name = _attribute(holder, chain[next_index])
+        if name in ("_modules", "_parameters", "_buffers") and next_index + 1 < len(chain):
+            name = _key(chain[next_index], chain[next_index + 1])
         if name is not None:
             found.append((holder, str(name)))
     return found
@@ -213,10 +215,10 @@ def graph_size(tensor: Tensor, limit: int = 20_000) -> int:
 
 
 def deep_size(things: Iterable[Any], limit: int = 400) -> int:
-    """Return the bytes of some objects with everything they reference.
+    """Return the bytes of some objects and everything that they reference.
 
-    Modules, classes and parameters do not count. A node of autograd counts as 1 KB, an estimate for
-    the node and its saved tensors, which are not accessible.
+    Modules, classes and parameters do not count. A node of autograd counts as 1 KB, an estimate:
+    its saved tensors are not accessible.
     """
     total = 0
     seen: set[Any] = set()

@@ -1,7 +1,7 @@
-"""Which implementation of scaled dot-product attention torch uses, and the order of the choice.
+"""Sets and reports the backend that torch uses for scaled dot-product attention.
 
-The order is set, and a call's backend is found, with the functions that
-:func:`torch.nn.functional.scaled_dot_product_attention` uses itself. No attention is computed here.
+No attention is computed here: the functions that set the order and find the backend of a call are
+torch's own.
 """
 
 from __future__ import annotations
@@ -44,36 +44,36 @@ _SWITCHES: dict[str, tuple[Callable[[], bool], Callable[[bool], None]]] = {
     "math": (cuda.math_sdp_enabled, cuda.enable_math_sdp),
 }
 
-NAME = "scaled_dot_product_attention"
-# Since torch 2.6 the order can be set; before, only the set of backends.
-CAN_RANK = hasattr(torch._C, "_set_sdp_priority_order")
+FUNCTION_NAME = "scaled_dot_product_attention"
+# Since torch 2.6 the order can be set; older versions can only turn backends on and off.
+CAN_SET_ORDER = hasattr(torch._C, "_set_sdp_priority_order")
 
 
 class AttentionBackend(RunCallback):
     """Reports which attention backend torch uses, and sets the order in which it tries them.
 
-    ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, and silently
-    takes the first that can serve a call. A mask or a dropout that the fast ones do not support
-    therefore costs speed and memory unnoticed. This callback records the calls of the first batch,
-    and warns once if the slow one, math, serves any of them. Its :meth:`report` names the backend
-    of each kind of call, and why preferred ones cannot serve it. After the first batch it adds no
-    cost to a step.
+    ``torch.nn.functional.scaled_dot_product_attention`` has several implementations, called
+    backends, and silently uses the first that supports a call. A mask or a dropout that the fast
+    backends do not support therefore costs speed and memory unnoticed. This callback records the
+    calls of the first batch, and warns once if any of them uses the slow backend, math. Its
+    :meth:`report` lists the backend of each kind of call, and the reasons why preferred backends
+    are not used. After the first batch it does not slow down a step.
 
     The order holds from ``setup`` to ``teardown``, for training, validation, test and prediction,
     and for forward passes that activation checkpointing repeats in the backward pass. Everything is
     restored afterwards, even after an exception.
 
-    Math serves the calls that no other backend can, whether it is in ``order`` or not, so training
-    never stops for lack of a backend.
+    Calls that no other backend supports use math, even if it is not in ``order``, so training never
+    stops for lack of a backend.
 
-    On a CPU, torch has flash and math. The calls of a compiled model are not recorded, since that
-    would compile it twice.
+    On a CPU, torch has flash and math. The calls of a compiled model are not recorded, because
+    recording would compile it twice.
 
     Nothing is logged.
 
     Args:
-        order: Backends, best first: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``. Others
-            are not used, except math. In torch 2.5 the order has no effect.
+        order: Backends, best first: ``"flash"``, ``"cudnn"``, ``"efficient"``, ``"math"``. Other
+            backends are not used, except math. In torch 2.5 the order has no effect.
         watch_batches: Number of batches to record at the start of each run; 0 for none.
 
     Raises:
@@ -146,7 +146,7 @@ class AttentionBackend(RunCallback):
             self._recorder = CallRecorder(self._calls, self.order)
 
     def on_train_batch_end(self, *args: Any, **kwargs: Any) -> None:
-        """Stop recording; after the last batch, warn of slow backends."""
+        """Stop recording; after the last recorded batch, warn if math is used."""
         if self._recorder is None:
             return
         self._recorder.close()
@@ -159,7 +159,7 @@ class AttentionBackend(RunCallback):
     def report(self) -> Report:
         """Return one row for each kind of call in the recorded batches."""
         notes = []
-        if not CAN_RANK:
+        if not CAN_SET_ORDER:
             notes.append("This version of torch cannot set the order of backends.")
         if self._is_compiled:
             notes.append(
@@ -172,11 +172,11 @@ class AttentionBackend(RunCallback):
         return Report(title, list(self._calls.values()), notes)
 
     def _warn_of_math(self) -> None:
-        slow = [row for row in self._calls.values() if row["backend"] == "math"]
-        if not slow or self.order[0] == "math":
+        math_rows = [row for row in self._calls.values() if row["backend"] == "math"]
+        if not math_rows or self.order[0] == "math":
             return
-        row = slow[0]
-        others = f" So are {len(slow) - 1} other kinds of calls." if len(slow) > 1 else ""
+        row = math_rows[0]
+        others = f" So do {len(math_rows) - 1} other kinds of calls." if len(math_rows) > 1 else ""
         not_in_order = (
             ""
             if "math" in self.order
@@ -184,8 +184,8 @@ class AttentionBackend(RunCallback):
         )
         rank_zero_warn(
             f"AttentionBackend: attention with queries {row['query']} in {row['dtype']}, "
-            f"mask {row['mask']}, dropout {row['dropout']:g} is served by math, which is "
-            f"right but slow and stores the whole matrix of scores.{not_in_order} Reasons: "
+            f"mask {row['mask']}, dropout {row['dropout']:g} uses math, which is correct "
+            f"but slow and stores the whole matrix of scores.{not_in_order} Reasons: "
             f"{row['better ones']}.{others} `report()` lists all calls."
         )
 
@@ -205,16 +205,16 @@ def backend_order(order: Sequence[str]) -> Iterator[None]:
     (XPU), and it may change the position of a backend that was off before.
 
     Args:
-        order: Names of :data:`BACKENDS`, best first. Math serves every call, so backends behind it
-            are turned off, also where torch cannot rank. Math itself stays on as the last one;
-            otherwise calls that no other backend supports would raise.
+        order: Names of :data:`BACKENDS`, best first. Math supports every call, so backends after it
+            are turned off, also if torch cannot set the order. Math itself stays on as the last
+            one; otherwise calls that no other backend supports would raise.
     """
     enabled = {name: is_enabled() for name, (is_enabled, _) in _SWITCHES.items()}
-    ranks = torch._C._get_sdp_priority_order() if CAN_RANK else []
+    ranks = torch._C._get_sdp_priority_order() if CAN_SET_ORDER else []
     reachable = [*takewhile(lambda name: name != "math", order), "math"]
     for name, (_, enable) in _SWITCHES.items():
         enable(name in reachable)
-    if CAN_RANK:
+    if CAN_SET_ORDER:
         first = [BACKENDS[name].value for name in reachable]
         torch._C._set_sdp_priority_order([*first, *(rank for rank in ranks if rank not in first)])
     try:
@@ -222,19 +222,19 @@ def backend_order(order: Sequence[str]) -> Iterator[None]:
     finally:
         for name, (_, enable) in _SWITCHES.items():
             enable(enabled[name])
-        if CAN_RANK:
+        if CAN_SET_ORDER:
             torch._C._set_sdp_priority_order(ranks)
 
 
 class CallRecorder:
     """Records each call of scaled dot-product attention until :meth:`close`.
 
-    The function is replaced in every loaded module that has it under its own name. A
+    The function is replaced in every loaded Python module that has it under this name. A
     ``TorchFunctionMode`` would miss the calls inside ``nn.MultiheadAttention``, and changes the
     code path of that module in evaluation.
 
     Args:
-        rows: Receives a row of the report for each kind of call.
+        rows: Dictionary to which a row of the report is added for each kind of call.
         order: The backends, best first.
     """
 
@@ -244,9 +244,9 @@ class CallRecorder:
         self._original: Callable[..., Tensor] = functional.scaled_dot_product_attention
         self._patches = ExitStack()
         for module in list(sys.modules.values()):
-            own = getattr(module, "__dict__", {}).get(NAME)
-            if own is self._original and module is not torch._C._nn:
-                self._patches.enter_context(replaced(module, **{NAME: self}))
+            function = getattr(module, "__dict__", {}).get(FUNCTION_NAME)
+            if function is self._original and module is not torch._C._nn:
+                self._patches.enter_context(replaced(module, **{FUNCTION_NAME: self}))
 
     def close(self) -> None:
         self._patches.close()
@@ -286,8 +286,10 @@ class CallRecorder:
             return
         arguments = (query, key, value, attn_mask, dropout_p, is_causal)
         backend = _choose(arguments, scale, enable_gqa)
-        better = [*takewhile(lambda name: name != backend, self._order)]
-        reasons = [f"{name}: {_why_not(name, (*arguments, enable_gqa))}" for name in better]
+        preferred = [*takewhile(lambda name: name != backend, self._order)]
+        reasons = [
+            f"{name}: {_reason_not_used(name, (*arguments, enable_gqa))}" for name in preferred
+        ]
         self._rows[kind] = {
             "backend": backend,
             "calls": 1,
@@ -312,13 +314,13 @@ def _as_autocast(tensor: Tensor | None) -> Tensor | None:
 def _choose(arguments: tuple[Any, ...], scale: float | None, grouped: bool) -> str:
     try:
         choice = torch._fused_sdp_choice(*arguments, scale=scale, enable_gqa=grouped)
-    except (RuntimeError, NotImplementedError, TypeError):  # for unusual tensors
+    except (RuntimeError, NotImplementedError, TypeError):  # raised for unusual tensors
         return "unknown"
     return _NAMES.get(int(choice), f"number {int(choice)}")
 
 
-def _why_not(name: str, arguments: tuple[Any, ...]) -> str:
-    """Return why the preferred backend ``name`` does not serve the call."""
+def _reason_not_used(name: str, arguments: tuple[Any, ...]) -> str:
+    """Return the reason why the preferred backend ``name`` is not used for a call."""
     kind = arguments[0].device.type
     if kind == "cpu":
         return "no dropout, and not every mask" if name == "flash" else "not for CPUs"

@@ -25,7 +25,7 @@ def rotary_tables(
         positions: Number of positions, from 0 on.
         dim: Number of rotated features; even.
         base: The longest wavelength is about ``2 pi base`` positions.
-        device: Device of the tables. They are computed on the CPU, so values are equal everywhere.
+        device: Device of the tables. The CPU computes them, so values are equal on every device.
         dtype: Dtype of the tables.
 
     Returns:
@@ -33,8 +33,8 @@ def rotary_tables(
         ``p * base ** (-2 i / dim)``.
     """
     exponents = torch.arange(0, dim, 2, dtype=torch.float64, device="cpu") / dim
-    places = torch.arange(positions, dtype=torch.float64, device="cpu")
-    angles = torch.outer(places, base**-exponents)
+    indices = torch.arange(positions, dtype=torch.float64, device="cpu")
+    angles = torch.outer(indices, base**-exponents)
     return angles.cos().to(device=device, dtype=dtype), angles.sin().to(device=device, dtype=dtype)
 
 
@@ -54,8 +54,8 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool = False) -> Te
         first, second = x.unflatten(-1, (-1, 2)).unbind(-1)
     else:
         first, second = x.chunk(2, dim=-1)
-    turned = (first * cos - second * sin, second * cos + first * sin)
-    return torch.stack(turned, -1).flatten(-2) if interleaved else torch.cat(turned, -1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return torch.stack(rotated, -1).flatten(-2) if interleaved else torch.cat(rotated, -1)
 
 
 class RotaryEmbedding(nn.Module):
@@ -64,8 +64,8 @@ class RotaryEmbedding(nn.Module):
     The tables are buffers that follow the module from device to device and stay out of its
     ``state_dict``. They are computed in float64 and kept in float32, even in a half-precision
     module (float64 in a float64 one), and used in the dtype of the input. They grow to the next
-    power of two for a longer sequence, outside of any ``torch.compile`` graph. All layers may share
-    one instance.
+    power of two for a longer sequence, outside of ``torch.compile`` graphs. Several layers may
+    share one instance.
 
     Args:
         dim: Number of features of a head; even.
@@ -136,9 +136,9 @@ class RotaryEmbedding(nn.Module):
         )
 
     def _apply(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> RotaryEmbedding:
-        """Move the tables with the module, but never round them."""
+        """Move the tables with the module, but keep their precision."""
         super()._apply(fn, *args, **kwargs)  # type: ignore[no-untyped-call]
-        # Compute them again: the moved ones may be rounded, or without values (`to_empty`).
+        # Compute the tables again: the moved tables may be rounded, or have no values (`to_empty`).
         dtype = torch.float64 if self.cos.dtype is torch.float64 else torch.float32
         self._fill(self.cos.shape[0], dtype)
         return self

@@ -13,8 +13,8 @@ from lightning_opt.kernels.attention.rotary_embedding import RotaryEmbedding
 class SelfAttention(nn.Module):
     """Multi-head self-attention with torch's fused kernels.
 
-    With a fused backend (see :class:`AttentionBackend`) the matrix of scores, whose size is heads
-    times length squared, is never stored. A ``key_padding_mask`` excludes the flash backend on
+    With a fused backend (see :class:`AttentionBackend`) the matrix of scores (heads times length
+    squared) is never stored. A ``key_padding_mask`` excludes the flash backend on
     CUDA.
 
     A query without visible keys (in an all-padding sequence, or before the first key of a
@@ -24,8 +24,8 @@ class SelfAttention(nn.Module):
     Args:
         dim: Number of features of the input and the output.
         heads: Number of query heads.
-        kv_heads: Number of heads of keys and values, a divisor of ``heads``; a group of query heads
-            shares each. None: as many as ``heads``.
+        kv_heads: Number of heads of keys and values, a divisor of ``heads``; several query heads
+            share each key/value head. None: equal to ``heads``.
         head_dim: Features of a query and a key. None: ``dim / heads``.
         value_dim: Features of a value. None: ``head_dim``. Flash backends require equal sizes.
         causal: Whether a position attends only to itself and earlier ones.
@@ -34,10 +34,12 @@ class SelfAttention(nn.Module):
         bias: Whether queries, keys and values have a bias.
         out_bias: Whether the output projection has a bias.
         rotary: A :class:`RotaryEmbedding` for queries and keys, which several layers may share;
-            True creates one for this layer; None or False: no positions.
+            True creates one for this layer; None or False: no position encoding.
 
     Raises:
-        ValueError: For sizes that do not divide, or a ``rotary`` of another size than ``head_dim``.
+        ValueError: If ``heads`` is not divisible by ``kv_heads``, if ``dim`` is not divisible by
+            ``heads`` and there is no ``head_dim``, or if the size of ``rotary`` is not
+            ``head_dim``.
 
     Shape:
         Input and output: ``(batch, length, dim)``.
@@ -67,9 +69,9 @@ class SelfAttention(nn.Module):
         self.dim, self.heads = check_at_least("dim", dim, 1), check_at_least("heads", heads, 1)
         self.kv_heads = heads if kv_heads is None else check_at_least("kv_heads", kv_heads, 1)
         if heads % self.kv_heads:
-            raise ValueError(f"kv_heads must divide heads, {heads}, got {kv_heads}.")
+            raise ValueError(f"heads ({heads}) must be divisible by kv_heads ({kv_heads}).")
         if head_dim is None and dim % heads:
-            raise ValueError(f"heads must divide dim, {dim}, or head_dim be given, got {heads}.")
+            raise ValueError(f"dim ({dim}) must be divisible by heads ({heads}), or set head_dim.")
         self.head_dim = (
             dim // heads if head_dim is None else check_at_least("head_dim", head_dim, 1)
         )
@@ -113,7 +115,7 @@ class SelfAttention(nn.Module):
             query, key = self.rotary(query, offset), self.rotary(key, offset)
         dropout = self.dropout if self.training else 0.0
         if key_padding_mask is None:
-            seen = scaled_dot_product_attention(
+            attended = scaled_dot_product_attention(
                 query,
                 key,
                 value,
@@ -123,15 +125,15 @@ class SelfAttention(nn.Module):
             )
         else:
             group = self.heads // self.kv_heads
-            if group > 1:  # with a mask, CUDA's fused backends support no groups
+            if group > 1:  # with a mask, CUDA's fused backends do not support groups
                 key, value = (part.repeat_interleave(group, dim=1) for part in (key, value))
             visible = visible_keys(key_padding_mask, self.causal)
-            some = visible.any(-1, keepdim=True)
+            has_key = visible.any(-1, keepdim=True)
             # A query without visible keys attends to all of them, and its result is discarded.
-            seen = scaled_dot_product_attention(
-                query, key, value, attn_mask=visible | ~some, dropout_p=dropout
-            ).masked_fill(~some, 0.0)
-        return self.out(seen.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
+            attended = scaled_dot_product_attention(
+                query, key, value, attn_mask=visible | ~has_key, dropout_p=dropout
+            ).masked_fill(~has_key, 0.0)
+        return self.out(attended.transpose(1, 2).flatten(2))  # type: ignore[no-any-return]
 
     def extra_repr(self) -> str:
         """Return the settings."""

@@ -21,7 +21,7 @@ from lightning_opt.core.modules.compiling import has_compiled_parts
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.core.output.report import Report
-from lightning_opt.kernels.layouts import laid_out, same_layout
+from lightning_opt.kernels.layouts import same_layout, with_strides
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -31,10 +31,11 @@ log = logging.getLogger(__name__)
 
 Policy = Literal["auto", "layers", "always"]
 
-# Timed steps in each format, after one that is not timed.
+# Number of timed steps in each format, after one step that is not timed.
 ROUNDS = 3
-# Share of the contiguous step's time below which channels_last is used; the rest is noise.
-REQUIRED_SHARE = 0.97
+# channels_last is used if its step takes less than this share of the contiguous step's time.
+# Smaller differences are noise.
+MAX_TIME_SHARE = 0.97
 # Convolutions by the number of dimensions of their weights.
 CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
     4: (nn.Conv2d, nn.ConvTranspose2d),
@@ -42,7 +43,14 @@ CONVOLUTIONS: dict[int, tuple[type[nn.Module], ...]] = {
 }
 FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 # Other layers that multiply matrices.
-OTHERS = (nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.Conv1d, nn.ConvTranspose1d)
+OTHER_MATMUL_LAYERS = (
+    nn.Linear,
+    nn.Bilinear,
+    nn.MultiheadAttention,
+    nn.RNNBase,
+    nn.Conv1d,
+    nn.ConvTranspose1d,
+)
 
 
 class ChannelsLast(RunCallback):
@@ -53,12 +61,12 @@ class ChannelsLast(RunCallback):
     Outputs follow the weights, regardless of the layout of the input. Results are the same up to
     rounding, since a different kernel sums in a different order.
 
-    With ``"auto"`` on a single process, the first training batch is run forward and backward four
-    times in each format before it is trained on, and leaves no trace; channels_last is kept if it
-    saves 3% of the time. If nothing can be measured, the layers decide: outside of training, with
-    several processes (DDP needs the final layout of the weights before the first batch), with
-    ``CompileModel`` (the compiler would be timed), and with deterministic algorithms (a measurement
-    is not repeatable).
+    With ``"auto"`` on a single process, forward and backward pass of the first training batch run
+    four times in each format before the first step, without side effects; channels_last is kept if
+    it saves 3% of the time. In other cases the decision follows the layers, as with ``"layers"``:
+    outside of training, with several processes (DDP needs the final layout of the weights before
+    the first batch), with ``CompileModel`` (the compiler would be timed), and with deterministic
+    algorithms (timing is not reproducible).
 
     Everything is restored when the run ends or fails. Checkpoints hold the optimizer state in its
     original layout.
@@ -66,8 +74,9 @@ class ChannelsLast(RunCallback):
     Nothing is logged; :meth:`report` contains the decision and its reason.
 
     Args:
-        policy: ``"auto"`` measures; ``"layers"`` uses channels_last if at least half of the layers
-            that multiply are convolutions over two or three dimensions; ``"always"`` uses it.
+        policy: ``"auto"`` measures; ``"layers"`` uses channels_last if at least half of the
+            matrix-multiplying layers are convolutions over two or three dimensions; ``"always"``
+            uses it in any case.
 
     Raises:
         ValueError: In ``__init__`` for another policy; in ``setup`` for ``"always"`` under FSDP,
@@ -91,7 +100,7 @@ class ChannelsLast(RunCallback):
         self._decision: dict[str, Any] = {}
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Decide before the strategy wraps the model, or leave it to a measurement."""
+        """Decide before the strategy wraps the model, unless the decision needs a measurement."""
         sharded = isinstance(
             trainer.strategy, (FSDPStrategy, ModelParallelStrategy, DeepSpeedStrategy)
         )
@@ -108,12 +117,12 @@ class ChannelsLast(RunCallback):
         elif not is_overridden("configure_model", pl_module):
             self._inspect(trainer, pl_module)
         elif trainer.world_size > 1:
-            self._decide(False, "configure_model creates the layers, and then they are wrapped")
+            self._decide(False, "configure_model creates the layers, which are wrapped immediately")
 
     def _inspect(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Decide by the layers, or leave it to a measurement."""
-        self._convolutions = found = Convolutions(pl_module)
-        if found.count == 0:
+        """Decide by the policy and the layers, unless the decision needs a measurement."""
+        self._convolutions = convolutions = Convolutions(pl_module)
+        if convolutions.count == 0:
             self._decide(False, "no convolutions over two or three dimensions")
             return
         if self.policy == "always":
@@ -121,8 +130,13 @@ class ChannelsLast(RunCallback):
             return
         obstacle = None if self.policy == "layers" else _obstacle_to_measuring(trainer)
         if self.policy == "layers" or obstacle is not None:
-            reason = f"{found.count} convolutions, {found.others} other layers that multiply"
-            self._decide(found.dominate, f"{reason} ({obstacle})" if obstacle else reason)
+            reason = (
+                f"{convolutions.count} convolutions, "
+                f"{convolutions.others} other layers that multiply"
+            )
+            self._decide(
+                convolutions.are_majority, f"{reason} ({obstacle})" if obstacle else reason
+            )
             return
         self._is_undecided = True
 
@@ -130,12 +144,12 @@ class ChannelsLast(RunCallback):
         self._is_undecided = False
         name = "channels_last" if channels_last else "contiguous"
         self._decision = {"memory format": name, "because": reason, **figures}
-        log.info("ChannelsLast: %s, because of %s.", name, reason)
+        log.info("ChannelsLast: %s. Reason: %s.", name, reason)
         if channels_last and self._convolutions is not None:
             self._convolutions.convert()
 
     def on_fit_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        """Inspect a model that is complete only now, and intercept the optimizers' states."""
+        """Inspect models of ``configure_model``, and convert optimizer states on save and load."""
         if not self._decision and not self._is_undecided:
             self._inspect(trainer, pl_module)
         convolutions = self._convolutions
@@ -152,15 +166,15 @@ class ChannelsLast(RunCallback):
     def on_train_batch_start(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
-        """Measure on the first batch, if the layers did not decide."""
+        """Measure on the first batch, if the decision needs it."""
         if not self._is_undecided or self._convolutions is None:
             return
         self._measure(self._convolutions, TrialStep(trainer, pl_module, batch, batch_idx))
         if self._is_undecided:
             recover_memory(pl_module.device)
-            by_layers = self._convolutions.dominate
-            self._decide(by_layers, "the layers, since memory ran out while measuring")
-        if self._convolutions.converted:  # optimizers have loaded their state already
+            by_layers = self._convolutions.are_majority
+            self._decide(by_layers, "the layers, because memory ran out during the measurement")
+        if self._convolutions.converted:  # optimizers loaded their state before the conversion
             for optimizer in trainer.optimizers:
                 self._convolutions.align_state(optimizer)
 
@@ -182,11 +196,16 @@ class ChannelsLast(RunCallback):
             if not is_out_of_memory(error):
                 raise
             return
-        contiguous, last = (statistics.median(times) for times in seconds.values())
+        contiguous_seconds, channels_last_seconds = (
+            statistics.median(times) for times in seconds.values()
+        )
         self._decide(
-            last < REQUIRED_SHARE * contiguous,
+            channels_last_seconds < MAX_TIME_SHARE * contiguous_seconds,
             "a measurement on the first batch",
-            **{"ms contiguous": 1e3 * contiguous, "ms channels_last": 1e3 * last},
+            **{
+                "ms contiguous": 1e3 * contiguous_seconds,
+                "ms channels_last": 1e3 * channels_last_seconds,
+            },
         )
 
     def report(self) -> Report:
@@ -205,13 +224,13 @@ class ChannelsLast(RunCallback):
 
 
 def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
-    """Return why a measurement is impossible or meaningless, or None."""
+    """Return the reason why a measurement is impossible or useless, else None."""
     if trainer.state.fn != "fit":
         return "no training to measure"
     if trainer.world_size > 1:
         return "several processes"
     if torch.are_deterministic_algorithms_enabled():
-        return "deterministic algorithms, and a measurement is not"
+        return "deterministic algorithms (timing is not reproducible)"
     is_compiled = has_compiled_parts(trainer.lightning_module) or any(
         isinstance(callback, RunCallback) and callback.compiles_model
         for callback in trainer.callbacks  # type: ignore[attr-defined]
@@ -222,15 +241,15 @@ def _obstacle_to_measuring(trainer: pl.Trainer) -> str | None:
 class Convolutions:
     """The weights of a model's convolutions, which can be switched to channels_last and back.
 
-    Outputs follow the weights. A weight that is part of a larger memory block is not switched,
-    because it would have to leave that block.
+    Outputs follow the weights. A weight that is a view of a larger memory block is not
+    converted, because it would no longer be a view.
 
     Args:
         model: A model with all of its layers.
 
     Attributes:
         count: Number of convolutions.
-        others: Number of other layers that multiply.
+        others: Number of other matrix-multiplying layers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -245,11 +264,11 @@ class Convolutions:
                     for weight in module.parameters():
                         if weight.ndim == ndim and _owns_memory(weight):
                             self._formats[weight] = FORMATS[ndim]
-            self.others += isinstance(module, OTHERS)
+            self.others += isinstance(module, OTHER_MATMUL_LAYERS)
 
     @property
-    def dominate(self) -> bool:
-        """Whether at least half of the layers that multiply are convolutions."""
+    def are_majority(self) -> bool:
+        """Whether at least half of the matrix-multiplying layers are convolutions."""
         return self.count > 0 and self.count >= self.others
 
     @property
@@ -269,7 +288,7 @@ class Convolutions:
         if not self.converted:
             return
         for weight, strides in self._strides.items():
-            weight.data = laid_out(weight.data, strides)
+            weight.data = with_strides(weight.data, strides)
         self._strides = {}
         self._align_gradients()
         for optimizer in optimizers:
@@ -278,12 +297,12 @@ class Convolutions:
     def _align_gradients(self) -> None:
         for weight in self._formats:
             if weight.grad is not None and not same_layout(weight.grad, weight):
-                weight.grad = laid_out(weight.grad, weight.stride())
+                weight.grad = with_strides(weight.grad, weight.stride())
 
     def align_state(self, optimizer: Optimizer) -> None:
         """Convert an optimizer's state to the layout of the weights.
 
-        Fused kernels require that, and the others are faster.
+        Fused kernels require the same layout, and other kernels are faster with it.
         """
         for weight in self._formats:
             state = optimizer.state.get(weight) or {}
@@ -309,9 +328,9 @@ def _owns_memory(weight: nn.Parameter) -> bool:
 
 
 def _with_layout(state: dict[str, Any], weight: Tensor, strides: tuple[int, ...]) -> dict[str, Any]:
-    """Return the tensors in ``state`` that have the weight's shape, with ``strides``."""
+    """Return copies with ``strides`` of the tensors in ``state`` that have the weight's shape."""
     return {
-        name: laid_out(value, strides)
+        name: with_strides(value, strides)
         for name, value in state.items()
         if isinstance(value, Tensor) and value.shape == weight.shape
     }

@@ -43,10 +43,10 @@ MANY_RECOMPILATIONS = 3
 class CompileModel(RunCallback):
     """Compiles the model with torch.compile, and falls back to eager if that fails.
 
-    The ``forward`` of the model's parts is replaced by compiled code while a stage runs. Classes,
-    parameter names, ``state_dict`` keys and hooks stay the same, so checkpoints load with and
-    without it. Metrics, logging and everything else that ``training_step`` does around its modules
-    run as before.
+    While a stage runs, compiled code replaces the ``forward`` of the model or of its parts, the
+    *regions*. Classes, parameter names, ``state_dict`` keys and hooks stay the same, so checkpoints
+    load with and without it. Metrics, logging and everything else that ``training_step`` does
+    around its modules run as before.
 
     If compiling a call or its backward graph fails, the call is rolled back (random numbers,
     buffers, attributes) and repeated uncompiled, and the region moves on to the next mode of the
@@ -57,8 +57,8 @@ class CompileModel(RunCallback):
     ================================ ============================================================
     ``mode``                         modes that are tried, in this order
     ================================ ============================================================
-    ``"auto"``                       ``default``, on every device; the others take minutes or
-                                     overwrite outputs
+    ``"auto"``                       ``default``; the other modes may compile for minutes or
+                                     overwrite earlier outputs
     ``"max-autotune"``               ``max-autotune``, ``reduce-overhead`` (on CUDA), ``default``
     ``"max-autotune-no-cudagraphs"`` this one, ``default``
     ``"reduce-overhead"``            ``reduce-overhead``, ``default``
@@ -70,7 +70,7 @@ class CompileModel(RunCallback):
     Logged when something was compiled, and when something failed:
 
     ========================== =================================================================
-    ``compile/seconds``        of compilation so far
+    ``compile/seconds``        seconds of compilation so far
     ``compile/graphs``         graphs compiled so far; backward graphs are not counted
     ``compile/graph_breaks``   places at which a graph ended and Python continued
     ``compile/recompilations`` calls that compiled a region again
@@ -79,23 +79,24 @@ class CompileModel(RunCallback):
 
     Args:
         mode: The first mode to try, see above.
-        scope: ``"model"`` compiles the module's ``forward`` and each of its submodules as a whole.
-            ``"regions"`` compiles the repeated blocks, one compilation for all blocks of one
-            structure; the rest runs uncompiled. A model without repeated blocks is compiled as
-            under ``"model"``.
+        scope: ``"model"`` compiles the module's ``forward`` and each of its outermost submodules,
+            each as one region. ``"regions"`` compiles the repeated blocks only; blocks of the same
+            structure are one region and share their compiled code. A model without repeated blocks
+            is compiled as with ``"model"``.
         dynamic: As in ``torch.compile``: ``None`` compiles for the first shapes, and for any shapes
-            once they change; ``True`` for any from the start; ``False`` again for each.
-        fullgraph: Whether a part that cannot be traced into one graph counts as a failure.
+            once they change; ``True`` compiles for any shapes from the start; ``False`` compiles
+            again for each new shape.
+        fullgraph: Whether a region that cannot be traced into one graph counts as a failure.
         backend: As in ``torch.compile``, such as ``"inductor"`` or ``"aot_eager"``.
-        measure: Whether to measure if compiling pays. A fit begins with a few timed uncompiled
-            steps. If the remaining steps could save the time that compilation takes, compiled steps
-            are timed too, and kept if they are faster. All ranks decide alike; the report contains
-            the decision.
+        measure: Whether to measure if compiling saves time. A fit begins with a few timed
+            uncompiled steps. If the remaining steps could save the time of compilation, a few
+            compiled steps are timed, and the faster code is kept. All ranks make the same decision,
+            which the report contains.
 
     Raises:
         ValueError: In ``__init__`` for an unknown mode or scope, or a mode for another backend than
-            inductor; in ``setup`` for an unknown backend, under DeepSpeed, for a second
-            ``CompileModel``, for a compiled model, and beside callbacks that need individual
+            inductor; in ``setup`` for an unknown backend, with DeepSpeed, for a second
+            ``CompileModel``, for a compiled model, and with callbacks that need individual
             operators.
 
     Example:
@@ -127,8 +128,8 @@ class CompileModel(RunCallback):
             raise ValueError(f"scope must be 'model' or 'regions', got {scope!r}.")
         if mode != "auto" and backend != "inductor":
             raise ValueError(
-                f"mode={mode!r} is for backend='inductor', and backend={backend!r} is given. Leave "
-                "mode at 'auto'."
+                f"mode={mode!r} is for backend='inductor', got backend={backend!r}. Leave mode "
+                "at 'auto'."
             )
         self.mode, self.scope = mode, scope
         self.dynamic, self.fullgraph, self.backend = dynamic, fullgraph, backend
@@ -165,7 +166,8 @@ class CompileModel(RunCallback):
         """Discard the modes that failed on another model."""
         self._reset()
 
-    # Not in `on_fit_start`: there other callbacks replace `forward`, and belong below.
+    # Not in `on_fit_start`, where other callbacks replace `forward`: compiled code must wrap
+    # theirs.
 
     def on_sanity_check_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Replace ``forward`` of the regions."""
@@ -180,7 +182,7 @@ class CompileModel(RunCallback):
             self.backend, self.fullgraph, self.dynamic, device, self._warn_of_failure
         )
         modes = modes_for(self.mode, device.type)
-        self._rank = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
+        self._rank_text = f" on rank {trainer.global_rank}" if trainer.world_size > 1 else ""
         self._options = options
         self._stack = ExitStack()
         self._stack.enter_context(remove_marks(pl_module))
@@ -227,7 +229,7 @@ class CompileModel(RunCallback):
     # --- steps ----------------------------------------------------------------------------------
 
     def on_train_batch_start(self, *args: Any, **kwargs: Any) -> None:
-        """Start to time the step, if compiling is measured."""
+        """Start the clock of the step, if compiling is measured."""
         self.on_validation_batch_start()
         if self._comparison is not None and not self._comparison.result:
             self._comparison.start_step()
@@ -258,17 +260,17 @@ class CompileModel(RunCallback):
 
     # --- results --------------------------------------------------------------------------------
 
-    def _warn_of_failure(self, region: Region, failed: str, error: BaseException) -> None:
-        """Warn once for each reason, on the rank of the failure: other ranks may have none."""
+    def _warn_of_failure(self, region: Region, failed_mode: str, error: BaseException) -> None:
+        """Warn once for each reason, on the rank that failed: other ranks may not fail."""
         if region.reason in self._warned:
             return
         self._warned.add(region.reason)
-        then = "uncompiled" if region.mode == EAGER else f"in mode {region.mode!r}"
-        mode = f" in mode {failed!r}" if self.backend == "inductor" else ""
+        next_mode_text = "uncompiled" if region.mode == EAGER else f"in mode {region.mode!r}"
+        failed_mode_text = f" in mode {failed_mode!r}" if self.backend == "inductor" else ""
         warnings.warn(
-            f"CompileModel: {region.name} ({region.kind}) could not be compiled{mode}"
-            f"{self._rank} and runs {then} from now on. That call ran uncompiled, so nothing is "
-            f"lost. The reason: {region.reason}",
+            f"CompileModel: {region.name} ({region.kind}) could not be compiled{failed_mode_text}"
+            f"{self._rank_text} and runs {next_mode_text} from now on. That call ran uncompiled, "
+            f"so no batch is lost. The reason: {region.reason}",
             stacklevel=2,
         )
 

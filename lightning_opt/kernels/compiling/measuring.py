@@ -1,4 +1,4 @@
-"""Decides by measurement whether compiled steps are kept."""
+"""Times uncompiled and compiled steps, and keeps the faster code."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from lightning_opt.kernels.compiling.regions import Region
 if TYPE_CHECKING:
     import lightning.pytorch as pl
 
-# Steps before the timed ones, and the timed ones; of uncompiled code, then of compiled code.
-WARMUP = 2
-TIMED = 5
-# Minimum seconds that compilation and new processes take.
-STARTUP = 20.0
-# Largest share of a step that compiling is expected to save.
-BEST_SAVING = 0.5
-# Share of a step that compiling must save to be kept.
-REQUIRED_SAVING = 0.02
+# Number of untimed steps and of timed steps, first of uncompiled code and then of compiled code.
+WARMUP_STEPS = 2
+TIMED_STEPS = 5
+# Assumed seconds of compilation, at least.
+MIN_STARTUP_SECONDS = 20.0
+# Maximum share of a step's time that compiling is expected to save.
+MAX_SAVING_SHARE = 0.5
+# Minimum share of a step's time that compiling must save.
+MIN_SAVING_SHARE = 0.02
 
 
-def may_pay(eager: float, remaining: float) -> bool:
-    """Return whether the remaining steps could save more time than the startup takes.
+def can_save_time(eager_seconds: float, remaining_steps: float) -> bool:
+    """Return whether the remaining steps could save more time than compilation takes.
 
     Args:
-        eager: Seconds of an uncompiled step.
-        remaining: Number of remaining steps.
+        eager_seconds: Seconds of an uncompiled step.
+        remaining_steps: Number of remaining steps.
     """
-    return eager * remaining * BEST_SAVING > STARTUP
+    return eager_seconds * remaining_steps * MAX_SAVING_SHARE > MIN_STARTUP_SECONDS
 
 
 class Comparison:
@@ -46,7 +46,7 @@ class Comparison:
         device: The device that computes the steps.
 
     Attributes:
-        result: The decision in words; empty before it.
+        result: The decision in words; empty until it is made.
     """
 
     def __init__(self, regions: Sequence[Region], device: torch.device) -> None:
@@ -56,7 +56,7 @@ class Comparison:
         self._device = device
         self._clock = StepClock(device)
         self._steps = 0
-        self._eager = 0.0
+        self._eager_seconds = 0.0
         self._run_eagerly()
 
     def _run_eagerly(self) -> None:
@@ -64,7 +64,7 @@ class Comparison:
             region.use_mode(len(region.modes) - 1)
 
     def start_step(self) -> None:
-        """Start to time a step, when the device has finished earlier work."""
+        """Start the clock, after the device has finished earlier work."""
         wait_for(self._device)
         self._clock.start()
 
@@ -74,27 +74,28 @@ class Comparison:
         self._clock.stop()
         self._clock.pause()
         self._steps += 1
-        if self._steps < WARMUP + TIMED:
+        if self._steps < WARMUP_STEPS + TIMED_STEPS:
             return
-        median = statistics.median(self._clock.read(wait=True)[WARMUP:])
-        own = torch.tensor(median, device=trainer.strategy.root_device)
-        median = float(trainer.strategy.reduce(own, reduce_op="mean"))
+        median = statistics.median(self._clock.read(wait=True)[WARMUP_STEPS:])
+        local_median = torch.tensor(median, device=trainer.strategy.root_device)
+        median = float(trainer.strategy.reduce(local_median, reduce_op="mean"))
         self._steps = 0
-        if self._eager:
-            times = f"a step takes {1e3 * median:.3g} ms, and {1e3 * self._eager:.3g} ms uncompiled"
-            is_faster = median <= (1 - REQUIRED_SAVING) * self._eager
+        if self._eager_seconds:
+            eager_ms = 1e3 * self._eager_seconds
+            times = f"a step takes {1e3 * median:.3g} ms, and {eager_ms:.3g} ms uncompiled"
+            is_faster = median <= (1 - MIN_SAVING_SHARE) * self._eager_seconds
             self.result = f"{'kept' if is_faster else 'reverted'}: {times}"
             if not is_faster:
                 self._run_eagerly()
             return
-        self._eager = median
-        remaining = _remaining_steps(trainer)
-        if may_pay(median, remaining):
+        self._eager_seconds = median
+        remaining_steps = _remaining_steps(trainer)
+        if can_save_time(median, remaining_steps):
             for region, mode in zip(self.regions, self._modes, strict=True):
                 region.use_mode(mode)
             return
-        few = f"{remaining:.0f} steps of {1e3 * median:.3g} ms remain"
-        self.result = f"not compiled: {few}, which cannot save the time that the start takes"
+        steps = f"{remaining_steps:.0f} steps of {1e3 * median:.3g} ms remain"
+        self.result = f"not compiled: {steps}, which cannot save the time that compilation takes"
 
 
 def _remaining_steps(trainer: pl.Trainer) -> float:

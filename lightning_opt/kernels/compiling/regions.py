@@ -1,8 +1,9 @@
 """A compiled part of a model, which changes to its next mode if compilation fails.
 
-A region is one module, or several of one structure that share their compiled code. Only ``forward``
-is compiled, below the modules' hooks: hooks of strategies (FSDP2 gathers parameters in them) and of
-other callbacks run unchanged, and a checkpointed ``forward`` is inside the graph.
+A region is one module, or several modules of the same structure that share their compiled code.
+Only ``forward`` is compiled, below the modules' hooks: hooks of strategies (FSDP2 gathers
+parameters in them) and of other callbacks run unchanged, and a checkpointed ``forward`` is inside
+the graph.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from lightning_opt.core.modules.patching import ReplacedForward, replaced
 from lightning_opt.core.modules.preserve import StepState
 
 EAGER = "eager"
-# Number of shapes that are stored as having run.
+# Maximum number of stored shapes that have run.
 MAX_SHAPES = 1000
-# Modules of compilers' exception classes.
+# Python modules of compilers' exception classes.
 COMPILERS = ("torch._dynamo.", "torch._inductor.", "torch._functorch.", "triton.")
 # Paths of compilers and of the code that runs compiled graphs.
 COMPILER_PATHS = ("/torch/_dynamo/", "/torch/_inductor/", "/torch/_functorch/", "/triton/")
@@ -41,8 +42,8 @@ class CompileOptions:
     """Settings that all regions of a run share.
 
     Attributes:
-        backend: As in ``torch.compile``, like ``fullgraph`` and ``dynamic``.
-        device: Where the model runs.
+        backend: As in ``torch.compile``; so are ``fullgraph`` and ``dynamic``.
+        device: Device of the model.
         on_failure: Called with a region, the mode that failed and the error.
         paused: If True, modules run uncompiled.
     """
@@ -56,7 +57,7 @@ class CompileOptions:
 
 
 class Region:
-    """Modules of one structure that share their compiled code.
+    """Modules of the same structure that share their compiled code.
 
     Args:
         name: Name of the first module.
@@ -121,29 +122,29 @@ class Region:
     def _function(self) -> Callable[..., Any]:
         """Return ``forward`` as a function with a code object of its own.
 
-        torch stores compiled code, and the sizes that it has seen, by code object and name, so
-        regions share nothing. Functions of torch itself are called through one of ours: torch would
-        wrap them in one function, and all regions would share its limit of compilations.
+        torch stores compiled code and earlier input sizes by code object and name, so regions share
+        nothing. Functions of torch itself are called through a function of this file: torch would
+        wrap them all in one function, and regions would share its limit of compilations.
         """
         function: Any = type(self.forwards[0].module).forward if self.takes_module else _run
         if function.__module__.startswith("torch."):
             function = _class_forward
-        own = FunctionType(
+        copy = FunctionType(
             function.__code__.replace(co_name=f"{function.__name__}_{next(_numbers)}"),
             function.__globals__,
             function.__name__,
             function.__defaults__,
             function.__closure__,
         )
-        own.__kwdefaults__ = function.__kwdefaults__
-        return own
+        copy.__kwdefaults__ = function.__kwdefaults__
+        return copy
 
     def fall_back(self, error: BaseException) -> None:
         """Use the next mode that may work, and report the reason."""
-        failed = self.mode
+        failed_mode = self.mode
         self.reason = reason(error)
         self.use_mode(len(self.modes) if fails_in_every_mode(error) else self.mode_index + 1)
-        self.options.on_failure(self, failed, error)
+        self.options.on_failure(self, failed_mode, error)
 
     def apply(self, stack: ExitStack) -> None:
         """Replace ``forward`` of the modules until ``stack`` is closed."""
@@ -178,7 +179,7 @@ class CompiledForward(ReplacedForward):
         self._before: StepState | None = None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_compiling():  # inside a compiled region around this one
+        if torch.compiler.is_compiling():  # another compiled region contains this one
             return _run(self, *args, **kwargs)
         compiled, options = self.region.compiled, self.region.options
         if compiled is None or options.paused:
@@ -190,8 +191,8 @@ class CompiledForward(ReplacedForward):
         region = self.region
         mode = (self.module.training, torch.is_grad_enabled(), torch.is_inference_mode_enabled())
         key = (mode, _shapes(args), _shapes(kwargs))
-        # Known shapes compile nothing, or fail before anything has run. After a graph break that is
-        # not so: a later part may be compiled after an earlier one has run.
+        # With known shapes nothing is compiled, or compilation fails before anything has run, so no
+        # state is saved. After a graph break, a later part may compile after an earlier one ran.
         known = key in self._known and not region.breaks
         before = None if known else self._save_state()
         versions = [] if known else _versions((args, kwargs))
@@ -224,7 +225,7 @@ class CompiledForward(ReplacedForward):
         args: Any,
         kwargs: Any,
     ) -> Any:
-        """Repeat the call uncompiled; outside of ``except``, so that the model's errors stand."""
+        """Repeat the call uncompiled, outside of ``except``: the model's errors stay unchained."""
         if is_out_of_memory(problem):
             raise problem
         if before is not None:
@@ -239,7 +240,7 @@ class CompiledForward(ReplacedForward):
         with replaced(self.region.options, paused=True):
             output = _run(self, *args, **kwargs)
         if before is None and not is_compiler_error(problem):
-            raise problem  # compiled code failed half-way, and there is no state to restore
+            raise problem  # compiled code failed midway, and no state was saved
         self.region.fall_back(problem)
         return output
 
@@ -267,8 +268,8 @@ def _run(forward: CompiledForward, /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _class_forward(module: nn.Module, /, *args: Any, **kwargs: Any) -> Any:
-    kind: Any = type(module)
-    return kind.forward(module, *args, **kwargs)
+    cls: Any = type(module)
+    return cls.forward(module, *args, **kwargs)
 
 
 def _shapes(value: Any) -> Any:
@@ -302,7 +303,7 @@ def is_compiler_error(error: BaseException) -> bool:
 
 
 def fails_in_every_mode(error: BaseException) -> bool:
-    """Return whether tracing failed: modes differ only in later stages."""
+    """Return whether tracing failed, which is the same in every mode."""
     names = {kind.__name__ for kind in type(error).__mro__}
     return "TorchDynamoException" in names and "BackendCompilerFailed" not in names
 

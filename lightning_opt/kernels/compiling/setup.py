@@ -1,4 +1,4 @@
-"""Which modules are compiled, in which modes, and torch's settings meanwhile."""
+"""Selection of the modules to compile, their modes, and torch's settings while they run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from lightning_opt.kernels.compiling.regions import CompileOptions, Region
 from lightning_opt.trainer.run_callback import RunCallback
 
 # Prefixes of the attributes that torch.compile sets on parameters and buffers.
-MARKS = ("_dynamo", "_has_dynamo")
+MARK_PREFIXES = ("_dynamo", "_has_dynamo")
 
 
 def modes_for(mode: str, device: str) -> tuple[str, ...]:
@@ -33,17 +33,18 @@ def find_regions(
 ) -> list[Region]:
     """Return the regions of ``model``.
 
-    With the scope ``"regions"``, one region for all blocks of one structure, if there are any.
-    Otherwise the model's own ``forward`` and the modules that ``training_step`` may call directly.
+    With the scope ``"regions"``, all repeated blocks of the same structure form one region. Without
+    such blocks, and with the scope ``"model"``, the model's ``forward`` and each module that
+    ``training_step`` may call are regions.
     """
     if scope == "regions":
         regions = _block_regions(model, modes, options)
         if regions:
             return regions
-    own = [] if type(model).forward is pl.LightningModule.forward else [("forward", model)]
+    own_forward = [] if type(model).forward is pl.LightningModule.forward else [("forward", model)]
     return [
         Region(name, [module], modes, options)
-        for name, module in (*own, *_outermost_modules(model, ""))
+        for name, module in (*own_forward, *_outermost_modules(model, ""))
     ]
 
 
@@ -68,10 +69,10 @@ def _block_regions(model: nn.Module, modes: Sequence[str], options: CompileOptio
             name = name.rpartition(".")[0]
             module = _submodule(model, name)
         if _can_compile(module):
-            kind = signature(module)
-            names.setdefault(kind, name or "model")
-            groups.setdefault(kind, {})[module] = None
-    return [Region(names[kind], list(group), modes, options) for kind, group in groups.items()]
+            structure = signature(module)
+            names.setdefault(structure, name or "model")
+            groups.setdefault(structure, {})[module] = None
+    return [Region(names[key], list(group), modes, options) for key, group in groups.items()]
 
 
 def _submodule(model: nn.Module, name: str) -> nn.Module:
@@ -94,8 +95,8 @@ def compile_settings(regions: Sequence[Region], scope: str, is_ddp: bool) -> Ite
     """Set torch's compiler configuration while a stage runs.
 
     Backward graphs are compiled in the forward pass, where each rank can still recover from a
-    failure on its own. DDP's splitting of graphs into buckets is for whole models: blocks are small
-    enough, and it fails on graphs with checkpointing.
+    failure on its own. DDP's graph splitting is disabled for blocks, which are small already, and
+    for checkpointed modules, where it fails.
     """
     import torch._dynamo.config as dynamo_config
     import torch._functorch.config as functorch_config
@@ -111,14 +112,14 @@ def compile_settings(regions: Sequence[Region], scope: str, is_ddp: bool) -> Ite
 
 @contextmanager
 def remove_marks(model: nn.Module) -> Iterator[None]:
-    """Remove the attributes that torch.compile sets on tensors inside the context."""
+    """On exit, remove the attributes that torch.compile has set on the model's tensors."""
     tensors = [*model.parameters(), *model.buffers()]
     before = {id(tensor): set(vars(tensor)) for tensor in tensors if vars(tensor)}
     try:
         yield
     finally:
         for tensor in (*model.parameters(), *model.buffers()):
-            for name in [name for name in vars(tensor) if name.startswith(MARKS)]:
+            for name in [name for name in vars(tensor) if name.startswith(MARK_PREFIXES)]:
                 if name not in before.get(id(tensor), ()):
                     delattr(tensor, name)
 
@@ -131,13 +132,13 @@ def check_compatible(trainer: pl.Trainer, model: pl.LightningModule) -> None:
     """
     if getattr(model, "_compiler_ctx", None) is not None:
         raise ValueError(
-            "The model was passed through torch.compile before, and CompileModel would compile it "
-            "twice. Pass the model itself to the Trainer, or remove CompileModel."
+            "The model was passed through torch.compile already, and CompileModel would compile it "
+            "twice. Pass the original model to the Trainer, or remove CompileModel."
         )
     for other in trainer.callbacks:  # type: ignore[attr-defined]
         if isinstance(other, RunCallback) and other.needs_operators:
             raise ValueError(
                 f"{type(other).__name__}({other.needs_operators}) needs to see individual "
-                "operators, and CompileModel fuses them. Use policy 'every_layer', 'sqrt', "
+                "operators, but CompileModel fuses them. Use policy 'every_layer', 'sqrt', "
                 "'block', 'every_nth' or 'custom' with CompileModel, and no offload."
             )

@@ -1,8 +1,8 @@
 """Optimizers on torch's fused kernels.
 
-Fused kernels read parameter, gradient and state as flat arrays. On CUDA they raise if the values
-have different memory orders. On a CPU (torch 2.13) they do not check that and would update weights
-with the gradients of others, so it is checked here before each update.
+Fused kernels read parameter, gradient and state as flat arrays. On CUDA they raise if the memory
+orders differ. On a CPU (torch 2.13) they do not check the order and would update weights with wrong
+gradients, so this module converts the order before each update.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from lightning_opt.core.modules.sharding import is_dtensor
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
-from lightning_opt.kernels.layouts import is_dense, laid_out, same_layout
+from lightning_opt.kernels.layouts import is_dense, same_layout, with_strides
 from lightning_opt.trainer.run_callback import RunCallback
 
 if TYPE_CHECKING:
@@ -29,20 +29,20 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-FUSED: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)
-# The values that select the fused kernel in a parameter group.
-FLAGS = {"fused": True, "foreach": False}
-# torch sets this attribute when it has checked a fused optimizer.
-CHECKED = "_need_device_dtype_check_for_fused"
+FUSABLE: tuple[type[Optimizer], ...] = (AdamW, Adam, SGD, Adagrad)
+# The options of a parameter group that select the fused kernel.
+FUSED_FLAGS = {"fused": True, "foreach": False}
+# torch sets this attribute after checking a fused optimizer.
+CHECKED_ATTRIBUTE = "_need_device_dtype_check_for_fused"
 
 
 class FusedOptimizer(RunCallback):
     """Switches optimizers to torch's fused implementation during the run.
 
     A fused update makes one pass over parameter, gradient and state; the default makes one pass for
-    each operation. Adam, AdamW, SGD and Adagrad have one, and so do subclasses that do not override
-    ``step``. A trial update shows whether it runs for the parameters' device and dtype. Other
-    optimizers are not changed, and :meth:`report` contains the reason.
+    each operation. Adam, AdamW, SGD and Adagrad have a fused update, and so do subclasses that do
+    not override ``step``. A trial update shows whether it supports the parameters' device and
+    dtype. Other optimizers are not changed, and :meth:`report` contains the reason.
 
     Results are equal up to rounding.
 
@@ -96,7 +96,7 @@ class FusedOptimizer(RunCallback):
     def on_before_optimizer_step(
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, optimizer: Optimizer
     ) -> None:
-        """Convert the gradients' layout, or restore the optimizer if the kernel cannot use them."""
+        """Convert the gradients' layout; if the kernel cannot use them, restore the optimizer."""
         for index, fused in (self._fused or {}).items():
             if fused.optimizer is not optimizer:
                 continue
@@ -115,7 +115,7 @@ class FusedOptimizer(RunCallback):
             return
 
     def diagnose(self) -> list[Verdict]:
-        """Return the implementations that ran; after ``fit`` the optimizers no longer show them."""
+        """Return a verdict that names the implementation of each optimizer."""
         if not self._rows:
             return []
         finding = "; ".join(
@@ -126,7 +126,7 @@ class FusedOptimizer(RunCallback):
         return [Verdict("optimizer", "ok", f"{finding}.")]
 
     def report(self) -> Report:
-        """Return the implementation of each optimizer, and why it is not fused."""
+        """Return the implementation of each optimizer, and the reason if it is not fused."""
         return Report("FusedOptimizer", self._rows)
 
     def release(self, trainer: pl.Trainer) -> None:
@@ -145,7 +145,10 @@ def _implementation(optimizer: Optimizer) -> str:
 
 
 def obstacle_to_fused(optimizer: Optimizer) -> str | None:
-    """Return why ``optimizer`` cannot be fused, or None. Parameters are on their device already."""
+    """Return the reason why ``optimizer`` cannot be fused, or None.
+
+    Its parameters must be on their final device.
+    """
     groups = optimizer.param_groups
     base = _fused_base(type(optimizer))
     if all(group.get("fused") for group in groups):
@@ -162,7 +165,7 @@ def obstacle_to_fused(optimizer: Optimizer) -> str | None:
         return "momentum with dampening"
     parameters = [parameter for group in groups for parameter in group["params"]]
     if len({getattr(parameter, "device_mesh", None) for parameter in parameters}) > 1:
-        return "parameters that are sharded in different ways"  # one kernel updates them all
+        return "parameters that are sharded in different ways"  # one kernel updates all of them
     return next((why for p in parameters if (why := _obstacle_in(p, base)) is not None), None)
 
 
@@ -180,10 +183,10 @@ def _obstacle_in(parameter: Tensor, base: type[Optimizer]) -> str | None:
     return None
 
 
-def _fused_base(kind: type[Optimizer]) -> type[Optimizer] | None:
-    """Return the fusable class of torch whose update ``kind`` inherits unchanged, or None."""
-    for parent in kind.__mro__:
-        if parent in FUSED:
+def _fused_base(cls: type[Optimizer]) -> type[Optimizer] | None:
+    """Return torch's fusable class whose update ``cls`` inherits unchanged, or None."""
+    for parent in cls.__mro__:
+        if parent in FUSABLE:
             return parent
         if "step" in vars(parent) or "_init_group" in vars(parent):
             return None
@@ -198,8 +201,8 @@ def _works_fused(base: Callable[..., Optimizer], device: str, dtype: torch.dtype
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             base([parameter], lr=0.5, fused=True).step()
-        return bool(parameter.item() < 0)  # once for each kind of optimizer
-    except (RuntimeError, TypeError, ValueError):  # depends on the version of torch
+        return bool(parameter.item() < 0)  # cached, so this wait occurs once per class
+    except (RuntimeError, TypeError, ValueError):  # which of them depends on the version of torch
         return False
 
 
@@ -216,7 +219,7 @@ class Fused:
     def __init__(self, optimizer: Optimizer) -> None:
         self.optimizer = optimizer
         self._defaults = _flags_of(optimizer.defaults)
-        self._was_checked = CHECKED in vars(optimizer)
+        self._was_checked = CHECKED_ATTRIBUTE in vars(optimizer)
         self._apply()
         self._hooks = [
             optimizer.register_state_dict_post_hook(
@@ -228,7 +231,7 @@ class Fused:
     def _apply(self) -> None:
         self._before = [_flags_of(group) for group in self.optimizer.param_groups]
         for settings in (self.optimizer.defaults, *self.optimizer.param_groups):
-            settings.update(FLAGS)
+            settings.update(FUSED_FLAGS)
         # Step counts must be on the parameters' device, other state in their memory order.
         for parameter, state in self.optimizer.state.items():
             for name, value in state.items():
@@ -237,10 +240,10 @@ class Fused:
                 if name == "step":
                     state[name] = value.to(parameter.device, torch.float32)
                 elif value.shape == parameter.shape and not same_layout(value, parameter):
-                    state[name] = laid_out(value, parameter.stride())
+                    state[name] = with_strides(value, parameter.stride())
 
     def prepare_update(self) -> str | None:
-        """Convert the gradients' layout; return why the kernel cannot use them, or None."""
+        """Convert the gradients' layout; return the reason if the kernel cannot use them."""
         for group in self.optimizer.param_groups:
             has_momentum = bool(group.get("momentum")) and isinstance(self.optimizer, SGD)
             for parameter in group["params"]:
@@ -252,7 +255,7 @@ class Fused:
                 if gradient.dtype != parameter.dtype:
                     return f"gradients of {gradient.dtype}"
                 if gradient.stride() != parameter.stride() and not same_layout(gradient, parameter):
-                    parameter.grad = laid_out(gradient, parameter.stride())
+                    parameter.grad = with_strides(gradient, parameter.stride())
                 if has_momentum:
                     state = self.optimizer.state[parameter]
                     if state.get("momentum_buffer") is None:
@@ -264,7 +267,7 @@ class Fused:
         return None
 
     def _restore_flags(self, groups: list[dict[str, Any]]) -> None:
-        """Restore the user's flags; groups that were added since get the defaults."""
+        """Restore the user's flags; groups added later get the defaults."""
         for index, group in enumerate(groups):
             group.update(self._before[index] if index < len(self._before) else self._defaults)
 
@@ -274,8 +277,8 @@ class Fused:
         self._restore_flags(self.optimizer.param_groups)
         self.optimizer.defaults.update(self._defaults)
         if not self._was_checked:
-            vars(self.optimizer).pop(CHECKED, None)
+            vars(self.optimizer).pop(CHECKED_ATTRIBUTE, None)
 
 
 def _flags_of(settings: dict[str, Any]) -> dict[str, Any]:
-    return {flag: settings.get(flag) for flag in FLAGS}
+    return {flag: settings.get(flag) for flag in FUSED_FLAGS}

@@ -1,4 +1,4 @@
-"""Functions that change one setting of the process, and return how to undo it."""
+"""Functions that change one process setting each, and return the result with an undo function."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-CUBLAS = "CUBLAS_WORKSPACE_CONFIG"
-CUBLAS_DETERMINISTIC = (":4096:8", ":16:8")
-ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-EXPANDABLE = "expandable_segments"
+CUBLAS_ENV_VAR = "CUBLAS_WORKSPACE_CONFIG"
+DETERMINISTIC_WORKSPACES = (":4096:8", ":16:8")
+ALLOCATOR_ENV_VARS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+EXPANDABLE_SEGMENTS = "expandable_segments"
 
 
 @dataclass
@@ -23,17 +23,17 @@ class Outcome:
     """The result of changing a setting.
 
     Attributes:
-        setting: Its name.
-        asked: The requested value.
+        setting: Name of the setting.
+        requested: The requested value.
         before: The previous value.
         done: Whether the requested value is in use.
-        note: A remark; if the setting was not changed, the reason.
-        failed: Whether that is unexpected and deserves a warning.
+        note: A remark, or the reason why the setting was not changed.
+        failed: Whether the change failed unexpectedly, so that a warning is due.
         undo: Restores the previous value.
     """
 
     setting: str
-    asked: Any
+    requested: Any
     before: Any = None
     done: bool = True
     note: str = ""
@@ -43,15 +43,15 @@ class Outcome:
     def row(self) -> dict[str, Any]:
         return {
             "setting": self.setting,
-            "asked": str(self.asked),
+            "asked": str(self.requested),
             "before": "" if self.before is None else str(self.before),
             "set": self.done,
             "note": self.note,
         }
 
 
-def _not_set(setting: str, asked: Any, note: str, *, failed: bool = False) -> Outcome:
-    return Outcome(setting, asked, done=False, note=note, failed=failed)
+def _not_set(setting: str, requested: Any, note: str, *, failed: bool = False) -> Outcome:
+    return Outcome(setting, requested, done=False, note=note, failed=failed)
 
 
 def set_matmul_precision(precision: str, device: torch.device) -> Outcome:
@@ -59,11 +59,11 @@ def set_matmul_precision(precision: str, device: torch.device) -> Outcome:
     try:
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(precision)
-    except RuntimeError as error:  # torch's newer API is in use, and the two do not mix
+    except RuntimeError as error:  # torch's newer API was used, which excludes this one
         return _not_set(name, precision, str(error).splitlines()[0], failed=True)
     note = ""
     if device.type == "cpu" and precision != "highest":
-        note = "on a CPU it permits oneDNN to round, which few CPUs support"
+        note = "on a CPU it permits oneDNN to use lower precision, which few CPUs support"
     undo = functools.partial(torch.set_float32_matmul_precision, before)
     return Outcome(name, precision, before, note=note, undo=undo)
 
@@ -88,24 +88,25 @@ def set_deterministic() -> Outcome:
     warn_only = torch.is_deterministic_algorithms_warn_only_enabled()
     cudnn = torch.backends.cudnn
     flags = (cudnn.deterministic, cudnn.benchmark)
-    workspace = os.environ.get(CUBLAS)
+    workspace = os.environ.get(CUBLAS_ENV_VAR)
     torch.use_deterministic_algorithms(True)
     cudnn.deterministic, cudnn.benchmark = True, False
     note = ""
-    if workspace not in CUBLAS_DETERMINISTIC:
-        os.environ[CUBLAS] = CUBLAS_DETERMINISTIC[0]
+    if workspace not in DETERMINISTIC_WORKSPACES:
+        os.environ[CUBLAS_ENV_VAR] = DETERMINISTIC_WORKSPACES[0]
         if workspace is not None:
-            note = f"{CUBLAS} was {workspace}"
+            note = f"{CUBLAS_ENV_VAR} was {workspace}"
         elif torch.cuda.is_available() and torch.cuda.memory_allocated():
-            note = f"if cuBLAS ran before, set {CUBLAS}={CUBLAS_DETERMINISTIC[0]} before you start"
+            setting = f"{CUBLAS_ENV_VAR}={DETERMINISTIC_WORKSPACES[0]}"
+            note = f"too late if cuBLAS was used already: set {setting} before you start"
 
     def undo() -> None:
         torch.use_deterministic_algorithms(before, warn_only=warn_only)
         cudnn.deterministic, cudnn.benchmark = flags
         if workspace is None:
-            os.environ.pop(CUBLAS, None)
+            os.environ.pop(CUBLAS_ENV_VAR, None)
         else:
-            os.environ[CUBLAS] = workspace
+            os.environ[CUBLAS_ENV_VAR] = workspace
 
     return Outcome("deterministic", True, before, note=note, undo=undo)
 
@@ -114,33 +115,33 @@ def set_expandable_segments(device: torch.device) -> Outcome:
     """Let CUDA's allocator grow its segments instead of adding new ones."""
     name = "allocator"
     if device.type != "cuda":
-        return _not_set(name, EXPANDABLE, f"{device.type} has no such allocator")
+        return _not_set(name, EXPANDABLE_SEGMENTS, f"{device.type} has no such allocator")
     if not sys.platform.startswith("linux"):
-        return _not_set(name, EXPANDABLE, "only on Linux", failed=True)
+        return _not_set(name, EXPANDABLE_SEGMENTS, "only on Linux", failed=True)
     present = _allocator_settings()
-    if EXPANDABLE in present:
-        return _not_set(name, EXPANDABLE, f"it is set to {present} already")
-    wanted = f"{EXPANDABLE}:True"
+    if EXPANDABLE_SEGMENTS in present:
+        return _not_set(name, EXPANDABLE_SEGMENTS, f"it is set to {present} already")
+    requested = f"{EXPANDABLE_SEGMENTS}:True"
     try:
-        # The whole setting is parsed again: options that are not repeated would be reset.
-        _configure_allocator(f"{present},{wanted}" if present else wanted)
+        # The allocator resets options that are missing, so the present ones are repeated.
+        _configure_allocator(f"{present},{requested}" if present else requested)
     except (RuntimeError, ValueError, AttributeError) as error:
-        note = f"{error}; set {ALLOCATOR[1]}={wanted} before you start"
-        return _not_set(name, EXPANDABLE, note, failed=True)
+        note = f"{error}; set {ALLOCATOR_ENV_VARS[1]}={requested} before you start"
+        return _not_set(name, EXPANDABLE_SEGMENTS, note, failed=True)
     reserved = torch.cuda.memory_reserved(device)
     note = ""
     if reserved:
         note = f"too late for {reserved >> 20} MiB that are reserved already"
-    undo = functools.partial(_configure_allocator, present or f"{EXPANDABLE}:False")
-    return Outcome(name, EXPANDABLE, present, note=note, undo=undo)
+    undo = functools.partial(_configure_allocator, present or f"{EXPANDABLE_SEGMENTS}:False")
+    return Outcome(name, EXPANDABLE_SEGMENTS, present, note=note, undo=undo)
 
 
 def _allocator_settings() -> str:
-    """Return the allocator's settings, from the environment or set since."""
+    """Return the allocator's current settings; if torch cannot return them, the environment's."""
     read = getattr(torch._C, "_accelerator_getAllocatorSettings", None)
     if read is not None:
         return str(read())
-    return next((os.environ[name] for name in ALLOCATOR if os.environ.get(name)), "")
+    return next((os.environ[name] for name in ALLOCATOR_ENV_VARS if os.environ.get(name)), "")
 
 
 def _configure_allocator(settings: str) -> None:
@@ -157,25 +158,25 @@ def set_threads(number: int) -> Outcome:
 
 
 def share_of(cpus: list[int], rank: int, ranks: int) -> list[int]:
-    """Return the share of ``cpus`` of one process; empty if there are too few CPUs."""
+    """Return the part of ``cpus`` for one process; empty if there are fewer CPUs than processes."""
     size = len(cpus) // ranks
     return cpus[rank * size : (rank + 1) * size]
 
 
 def set_affinity(cpus: Iterable[int]) -> Outcome:
-    """Bind the threads of this process, and threads that they start, to CPUs."""
-    name, wanted = "cpu_affinity", sorted(cpus)
-    if not wanted:
+    """Bind the threads of this process and threads that they start to CPUs."""
+    name, requested = "cpu_affinity", sorted(cpus)
+    if not requested:
         return _not_set(name, "split", "fewer CPUs than processes", failed=True)
     if not hasattr(os, "sched_setaffinity"):
-        return _not_set(name, wanted, f"not possible on {sys.platform}", failed=True)
+        return _not_set(name, requested, f"not possible on {sys.platform}", failed=True)
     return _set_for_all_threads(
-        name, wanted, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
+        name, requested, lambda thread: sorted(os.sched_getaffinity(thread)), os.sched_setaffinity
     )
 
 
 def set_priority(niceness: int) -> Outcome:
-    """Set the niceness of the threads of this process, and of threads that they start."""
+    """Set the niceness of the threads of this process and of threads that they start."""
     name = "priority"
     if not sys.platform.startswith("linux"):
         return _not_set(name, niceness, f"not possible on {sys.platform}", failed=True)
@@ -188,13 +189,13 @@ def set_priority(niceness: int) -> Outcome:
 
 
 def _set_for_all_threads(
-    name: str, wanted: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
+    name: str, requested: Any, read: Callable[[int], Any], write: Callable[[int, Any], None]
 ) -> Outcome:
-    """Set a value that Linux stores per thread, and that new threads inherit."""
-    usual = read(0)
+    """Set a value that Linux stores per thread and that new threads inherit."""
+    process_value = read(0)
     before = {}
     for thread in _threads():
-        with suppress(ProcessLookupError):  # it has ended
+        with suppress(ProcessLookupError):  # the thread has ended
             before[thread] = read(thread)
 
     def write_all(value_of: Callable[[int], Any]) -> None:
@@ -202,19 +203,19 @@ def _set_for_all_threads(
             with suppress(ProcessLookupError):
                 write(thread, value_of(thread))
 
-    undo = functools.partial(write_all, lambda thread: before.get(thread, usual))
+    undo = functools.partial(write_all, lambda thread: before.get(thread, process_value))
     try:
-        write_all(lambda thread: wanted)
-        found = read(0)
+        write_all(lambda thread: requested)
+        actual = read(0)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or str(error)
     else:
-        if found == wanted:
-            return Outcome(name, wanted, usual, undo=undo)
-        reason = f"the system set it to {found}"
+        if actual == requested:
+            return Outcome(name, requested, process_value, undo=undo)
+        reason = f"the system set it to {actual}"
     with suppress(OSError):
         undo()
-    return _not_set(name, wanted, reason, failed=True)
+    return _not_set(name, requested, reason, failed=True)
 
 
 def _threads() -> list[int]:

@@ -32,9 +32,10 @@ MAX_BATCHES = 100
 class Runtime(RunCallback):
     """Sets precision, cuDNN, allocator, CPUs and threads for the run, and restores them afterwards.
 
-    Settings are applied in ``setup`` of every stage, the first hook, and restored in ``teardown``
+    Settings are applied in ``setup``, the first hook of every stage, and restored in ``teardown``
     and after an exception. :meth:`report` lists the settings and the reasons of failures; a failure
-    of a requested setting warns once. None does not change a setting.
+    of a requested setting warns once. An argument of None
+    leaves its setting unchanged.
 
     Nothing is logged.
 
@@ -42,13 +43,14 @@ class Runtime(RunCallback):
         matmul_precision: ``"highest"``, ``"high"`` (TF32 on GPUs that have it) or ``"medium"``, for
             products of float32 matrices: see :func:`torch.set_float32_matmul_precision`.
         cudnn_benchmark: Whether cuDNN times its kernels for each new shape of a convolution.
-            ``"auto"`` does so on CUDA, unless deterministic algorithms are requested, until a fifth
-            batch shape occurs within the first 100 batches.
+            ``"auto"`` does so on CUDA, unless deterministic algorithms are requested, and stops if
+            more than four batch shapes occur in the first 100 batches.
         deterministic: Make runs from one seed bit-identical on the same machine with the same
-            versions: only deterministic algorithms, and an error where there is none. Set the seed
-            yourself: ``lightning.seed_everything``. False changes nothing.
-        allocator: ``"expandable_segments"`` lets CUDA's allocator grow segments, which fragments
-            less where shapes vary; on Linux.
+                versions: only deterministic algorithms run, and operators without one raise. Set
+                the seed
+            yourself: ``lightning.seed_everything``. False leaves the setting unchanged.
+        allocator: ``"expandable_segments"`` lets CUDA's allocator grow segments, which reduces
+            fragmentation if shapes vary. Linux only.
         cpu_affinity: CPUs that this process may run on, with the workers that it starts;
             ``"split"`` gives each process of the machine an equal share of the allowed CPUs.
         priority: Niceness, from -20 to 19, of this process and the workers that it starts.
@@ -115,7 +117,7 @@ class Runtime(RunCallback):
             self._outcomes.append(outcome)
             if not outcome.done:
                 log.info("Runtime: %s is not set: %s.", outcome.setting, outcome.note)
-        failed = [f"{o.setting}={o.asked} ({o.note})" for o in self._outcomes if o.failed]
+        failed = [f"{o.setting}={o.requested} ({o.note})" for o in self._outcomes if o.failed]
         if failed and not self._warned:
             self._warned = True
             rank_zero_warn(f"Runtime could not set {', '.join(failed)}. Training continues.")
@@ -154,14 +156,14 @@ class Runtime(RunCallback):
                 if len(self._shapes) > MAX_SHAPES:
                     torch.backends.cudnn.benchmark = False
                     self._batches = MAX_BATCHES
-                    outcome.done, outcome.note = False, "off again, since shapes keep changing"
+                    outcome.done, outcome.note = False, "turned off, because shapes keep changing"
 
     def report(self) -> Report:
         """Return the settings with their previous values, and the reasons of failures."""
         return Report("Runtime", [outcome.row() for outcome in self._outcomes or ()])
 
     def release(self, trainer: pl.Trainer) -> None:
-        """Restore all settings; the report stays."""
+        """Restore all settings, and keep the report."""
         for outcome in reversed(self._outcomes or ()):
             undo, outcome.undo = outcome.undo, None
             try:
@@ -170,7 +172,7 @@ class Runtime(RunCallback):
             except OSError as error:
                 outcome.note = f"could not be restored: {error.strerror}"
                 rank_zero_warn(
-                    f"Runtime could not restore {outcome.setting} from {outcome.asked} to "
+                    f"Runtime could not restore {outcome.setting} from {outcome.requested} to "
                     f"{outcome.before}: {error.strerror}."
                 )
 

@@ -50,18 +50,18 @@ class ActivationCheckpointing(RunCallback):
     """Keeps fewer activations for the backward pass, and recomputes the rest.
 
     You do not change the model's code. The callback finds repeated blocks by structure and shapes,
-    and replaces ``forward`` of the selected ones until the fit ends, even by an exception.
-    Gradients are bit-identical: the recomputation restores random state, autocast and the buffers
-    that a block writes, so dropout draws the same numbers and BatchNorm counts a batch once. Names
-    in ``state_dict`` and ``named_parameters``, classes, hooks and attributes do not change.
-    Validation is unaffected.
+    and replaces ``forward`` of the selected blocks until the fit ends or fails. Gradients are
+    bit-identical: the recomputation restores random state, autocast and the buffers that a block
+    writes, so dropout draws the same numbers and BatchNorm counts each batch once. Names in
+    ``state_dict`` and ``named_parameters``, classes, hooks and attributes do not change. Validation
+    is unaffected.
 
     ================= ==========================================================================
-    ``"auto"``        the fastest mixture of all below within the budget: measured on the first
-                      batch, planned, applied and measured again
+    ``"auto"``        the fastest combination of the policies below that fits the budget, found by
+                      measuring the first batch
     ``"none"``        nothing is recomputed
     ``"every_layer"`` each block separately
-    ``"sqrt"``        segments of about the square root of the number of blocks
+    ``"sqrt"``        about sqrt(n) segments of sqrt(n) blocks each
     ``"block"``       segments of ``interval`` consecutive blocks; only the segment's input is kept
     ``"every_nth"``   one block in ``interval``; the others keep everything
     ``"selective"``   each block, except the outputs of its expensive operators, which are kept
@@ -86,7 +86,7 @@ class ActivationCheckpointing(RunCallback):
     ``checkpointing/peak_mb``             the plan's peak, measured
     ``checkpointing/unchecked_step_ms``   forward and backward pass without recomputation
     ``checkpointing/step_ms``             the same under the plan
-    ``checkpointing/offloaded_mb``        with ``offload``: kept on the host by the first step
+    ``checkpointing/offloaded_mb``        with ``offload``: moved to the host in the first step
     ===================================== ======================================================
 
     A megabyte is 2**20 bytes. On CUDA, peaks come from torch's allocator; elsewhere they count the
@@ -102,23 +102,22 @@ class ActivationCheckpointing(RunCallback):
             convolution and attention.
         budget_mb: For ``"auto"``: megabytes for parameters, buffers, gradients, optimizer states
             and activations together.
-        budget: For ``"auto"``: share of the activations' peak without recomputation, above 0. With
-            neither, the budget is nine tenths of the device's free memory.
+        budget: For ``"auto"``: share of the activations' peak without recomputation, above 0.
+            Without ``budget_mb`` and ``budget``, the budget is 90% of the device's free memory.
         strict: Whether a budget that cannot be met is an error; otherwise it warns and uses the
             plan with the smallest peak.
         offload: Keep tensors that are saved for the backward pass in pinned host memory. On CUDA
-            only; elsewhere it warns and has no effect. Not for ``"auto"``, which measures the
-            device, and not under FSDP.
+            only; elsewhere it warns and has no effect. Not for ``"auto"``, whose measurements it
+            would change, and not under FSDP.
         worst_batch: For ``"auto"``: a batch from the loader with the largest shapes that will
             occur. The plan is made for it before the first step, so a budget that cannot be met is
-            an error then, and not a warning later.
+            an error at the start and not a warning later.
 
     Raises:
-        ValueError: In ``__init__`` for an unknown policy or a setting that it does not use; in
-            ``setup`` under DeepSpeed and beside Lightning's own checkpointing for FSDP; in
-            ``on_fit_start`` if there is no such module, if no blocks are found, if parts of the
-            model are checkpointed already, or compiled under ``"auto"`` and ``"selective"`` and
-            with ``offload``.
+        ValueError: In ``__init__`` for an unknown policy or a setting that it does not use. In
+            ``setup`` with DeepSpeed, or if FSDP's own checkpointing is on. In ``on_fit_start`` if
+            ``modules`` matches nothing, if no blocks are found, or if the model is checkpointed
+            already; for ``"auto"``, ``"selective"`` and ``offload`` also if it is compiled.
         BudgetError: Before the first step, if the budget cannot be met. It is a ``ValueError``.
 
     Example:
@@ -176,13 +175,13 @@ class ActivationCheckpointing(RunCallback):
 
     @property
     def needs_operators(self) -> str:
-        """The setting that needs to see individual operators; empty if none does."""
+        """Name of the setting that needs to see individual operators; empty if none does."""
         if self.offload:
             return "offload=True"
         return repr(self.policy) if self.policy in ("auto", "selective") else ""
 
     def setup(self, trainer: pl.Trainer, pl_module: pl.LightningModule, stage: str) -> None:
-        """Check the strategy: some have checkpointing of their own."""
+        """Check the strategy: some strategies have their own checkpointing."""
         super().setup(trainer, pl_module, stage)
         if stage != "fit":
             return
@@ -247,7 +246,7 @@ class ActivationCheckpointing(RunCallback):
             unknown = any(forward.buffers.read_only is None for forward in self._applied.forwards)
             if unknown and not self._is_logged and has_compiled_parts(pl_module):
                 # Modules that write buffers stay out of the graph. Find them before the first
-                # compilation: Dynamo does not retry code that it had to break in a loop.
+                # compilation: after a graph break in a loop, Dynamo leaves the function uncompiled.
                 with run_eagerly():
                     TrialStep(trainer, pl_module, batch, batch_idx).run()
             return
@@ -260,19 +259,19 @@ class ActivationCheckpointing(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, batch: Any, batch_idx: int
     ) -> None:
         shapes = batch_shapes(batch)
-        found = next((known for known in self._batch_plans if known.covers(shapes)), None)
-        if found is None:
+        batch_plan = next((known for known in self._batch_plans if known.covers(shapes)), None)
+        if batch_plan is None:
             self._applied.undo()
             first = self._batch_plans[0] if self._batch_plans else None
-            found = plan_batch(
+            batch_plan = plan_batch(
                 trainer, pl_module, batch, batch_idx, self.blocks, self.budget, first
             )
-            self._batch_plans.append(found)
-            rank_zero_info(found.summary())
-            log_scalars(trainer, found.scalars())
-        if found is not self.batch_plan:
-            self._apply(found.plan)
-        self.batch_plan = found
+            self._batch_plans.append(batch_plan)
+            rank_zero_info(batch_plan.summary())
+            log_scalars(trainer, batch_plan.scalars())
+        if batch_plan is not self.batch_plan:
+            self._apply(batch_plan.plan)
+        self.batch_plan = batch_plan
 
     def on_train_batch_end(
         self,
@@ -298,17 +297,17 @@ class ActivationCheckpointing(RunCallback):
         if writing and has_compiled_parts(pl_module):
             rank_zero_info(
                 f"ActivationCheckpointing({self.policy!r}): {writing} of {len(forwards)} "
-                "recomputed modules write buffers (such as running statistics). They run outside "
-                "of the compiled graph, where a recomputation restores the buffers."
+                "recomputed modules write buffers (such as running statistics). They run "
+                "uncompiled, because only then the recomputation can restore the buffers."
             )
 
     def describe(self) -> Report:
         """Return a table of the blocks: class, parameters and treatment.
 
-        Under ``"auto"``, once planned, also the order of execution, the memory that keeping the
-        block holds and the time that recomputing it takes.
+        Under ``"auto"``, once planned, also the order of execution, the memory used if the block is
+        not recomputed, and the time of its recomputation.
         """
-        treatment = {block: stretch.treatment for stretch in self.plan for block in stretch.blocks}
+        treatment = {block: group.treatment for group in self.plan for block in group.blocks}
         rows: list[dict[str, Any]] = [
             {
                 "block": block.name,
@@ -348,10 +347,10 @@ class ActivationCheckpointing(RunCallback):
         self.plan = plan
 
 
-def _check_unused(policy: str, users: Sequence[str], **settings: Any) -> None:
+def _check_unused(policy: str, valid_policies: Sequence[str], **settings: Any) -> None:
     for name, value in settings.items():
-        if value is not None and policy not in users:
-            allowed = " and ".join(repr(user) for user in users)
+        if value is not None and policy not in valid_policies:
+            allowed = " and ".join(repr(valid) for valid in valid_policies)
             raise ValueError(f"{name}={value!r} is for policy {allowed}, not for {policy!r}.")
 
 
@@ -365,8 +364,8 @@ def check_not_compiled(model: nn.Module, setting: str) -> None:
         if is_compiled(module):
             raise ValueError(
                 f"{setting} needs to see individual operators, and {name or type(model).__name__} "
-                "is compiled. Use policy 'every_layer' or 'custom' with torch.compile, no offload, "
-                "or the compiler's own budget: torch._functorch.config.activation_memory_budget."
+                "is compiled. With torch.compile, use policy 'every_layer' or 'custom' without "
+                "offload, or torch._functorch.config.activation_memory_budget instead."
             )
 
 
@@ -381,6 +380,7 @@ def check_not_checkpointed(model: nn.Module) -> None:
         if is_checkpointed(module):
             raise ValueError(
                 f"{name or type(model).__name__} is checkpointed already, and would be recomputed "
-                "twice. Remove that (gradient_checkpointing_disable() in Transformers, torch's "
-                "checkpoint_wrapper, a second ActivationCheckpointing) or this callback."
+                "twice. Disable the other checkpointing (gradient_checkpointing_disable() in "
+                "Transformers, torch's checkpoint_wrapper, a second ActivationCheckpointing), or "
+                "remove this callback."
             )

@@ -18,7 +18,7 @@ from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.memory.checkpointing.forward import parts_of
 from lightning_opt.memory.checkpointing.knapsack import Decision, Solution, smallest_peak, solve
-from lightning_opt.memory.checkpointing.policies import Plan, Stretch, count_recomputed
+from lightning_opt.memory.checkpointing.policies import BlockGroup, Plan, count_recomputed
 from lightning_opt.memory.checkpointing.standing_memory import (
     bucket_bytes,
     present_bytes,
@@ -48,7 +48,7 @@ class BudgetError(ValueError):
         super().__init__(
             f"ActivationCheckpointing cannot meet {given}: even with every block recomputed, a "
             f"step of this batch takes {smallest_mb:.1f} MB, and its activations peak at "
-            f"{smallest:.3f} of what they take without recomputation. Raise it to "
+            f"{smallest:.3f} of their peak without recomputation. Raise the budget to "
             f"budget_mb={math.ceil(10 * smallest_mb) / 10:.1f} or "
             f"budget={math.ceil(1000 * smallest) / 1000:.3f}, make the batch smaller, or pass "
             "strict=False to train with the smallest peak."
@@ -60,16 +60,16 @@ class Budget:
     """A limit for the memory of a step.
 
     Args:
-        budget_mb: Megabytes for everything that the run holds; or
-        budget: a share of the activations' peak without recomputation; or
-            neither, for the device's free memory.
+        budget_mb: Megabytes for all memory of the run.
+        budget: Share of the activations' peak without recomputation. Give at most one of the two;
+            without them the budget is the device's free memory.
         strict: Whether a budget that cannot be met is an error.
     """
 
     def __init__(self, budget_mb: float | None, budget: float | None, strict: bool) -> None:
         if budget_mb is not None and budget is not None:
             raise ValueError(
-                f"budget_mb={budget_mb!r} and budget={budget!r} are two bounds. Give one of them."
+                f"budget_mb={budget_mb!r} and budget={budget!r} are alternatives. Give one of them."
             )
         self.budget_mb = None if budget_mb is None else check_positive("budget_mb", budget_mb)
         self.share = None if budget is None else check_positive("budget", budget)
@@ -80,7 +80,7 @@ class Budget:
             return f"budget_mb={self.budget_mb:g}"
         if self.share is not None:
             return f"budget={self.share:g}"
-        return "the memory that the device has free"
+        return "the free memory of the device"
 
     def for_activations(self, unchecked_peak: float, standing: int, room: float) -> float:
         """Return the bytes that the budget leaves for activations."""
@@ -100,9 +100,9 @@ class StepPlan:
 
     Attributes:
         plan: The blocks to recompute.
-        solution: The decisions behind it, with the predicted peak.
+        solution: The decisions of the plan and its predicted peak.
         peak: Measured peak of the activations, in bytes.
-        excess: Bytes by which it exceeds the limit, as the maximum over ranks.
+        excess: Bytes above the limit, as the maximum over ranks.
     """
 
     plan: Plan
@@ -130,10 +130,10 @@ def plan_step(profile: StepProfile, limit: float) -> StepPlan:
         solution = profile.runner.broadcast(next(filter(None, solutions), None))
         if solution is None:
             break
-        found = _measure(profile, solution, limit)
-        if found.fits:
-            return found
-        target -= 1.1 * found.excess
+        step_plan = _measure(profile, solution, limit)
+        if step_plan.fits:
+            return step_plan
+        target -= 1.1 * step_plan.excess
     alone = tuple(Decision(i, i + 1, unit.options[0]) for i, unit in enumerate(profile.units))
     candidates = [
         _measure(profile, profile.runner.broadcast(solution), limit)
@@ -154,15 +154,15 @@ def _measure(profile: StepProfile, solution: Solution, limit: float) -> StepPlan
 
 
 def to_plan(profile: StepProfile, solution: Solution) -> Plan:
-    """Return the plan for the model that follows from the decisions."""
+    """Convert the decisions to a plan for the model."""
     plan = []
     for decision in solution.decisions:
         name = decision.option.name
         if name == "keep":
             continue
         units = profile.units[decision.start : decision.stop]
-        selection = None if name == "recompute" else units[0].selection(int(name))
-        plan.append(Stretch(tuple(unit.block for unit in units), selection))
+        selection = None if name == "recompute" else units[0].selection_factory(int(name))
+        plan.append(BlockGroup(tuple(unit.block for unit in units), selection))
     return plan
 
 
@@ -178,7 +178,7 @@ class BatchPlan:
         step_plan: The plan and its measured peak.
         limit: Bytes for activations.
         shapes: Shapes of the batch.
-        unchecked_seconds: Time of a step with everything kept, if that was run.
+        unchecked_seconds: Time of a step without recomputation; None if it was not run.
         seconds: Time of a step under the plan.
     """
 
@@ -194,7 +194,7 @@ class BatchPlan:
         return self.step_plan.plan
 
     def covers(self, shapes: Shapes) -> bool:
-        """Return whether a batch of these shapes surely stays within the limit."""
+        """Return whether a batch of these shapes is certain to stay within the limit."""
         factor = growth(self.shapes, shapes)
         return factor <= 1 or factor * (self.step_plan.peak + self.profile.reserve) <= self.limit
 
@@ -228,7 +228,7 @@ class BatchPlan:
                 return {
                     "order": order,
                     "calls": unit.calls,
-                    "keeping MB": unit.internals / MB,
+                    "keeping MB": unit.internal_bytes / MB,
                     "recomputing ms": 1e3 * unit.options[0].seconds,
                 }
         return {}
@@ -245,9 +245,9 @@ def plan_batch(
 ) -> BatchPlan:
     """Return a plan for this batch.
 
-    With several ranks only the first batch is measured, by all of them. A later batch may be larger
-    on one rank alone. That rank then uses the plan with the smallest peak; with sharded parameters,
-    the first plan stays.
+    With several ranks, all of them measure the first batch and none measures a later one, because a
+    later batch may be larger on one rank only. That rank then uses the plan with the smallest peak;
+    with sharded parameters, it keeps the first plan.
 
     Raises:
         BudgetError: If no plan meets a strict budget.
@@ -258,9 +258,8 @@ def plan_batch(
         if sharded:
             warnings.warn(
                 "ActivationCheckpointing('auto'): a larger batch may exceed "
-                f"{budget}. With sharded parameters all ranks must recompute the same blocks, and "
-                "the others do not have this batch, so the plan stays. Have the largest batch "
-                "first or as worst_batch, or lower the budget.",
+                f"{budget}. With sharded parameters all ranks must recompute the same blocks, so "
+                "the plan stays. Pass the largest batch as worst_batch, or lower the budget.",
                 stacklevel=2,
             )
             return replace(first, shapes=shapes)
@@ -277,7 +276,7 @@ def plan_batch(
     room = -largest_over_ranks([pending - free], device)[0]
     step = TrialStep(trainer, pl_module, batch, batch_idx)
     runner = StepRunner(step, device, trainer.strategy.broadcast)
-    # A recomputed segment of sharded blocks would gather parameters in an order of its own.
+    # Recomputing a segment of sharded blocks would gather parameters in another order.
     profile = profile_step(runner, blocks, join=not sharded, room=room)
     unchecked_peak = profile.unchecked_peak + profile.reserve
     # A larger batch keeps the limit of the first one.
@@ -286,7 +285,9 @@ def plan_batch(
     if not step_plan.fits:
         peak = step_plan.peak + profile.reserve
         error = BudgetError(str(budget), (peak + standing) / MB, peak / unchecked_peak)
-        if budget.strict and first is None:  # later it would end a run in mid-epoch
+        if (
+            budget.strict and first is None
+        ):  # later batches only warn: an error would end the run in mid-epoch
             raise error
         warnings.warn(f"{error} The plan with the smallest peak is used.", stacklevel=2)
     before = min(runner.time([]) for _ in range(2)) if profile.is_measured else None
@@ -311,16 +312,16 @@ def _tensors(value: Any, seen: set[int]) -> Iterator[Tensor]:
 def growth(known: Shapes, other: Shapes) -> float:
     """Return an upper bound of the factor by which activations grow between two batches.
 
-    They grow with the number of elements, and in attention with one dimension again. For a smaller
-    batch the bound is at most 1.
+    Activations grow with the number of elements; those of attention also with the length, so the
+    largest growth of one dimension is a second factor. For a smaller batch the bound is at most 1.
     """
     elements = [sum(map(math.prod, shapes)) for shapes in (known, other)]
-    more = elements[1] / max(1, elements[0])
+    element_growth = elements[1] / max(1, elements[0])
     if [*map(len, known)] != [*map(len, other)]:
-        return max(1.0, more) ** 2
-    longer = (
+        return max(1.0, element_growth) ** 2
+    dimension_growth = (
         size / max(1, before)
         for shape, bound in zip(other, known, strict=True)
         for size, before in zip(shape, bound, strict=True)
     )
-    return more * max(1.0, *longer) if known else 1.0
+    return element_growth * max(1.0, *dimension_growth) if known else 1.0

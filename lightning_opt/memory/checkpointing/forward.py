@@ -1,8 +1,8 @@
 """The only patch applied to a module: a ``forward`` that recomputes in the backward pass.
 
 The module is not wrapped, so classes, parameter names, hooks and attributes stay the same.
-``CheckpointedForward`` is an object and no closure, so that the module can be copied and pickled,
-and torch.compile can trace it.
+``CheckpointedForward`` is an object and not a closure, so the module can be copied, pickled and
+traced by torch.compile.
 """
 
 from __future__ import annotations
@@ -26,9 +26,20 @@ from lightning_opt.memory.checkpointing.process_state import ProcessState, Writt
 from lightning_opt.memory.checkpointing.segments import Chain
 from lightning_opt.memory.checkpointing.selective import ContextPair, Selection
 
-PLAIN = (bool, int, float, complex, str, bytes, type(None), torch.dtype, torch.device, nn.Module)
-# Levels from an object to the tensors of its attributes' items' attributes, as in key-value caches.
-DEPTH = 5
+PLAIN_TYPES = (
+    bool,
+    int,
+    float,
+    complex,
+    str,
+    bytes,
+    type(None),
+    torch.dtype,
+    torch.device,
+    nn.Module,
+)
+# Levels of nested attributes and items that are compared. Key-value caches need this many.
+MAX_DEPTH = 5
 
 
 class Probe:
@@ -49,7 +60,7 @@ class CheckpointedForward(ReplacedForward):
 
     Args:
         module: The module whose ``forward`` this replaces.
-        chain: Joins consecutive calls into segments. Without it torch's checkpoint is used.
+        chain: Joins consecutive calls into segments. None: use torch's checkpoint.
         selection: The operators whose outputs are kept; ``None`` keeps only the inputs.
 
     Attributes:
@@ -71,7 +82,7 @@ class CheckpointedForward(ReplacedForward):
         self.generators = [value for value in values if isinstance(value, GENERATORS)]
 
     def apply(self) -> None:
-        """Set it as the module's ``forward``.
+        """Install this object as the module's ``forward``.
 
         Raises:
             RuntimeError: If the module is checkpointed already.
@@ -81,17 +92,17 @@ class CheckpointedForward(ReplacedForward):
         super().apply()
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module; with gradients enabled, so that it can be recomputed."""
+        """Run the module; if gradients are enabled, prepare its recomputation."""
         if not torch.is_grad_enabled():
             return self.original(*args, **kwargs)
         if torch.compiler.is_compiling() and self.buffers.read_only:
             # Dynamo traces this as one operator that handles random state itself.
-            module, kind, shadowed = self.module, type(self.module), self.shadowed
+            module, cls, shadowed = self.module, type(self.module), self.shadowed
 
             def forward(*args: Any, **kwargs: Any) -> Any:
                 if shadowed is not None:
                     return shadowed(*args, **kwargs)
-                return kind.forward(module, *args, **kwargs)
+                return cls.forward(module, *args, **kwargs)
 
             return checkpoint(forward, *args, use_reentrant=False, **kwargs)
         return self._run(args, kwargs)
@@ -112,39 +123,43 @@ class CheckpointedForward(ReplacedForward):
 
 
 class _Run:
-    """One forward pass through a module, which may be repeated.
+    """One forward pass through a module, and its recomputations.
 
-    As a context it restores the state of the first run for a recomputation. It can be entered
-    repeatedly, because a graph can be traversed more than once.
+    As a context manager it restores the state of the first run for a recomputation. It can be
+    entered repeatedly, because a graph may have several backward passes.
     """
 
     def __init__(
         self, owner: CheckpointedForward, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         self.owner = owner
-        self.given: Any = (args, kwargs)
+        self.arguments: Any = (args, kwargs)
         self.spec: Any = None
-        self.done = False
+        self.has_run = False
         self.buffer_values: dict[tuple[nn.Module, str], Tensor] = {}
         self._copies = owner.buffers.copies()
         self._recompute_context: AbstractContextManager[Any] = nullcontext()
         self._stack = ExitStack()
-        received = [item for item in objects_in(self.given) if isinstance(item, GENERATORS)]
+        received = [item for item in objects_in(self.arguments) if isinstance(item, GENERATORS)]
         # The module's device counts even if no argument is on it.
-        tensors = (*islice(owner.module.parameters(), 1), *tensors_of(self.given))
+        tensors = (*islice(owner.module.parameters(), 1), *tensors_of(self.arguments))
         self.state = ProcessState(
             (tensor.device for tensor in tensors), [*owner.generators, *received]
         )
 
     def __call__(self, *leaves: Any) -> Any:
-        if not self.done:  # with the original containers: a block may append to one
-            args, kwargs = self.given
+        if not self.has_run:  # pass the original containers: a block may append to one
+            args, kwargs = self.arguments
             return self.first(*args, **kwargs)
         args, kwargs = tree_unflatten(list(leaves), self.spec)
         return self._repeat(*args, **kwargs)
 
     def contexts(self) -> ContextPair:
-        """Return the selection's contexts; it must not record the copies of buffers."""
+        """Return the contexts for torch's checkpoint; this object is the one of the recomputation.
+
+        The selection's own context is entered after the buffers are copied, so it does not record
+        the copies.
+        """
         selection = self.owner.selection
         forward, recompute = selection.contexts() if selection else (nullcontext(), nullcontext())
         self._recompute_context = recompute
@@ -162,7 +177,7 @@ class _Run:
 
     def first(self, *args: Any, **kwargs: Any) -> Any:
         owner = self.owner
-        self.given = None
+        self.arguments = None
         inputs = list(tensors_of((args, kwargs)))
         objects = objects_in((args, kwargs))
         versions = [tensor._version for tensor in inputs]
@@ -172,7 +187,7 @@ class _Run:
         owner.probe.after_forward(owner.module, list(tensors_of(output)))
         self.buffer_values = owner.buffers.written_since(self._copies)
         self._copies = []
-        self.done = True
+        self.has_run = True
         if not owner.keep_all:
             if versions != [tensor._version for tensor in inputs]:
                 raise InputChangedError(owner.module)
@@ -191,11 +206,11 @@ class _Run:
 
 
 class InputChangedError(RuntimeError):
-    """A block writes to its own input, so the input is lost for the recomputation.
+    """Raised if a block writes to its own input, so that it cannot be recomputed.
 
     Args:
         module: The block.
-        changed: The object that it writes to; ``None`` for a tensor.
+        changed: The object that was written to; ``None`` for a tensor.
     """
 
     def __init__(self, module: nn.Module, changed: Any = None) -> None:
@@ -219,18 +234,18 @@ class InputChangedError(RuntimeError):
 def objects_in(tree: Any) -> list[Any]:
     """Return the arguments that are neither tensors nor plain values."""
     leaves = tree_flatten(tree)[0]
-    return [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN))]
+    return [leaf for leaf in leaves if not isinstance(leaf, (Tensor, *PLAIN_TYPES))]
 
 
 def contents_of(objects: Iterable[Any]) -> list[Any]:
     """Return a comparable description of the present contents of each object."""
-    return [_content(item, DEPTH) for item in objects]
+    return [_content(item, MAX_DEPTH) for item in objects]
 
 
 def _content(value: Any, depth: int) -> Any:
     if isinstance(value, Tensor):
         return id(value), value._version, value.shape
-    if isinstance(value, PLAIN):
+    if isinstance(value, PLAIN_TYPES):
         return value if isinstance(value, (bool, int, str)) else repr(type(value))
     parts = parts_of(value)
     return id(value), [_content(part, depth - 1) for part in parts] if depth else len(parts)
@@ -242,14 +257,15 @@ def parts_of(value: Any) -> Collection[Any]:
         return value.values()
     if isinstance(value, (list, tuple, set, frozenset)):
         return value
-    return getattr(value, "__dict__", {}).values()  # a dataclass, a cache, a graph
+    return getattr(value, "__dict__", {}).values()  # such as a dataclass, a cache or a graph
 
 
 def disable_caches(model: nn.Module) -> ExitStack:
-    """Train models of ``transformers`` with ``use_cache=False``.
+    """Run models of ``transformers`` with ``use_cache=False`` while they are in training mode.
 
     Their decoders pass one key-value cache to every block, and a recomputation would write to it
-    again. Training does not read it; ``transformers`` does the same for its own checkpointing.
+    again. Training does not need the cache; ``transformers`` disables it for its own checkpointing
+    too.
 
     Returns:
         A stack whose ``close`` removes the hooks.

@@ -1,9 +1,9 @@
-"""The fastest way to recompute within a peak: a knapsack over the blocks of a step.
+"""The fastest plan that does not exceed a peak: a knapsack over the blocks of a step.
 
-While a block runs forward or backward, all blocks before it hold the bytes that they keep. The peak
-of a plan is the maximum over the phases of the step: the phase's peak with every block recomputed,
-plus the bytes held by the blocks before it. Each prefix of the blocks thus has a limit of its own.
-Dynamic programming over the blocks solves this, with the held bytes as state.
+While a block runs forward or backward, all earlier blocks hold the bytes that they keep. The peak
+of a plan is the maximum over the forward and backward passes of all blocks: the peak of that pass
+with every block recomputed, plus the bytes held by the earlier blocks. Dynamic programming over the
+blocks finds the fastest plan, with the held bytes as state.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-# Number of byte totals that are tracked. A coarser spacing may miss the fastest plan. Whether any
-# plan meets the limit is exact.
-STATES = 400
+# Number of byte totals that are tracked. With fewer, the fastest plan may be missed; whether
+# any plan meets the limit is always exact.
+MAX_STATES = 400
 
 
 @dataclass(frozen=True)
@@ -22,8 +22,8 @@ class Option:
 
     Attributes:
         name: ``"keep"``, ``"recompute"`` or the index of a selection of operators.
-        nbytes: Bytes held between forward and backward pass, above recomputing the block.
-        seconds: Time that it adds to a step that keeps everything.
+        nbytes: Bytes held between forward and backward pass; recomputing the block is 0.
+        seconds: Time added to a step that keeps everything.
     """
 
     name: str
@@ -36,22 +36,22 @@ class Item:
     """A block, in order of execution.
 
     Attributes:
-        options: Ways to treat it. The first is to recompute it fully.
+        options: Ways to treat it. The first one recomputes it fully.
         joinable: Whether it can be recomputed in a segment with its neighbours.
-        follows: Whether its input is the output of the block before.
+        takes_previous_output: Whether its input is the output of the previous block.
         inputs: Bytes of its input. A segment keeps only those of its first block.
-        internals: Bytes that its recomputation brings back.
+        internal_bytes: Bytes that its recomputation allocates.
         forward_peak: Peak of the step while it runs, with every block recomputed.
-        backward_peak: The same, from its recomputation to the next block's.
-        remainder: Seconds that its recomputation takes longer inside a segment, where another block
-            needs its output: alone, it stops after the last saved tensor.
+        backward_peak: Peak from its recomputation to the recomputation of the next block.
+        remainder: Additional seconds of its recomputation inside a segment. There it runs to the
+            end, because the next block needs its output; alone, it stops at the last saved tensor.
     """
 
     options: tuple[Option, ...] = ()
     joinable: bool = False
-    follows: bool = False
+    takes_previous_output: bool = False
     inputs: int = 0
-    internals: int = 0
+    internal_bytes: int = 0
     forward_peak: int = 0
     backward_peak: int = 0
     remainder: float = 0.0
@@ -59,10 +59,10 @@ class Item:
 
 @dataclass(frozen=True)
 class Decision:
-    """``option`` for the items from ``start`` up to ``stop``; for several, as one segment.
+    """The option for the items from ``start`` up to ``stop``; several items form one segment.
 
-    ``nbytes`` and ``seconds`` are of the whole segment. ``peak`` is the peak while it runs,
-    without the bytes held by earlier items.
+    ``nbytes`` and ``seconds`` are totals of the segment. ``peak`` is its peak without the bytes
+    held by earlier items.
     """
 
     start: int
@@ -78,7 +78,7 @@ class Solution:
     """Decisions for all items.
 
     Attributes:
-        decisions: In order.
+        decisions: In order of execution.
         peak: Predicted peak in bytes.
         seconds: Predicted time above a step that keeps everything.
     """
@@ -118,7 +118,7 @@ class _States:
         state = _State(held, seconds, peak, decision, previous)
         if is_fastest:
             self._fastest[held // self._grain] = state
-        if is_least:  # with this state, any limit that can be met is met
+        if is_least:  # if any plan meets the limit, this state does
             self._least = state
 
     def all(self) -> list[_State]:
@@ -133,11 +133,11 @@ def solve(items: Sequence[Item], head_peak: int, limit: float, longest: int = 1)
         items: The blocks.
         head_peak: Peak between the last block's forward and backward pass, with every block
             recomputed.
-        limit: In bytes.
-        longest: Number of blocks that a segment may have.
+        limit: Maximum peak in bytes.
+        longest: Maximum number of blocks in a segment.
     """
     total = sum(max(option.nbytes for option in item.options) for item in items)
-    grain = max(1, total // STATES)
+    grain = max(1, total // MAX_STATES)
     reached = [_States(grain) for _ in range(len(items) + 1)]
     states = [_State()]
     for start in range(len(items)):
@@ -163,7 +163,7 @@ def smallest_peak(items: Sequence[Item], head_peak: int, longest: int = 1) -> So
     peaks = [max(item.forward_peak, item.backward_peak) for item in items]
     low, high = 0.0, float(max(head_peak, *peaks, 0))
     best = solve(items, head_peak, high, longest)
-    assert best is not None, "recomputing every block is the step that was measured"
+    assert best is not None, "the measured step recomputes every block, so it meets this limit"
     while (high - low) > 0.002 * high:
         middle = (low + high) / 2
         solution = solve(items, head_peak, middle, longest)
@@ -175,21 +175,21 @@ def smallest_peak(items: Sequence[Item], head_peak: int, longest: int = 1) -> So
 
 
 def _decisions(items: Sequence[Item], start: int, longest: int) -> Iterator[Decision]:
-    """Yield every option of the item at ``start``, and every segment that begins with it."""
+    """Yield the decisions for the item at ``start``: its options and the segments from it on."""
     item = items[start]
     peak = max(item.forward_peak, item.backward_peak)
     for option in item.options:
         yield Decision(start, start + 1, option, option.nbytes, option.seconds, peak)
     held = 0
     seconds = 0.0
-    brought_back = 0
+    recomputed = 0
     for stop in range(start + 1, min(start + longest, len(items)) + 1):
         last = items[stop - 1]
-        if not last.joinable or (stop - start > 1 and not last.follows):
+        if not last.joinable or (stop - start > 1 and not last.takes_previous_output):
             return
-        # All internals of the segment are present when its backward pass begins.
-        peak = max(peak, last.forward_peak + held, last.backward_peak + brought_back)
-        brought_back += last.internals
+        # The recomputed tensors of the whole segment are live when its backward pass begins.
+        peak = max(peak, last.forward_peak + held, last.backward_peak + recomputed)
+        recomputed += last.internal_bytes
         recompute = last.options[0]
         seconds += recompute.seconds
         if stop - start > 1:
@@ -199,7 +199,7 @@ def _decisions(items: Sequence[Item], start: int, longest: int) -> Iterator[Deci
 
 
 def _undominated(states: Iterable[_State]) -> list[_State]:
-    """Return the states for which no other one holds less and is faster."""
+    """Return the states to which no other one is better in both bytes and time."""
     best: list[_State] = []
     for state in sorted(states, key=lambda state: (state.held, state.seconds)):
         if not best or state.seconds < best[-1].seconds:

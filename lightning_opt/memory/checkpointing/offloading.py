@@ -1,4 +1,4 @@
-"""``offload=True``: tensors that autograd saves wait in host memory for the backward pass."""
+"""``offload=True``: keeps tensors that autograd saves in host memory until the backward pass."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from lightning_opt.core.modules.batches import tensors_of
 class HostCopy:
     """A CUDA tensor in pinned host memory.
 
-    Both copies are queued on the stream of the computation, so the host waits for neither and the
-    device's memory is reused in order.
+    The copies to the host and back are queued on the stream of the computation, so the host does
+    not wait, and device memory is not reused too early.
     """
 
     def __init__(self, tensor: Tensor) -> None:
@@ -30,7 +30,7 @@ class HostCopy:
         return self._host.to(self._device, non_blocking=True)
 
 
-class _Known(NamedTuple):
+class _CachedCopy(NamedTuple):
     storage: ref[Any]
     copy: ref[HostCopy]
 
@@ -38,8 +38,8 @@ class _Known(NamedTuple):
 class Offload:
     """Moves tensors that a training step saves to the host.
 
-    torch's ``save_on_cpu`` would also move parameters, and each tensor once per operator that saves
-    it.
+    torch's ``save_on_cpu`` would also move parameters, and would move a tensor again for each
+    operator that saves it.
 
     Attributes:
         nbytes: Bytes that the latest step moved.
@@ -48,7 +48,7 @@ class Offload:
     def __init__(self) -> None:
         self.nbytes = 0
         self._resident: set[int] = set()
-        self._known: dict[Any, _Known] = {}
+        self._copies: dict[Any, _CachedCopy] = {}
 
     def around(self, model: nn.Module, step: Callable[..., Any]) -> Callable[..., Any]:
         """Return ``step`` with offloading. Parameters, buffers and the batch stay on the device."""
@@ -66,15 +66,15 @@ class Offload:
                     return step(*args, **kwargs)
             finally:
                 _ACTIVE.remove(self)
-                self._known = {}
+                self._copies = {}
 
         return offloading
 
     def pack(self, tensor: Tensor) -> Tensor | HostCopy:
-        """Return a copy on the host, or ``tensor`` itself where that frees no memory."""
+        """Return a copy on the host, or ``tensor`` itself if moving it frees no memory."""
         storage = tensor.untyped_storage()
         on_device = tensor.is_cuda and type(tensor) is Tensor
-        # A broadcast tensor has more elements than memory.
+        # A broadcast tensor has more elements than its storage.
         if (
             not on_device
             or storage.data_ptr() in self._resident
@@ -83,13 +83,13 @@ class Offload:
             return tensor
         # Several operators often save the same tensor.
         key = id(storage), tensor.storage_offset(), tensor.shape, tensor.stride(), tensor._version
-        known = self._known.get(key)
-        if known is not None and known.storage() is storage:
-            copy = known.copy()
+        cached = self._copies.get(key)
+        if cached is not None and cached.storage() is storage:
+            copy = cached.copy()
             if copy is not None:
                 return copy
         copy = HostCopy(tensor)
-        self._known[key] = _Known(ref(storage), ref(copy))
+        self._copies[key] = _CachedCopy(ref(storage), ref(copy))
         self.nbytes += tensor.nbytes
         return copy
 

@@ -1,4 +1,4 @@
-"""Which blocks are recomputed, alone or together, and applying that to the model."""
+"""Plans of the blocks to recompute, and their application to a model."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from lightning_opt.memory.checkpointing.selective import SaveExpensive, Selectio
 
 
 @dataclass(frozen=True)
-class Stretch:
+class BlockGroup:
     """Consecutive blocks that are recomputed together.
 
-    They are joined at run time, where the output of one is the input of the next. Elsewhere they
-    are recomputed one by one, which is as correct.
+    They form segments at run time, if the output of one is the input of the next. Otherwise each is
+    recomputed on its own; the results are the same.
 
     Attributes:
-        blocks: One or more.
-        selection: Makes the rule for operators to keep; for single modules only.
+        blocks: At least one block.
+        selection: Factory of the rule that selects operators to keep; for single modules only.
     """
 
     blocks: tuple[Block, ...]
@@ -38,7 +38,7 @@ class Stretch:
             return f"recomputed with {self.blocks[0].name} to {self.blocks[-1].name}"
         return "recomputed" if self.selection is None else "recomputed in part"
 
-    def forwards(self) -> list[CheckpointedForward]:
+    def checkpointed_forwards(self) -> list[CheckpointedForward]:
         """Return the replacements of ``forward``, one for each module."""
         modules = [module for block in self.blocks for module in block.modules]
         if len(modules) == 1:
@@ -49,11 +49,11 @@ class Stretch:
 
 
 # The blocks to recompute; all other modules run unchanged.
-Plan: TypeAlias = list[Stretch]
+Plan: TypeAlias = list[BlockGroup]
 
 
 def count_recomputed(plan: Plan) -> int:
-    return sum(len(stretch.blocks) for stretch in plan)
+    return sum(len(group.blocks) for group in plan)
 
 
 class AppliedPlan:
@@ -62,7 +62,7 @@ class AppliedPlan:
     def __init__(self, plan: Plan) -> None:
         self.forwards: list[CheckpointedForward] = []
         try:
-            for forward in (forward for stretch in plan for forward in stretch.forwards()):
+            for forward in (forward for group in plan for forward in group.checkpointed_forwards()):
                 forward.apply()
                 self.forwards.append(forward)
         except BaseException:
@@ -76,7 +76,7 @@ class AppliedPlan:
         self.undo()
 
     def attach(self, probe: Probe, keep_all: bool = False) -> None:
-        """Call ``probe`` around each run from now on; with ``keep_all``, recompute nothing."""
+        """Call ``probe`` around each later run; with ``keep_all``, recompute nothing."""
         for forward in self.forwards:
             forward.probe = probe
             forward.keep_all = keep_all
@@ -88,30 +88,32 @@ class AppliedPlan:
 
 
 def every_layer(blocks: Sequence[Block]) -> Plan:
-    return [Stretch((block,)) for block in blocks]
+    return [BlockGroup((block,)) for block in blocks]
 
 
 def segments(blocks: Sequence[Block], interval: int) -> Plan:
     """Recompute ``interval`` blocks at a time: only every ``interval``-th input is kept."""
     return [
-        Stretch(tuple(blocks[start : start + interval]))
+        BlockGroup(tuple(blocks[start : start + interval]))
         for start in range(0, len(blocks), interval)
     ]
 
 
 def square_root(blocks: Sequence[Block]) -> Plan:
-    """Recompute about as many segments as each has blocks: Chen et al. (2016)."""
+    """Recompute about sqrt(n) segments of sqrt(n) blocks: Chen et al. (2016)."""
     count = max(1, round(math.sqrt(len(blocks))))
     return segments(blocks, math.ceil(len(blocks) / count)) if blocks else []
 
 
 def selective(blocks: Sequence[Block], min_flops: float | None) -> Plan:
-    """Recompute each block except the expensive operators of single modules.
+    """Recompute each block except its expensive operators.
 
-    A block of several layers of a Sequential is recomputed as a whole.
+    A block that consists of several layers of a Sequential is recomputed fully.
     """
     selection = partial(Selection, SaveExpensive(min_flops))
-    return [Stretch((block,), selection if len(block.modules) == 1 else None) for block in blocks]
+    return [
+        BlockGroup((block,), selection if len(block.modules) == 1 else None) for block in blocks
+    ]
 
 
 def make_plan(
@@ -130,37 +132,37 @@ def make_plan(
     return rules[policy]()
 
 
-def select_modules(model: nn.Module, wanted: Iterable[str | type[nn.Module]]) -> list[Block]:
+def select_modules(model: nn.Module, entries: Iterable[str | type[nn.Module]]) -> list[Block]:
     """Return modules by qualified name, shell pattern, class or class name, as blocks.
 
-    If one selected module contains another, the outer one counts. In a pattern (``encoder.*``)
-    ``*`` crosses dots.
+    If one selected module contains another, only the outer one is returned. In a pattern
+    (``encoder.*``), ``*`` also matches dots.
 
     Raises:
-        ValueError: For an entry that fits no module.
+        ValueError: For an entry that matches no module.
     """
-    named = [(name, module) for name, module in model.named_modules() if name]  # without the model
-    found: set[nn.Module] = set()
-    for entry in wanted:
-        fitting = [module for name, module in named if _fits(entry, name, module)]
-        if not fitting:
+    named = [(name, module) for name, module in model.named_modules() if name]
+    selected: set[nn.Module] = set()
+    for entry in entries:
+        matching = [module for name, module in named if _matches(entry, name, module)]
+        if not matching:
             names = ", ".join(repr(name) for name, _ in named[:3])
             raise ValueError(
-                f"ActivationCheckpointing(modules=...): {entry!r} fits no module of "
+                f"ActivationCheckpointing(modules=...): {entry!r} matches no module of "
                 f"{type(model).__name__}. Give qualified names as in named_modules() (such as "
                 f"{names}), shell patterns ('encoder.*'), classes or their names."
             )
-        for module in fitting:
-            # A ModuleList is never called itself, so its members are meant.
-            found.update(module.children() if isinstance(module, nn.ModuleList) else [module])
-    inner = {inside for module in found for inside in module.modules() if inside is not module}
-    outer = found - inner
+        for module in matching:
+            # A ModuleList is never called itself, so select its children instead.
+            selected.update(module.children() if isinstance(module, nn.ModuleList) else [module])
+    inner = {inside for module in selected for inside in module.modules() if inside is not module}
+    outer = selected - inner
     return [Block(name, (module,)) for name, module in named if module in outer]
 
 
-def _fits(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
+def _matches(entry: str | type[nn.Module], name: str, module: nn.Module) -> bool:
     if not isinstance(entry, str):
         return isinstance(module, entry)
-    kind = type(module)
-    names = (kind.__name__, f"{kind.__module__}.{kind.__qualname__}")
+    cls = type(module)
+    names = (cls.__name__, f"{cls.__module__}.{cls.__qualname__}")
     return entry in names or fnmatchcase(name, entry)

@@ -19,8 +19,8 @@ from lightning_opt.memory.checkpointing.forward import Probe
 from lightning_opt.memory.checkpointing.knapsack import Item
 from lightning_opt.memory.checkpointing.selective import (
     Operator,
+    OperatorKey,
     OperatorProfile,
-    Place,
     Selection,
 )
 from lightning_opt.memory.meters import Meter
@@ -32,15 +32,15 @@ class Unit(Item):
 
     Attributes:
         block: The block.
-        calls: How often it ran in the step.
+        calls: Number of its calls in the step.
         profiles: The operators of its modules.
-        selections: Sets of operators to try keeping, each containing the one before.
+        selections: Sets of operators to try keeping; each set contains the previous one.
     """
 
     block: Block = field(kw_only=True)
     calls: int = 0
     profiles: tuple[OperatorProfile, ...] = ()
-    selections: list[frozenset[Place]] = field(default_factory=list)
+    selections: list[frozenset[OperatorKey]] = field(default_factory=list)
 
     @property
     def operators(self) -> list[Operator]:
@@ -50,7 +50,7 @@ class Unit(Item):
     def repeated_operators(self) -> list[Operator]:
         return [op for profile in self.profiles for op in profile.repeated_operators()]
 
-    def selection(self, index: int) -> Callable[[], Selection]:
+    def selection_factory(self, index: int) -> Callable[[], Selection]:
         return partial(Selection, None, self.selections[index])
 
 
@@ -59,7 +59,7 @@ class Timeline(Probe):
 
     Args:
         blocks: The blocks.
-        meter: Counts bytes above the start of the step.
+        meter: Measures bytes allocated since the start of the step.
 
     Attributes:
         units: The blocks that ran, in the order of their first call.
@@ -72,20 +72,22 @@ class Timeline(Probe):
         self._meter = meter
         self._unit_of = {m: unit for b in blocks for unit in [Unit(block=b)] for m in b.modules}
         self._current: Unit | None = None  # the unit whose backward pass runs
-        self._seen: set[int] = set()
+        self._counted: set[int] = set()
         self._outputs: list[ref[Tensor]] = []
 
     @contextmanager
     def forward(self, module: nn.Module, inputs: Sequence[Tensor]) -> Iterator[None]:
         unit = self._unit_of[module]
-        if self._current is not None:  # a second forward pass, as of a discriminator
-            self._end_phase()
+        if self._current is not None:  # a second forward pass, e.g. for a GAN discriminator
+            self._record_peak()
             self._current = None
         is_first = module is unit.block.modules[0]
         if is_first:
             unit.inputs += self._new_bytes(inputs)
-            unit.follows = any(output() is tensor for output in self._outputs for tensor in inputs)
-        # Work of the model between blocks counts as the following block's.
+            unit.takes_previous_output = any(
+                output() is tensor for output in self._outputs for tensor in inputs
+            )
+        # Memory used between blocks is attributed to the next block.
         yield
         unit.forward_peak = max(unit.forward_peak, self._meter.mark())
         unit.calls += is_first
@@ -93,33 +95,33 @@ class Timeline(Probe):
             self.units.append(unit)
 
     def after_forward(self, module: nn.Module, outputs: Sequence[Tensor]) -> None:
-        """Store the outputs, to find them among the inputs of the next block."""
+        """Store the outputs, to recognize them among the inputs of the next block."""
         self._outputs = [ref(tensor) for tensor in outputs]
 
     @contextmanager
     def recompute(self, module: nn.Module) -> Iterator[None]:
-        """Measure a recomputation by the bytes that it leaves."""
+        """Measure a recomputation by the bytes still allocated after it."""
         unit = self._unit_of[module]
         if unit is not self._current or module is unit.block.modules[0]:
-            self._end_phase()
+            self._record_peak()
         self._current = unit
         before = self._meter.live()
         try:
             yield
         finally:
-            unit.internals += self._meter.live() - before
+            unit.internal_bytes += self._meter.live() - before
 
     def _new_bytes(self, inputs: Sequence[Tensor]) -> int:
-        """Return the bytes of inputs that are no parameters and no earlier inputs."""
+        """Return the bytes of inputs that are not parameters and were not counted before."""
         total = 0
         for tensor in inputs:
             storage = tensor.untyped_storage()
-            if not isinstance(tensor, nn.Parameter) and id(storage) not in self._seen:
-                self._seen.add(id(storage))
+            if not isinstance(tensor, nn.Parameter) and id(storage) not in self._counted:
+                self._counted.add(id(storage))
                 total += storage.nbytes()
         return total
 
-    def _end_phase(self) -> None:
+    def _record_peak(self) -> None:
         peak = self._meter.mark()
         if self._current is not None:
             self._current.backward_peak = max(self._current.backward_peak, peak)
@@ -127,14 +129,14 @@ class Timeline(Probe):
             self.head_peak = max(self.head_peak, peak)
 
     def finish(self) -> None:
-        """End the last phase, after the backward pass."""
-        self._end_phase()
+        """Record the last peak, after the backward pass."""
+        self._record_peak()
         for unit in self.units:
             unit.joinable = unit.calls == 1
 
 
 class OperatorProbe(Probe):
-    """Records the operators of each module in its latest run."""
+    """Records the operators of the latest run of each module."""
 
     def __init__(self, profiles: Mapping[nn.Module, OperatorProfile]) -> None:
         self._profiles = profiles
@@ -150,7 +152,7 @@ class Stopwatch(Probe):
     """Measures the time of all runs and recomputations of each block.
 
     Attributes:
-        seconds: By block.
+        seconds: Total seconds of each block.
     """
 
     def __init__(self, blocks: Iterable[Block], device: torch.device) -> None:

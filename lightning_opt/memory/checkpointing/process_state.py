@@ -1,7 +1,7 @@
-"""The state that a second forward pass has to share with the first one.
+"""The state that a recomputation must share with the first forward pass.
 
-Random numbers and autocast are restored for the recomputation. Buffers that the forward pass writes
-(running statistics, power iterations) are copies meanwhile, so that they are updated once per step.
+Random state and autocast settings are restored for the recomputation. Buffers are replaced by
+copies during the recomputation, so running statistics are updated once per step.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch.nn.modules.batchnorm import _NormBase
 
 from lightning_opt.core.modules.preserve import random_states
 
-# A buffer by its owning module and its name there.
+# A buffer, given by its owning module and its name in that module.
 BufferKey: TypeAlias = tuple[nn.Module, str]
 BufferCopy: TypeAlias = tuple[BufferKey, Tensor, int, Tensor]
 
@@ -25,7 +25,7 @@ class ProcessState:
     """Random state and autocast settings at the time of construction.
 
     Args:
-        devices: Devices on which the module runs, besides the CPU.
+        devices: Devices on which the module runs. The CPU is always included.
         generators: Generators that the module owns or receives.
     """
 
@@ -34,34 +34,34 @@ class ProcessState:
         self._generators = list(generators)
         self._random = list(random_states(self._devices, self._generators))
         self._autocast: dict[str, dict[str, Any]] = {
-            kind: {
-                "enabled": torch.is_autocast_enabled(kind),
-                "dtype": torch.get_autocast_dtype(kind),
+            device_type: {
+                "enabled": torch.is_autocast_enabled(device_type),
+                "dtype": torch.get_autocast_dtype(device_type),
                 "cache_enabled": torch.is_autocast_cache_enabled(),
             }
-            for kind in {"cpu", *(device.type for device in self._devices)}
-            if torch.amp.is_autocast_available(kind)
+            for device_type in {"cpu", *(device.type for device in self._devices)}
+            if torch.amp.is_autocast_available(device_type)
         }
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Return to this state inside the context, and to the present one afterwards."""
+        """Restore the recorded state inside the context; on exit, restore the current one."""
         with ExitStack() as stack:
             for undo in random_states(self._devices, self._generators):
                 stack.callback(undo)
             for restore in self._random:
                 restore()
-            for kind, settings in self._autocast.items():
-                stack.enter_context(torch.autocast(kind, **settings))
+            for device_type, settings in self._autocast.items():
+                stack.enter_context(torch.autocast(device_type, **settings))
             yield
 
 
 class WrittenBuffers:
-    """The buffers of a module. A forward pass may write any of them.
+    """Records the buffers of a module that a forward pass writes, and restores them.
 
     Attributes:
-        read_only: Whether the first run wrote none; ``None`` before that run. Modules with running
-            statistics are never read-only: they write them in training mode alone.
+        read_only: Whether the first run wrote no buffer; ``None`` before that run. Always False for
+            modules with running statistics, which are written in training mode only.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -88,14 +88,16 @@ class WrittenBuffers:
             for (owner, name), buffer, version, copy in copies
             if getattr(owner, name, None) is not buffer or buffer._version != version
         }
-        if self.read_only is None:  # kernels of norms write without changing the version
+        if (
+            self.read_only is None
+        ):  # compare values: kernels of norm layers write without changing the version
             same = all(torch.equal(buffer, copy) for _, buffer, _, copy in copies)
             self.read_only = same and not values
         return values
 
     @contextmanager
     def replaced_by_copies(self, values: dict[BufferKey, Tensor]) -> Iterator[None]:
-        """Replace the buffers by copies of ``values``, or of themselves, inside the context."""
+        """Inside the context, replace the buffers by copies of ``values``, else of themselves."""
         originals = dict(self._buffers())
         try:
             for (owner, name), original in originals.items():

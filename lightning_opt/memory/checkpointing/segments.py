@@ -1,7 +1,7 @@
-"""Recomputing several consecutive blocks as one.
+"""Recomputes several consecutive blocks as one segment.
 
 ``torch.utils.checkpoint.checkpoint`` takes one function, but a model that loops over its blocks
-calls them one by one. A :class:`Segment` applies the same non-reentrant method to a list of calls:
+calls them one by one. A :class:`Segment` applies the same method to a list of calls:
 saved tensors become placeholders while a block runs, and the first placeholder that the backward
 pass unpacks runs all calls of the segment again.
 """
@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 
 
 class _Placeholder:
-    """Replaces a saved tensor in the graph; holds it from the recomputation until its use."""
+    """Replaces a saved tensor in the graph; holds the recomputed tensor until it is used."""
 
     tensor: Tensor | None = None
 
@@ -37,7 +37,7 @@ class _EarlierOutput(NamedTuple):
 
 
 class _Input:
-    """A tensor from outside the segment, detached: its graph would lead back to the segment."""
+    """A tensor from outside the segment, detached: its graph would reference the segment again."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.packed = pack(tensor)
@@ -45,12 +45,12 @@ class _Input:
         self.requires_grad = tensor.requires_grad
 
     def get(self) -> Tensor:
-        # Autograd checks versions only of tensors that it has saved itself.
+        # Autograd checks the versions only of tensors that it saved itself.
         if isinstance(self.packed, Tensor) and self.packed._version != self.version:
             raise RuntimeError(
                 f"An input of a checkpointed block, of shape {tuple(self.packed.shape)}, was "
                 "changed in place after the block had run, so the block cannot be recomputed. Use "
-                "an out-of-place operation there, or leave this block out."
+                "an out-of-place operation there, or do not checkpoint this block."
             )
         return unpack(self.packed).detach().requires_grad_(self.requires_grad)
 
@@ -157,7 +157,7 @@ class Segment:
             return
         raise RuntimeError(
             f"A recomputed segment saved {self._restored} tensors, {len(self._saved)} the first "
-            "time: its blocks do not compute the same twice. Leave them out."
+            "time: its blocks do not compute the same twice. Do not checkpoint them."
         )
 
     def _restore(self, tensor: Tensor) -> Tensor:
@@ -172,7 +172,7 @@ class Segment:
                 f"{tuple(shape)}. Its blocks do not compute the same twice."
             )
         placeholder = reference()
-        if placeholder is not None:  # its node may have been freed in the meantime
+        if placeholder is not None:  # the graph node may be gone already
             placeholder.tensor = tensor
         if self._restored == len(self._saved):
             raise _StopRecomputationError
@@ -184,7 +184,7 @@ class Chain:
 
     def __init__(self, limit: int) -> None:
         self.limit = limit
-        self._open: ref[Segment] | None = None  # weak: only the graph keeps a segment alive
+        self._open: ref[Segment] | None = None  # weak, so that only the graph keeps a segment alive
 
     def segment_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Segment:
         """Return the open segment if a call with these inputs continues it, else a new one."""

@@ -1,4 +1,4 @@
-"""The operators inside a block: their cost, and which of their outputs are kept."""
+"""The operators inside a block: their cost, and the selection of outputs to keep."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from lightning_opt.core.modules.trial import returns_views, written_by
 
 ContextPair: TypeAlias = tuple[AbstractContextManager[Any], AbstractContextManager[Any]]
 
-# An operator's name, and the number of operators of that name before it in the block.
-Place: TypeAlias = tuple[str, int]
+# An operator's name, and the number of earlier operators of that name in the block.
+OperatorKey: TypeAlias = tuple[str, int]
 
 aten = torch.ops.aten
 
@@ -31,7 +31,7 @@ class Operator:
     """One operator in one run of a block.
 
     Attributes:
-        place: Its name and position.
+        key: Its name and position.
         flops: Operations as torch counts them: matrix products, convolutions and attention.
         nbytes: Size of its outputs.
         seconds: Time including dispatch; asynchronous devices are synchronized.
@@ -41,7 +41,7 @@ class Operator:
         computes: Whether it does more than return a view.
     """
 
-    place: Place
+    key: OperatorKey
     flops: int
     nbytes: int
     seconds: float
@@ -51,7 +51,7 @@ class Operator:
 
 @dataclass
 class OperatorProfile:
-    """The operators of one run of a block, and how many of them a recomputation runs.
+    """The operators of one run of a block, and the number that a recomputation runs.
 
     Attributes:
         operators: In order of execution.
@@ -83,7 +83,7 @@ class OperatorProfile:
     def recomputed_twice(self) -> bool:
         """Whether a run was recomputed more than once, as for a gradient penalty.
 
-        torch returns the outputs that selective checkpointing has kept only once.
+        torch returns each output kept by selective checkpointing only once.
         """
         return self.recomputations > self.runs
 
@@ -107,8 +107,8 @@ class _RepeatCounter(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        # A dispatch begins after autograd saved its inputs and ends before it saves its result.
-        # This therefore counts the operators up to the last saved tensor.
+        # Autograd saves an operator's inputs before its dispatch and its result after it, so this
+        # counts the operators up to the last saved tensor.
         if func is not aten.detach.default:
             self._profile.repeated = (self._profile.repeated or 0) + 1
         return func(*args, **(kwargs or {}))
@@ -119,8 +119,8 @@ class _Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.operators = profile.operators = []
         self._counts: Counter[str] = Counter()
-        self._makers: dict[int, Operator] = {}  # by the address of an output's memory
-        self._alive: list[Tensor] = []  # so that no address is reused
+        self._producers: dict[int, Operator] = {}  # by the address of an output's memory
+        self._alive: list[Tensor] = []  # keeps their addresses from being reused
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -137,27 +137,27 @@ class _Recorder(TorchDispatchMode):
         is_random = before is not None and not torch.equal(before, _generator_state(device))
         written = list(written_by(func, args, kwargs))
         for tensor in written:
-            maker = self._makers.get(tensor.untyped_storage().data_ptr())
-            if maker is not None:
-                maker.keepable = False
+            producer = self._producers.get(tensor.untyped_storage().data_ptr())
+            if producer is not None:
+                producer.keepable = False
         aliases = returns_views(func)
         outputs = list(tensors_of(output))
-        # `_unsafe_view` and similar operators declare their output as new memory, which it is not.
-        fresh = [leaf for leaf in outputs if leaf.untyped_storage().data_ptr() not in self._makers]
-        place = (str(func), self._counts[str(func)])
+        # `_unsafe_view` and similar operators wrongly declare their output as new memory.
+        new = [leaf for leaf in outputs if leaf.untyped_storage().data_ptr() not in self._producers]
+        key = (str(func), self._counts[str(func)])
         self._counts[str(func)] += 1
         operator = Operator(
-            place=place,
+            key=key,
             flops=count_flops(func, args, kwargs, output),
-            nbytes=0 if aliases else sum(leaf.untyped_storage().nbytes() for leaf in fresh),
+            nbytes=0 if aliases else sum(leaf.untyped_storage().nbytes() for leaf in new),
             seconds=seconds,
-            keepable=bool(fresh) and not aliases and not is_random,
+            keepable=bool(new) and not aliases and not is_random,
             computes=bool(written) or not aliases,
         )
         self.operators.append(operator)
         if operator.keepable:
-            for leaf in fresh:
-                self._makers[leaf.untyped_storage().data_ptr()] = operator
+            for leaf in new:
+                self._producers[leaf.untyped_storage().data_ptr()] = operator
                 self._alive.append(leaf.detach())
         return output
 
@@ -192,15 +192,15 @@ class Selection:
     """Keeps the outputs of some operators of a block.
 
     Args:
-        rule: Chooses the places to keep from the operators that would run again. The first run
-            keeps only the inputs and records these operators. Or
-        kept: The places, if they are chosen already.
+        rule: Selects the operators to keep from those that would run again. The first run keeps
+            only the inputs and records these operators.
+        kept: The operators to keep, if they are selected already. Give either this or ``rule``.
     """
 
     def __init__(
         self,
-        rule: Callable[[Sequence[Operator]], frozenset[Place]] | None = None,
-        kept: frozenset[Place] | None = None,
+        rule: Callable[[Sequence[Operator]], frozenset[OperatorKey]] | None = None,
+        kept: frozenset[OperatorKey] | None = None,
     ) -> None:
         assert (rule is None) != (kept is None)
         self.rule = rule
@@ -215,23 +215,23 @@ class Selection:
             return profile.forward(), profile.recompute()
         if not self.kept:
             return nullcontext(), nullcontext()
-        pair: ContextPair = create_selective_checkpoint_contexts(_SavePlaces(self.kept))
+        pair: ContextPair = create_selective_checkpoint_contexts(_SaveOperators(self.kept))
         return pair
 
 
-class _SavePlaces:
-    """torch's policy function for a set of places."""
+class _SaveOperators:
+    """torch's policy function that saves the outputs of a set of operators."""
 
-    def __init__(self, kept: frozenset[Place]) -> None:
+    def __init__(self, kept: frozenset[OperatorKey]) -> None:
         self._kept = kept
         # Up to torch 2.6 the recomputation calls the policy too.
         self._counts: dict[bool, Counter[str]] = {False: Counter(), True: Counter()}
 
     def __call__(self, context: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         counts, name = self._counts[context.is_recompute], str(op)
-        place = (name, counts[name])
+        key = (name, counts[name])
         counts[name] += 1
-        keep = place in self._kept
+        keep = key in self._kept
         return CheckpointPolicy.MUST_SAVE if keep else CheckpointPolicy.PREFER_RECOMPUTE
 
 
@@ -246,8 +246,8 @@ class SaveExpensive:
 
     min_flops: float | None = None
 
-    def __call__(self, operators: Sequence[Operator]) -> frozenset[Place]:
-        least = self.min_flops or 1
-        if least < 1:
-            least *= sum(operator.flops for operator in operators)
-        return frozenset(op.place for op in operators if op.keepable and op.flops >= least)
+    def __call__(self, operators: Sequence[Operator]) -> frozenset[OperatorKey]:
+        min_flops = self.min_flops or 1
+        if min_flops < 1:
+            min_flops *= sum(operator.flops for operator in operators)
+        return frozenset(op.key for op in operators if op.keepable and op.flops >= min_flops)

@@ -18,9 +18,9 @@ from lightning_opt.memory.meters import state_tensors, storage_bytes
 
 
 def optimizer_state_bytes(optimizer: Optimizer) -> int:
-    """Return the bytes of the optimizer's state; before its first step, a prediction.
+    """Return the bytes of the optimizer's state, predicted before its first step.
 
-    The prediction steps a copy of the optimizer on parameters of the same shapes without memory.
+    The prediction steps a copy of the optimizer on meta tensors of the parameters' shapes.
     """
     present = state_tensors([optimizer])
     if isinstance(optimizer, torch.optim.LBFGS):  # directions and differences grow with the steps
@@ -47,9 +47,9 @@ def _state_bytes(
     trial = copy.copy(optimizer)
     trial.param_groups = [{**group, "params": [sample]}]
     trial.state = defaultdict(dict)
-    # Many optimizers create their state and then read a value, which fails on the meta device.
+    # Many optimizers read a value after creating their state, which fails on the meta device.
     with suppress(RuntimeError, TypeError, ValueError, AttributeError, KeyError):
-        type(trial).step(trial)  # schedulers replace the `step` of the instance
+        type(trial).step(trial)  # not `trial.step`, which schedulers replace
     # Step counters do not grow with the parameter.
     return sum(value.nbytes for value in state_tensors([trial]) if value.numel() > 1)
 

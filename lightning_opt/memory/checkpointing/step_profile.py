@@ -1,7 +1,7 @@
 """Measures the memory that each block of a training step holds, and its recomputation time.
 
-The measurement runs with every block recomputed on its own, which fits if anything does. A
-recomputation brings back as many bytes as keeping the block would have held.
+The measurement recomputes every block on its own, which needs the least memory. A recomputation
+allocates as many bytes as keeping the block would have held.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from lightning_opt.core.modules.sharding import largest_over_ranks
 from lightning_opt.core.modules.trial import TrialStep
 from lightning_opt.memory.checkpointing.forward import InputChangedError, Probe
 from lightning_opt.memory.checkpointing.knapsack import Item, Option
-from lightning_opt.memory.checkpointing.policies import AppliedPlan, Plan, Stretch, every_layer
+from lightning_opt.memory.checkpointing.policies import AppliedPlan, BlockGroup, Plan, every_layer
 from lightning_opt.memory.checkpointing.probes import OperatorProbe, Stopwatch, Timeline, Unit
-from lightning_opt.memory.checkpointing.selective import OperatorProfile, Place
+from lightning_opt.memory.checkpointing.selective import OperatorKey, OperatorProfile
 from lightning_opt.memory.meters import Meter, measuring
 
-# Timed runs of each way to treat the blocks; the fastest counts.
-ROUNDS = 3
+# Number of timed runs of each option; the fastest counts.
+TIMED_ROUNDS = 3
 # Maximum number of blocks in a segment: longer ones save little and take long to plan.
-LONGEST = 8
-# Bytes that kernels use internally, as a share of the peak, where the meter does not see them:
-# convolutions on a CPU took this much.
+MAX_SEGMENT_LENGTH = 8
+# Bytes that kernels use internally, as a share of the peak, on devices where they are not counted.
+# Convolutions on a CPU took this share.
 KERNEL_SHARE = 0.02
 # Maximum number of selections between keeping nothing and keeping everything.
-SELECTIONS = 8
+MAX_SELECTIONS = 8
 # Operators are considered if they take at least this share of their block's recomputation.
-EXPENSIVE = 0.02
-# Shortest recomputation, as a share of the block's time: less than that is noise.
-LEAST_COST = 0.05
+MIN_OPERATOR_SHARE = 0.02
+# Minimum cost of a recomputation, as a share of the block's time; lower measurements are noise.
+MIN_COST_SHARE = 0.05
 
-Seconds: TypeAlias = dict[Place, float]
+Seconds: TypeAlias = dict[OperatorKey, float]
 
 
 class StepRunner:
@@ -48,8 +48,8 @@ class StepRunner:
 
     Args:
         step: The step.
-        device: Where it runs.
-        broadcast: Returns the first rank's argument on every rank.
+        device: Device that computes the step.
+        broadcast: Sends the first rank's value to every rank.
     """
 
     def __init__(
@@ -84,16 +84,16 @@ class StepRunner:
         Raises:
             InputChangedError: If a block cannot be recomputed.
         """
-        found: list[Timeline] = []
+        timelines: list[Timeline] = []
 
         def start(stack: ExitStack) -> None:
-            found.append(Timeline(blocks, stack.enter_context(measuring(self.device))))
-            applied.attach(found[0])
+            timelines.append(Timeline(blocks, stack.enter_context(measuring(self.device))))
+            applied.attach(timelines[0])
 
         with AppliedPlan(every_layer(blocks)) as applied:
-            self._step.run()  # the first run also finds out which buffers are written
+            self._step.run()  # the first run also records which buffers are written
             self._step.run(start)
-        return found[0]
+        return timelines[0]
 
     def largest(self, value: float) -> float:
         return largest_over_ranks([value], self.device)[0]
@@ -110,7 +110,7 @@ class StepProfile:
         lengths: Numbers of blocks that a segment may have, in the order in which they are tried.
         unchecked_peak: Peak with everything kept, in bytes.
         is_measured: Whether ``unchecked_peak`` was measured; otherwise it is predicted.
-        reserve: Bytes that kernels may use above every peak here.
+        reserve: Bytes that kernels may use in addition to each peak of this profile.
     """
 
     units: list[Unit]
@@ -122,15 +122,15 @@ class StepProfile:
     reserve: int = 0
 
     def peak(self, kept: float = 0.0) -> float:
-        """Return the predicted peak if each block kept this share of its internals."""
+        """Return the predicted peak if each block kept this share of its internal bytes."""
         peak = held = 0.0
         for unit in self.units:
             peak = max(peak, held + max(unit.forward_peak, unit.backward_peak))
-            held += kept * unit.internals
+            held += kept * unit.internal_bytes
         return max(peak, held + self.head_peak)
 
     def calibrate(self) -> None:
-        """Scale the internals so that keeping everything gives the measured peak."""
+        """Scale the internal bytes to match the measured peak with everything kept."""
         low, high = 0.0, 2.0
         for _ in range(20):
             middle = (low + high) / 2
@@ -139,7 +139,7 @@ class StepProfile:
             else:
                 low = middle
         for unit in self.units:
-            unit.internals = int(unit.internals * low)
+            unit.internal_bytes = int(unit.internal_bytes * low)
 
 
 def profile_step(
@@ -156,8 +156,8 @@ def profile_step(
     profile = _profile_memory(runner, list(blocks))
     units = profile.units
     if join:
-        # Segments longer than the best length are for limits that nothing else meets.
-        profile.lengths = (best_segment_length(units), LONGEST)
+        # Segments longer than the best length are only tried if no other plan meets the limit.
+        profile.lengths = (best_segment_length(units), MAX_SEGMENT_LENGTH)
     groups = _group_by_operators(units)
     for group in groups:
         if len(group[0].profiles) == 1:
@@ -206,54 +206,56 @@ def _profile_memory(runner: StepRunner, blocks: list[Block]) -> StepProfile:
         unit.profiles = tuple(operators[module] for module in unit.block.modules)
     for unit, following in zip(profile.units, profile.units[1:], strict=False):
         if unit.profiles[-1].recomputes_output and unit.calls == 1:
-            # Its last saved tensor is its output, which is the input of the next one.
-            unit.internals = max(0, unit.internals - following.inputs)
+            # Its last saved tensor is its output, which counts as the input of the next unit.
+            unit.internal_bytes = max(0, unit.internal_bytes - following.inputs)
     return profile
 
 
 def best_segment_length(units: Sequence[Item]) -> int:
     """Return the number of blocks a segment may have; 1 where segments save nothing.
 
-    Of n blocks, segments of k hold n / k inputs and bring back the internals of k. The sum is
-    smallest for k = sqrt(n * inputs / internals): about one in transformers, four in an MLP. The
-    last segments of a plan are longer than that, because fewer blocks follow.
+    Segments of k out of n blocks hold n / k inputs and recompute the internal bytes of k blocks.
+    The sum is smallest for k = sqrt(n * inputs / internal_bytes): about one in transformers, four
+    in an MLP. The last segments of a plan are longer, because fewer blocks follow them.
     """
     inputs = sum(unit.inputs for unit in units)
-    internals = sum(unit.internals for unit in units)
-    best = round(math.sqrt(len(units) * inputs / max(1, internals)))
-    return min(LONGEST, 2 * best) if best > 1 else 1
+    internal_bytes = sum(unit.internal_bytes for unit in units)
+    best = round(math.sqrt(len(units) * inputs / max(1, internal_bytes)))
+    return min(MAX_SEGMENT_LENGTH, 2 * best) if best > 1 else 1
 
 
 # --- time -----------------------------------------------------------------------------------------
 
 
 def _time_options(profile: StepProfile) -> dict[str, dict[Block, float]]:
-    """Return the seconds that recomputing, and the largest selection, add to each block.
+    """Return the seconds that recomputation and the largest selection add to each block.
 
-    Smaller selections differ from the largest by operators whose times come from one run, and are
-    therefore less noisy.
+    The cost of smaller selections is computed from the times of single operators, which come from
+    one run and are therefore less noisy.
     """
     units = profile.units
     blocks = [unit.block for unit in units]
     recompute = every_layer(blocks)
-    ways: dict[str, tuple[Plan, bool]] = {"recompute": (recompute, False)}
+    runs: dict[str, tuple[Plan, bool]] = {"recompute": (recompute, False)}
     if profile.is_measured:
-        ways["keep"] = (recompute, True)
+        runs["keep"] = (recompute, True)
     if any(unit.selections for unit in units):
-        plan = [Stretch((u.block,), u.selection(-1) if u.selections else None) for u in units]
-        ways["select"] = (plan, False)
-    best = {name: dict.fromkeys(blocks, math.inf) for name in ways}
-    for _ in range(ROUNDS):
-        for name, (plan, keep_all) in ways.items():
+        plan = [
+            BlockGroup((u.block,), u.selection_factory(-1) if u.selections else None) for u in units
+        ]
+        runs["select"] = (plan, False)
+    best = {name: dict.fromkeys(blocks, math.inf) for name in runs}
+    for _ in range(TIMED_ROUNDS):
+        for name, (plan, keep_all) in runs.items():
             stopwatch = Stopwatch(blocks, profile.runner.device)
             profile.runner.probe(plan, stopwatch, keep_all)
             for block, seconds in stopwatch.seconds.items():
                 best[name][block] = min(best[name][block], seconds)
-    # If keeping was not timed, the whole time counts as the recomputation's.
+    # If keeping was not timed, the whole time counts as recomputation.
     kept = best.pop("keep", dict.fromkeys(blocks, 0.0))
     return {
         name: {
-            block: max(LEAST_COST * seconds, seconds - kept[block])
+            block: max(MIN_COST_SHARE * seconds, seconds - kept[block])
             for block, seconds in times.items()
         }
         for name, times in best.items()
@@ -261,56 +263,60 @@ def _time_options(profile: StepProfile) -> dict[str, dict[Block, float]]:
 
 
 def _set_options(unit: Unit, cost: Mapping[str, float], seconds: Seconds) -> None:
-    """Set the options of a block from the seconds of its ways and of its operators."""
+    """Set the options of a block from the cost of each option and the seconds of each operator."""
     repeated = unit.repeated_operators
-    total = sum(seconds[op.place] for op in repeated) * unit.calls
+    total = sum(seconds[op.key] for op in repeated) * unit.calls
     # Recording an operator makes it slower.
     scale = min(1.0, cost["recompute"] / total) * unit.calls if total else 0.0
     options = [
         Option("recompute", 0, cost["recompute"]),
-        Option("keep", unit.internals, 0.0),
+        Option("keep", unit.internal_bytes, 0.0),
     ]
-    saved = [scale * sum(seconds[place] for place in places) for places in unit.selections]
+    saved = [scale * sum(seconds[key] for key in keys) for keys in unit.selections]
     # The contexts of a selection take time themselves.
     overhead = max(0.0, cost["select"] - cost["recompute"] + saved[-1]) if saved else 0.0
-    for index, places in enumerate(unit.selections):
-        held = sum(op.nbytes for op in repeated if op.place in places) * unit.calls
-        least = LEAST_COST * cost["recompute"]
-        took = max(least, cost["recompute"] - saved[index] + overhead)
-        options.append(Option(str(index), held, took))
+    for index, keys in enumerate(unit.selections):
+        held = sum(op.nbytes for op in repeated if op.key in keys) * unit.calls
+        min_cost = MIN_COST_SHARE * cost["recompute"]
+        cost_of_selection = max(min_cost, cost["recompute"] - saved[index] + overhead)
+        options.append(Option(str(index), held, cost_of_selection))
     unit.options = tuple(options)
     last = unit.profiles[-1]
     skipped = last.operators[len(last.repeated_operators()) :]
-    unit.remainder = scale * sum(seconds[op.place] for op in skipped)
+    unit.remainder = scale * sum(seconds[op.key] for op in skipped)
 
 
 def _group_by_operators(units: Sequence[Unit]) -> list[list[Unit]]:
     groups: dict[Hashable, list[Unit]] = defaultdict(list)
     for unit in units:
-        operators = tuple((op.place, op.nbytes) for op in unit.operators)
+        operators = tuple((op.key, op.nbytes) for op in unit.operators)
         groups[len(unit.profiles), operators].append(unit)
     return list(groups.values())
 
 
 def operator_seconds(group: Sequence[Unit]) -> Seconds:
     """Return each operator's time, as the median over blocks that run the same operators."""
-    times: dict[Place, list[float]] = defaultdict(list)
+    times: dict[OperatorKey, list[float]] = defaultdict(list)
     for operator in (operator for unit in group for operator in unit.operators):
-        times[operator.place].append(operator.seconds)
-    return {place: statistics.median(values) for place, values in times.items()}
+        times[operator.key].append(operator.seconds)
+    return {key: statistics.median(values) for key, values in times.items()}
 
 
-def nested_selections(group: Sequence[Unit]) -> list[frozenset[Place]]:
+def nested_selections(group: Sequence[Unit]) -> list[frozenset[OperatorKey]]:
     """Return growing sets of operators to keep, in the order of time saved per byte."""
     seconds = operator_seconds(group)
     repeated = group[0].repeated_operators
-    total = sum(seconds[operator.place] for operator in repeated)
-    worth = [
+    total = sum(seconds[operator.key] for operator in repeated)
+    candidates = [
         operator
         for operator in repeated
-        if operator.keepable and operator.nbytes and seconds[operator.place] > EXPENSIVE * total
+        if operator.keepable
+        and operator.nbytes
+        and seconds[operator.key] > MIN_OPERATOR_SHARE * total
     ]
-    worth.sort(key=lambda operator: seconds[operator.place] / operator.nbytes, reverse=True)
-    sets = [frozenset(op.place for op in worth[:count]) for count in range(1, len(worth) + 1)]
-    stride = math.ceil(len(sets) / SELECTIONS) or 1
+    candidates.sort(key=lambda operator: seconds[operator.key] / operator.nbytes, reverse=True)
+    sets = [
+        frozenset(op.key for op in candidates[:count]) for count in range(1, len(candidates) + 1)
+    ]
+    stride = math.ceil(len(sets) / MAX_SELECTIONS) or 1
     return sets[::stride]

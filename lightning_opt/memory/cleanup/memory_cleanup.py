@@ -38,20 +38,20 @@ log = logging.getLogger(__name__)
 
 Action = Literal["gc", "cuda_cache", "malloc_trim"]
 
-GAIN = 0.25
-"""A cleanup succeeds if it frees this share of the gap between threshold and release."""
+MIN_GAIN_SHARE = 0.25
+"""Minimum freed share of the gap between threshold and release for a cleanup to succeed."""
 
 MAX_FAILURES = 3
-"""Failed cleanups in a row after which there are no more."""
+"""Maximum number of consecutive failed cleanups; then cleaning stops."""
 
 
 @dataclass
 class Pressure:
-    """Decides for one limit when to clean.
+    """Decides when to clean, for one memory limit.
 
     Levels are shares of the limit. After a failed cleanup, the next level is halfway between the
-    current use and full; after three failures in a row there are no more cleanups. Use below
-    ``release`` resets all.
+    current use and 1; after three consecutive failures there are no more cleanups. When use falls
+    below ``release``, the level and the failures are reset.
     """
 
     threshold: float
@@ -67,8 +67,8 @@ class Pressure:
         self._failures = 0
 
     def level(self, step: int) -> float:
-        rested = step - self._last >= self.cooldown
-        return self._level if rested else max(self._level, (1 + self.threshold) / 2)
+        cooldown_over = step - self._last >= self.cooldown
+        return self._level if cooldown_over else max(self._level, (1 + self.threshold) / 2)
 
     def is_high(self, step: int, fraction: float) -> bool:
         if fraction < self.release:
@@ -76,9 +76,9 @@ class Pressure:
         return fraction >= self.level(step)
 
     def record_cleanup(self, step: int, fraction: float, freed: float) -> bool:
-        """Record a cleanup that freed this share, and return whether it succeeded."""
+        """Record a cleanup that freed the share ``freed``, and return whether it succeeded."""
         self._last = step
-        if freed >= GAIN * (self.threshold - self.release) or fraction < self.release:
+        if freed >= MIN_GAIN_SHARE * (self.threshold - self.release) or fraction < self.release:
             self._reset()
             return True
         self._failures += 1
@@ -88,7 +88,7 @@ class Pressure:
 
 @dataclass(frozen=True)
 class Effect:
-    """The bytes freed by an action, by the counter that it should lower."""
+    """Bytes freed by one action, measured by the counter that the action should lower."""
 
     action: Action
     freed: int
@@ -107,7 +107,7 @@ _ACTIONS: Mapping[Action, tuple[Callable[[], object], Callable[[torch.device], i
 }
 
 ACTIONS = tuple(_ACTIONS)
-"""In the order of execution: each returns memory that the one before has freed."""
+"""In the order of execution: each action can return memory that the previous one freed."""
 
 
 def clean(actions: Collection[Action], device: torch.device) -> list[Effect]:
@@ -123,18 +123,18 @@ def clean(actions: Collection[Action], device: torch.device) -> list[Effect]:
 
 
 def advise(usage: Usage, module: nn.Module, optimizers: Iterable[Any]) -> str:
-    lasting = storage_bytes([*module.parameters(), *state_tensors(optimizers)])
-    shard = (
-        f"weights and optimizer state are {lasting / MB:,.0f} MB: shard them "
+    model_bytes = storage_bytes([*module.parameters(), *state_tensors(optimizers)])
+    shard_advice = (
+        f"weights and optimizer state are {model_bytes / MB:,.0f} MB: shard them "
         '(strategy="fsdp"), precision="bf16-true", or an optimizer with less state; '
     )
-    return (shard if lasting > usage.used / 3 else "") + (
+    return (shard_advice if model_bytes > usage.used / 3 else "") + (
         'a smaller batch with accumulate_grad_batches, precision="bf16-mixed", or '
         'lightning_opt.ActivationCheckpointing("auto")'
     )
 
 
-EVENTS = 1000
+MAX_EVENTS = 1000
 """Maximum number of cleanups in ``events``."""
 
 
@@ -143,34 +143,35 @@ class MemoryCleanup(RunCallback):
 
     Each limit is watched separately: the device, the machine, the container's control group,
     ``RLIMIT_AS``. Only memory that cannot be reclaimed counts as used; the cache of the CUDA
-    allocator does not, because the next step uses it. Every cleanup is measured. One that frees
-    almost nothing raises the level of the next; after three in a row it stops, and one warning
-    advises what would help instead. When use falls below ``release``, it starts again.
+    allocator does not, because the next step uses it. Every cleanup is measured. If it
+    frees almost nothing, the next cleanup waits for a higher level, and one warning suggests other
+    ways to save memory. After three such cleanups in a row there are no more, until use has fallen
+    below ``release``.
 
-    Use is read every ``every_n_steps`` steps. In between, on a single process, each step checks one
-    cheap counter, and reads use early if that counter grew by half of the remaining distance to the
-    threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce, and either all
-    clean up or none; on an accelerator they read the result at the next such step, so no host
+    Use is read every ``every_n_steps`` steps. A single process also checks one cheap counter at
+    each step, and reads use early if the counter has grown by half of the distance to the
+    threshold. Several ranks agree every ``every_n_steps`` steps, in one all-reduce: either all
+    ranks clean up or none. On an accelerator they read the result at the next such step, so no host
     waits.
 
     Logged at every reading on the schedule, and at each cleanup:
 
     ========================== ================================================================
-    ``memory/used_fraction``   share used of the nearest limit, the maximum over ranks
+    ``memory/used_fraction``   used share of the fullest limit, as the maximum over ranks
     ``memory/freed_mb``        freed by all cleanups so far, in MB of that limit
     ``memory/cleanups``        cleanups so far
     ``memory/cleanup_seconds`` seconds they took
     ========================== ================================================================
 
     ``events`` has the newest 1000 cleanups, oldest first, each a plain ``dict``: ``step``;
-    ``source``, the nearest limit; the share of it used ``before`` and ``after``; ``freed_mb`` and
+    ``source``, the fullest limit; its used share ``before`` and ``after``; ``freed_mb`` and
     ``seconds`` of each action; and whether it was ``useful``.
 
     Args:
         threshold: Share of a limit from which to clean, above ``release`` and below 1.
         release: Share below which memory is no longer low.
-        cooldown_steps: Steps after a cleanup in which the next one waits until half of the room
-            above the threshold is gone.
+        cooldown_steps: Steps after a cleanup during which the next one starts only if half of the
+            memory above the threshold is used.
         actions: Any of ``"gc"`` (collect reference cycles), ``"cuda_cache"`` (empty the cache of
             the CUDA allocator) and ``"malloc_trim"`` (return free pages of the C library's heap to
             the system).
@@ -220,9 +221,9 @@ class MemoryCleanup(RunCallback):
         self.events: list[dict[str, Any]] = []
         self._advised: set[str] = set()
         self._pressures: dict[str, Pressure] = {}
-        self._agreements: DelayedReads[None] = DelayedReads()
-        self._figures: tuple[int, ...] = ()  # of the last reading
-        self._room = 0.0
+        self._pending_results: DelayedReads[None] = DelayedReads()
+        self._last_counters: tuple[int, ...] = ()  # at the last reading
+        self._growth_allowed = 0.0
 
     def on_train_start(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Find the limits of this process and its device."""
@@ -254,16 +255,17 @@ class MemoryCleanup(RunCallback):
     def _has_grown(self) -> bool:
         assert self._limits is not None
         now = growth_figures(self._limits.device)
-        return not self._figures or any(
-            after - before > self._room for after, before in zip(now, self._figures, strict=True)
+        return not self._last_counters or any(
+            after - before > self._growth_allowed
+            for after, before in zip(now, self._last_counters, strict=True)
         )
 
     def _read(self) -> tuple[list[Usage], list[Usage]]:
-        """Return all limits and the high ones, and set the room until the next reading."""
+        """Return all limits and the high ones; set the growth allowed until an early read."""
         assert self._limits is not None
         usages, high = self._limits.read(), []
-        device, self._room = self._limits.device, math.inf
-        self._figures = growth_figures(device)
+        device, self._growth_allowed = self._limits.device, math.inf
+        self._last_counters = growth_figures(device)
         for usage in usages:
             pressure = self._pressures.setdefault(
                 usage.source, Pressure(self.threshold, self.release_below, self.cooldown_steps)
@@ -272,9 +274,9 @@ class MemoryCleanup(RunCallback):
                 high.append(usage)
             # The cheap counter covers only the device.
             elif device.type == "cpu" or usage.source == str(device):
-                # At least 1%, so that a close limit does not cause a reading at every step.
-                left = max(pressure.level(self._steps) - usage.fraction, 0.01)
-                self._room = min(self._room, left * usage.total / 2)
+                # At least 1%, so that a nearly full limit is not read at every step.
+                distance = max(pressure.level(self._steps) - usage.fraction, 0.01)
+                self._growth_allowed = min(self._growth_allowed, distance * usage.total / 2)
         return usages, high
 
     def _check(self, trainer: pl.Trainer, pl_module: pl.LightningModule, due: bool) -> None:
@@ -286,7 +288,7 @@ class MemoryCleanup(RunCallback):
             self._log(trainer, _largest(usages))
 
     def _agree(self, trainer: pl.Trainer, pl_module: pl.LightningModule, groups: Groups) -> None:
-        """Clean on all ranks at the same step if one rank needs it.
+        """Start an all-reduce; if one rank needs a cleanup, all ranks clean at the same step.
 
         On an accelerator the result of the all-reduce is read at the next call, so no host waits.
         """
@@ -296,12 +298,12 @@ class MemoryCleanup(RunCallback):
         usages, high = self._read()
         values = torch.tensor([float(bool(high)), _largest(usages)], device=device)
         reduce_over(values, groups, dist.ReduceOp.MAX)
-        self._agreements.push(values, None)
+        self._pending_results.push(values, None)
         if reads_are_free(device):
             self._act_on_agreement(trainer, pl_module)
 
     def _act_on_agreement(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
-        for (needed, largest), _ in self._agreements.flush():
+        for (needed, largest), _ in self._pending_results.flush():
             if needed:
                 usages, high = self._read()
                 self._clean(trainer, pl_module, high or usages)
@@ -323,15 +325,15 @@ class MemoryCleanup(RunCallback):
                 self._freed += gained / MB
             pressure = self._pressures[usage.source]
             if usage.fraction < pressure.level(self._steps):
-                continue  # only another rank needed it
+                continue  # only another rank needs the cleanup
             if pressure.record_cleanup(self._steps, now.fraction, gained / usage.total):
                 useful = True
             elif usage.source not in self._advised:
                 self._advised.add(usage.source)
                 log.warning(
                     "MemoryCleanup freed only %.1f MB of the %.0f MB in use (%s, %.0f%% full): "
-                    "the run needs this memory, it is not garbage. It tries again when half of "
-                    "the rest is gone, at most three times. What helps: %s.",
+                    "the run needs this memory. The next cleanup runs when half of the free "
+                    "memory is used; after three failures there are no more. What helps: %s.",
                     gained / MB, now.used / MB, now.source, 100 * now.fraction,
                     advise(now, pl_module, trainer.optimizers),
                 )  # fmt: skip
@@ -348,7 +350,7 @@ class MemoryCleanup(RunCallback):
             "seconds": {effect.action: effect.seconds for effect in effects},
             "useful": useful,
         }
-        self.events = [*self.events, event][-EVENTS:]
+        self.events = [*self.events, event][-MAX_EVENTS:]
         log.info("MemoryCleanup: %s", event)
 
     def _log(self, trainer: pl.Trainer, used: float) -> None:
@@ -383,7 +385,7 @@ class MemoryCleanup(RunCallback):
     def release(self, trainer: pl.Trainer) -> None:
         """Stop watching."""
         self._limits = None
-        self._agreements.clear()
+        self._pending_results.clear()
 
 
 def _largest(usages: Sequence[Usage]) -> float:
@@ -391,11 +393,11 @@ def _largest(usages: Sequence[Usage]) -> float:
 
 
 def _gain(before: Usage, after: Usage, effects: Sequence[Effect]) -> int:
-    """Return the bytes of a limit that a cleanup freed.
+    """Return the bytes that a cleanup freed under one limit.
 
     Resident memory does not fall while the heap keeps freed memory, so for host memory the bytes
-    freed within the heap count too.
+    that garbage collection freed within the heap count too.
     """
-    heap = max((e.freed for e in effects if e.action == "gc"), default=0)
-    regained = heap if not before.source.startswith("cuda") else 0
-    return max(0, before.used - after.used, regained)
+    freed_in_heap = max((e.freed for e in effects if e.action == "gc"), default=0)
+    counted = freed_in_heap if not before.source.startswith("cuda") else 0
+    return max(0, before.used - after.used, counted)

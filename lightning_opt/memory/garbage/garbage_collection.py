@@ -19,10 +19,10 @@ class GarbageCollection(RunCallback):
     """Collects garbage on a schedule, at the same step on every rank, instead of automatically.
 
     Python collects whenever enough objects have been created, and a full collection visits every
-    object. With torch and Lightning imported, that takes a fifth of a second, at a different step
-    on every rank, so that in a distributed run all ranks wait for each in turn. Here all ranks
-    collect at the same step, and existing objects are frozen, so that later collections skip them.
-    Everything is restored when training ends or fails.
+    object. With torch and Lightning imported, a collection takes a fifth of a second, at a
+    different step on every rank, so in a distributed run all ranks wait for each rank in turn. This
+    callback collects at the same step on all ranks, and freezes existing objects, so later
+    collections skip them. Everything is restored when training ends or fails.
 
     Objects in reference cycles live until the next collection. If they hold tensors, collect more
     often, or add :class:`~lightning_opt.MemoryCleanup`, which collects when memory runs short.
@@ -30,13 +30,12 @@ class GarbageCollection(RunCallback):
     Logged at every collection on the schedule:
 
     ===================== ======================================================================
-    ``gc/pause_ms``       its duration in milliseconds
-    ``gc/collected``      objects that it freed
+    ``gc/pause_ms``       duration of the collection in milliseconds
+    ``gc/collected``      objects that the collection freed
     ===================== ======================================================================
 
     Args:
-        every_n_steps: Batches, of training and validation, from one collection to the next, at
-            least 1.
+        every_n_steps: Number of training and validation batches between collections, at least 1.
         freeze: Freeze all objects when training starts, and again after the first scheduled
             collection, to include optimizer state and compiled code. No effect if objects are
             frozen already.

@@ -16,7 +16,7 @@ from lightning_opt.core.output.loggers import log_scalars
 from lightning_opt.core.output.report import Report
 from lightning_opt.core.output.verdicts import Verdict
 from lightning_opt.memory.leaks.suspects import (
-    SAMPLES,
+    MIN_SAMPLES,
     Census,
     MemoryTrend,
     Suspect,
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
 
 log = logging.getLogger(__name__)
 
-INTERVALS = (3, 3, 2)
-"""Samples between counts; unequal, so that a periodic change does not match all of them."""
+COUNT_INTERVALS = (3, 3, 2)
+"""Samples between counts; unequal, so that a periodic change does not look like growth."""
 
-PAUSE = 100
-"""Steps without a search after one that found nothing; doubled each time."""
+FIRST_PAUSE = 100
+"""Steps without a search after the first search that found nothing; doubled after each one."""
 
 Phase = Literal["train", "validation"]
 
@@ -48,8 +48,8 @@ class LeakDetector(RunCallback):
     If one of them has a significant trend (Mann-Kendall, slope by Theil-Sen) that does not flatten,
     it counts all containers and autograd graphs four times over the next steps. It reports those
     that grew every time, with their holder and, if found, the line of source that fills them.
-    Containers that may be cleared at the end of an epoch must outlive one, unless memory would run
-    out before then. Without a trend, nothing is counted.
+    A container that may be cleared at the end of an epoch is only reported if it still grows in the
+    next epoch, or if memory would run out before. Without a trend, nothing is counted.
 
     ============= ===============================================================================
     kind          meaning
@@ -97,7 +97,7 @@ class LeakDetector(RunCallback):
     ) -> None:
         self._schedule = Schedule(every_n_steps)
         self.warmup_steps = check_at_least("warmup_steps", warmup_steps, 0)
-        self.min_rate = 1024 * check_positive("min_kb_per_step", min_kb_per_step)
+        self.min_bytes_per_step = 1024 * check_positive("min_kb_per_step", min_kb_per_step)
         self.action = check_one_of("action", action, ("warn", "raise"))
         self._reset()
 
@@ -106,11 +106,11 @@ class LeakDetector(RunCallback):
         self._seconds = 0.0
         self.suspects: list[Suspect] = []  # oldest first
         self._training = False
-        self._pause = PAUSE
+        self._pause = FIRST_PAUSE
         self._paused_until = 0
         self._end_search()
         self._trends: dict[Phase, MemoryTrend] = {
-            phase: MemoryTrend(self.min_rate) for phase in get_args(Phase)
+            phase: MemoryTrend(self.min_bytes_per_step) for phase in get_args(Phase)
         }
 
     def _end_search(self) -> None:
@@ -131,7 +131,7 @@ class LeakDetector(RunCallback):
         self._steps += 1
         if self._steps <= self.warmup_steps or not self._schedule.is_due(self._steps):
             return
-        found = self._sample(trainer, "train")
+        suspects = self._sample_and_search(trainer, "train")
         trend = self._trends["train"]
         if trend.is_due():
             slope = max(trend.growing().values(), default=0.0)
@@ -139,14 +139,14 @@ class LeakDetector(RunCallback):
                 trainer,
                 {"leaks/kb_per_step": slope / 1024, "leaks/suspects": float(len(self.suspects))},
             )
-        self._raise_on_all_ranks(trainer, found)
+        self._raise_on_all_ranks(trainer, suspects)
 
     def on_validation_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Take a sample; validation has its own series."""
         if self._training and self._steps > self.warmup_steps:
-            self._raise_on_all_ranks(trainer, self._sample(trainer, "validation"))
+            self._raise_on_all_ranks(trainer, self._sample_and_search(trainer, "validation"))
 
-    def _sample(self, trainer: pl.Trainer, phase: Phase) -> list[Suspect]:
+    def _sample_and_search(self, trainer: pl.Trainer, phase: Phase) -> list[Suspect]:
         trend = self._trends[phase]
         trend.add(self._steps, read_counters(trainer.strategy.root_device))
         if not self._counts:
@@ -160,30 +160,30 @@ class LeakDetector(RunCallback):
             if trainer.current_epoch < self._wait_for_epoch:
                 return []
             self._wait_for_epoch = None
-            self._next_count = self._steps + INTERVALS[-1] * self._schedule.every_n_steps
+            self._next_count = self._steps + COUNT_INTERVALS[-1] * self._schedule.every_n_steps
         if phase == "train" and self._steps < self._next_count:
             return []
         self._count(trainer)
-        return self._judge(trainer) if len(self._counts) > len(INTERVALS) else []
+        return self._evaluate_counts(trainer) if len(self._counts) > len(COUNT_INTERVALS) else []
 
     def _count(self, trainer: pl.Trainer) -> None:
         start = perf_counter()
         self._counts.append(take_census(self._steps, trainer.current_epoch, self._roots(trainer)))
-        place = min(len(self._counts), len(INTERVALS)) - 1
-        self._next_count = self._steps + INTERVALS[place] * self._schedule.every_n_steps
+        index = min(len(self._counts), len(COUNT_INTERVALS)) - 1
+        self._next_count = self._steps + COUNT_INTERVALS[index] * self._schedule.every_n_steps
         self._searches += len(self._counts) == 1
         self._seconds += perf_counter() - start
 
-    def _judge(self, trainer: pl.Trainer) -> list[Suspect]:
+    def _evaluate_counts(self, trainer: pl.Trainer) -> list[Suspect]:
         """Compare the counts: report, wait for the end of the epoch, or end the search."""
         start = perf_counter()
-        suspects = find_suspects(self._counts, self._roots(trainer), self.min_rate, self)
+        suspects = find_suspects(self._counts, self._roots(trainer), self.min_bytes_per_step, self)
         self._seconds += perf_counter() - start
-        outlived = self._counts[-1].epoch > self._counts[0].epoch
+        epoch_has_ended = self._counts[-1].epoch > self._counts[0].epoch
         confirmed = [
             s
             for s in suspects
-            if outlived or s.kind == "graph" or self._phase == "validation"
+            if epoch_has_ended or s.kind == "graph" or self._phase == "validation"
             or self._would_not_fit(trainer, s)
         ]  # fmt: skip
         if suspects and not confirmed:
@@ -203,22 +203,22 @@ class LeakDetector(RunCallback):
         return new
 
     def _would_not_fit(self, trainer: pl.Trainer, suspect: Suspect) -> bool:
-        left = trainer.num_training_batches - trainer.fit_loop.batch_idx
+        batches_left = trainer.num_training_batches - trainer.fit_loop.batch_idx
         room = MemoryLimits(trainer.strategy.root_device).room()
-        return 1024 * suspect.kb_per_step * left > room
+        return 1024 * suspect.kb_per_step * batches_left > room
 
-    def _raise_on_all_ranks(self, trainer: pl.Trainer, found: list[Suspect]) -> None:
+    def _raise_on_all_ranks(self, trainer: pl.Trainer, suspects: list[Suspect]) -> None:
         if self.action != "raise":
             return
         if groups := step_groups(trainer):
-            if not self._trends["train"].is_due():  # all ranks have as many samples
+            if not self._trends["train"].is_due():  # all ranks have the same number of samples
                 return
-            own = [float(bool(self.suspects))]
-            if not any(largest_over_ranks(own, trainer.strategy.root_device, groups[0])):
+            has_suspects = [float(bool(self.suspects))]
+            if not any(largest_over_ranks(has_suspects, trainer.strategy.root_device, groups[0])):
                 return
-        elif not found:
+        elif not suspects:
             return
-        reasons = " ".join(map(str, self.suspects)) or "Another rank has found a leak."
+        reasons = " ".join(map(str, self.suspects)) or "Another rank found a leak."
         raise RuntimeError(
             f"LeakDetector(action='raise') stopped the run at step {self._steps}. {reasons}"
         )
@@ -238,14 +238,16 @@ class LeakDetector(RunCallback):
         ]
 
     def diagnose(self) -> list[Verdict]:
-        """Return the fastest-growing suspect, for the doctor."""
+        """Return a verdict on the fastest-growing suspect."""
         if self.suspects:
             first = max(self.suspects, key=lambda suspect: suspect.kb_per_step)
             advice = first.advice[0].upper() + first.advice[1:] + "."
             return [Verdict("leaks", "look", str(first), advice)]
         taken = self._trends["train"].taken
-        if taken < SAMPLES:
-            finding = f"LeakDetector has taken {taken} samples, and needs {SAMPLES} for a trend."
+        if taken < MIN_SAMPLES:
+            finding = (
+                f"LeakDetector has taken {taken} of the {MIN_SAMPLES} samples that a trend needs."
+            )
             return [
                 Verdict("leaks", "unknown", finding, "Train longer, or with fewer warmup_steps.")
             ]
@@ -260,7 +262,7 @@ class LeakDetector(RunCallback):
                 "where": suspect.where,
                 "line": suspect.line,
                 "items a step": suspect.per_step,
-                "of": suspect.what,
+                "of": suspect.items,
                 "KB a step": suspect.kb_per_step,
                 "what to do": suspect.advice,
             }
@@ -272,8 +274,8 @@ class LeakDetector(RunCallback):
         if not rows:
             notes.insert(0, "No leak was found.")
             notes += [
-                f"The {name} grows by {slope / 1024:.3g} KB a step, and no container of Python "
-                "does: check extensions, data loading and the allocator."
+                f"The {name} grows by {slope / 1024:.3g} KB a step, but no Python container "
+                "grows: check extensions, data loading and the allocator."
                 for name, slope in self._trends["train"].growing().items()
                 if name in ("heap", "device")
             ]

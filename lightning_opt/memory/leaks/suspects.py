@@ -30,22 +30,22 @@ from lightning_opt.core.numerics.trend import mann_kendall, theil_sen
 from lightning_opt.memory import object_graph
 from lightning_opt.memory.object_graph import Root, Walk, graph_size, is_a
 
-PYTHON_BLOCK = 96
-"""Bytes of a typical block of Python's own allocator, which counts blocks and not bytes."""
+PYTHON_BLOCK_BYTES = 96
+"""Typical size of a block of Python's allocator, which reports the number of blocks only."""
 
-WINDOW = 24
-SAMPLES = 8
-SIGNIFICANT = 0.01
+MAX_SAMPLES = 24
+MIN_SAMPLES = 8
+MAX_P_VALUE = 0.01
 
 
 def read_counters(device: torch.device) -> dict[str, float]:
-    """Return memory counters in bytes, without those that this system lacks.
+    """Return the memory counters that this system has, in bytes.
 
-    Resident memory also grows by fragmentation, so alone it justifies a search, not a warning.
+    Resident memory also grows by fragmentation, so its growth starts a search but is not reported.
     """
     counters = {
         "resident": float(resident_memory()),
-        "python": float(PYTHON_BLOCK * sys.getallocatedblocks()),
+        "python": float(PYTHON_BLOCK_BYTES * sys.getallocatedblocks()),
     }
     heap = malloc_info()
     if heap is not None:
@@ -56,11 +56,11 @@ def read_counters(device: torch.device) -> dict[str, float]:
 
 
 class MemoryTrend:
-    """The newest samples of the counters; growth below ``min_rate`` bytes per step is ignored."""
+    """The newest samples of the counters; growth below ``min_bytes_per_step`` is ignored."""
 
-    def __init__(self, min_rate: float) -> None:
-        self._min_rate = min_rate
-        self._samples: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=WINDOW)
+    def __init__(self, min_bytes_per_step: float) -> None:
+        self._min_bytes_per_step = min_bytes_per_step
+        self._samples: deque[tuple[int, Mapping[str, float]]] = deque(maxlen=MAX_SAMPLES)
         self.taken = 0
 
     def add(self, step: int, counters: Mapping[str, float]) -> None:
@@ -69,22 +69,24 @@ class MemoryTrend:
 
     def is_due(self) -> bool:
         """Return whether there are enough new samples for a test."""
-        return self.taken >= SAMPLES and self.taken % (SAMPLES // 2) == 0
+        return self.taken >= MIN_SAMPLES and self.taken % (MIN_SAMPLES // 2) == 0
 
     def growing(self) -> dict[str, float]:
         """Return the counters that grow without flattening, in bytes per step, fastest first."""
-        found = {}
+        slopes = {}
         for name in self._samples[0][1] if self._samples else ():
             steps = [float(step) for step, values in self._samples if name in values]
             series = [values[name] for _, values in self._samples if name in values]
             slope = theil_sen(steps, series)
-            if slope < self._min_rate or mann_kendall(series)[1] >= SIGNIFICANT:
+            if slope < self._min_bytes_per_step or mann_kendall(series)[1] >= MAX_P_VALUE:
                 continue
-            # A cache or an allocator that fills up grows only in the first half.
+            # A cache that is being filled grows in the first half of the samples only.
             half = len(steps) // 2
-            if theil_sen(steps[half:], series[half:]) >= max(slope / 4, self._min_rate / 2):
-                found[name] = slope
-        return dict(sorted(found.items(), key=lambda item: -item[1]))
+            if theil_sen(steps[half:], series[half:]) >= max(
+                slope / 4, self._min_bytes_per_step / 2
+            ):
+                slopes[name] = slope
+        return dict(sorted(slopes.items(), key=lambda item: -item[1]))
 
 
 @dataclass
@@ -106,19 +108,19 @@ def take_census(step: int, epoch: int, roots: Sequence[Root]) -> Census:
     return Census(step, epoch, lengths, longest)
 
 
-def growing_containers(counts: Sequence[Census], min_rate: float) -> dict[int, float]:
+def growing_containers(counts: Sequence[Census], min_items_per_step: float) -> dict[int, float]:
     """Return the ids of containers that grew between all counts, with items per step."""
-    found = {}
+    rates = {}
     for key in counts[-1].lengths:
         lengths = [count.lengths.get(key, -1) for count in counts]
         rate = _growth(counts, lengths) if lengths[0] >= 0 else 0.0
-        if rate >= min_rate:
-            found[key] = rate
-    return found
+        if rate >= min_items_per_step:
+            rates[key] = rate
+    return rates
 
 
 def graph_growth(counts: Sequence[Census]) -> float:
-    """Return the growth of the longest graph in operations per step; 0 unless it always grew."""
+    """Return the growth of the longest graph in operations per step; 0 unless all counts grew."""
     return _growth(counts, [count.graph_nodes for count in counts])
 
 
@@ -140,19 +142,19 @@ def _tensors_with_graph(objects: Sequence[object]) -> list[Tensor]:
 Kind = Literal["graph", "container"]
 
 ADVICE: dict[Kind, str] = {
-    "graph": "detach() it, or keep item(): every loss that is kept keeps its graph and activations",
+    "graph": "detach() it, or keep item(): a stored loss keeps its graph and activations alive",
     "container": "clear it, bound it, or keep numbers on the host. A metric: reset() it, or log "
     "the metric itself. Hooks: remove() the handle. Exceptions: keep str(error), as tracebacks "
     "hold local variables",
 }
 
-PER_STEP = 0.02
-"""Items per step below which a container is no leak: one in fifty steps."""
+MIN_ITEMS_PER_STEP = 0.02
+"""Minimum growth of a leaking container: one item in fifty steps."""
 
-MOST = 5
+MAX_SUSPECTS = 5
 """Maximum number of suspects of one search."""
 
-NEWEST = 3
+MEASURED_ITEMS = 3
 """Number of newest items of a container whose size is measured."""
 
 _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -162,14 +164,15 @@ _LIBRARIES = tuple(sysconfig.get_path(name) for name in ("stdlib", "purelib", "p
 class Suspect:
     """A probable leak.
 
-    ``where`` is an expression from the module or a Python module down; ``line`` is ``file:line``
-    where it is filled; ``what`` is the type of its items, of which ``per_step`` are added per step.
+    ``where`` is an expression that leads to the object from the module or a Python module. ``line``
+    is the ``file:line`` that fills it. ``items`` describes the items, of which ``per_step`` are
+    added per step.
     """
 
     kind: Kind
     where: str
     line: str | None
-    what: str
+    items: str
     per_step: float
     kb_per_step: float
     step: int
@@ -179,48 +182,51 @@ class Suspect:
         return ADVICE[self.kind]
 
     def __str__(self) -> str:
-        place = f" ({self.line})" if self.line else ""
+        line = f" ({self.line})" if self.line else ""
         return (
-            f"{self.kind}: {self.where}{place} grows by {self.per_step:.3g} {self.what} a step, "
+            f"{self.kind}: {self.where}{line} grows by {self.per_step:.3g} {self.items} a step, "
             f"{self.kb_per_step:.3g} KB a step."
         )
 
 
 def find_suspects(
-    counts: Sequence[Census], roots: Sequence[Root], min_rate: float, searcher: Any
+    counts: Sequence[Census], roots: Sequence[Root], min_bytes_per_step: float, searcher: Any
 ) -> list[Suspect]:
     """Return at most five objects that grew between all counts, the fastest first.
 
-    Paths start at ``roots``. Growth below ``min_rate`` bytes per step is ignored, and so are
-    objects that ``searcher``, the caller, holds.
+    Paths start at ``roots``. Growth below ``min_bytes_per_step`` is ignored, and so are
+    objects held by ``searcher``, the caller.
     """
     walk = Walk(roots)
-    suspects = _container_suspects(counts, walk, min_rate, searcher)
+    suspects = _container_suspects(counts, walk, min_bytes_per_step, searcher)
     rate = graph_growth(counts)
-    tensor = longest_graph() if rate >= PER_STEP else None
+    tensor = longest_graph() if rate >= MIN_ITEMS_PER_STEP else None
     if tensor is not None:
         chain = walk.path(tensor) or object_graph.referrer_chain(tensor, [walk.found])
         suspects.append(_graph_suspect(chain, walk.name(chain[0]), rate, counts[-1].step))
     largest = max((s.kb_per_step for s in suspects), default=0.0)
     relevant = [s for s in suspects if s.kb_per_step >= 0.1 * largest]
-    return sorted(relevant, key=lambda suspect: -suspect.kb_per_step)[:MOST]
+    return sorted(relevant, key=lambda suspect: -suspect.kb_per_step)[:MAX_SUSPECTS]
 
 
 def _container_suspects(
-    counts: Sequence[Census], walk: Walk, min_rate: float, searcher: Any
+    counts: Sequence[Census], walk: Walk, min_bytes_per_step: float, searcher: Any
 ) -> list[Suspect]:
-    rates = growing_containers(counts, PER_STEP)
+    rates = growing_containers(counts, MIN_ITEMS_PER_STEP)
     things = {key: walk.found[key][0] for key in rates if key in walk.found}
     if len(things) < len(rates):
         things |= {id(thing): thing for thing in gc.get_objects() if id(thing) in rates}
-    own = {id(held) for held in vars(searcher).values()} | {id(vars(searcher)), id(walk.found)}
-    sizes = {key: _item_size(thing) for key, thing in things.items() if key not in own}
-    heavy = sorted(
-        (key for key in sizes if rates[key] * sizes[key] >= min_rate / 2),
+    searcher_ids = {id(held) for held in vars(searcher).values()} | {
+        id(vars(searcher)),
+        id(walk.found),
+    }
+    sizes = {key: _item_size(thing) for key, thing in things.items() if key not in searcher_ids}
+    largest_first = sorted(
+        (key for key in sizes if rates[key] * sizes[key] >= min_bytes_per_step / 2),
         key=lambda key: -rates[key] * sizes[key],
     )
     suspects = []
-    for key in heavy[:MOST]:
+    for key in largest_first[:MAX_SUSPECTS]:
         chain = walk.path(things[key]) or object_graph.referrer_chain(
             things[key], [things, walk.found]
         )
@@ -239,17 +245,17 @@ def _container_suspect(
              for value in _newest(container)]  # fmt: skip
     with_graph = any(tensor.grad_fn is not None for item in items for tensor in _tensors(item))
     kind: Kind = "graph" if with_graph else "container"
-    what = type(items[-1]).__name__ if items else "items"
+    item_type = type(items[-1]).__name__ if items else "items"
     line = _source_line(object_graph.owners(chain))
-    return Suspect(kind, where, line, what, rate, kb_per_step, counts[-1].step)
+    return Suspect(kind, where, line, item_type, rate, kb_per_step, counts[-1].step)
 
 
 def _graph_suspect(chain: Sequence[Any], root: str, rate: float, step: int) -> Suspect:
     tensor = chain[-1]
     node = tensor.grad_fn.name() if tensor.grad_fn is not None else "?"
-    what = f"operations (now {graph_size(tensor):,}, the last of them {node})"
+    operations = f"operations (now {graph_size(tensor):,}, the last of them {node})"
     where, line = object_graph.describe(chain, root), _source_line(object_graph.owners(chain))
-    return Suspect("graph", where, line, what, rate, rate, step)
+    return Suspect("graph", where, line, operations, rate, rate, step)
 
 
 def _item_size(container: Any) -> float:
@@ -262,19 +268,19 @@ def _item_size(container: Any) -> float:
 def _newest(container: Any) -> list[Any]:
     """Return the newest items of a container, or any items of an unordered one."""
     values: Any = list(container.items()) if is_a(container, Mapping) else list(container)
-    return list(values[-NEWEST:])
+    return list(values[-MEASURED_ITEMS:])
 
 
 def _source_line(holders: Sequence[tuple[Any, str]]) -> str | None:
     """Return the line that appends to, adds to or assigns one of the attributes.
 
     Args:
-        holders: Objects and attribute names, the nearest first. A line of the user's code is
-            preferred to one in a library, even if it is further away.
+        holders: Objects and attribute names, the nearest first. The user's code is preferred to
+            libraries, even if its object is further away.
     """
     lines = [line for owner, name in holders if (line := _line_of(owner, name)) is not None]
-    own = [line for line in lines if not line[0].startswith(_LIBRARIES)]
-    return next((f"{_short(file)}:{number}" for file, number in [*own, *lines]), None)
+    users_lines = [line for line in lines if not line[0].startswith(_LIBRARIES)]
+    return next((f"{_short(file)}:{number}" for file, number in [*users_lines, *lines]), None)
 
 
 def _line_of(owner: Any, attribute: str) -> tuple[str, int] | None:

@@ -59,7 +59,7 @@ class MemoryProfiler(RunCallback):
     ``profile/resident_mb``       physical memory of the process
     ``profile/gc_pause_ms``       time of all garbage collections so far
     ``profile/reserved_mb``       on CUDA: memory that the allocator holds
-    ``profile/fragmentation``     on CUDA: share of that which no tensor uses
+    ``profile/fragmentation``     on CUDA: share of the reserved memory that no tensor uses
     ``profile/alloc_retries``     on CUDA: number of times the allocator emptied its cache
     ============================= ============================================================
 
@@ -153,7 +153,7 @@ class MemoryProfiler(RunCallback):
     def delta(self, first: str, second: str) -> int:
         """Return the growth of live memory in bytes, from the newest ``first`` to ``second``.
 
-        Of several records named ``second`` the newest counts, with the newest ``first`` before it.
+        ``first`` is the newest record of that name before the newest ``second``.
 
         Raises:
             KeyError: If there is no such record.
@@ -201,7 +201,7 @@ class MemoryProfiler(RunCallback):
             self._step.enter_context(self._saved.counting())
         for optimizer in trainer.optimizers:
             if isinstance(optimizer, Optimizer):
-                # In manual optimization another forward pass follows.
+                # With manual optimization, another forward pass may follow the step.
                 hook = optimizer.register_step_post_hook(lambda *_: self._switch("forward", None))
                 self._step.callback(hook.remove)
         self._record_parts("step_start")
@@ -258,7 +258,7 @@ class MemoryProfiler(RunCallback):
         dataloader_idx: int = 0,
     ) -> None:
         """Start to measure the first batch of a validation."""
-        if self._watching(trainer) and batch_idx == 0 and dataloader_idx == 0:
+        if self._is_fitting(trainer) and batch_idx == 0 and dataloader_idx == 0:
             self._phase = "validation"
             self._measure(pl_module)
 
@@ -266,15 +266,15 @@ class MemoryProfiler(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, *args: Any, **kwargs: Any
     ) -> None:
         """Add the peak of the first batch."""
-        if self._meter is not None and self._watching(trainer):
+        if self._meter is not None and self._is_fitting(trainer):
             self.profile.add_peak("validation", self._meter.mark(), self._meter.exact)
             self._end_step()
 
-    def _watching(self, trainer: pl.Trainer) -> bool:
+    def _is_fitting(self, trainer: pl.Trainer) -> bool:
         return self._steps > 0 and not trainer.sanity_checking and trainer.state.fn == "fit"
 
-    def _switch(self, following: str, name: str | None) -> None:
-        ended, self._phase = self._phase, following
+    def _switch(self, next_phase: str, name: str | None) -> None:
+        ended, self._phase = self._phase, next_phase
         if self._meter is None:
             return
         self._peaks[ended] = max(self._peaks.get(ended, 0), self._meter.mark())
@@ -310,7 +310,7 @@ class MemoryProfiler(RunCallback):
         return {phase: max(peaks) for phase, peaks in self.profile.peaks.items()}
 
     def diagnose(self) -> list[Verdict]:
-        """Return the phase with the highest peak, for the doctor."""
+        """Return a verdict that names the phase with the highest peak."""
         if not self.peaks:
             finding = "MemoryProfiler has not profiled a step yet."
             return [Verdict("memory", "unknown", finding, "Train longer, or profile more often.")]
@@ -329,17 +329,19 @@ class MemoryProfiler(RunCallback):
         """Return a matplotlib figure: memory by category over time, and peaks by phase.
 
         Raises:
-            ImportError: Without matplotlib, which the extra ``plots`` brings.
+            ImportError: If matplotlib is missing; the extra ``plots`` installs it.
         """
         return draw_profile(self.profile)
 
     def on_train_end(self, trainer: pl.Trainer, pl_module: pl.LightningModule) -> None:
         """Write the JSON and the figure."""
-        folder = Path(trainer.log_dir or trainer.default_root_dir)  # a broadcast: all ranks
+        folder = Path(
+            trainer.log_dir or trainer.default_root_dir
+        )  # broadcasts, so all ranks must call it
         if "forward" not in self.profile.peaks:  # no profiled step
             return
-        where = str(folder / FIGURE) if self._figure is True else self._figure
-        save_at_end(self.figure, where, trainer, FIGURE)
+        figure_path = str(folder / FIGURE) if self._figure is True else self._figure
+        save_at_end(self.figure, figure_path, trainer, FIGURE)
         if self._file and trainer.is_global_zero:
             path = folder / DATA if self._file is True else Path(str(self._file))
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -349,9 +351,9 @@ class MemoryProfiler(RunCallback):
         self, trainer: pl.Trainer, pl_module: pl.LightningModule, exception: BaseException
     ) -> None:
         """Report the live tensors if memory has run out, and stop profiling."""
-        self._end_step()  # keeps the allocator's history, which the report needs
+        self._end_step()  # not `_stop`: the report needs the allocator's history
         if is_out_of_memory(exception):
-            # Not `trainer.log_dir`, a broadcast: the other ranks may not take part.
+            # Not `trainer.log_dir`: it broadcasts, and other ranks may not take part.
             folder = getattr(trainer.logger, "log_dir", None) or trainer.default_root_dir
             write_out_of_memory_report(
                 exception, pl_module, trainer.optimizers, self._device, self._phase, Path(folder)

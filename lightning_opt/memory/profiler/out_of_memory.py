@@ -19,7 +19,7 @@ from lightning_opt.memory.object_graph import Root, Walk, describe, is_a, is_den
 
 log = logging.getLogger(__name__)
 
-LARGEST = 20
+MAX_TENSORS = 20
 
 
 def report_live_tensors(
@@ -31,9 +31,9 @@ def report_live_tensors(
 ) -> Report:
     """Return the largest live tensors, with their names and the operations that made them.
 
-    Names are paths from the module, its optimizers, and the local variables of functions in the
-    error's traceback. Tensors saved by autograd are not Python objects; they are the difference
-    between live and listed memory.
+    Names are paths from the module, its optimizers, and local variables of the functions in the
+    error's traceback. Tensors saved by autograd are not listed, because they are not Python
+    objects.
     """
     tensors: dict[int, Tensor] = {}
     for thing in gc.get_objects():
@@ -41,18 +41,18 @@ def report_live_tensors(
             known = tensors.get(thing.untyped_storage().data_ptr())
             if known is None or is_a(thing, nn.Parameter):
                 tensors[thing.untyped_storage().data_ptr()] = thing
-    sizes = {place: tensor.untyped_storage().nbytes() for place, tensor in tensors.items()}
+    sizes = {address: tensor.untyped_storage().nbytes() for address, tensor in tensors.items()}
     names = _names(module, optimizers)
     walk = Walk(_roots(error, module))
     rows = []
-    for place in sorted(sizes, key=lambda place: -sizes[place])[:LARGEST]:
-        tensor = tensors[place]
+    for address in sorted(sizes, key=lambda address: -sizes[address])[:MAX_TENSORS]:
+        tensor = tensors[address]
         path = walk.path(tensor)
-        found = describe(path, walk.name(path[0])) if path else "?"
+        description = describe(path, walk.name(path[0])) if path else "?"
         rows.append(
             {
-                "MB": sizes[place] / MB,
-                "what": names.get(id(tensor), found),
+                "MB": sizes[address] / MB,
+                "what": names.get(id(tensor), description),
                 "shape": str(tuple(tensor.shape)),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
                 "made by": tensor.grad_fn.name() if tensor.grad_fn is not None else None,
@@ -82,7 +82,7 @@ def write_out_of_memory_report(
 ) -> None:
     """Write the report as text and JSON, on CUDA also a snapshot for torch's memory_viz.
 
-    If the remaining memory does not suffice, only a warning is logged.
+    If that fails, for example because memory is short, it only logs a warning.
     """
     file = folder / "out_of_memory.txt"
     try:
@@ -102,15 +102,15 @@ def write_out_of_memory_report(
 def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str]:
     if module is None:
         return {}
-    names, of_parameter = {}, {}
+    names, parameter_names = {}, {}
     for name, parameter in module.named_parameters():
-        names[id(parameter)] = of_parameter[parameter] = name
+        names[id(parameter)] = parameter_names[parameter] = name
         if parameter.grad is not None:
             names[id(parameter.grad)] = f"{name}.grad"
     for optimizer in optimizers:
         for parameter, state in getattr(optimizer, "state", {}).items():
             for key, value in state.items() if isinstance(state, dict) else ():
-                owner = of_parameter.get(parameter, "?")
+                owner = parameter_names.get(parameter, "?")
                 names[id(value)] = f"{type(optimizer).__name__}.state[{owner}].{key}"
     names.update({id(buffer): name for name, buffer in module.named_buffers()})
     return names
@@ -119,5 +119,5 @@ def _names(module: nn.Module | None, optimizers: Iterable[Any]) -> dict[int, str
 def _roots(error: BaseException, module: nn.Module | None) -> list[Root]:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     named = [] if module is None else [(type(module).__name__, module)]
-    nearest = frames[:-13:-1]  # twelve frames, the innermost first
-    return [*named, *((f"{frame.f_code.co_name}:", dict(frame.f_locals)) for frame in nearest)]
+    innermost = frames[:-13:-1]  # twelve frames, the innermost first
+    return [*named, *((f"{frame.f_code.co_name}:", dict(frame.f_locals)) for frame in innermost)]

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 CATEGORIES = ("parameters", "gradients", "optimizer", "activations", "other")
-"""The last is memory that was allocated before the step and is in no other category."""
+"""``"other"`` was allocated before the step and is in no other category."""
 
 
 class PhaseMeter:
@@ -36,12 +36,13 @@ class PhaseMeter:
 
     On CUDA the allocator records it. On a CPU every operator's result is counted, which makes the
     step some 20% slower and misses the internal buffers of kernels. If operators cannot be counted
-    (compiled parts, DTensors), the peak is the larger of the two ends, and :attr:`exact` is False.
+    (compiled parts, DTensors), memory is read only at each mark, the peak is the larger of two
+    readings, and :attr:`exact` is False.
 
     ``held`` are existing tensors that may be freed between marks, such as gradients.
 
     Attributes:
-        exact: Whether peaks between two marks are measured.
+        exact: Whether peaks between two marks are measured, not only memory at the marks.
     """
 
     def __init__(
@@ -125,7 +126,7 @@ class SavedTensorCounter:
             for name, module in model.named_modules()
         }
         tensors = (*model.parameters(), *model.buffers())
-        self._own = {_storage(tensor).data_ptr() for tensor in tensors}
+        self._model_storages = {_storage(tensor).data_ptr() for tensor in tensors}
         self._outside = SavedBytes("(outside of modules)", "")
         self._stack: list[nn.Module] = []
         self._seen: set[int] = set()
@@ -147,21 +148,23 @@ class SavedTensorCounter:
 
     def _enter(self, module: nn.Module, args: Any) -> None:
         self._stack.append(module)
-        # FSDP2 has gathered the parameters by now, into new storages.
-        self._own.update(_storage(own).data_ptr() for own in module.parameters(recurse=False))
+        # FSDP2 has just gathered the parameters, into new storages.
+        self._model_storages.update(
+            _storage(p).data_ptr() for p in module.parameters(recurse=False)
+        )
 
     def _leave(self, module: nn.Module, args: Any, output: Any) -> None:
         while self._stack and self._stack.pop() is not module:
-            pass  # modules that an exception has left
+            pass  # drop modules that an exception ended
 
     def _pack(self, tensor: Tensor) -> Tensor:
         entry = self._entries[self._stack[-1]] if self._stack else self._outside
         storage = _storage(tensor)
-        place = storage.data_ptr()
-        if place not in self._own:
+        address = storage.data_ptr()
+        if address not in self._model_storages:
             entry.tensors += 1
-            if place not in self._seen:
-                self._seen.add(place)
+            if address not in self._seen:
+                self._seen.add(address)
                 entry.bytes += storage.nbytes()
         return tensor
 
@@ -190,11 +193,11 @@ def timing_collections(seconds: list[float]) -> Iterator[None]:
         gc.callbacks.remove(record)
 
 
-RECORDS = 5000
+MAX_RECORDS = 5000
 """Maximum number of records."""
 
 COLOURS = ("#1f4e79", "#2e8b57", "#b8860b", "#c0504d", "#bfbfbf")
-STEPS = 12
+MAX_FIGURE_STEPS = 12
 """Maximum number of profiled steps in the figure, evenly spaced."""
 
 
@@ -228,7 +231,7 @@ class MemoryProfile:
     Attributes:
         records: The newest 5000, oldest first.
         peaks: Peaks of each phase, one per profiled step, in bytes.
-        exact: Whether the peaks of a phase were measured throughout, not only at its ends.
+        exact: For each phase, whether its peaks were measured, not only memory at its two ends.
         source: The counter of live memory.
         pauses: Seconds of each garbage collection.
         allocator: State of the CUDA allocator: reserved MB, fragmentation and retries.
@@ -236,7 +239,7 @@ class MemoryProfile:
     """
 
     source: str = ""
-    records: deque[Record] = field(default_factory=lambda: deque(maxlen=RECORDS))
+    records: deque[Record] = field(default_factory=lambda: deque(maxlen=MAX_RECORDS))
     peaks: dict[str, list[int]] = field(default_factory=dict)
     exact: dict[str, bool] = field(default_factory=dict)
     pauses: list[float] = field(default_factory=list)
@@ -248,13 +251,13 @@ class MemoryProfile:
         self.exact[phase] = self.exact.get(phase, True) and exact
 
     def latest(self, name: str, before: Record | None = None) -> Record:
-        """Return the newest record of a name, optionally the newest before another record."""
+        """Return the newest record of a name, if given before another record."""
         earlier = itertools.takewhile(lambda record: record is not before, self.records)
-        found = [record for record in earlier if record.name == name]
-        if not found:
+        matching = [record for record in earlier if record.name == name]
+        if not matching:
             known = ", ".join(dict.fromkeys(record.name for record in self.records)) or "none"
             raise KeyError(f"No record {name!r} to compare with; recorded so far: {known}.")
-        return found[-1]
+        return matching[-1]
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -302,10 +305,10 @@ class MemoryProfile:
 
     def _notes(self) -> list[str]:
         notes = [f"Live memory as read from {self.source}."] if self.source else []
-        rough = [phase for phase, exact in self.exact.items() if not exact]
-        if rough:
+        inexact = [phase for phase, exact in self.exact.items() if not exact]
+        if inexact:
             notes.append(
-                f"Peaks of {', '.join(rough)} were measured only at their two ends, because "
+                f"Peaks of {', '.join(inexact)} were measured only at their two ends, because "
                 "operators cannot be counted there (compiled parts, sharded parameters)."
             )
         if self.pauses:
@@ -323,7 +326,7 @@ def draw_profile(profile: MemoryProfile) -> Figure:
     above, below = figure.subplots(2, 1, height_ratios=[3, 2])
     records = [record for record in profile.records if record.parts is not None]
     steps = list(dict.fromkeys(record.step for record in records))
-    shown = steps[:: -max(1, -(-len(steps) // STEPS))]
+    shown = steps[:: -max(1, -(-len(steps) // MAX_FIGURE_STEPS))]
     _draw_parts(above, [record for record in records if record.step in shown])
     for phase, peaks in profile.peaks.items():
         below.plot([peak / MB for peak in peaks], marker="o", ms=3, lw=1, label=phase)
@@ -340,8 +343,8 @@ def draw_profile(profile: MemoryProfile) -> Figure:
 
 def _draw_parts(axes: Axes, records: list[Record]) -> None:
     parts = [[(record.parts or {})[name] / MB for record in records] for name in CATEGORIES]
-    places = range(len(records))
-    axes.stackplot(places, parts, labels=CATEGORIES, colors=COLOURS)
-    starts = [place for place in places if records[place].name == "step_start"]
-    axes.set_xticks(starts, [f"step {records[place].step}" for place in starts], fontsize=8)
+    positions = range(len(records))
+    axes.stackplot(positions, parts, labels=CATEGORIES, colors=COLOURS)
+    starts = [i for i in positions if records[i].name == "step_start"]
+    axes.set_xticks(starts, [f"step {records[i].step}" for i in starts], fontsize=8)
     axes.set_title("Live memory in profiled steps", loc="left", fontsize=11)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader
 
 import lightning_opt as lo
 from lightning_opt.kernels.attention import self_attention
-from lightning_opt.kernels.attention.attention_backend import CAN_RANK
+from lightning_opt.kernels.attention.attention_backend import CAN_SET_ORDER
 from tests.helpers.models import assert_same_weights
 from tests.helpers.trainers import quiet_trainer
 
@@ -33,7 +33,7 @@ def sdp_settings() -> dict[str, Any]:
         "efficient": cuda.mem_efficient_sdp_enabled(),
         "math": cuda.math_sdp_enabled(),
         "cudnn": cuda.cudnn_sdp_enabled(),
-        "ranks": torch._C._get_sdp_priority_order() if CAN_RANK else None,
+        "ranks": torch._C._get_sdp_priority_order() if CAN_SET_ORDER else None,
     }
 
 
@@ -222,7 +222,7 @@ def test_order_holds_in_training_and_validation():
     for found in net.settings:
         assert (found["efficient"], found["flash"], found["math"]) == (True, True, True)
         assert not found["cudnn"]
-        if CAN_RANK:
+        if CAN_SET_ORDER:
             assert found["ranks"][:3] == [2, 1, 0]
             assert sorted(found["ranks"]) == [0, 1, 2, 3, 4]
 
@@ -237,7 +237,7 @@ def test_unusual_settings_are_restored(fails):
     before = sdp_settings()
     torch.backends.cuda.enable_flash_sdp(False)
     torch.backends.cuda.enable_cudnn_sdp(False)
-    if CAN_RANK:
+    if CAN_SET_ORDER:
         torch._C._set_sdp_priority_order([3, 0, 4, 2, 1])
     try:
         unusual = sdp_settings()
@@ -252,7 +252,7 @@ def test_unusual_settings_are_restored(fails):
     finally:
         torch.backends.cuda.enable_flash_sdp(before["flash"])
         torch.backends.cuda.enable_cudnn_sdp(before["cudnn"])
-        if CAN_RANK:
+        if CAN_SET_ORDER:
             torch._C._set_sdp_priority_order(before["ranks"])
 
 

@@ -204,9 +204,9 @@ def test_state_dict_has_no_positions():
 
 
 def test_invalid_self_attention_settings_raise():
-    with pytest.raises(ValueError, match="heads must divide dim, 8"):
+    with pytest.raises(ValueError, match=r"dim \(8\) must be divisible by heads"):
         lo.SelfAttention(8, 3)
-    with pytest.raises(ValueError, match="kv_heads must divide heads, 4, got 3"):
+    with pytest.raises(ValueError, match=r"heads \(4\) must be divisible by kv_heads \(3\)"):
         lo.SelfAttention(8, 4, kv_heads=3)
     with pytest.raises(ValueError, match="rotary must be for 4"):
         lo.SelfAttention(8, 2, rotary=lo.RotaryEmbedding(8))

@@ -128,7 +128,7 @@ def test_only_weights_of_convolutions_are_converted():
 
     model = Mixed()
     layout = Convolutions(model)
-    assert (layout.count, layout.others, layout.dominate) == (4, 1, True)
+    assert (layout.count, layout.others, layout.are_majority) == (4, 1, True)
     layout.convert()
     real = {name: p for name, p in model.named_parameters() if not is_lazy(p)}
     assert [n for n, p in real.items() if not p.is_contiguous()] == ["plane.weight", "space.weight"]

@@ -202,14 +202,14 @@ def test_deterministic_runs_are_bit_identical():
 @pytest.mark.parametrize("mode", ["default", "warn"])
 def test_deterministic_mode_and_cublas_workspace_are_restored(workspace, mode, monkeypatch):
     if workspace is None:
-        monkeypatch.delenv(settings.CUBLAS, raising=False)
+        monkeypatch.delenv(settings.CUBLAS_ENV_VAR, raising=False)
     else:
-        monkeypatch.setenv(settings.CUBLAS, workspace)
+        monkeypatch.setenv(settings.CUBLAS_ENV_VAR, workspace)
     torch.set_deterministic_debug_mode(mode)
     before = state()
     outcome = settings.set_deterministic()
     assert torch.get_deterministic_debug_mode() == 2
-    assert os.environ[settings.CUBLAS] == (":16:8" if workspace == ":16:8" else ":4096:8")
+    assert os.environ[settings.CUBLAS_ENV_VAR] == (":16:8" if workspace == ":16:8" else ":4096:8")
     assert (outcome.note == "CUBLAS_WORKSPACE_CONFIG was :0:0") == (workspace == ":0:0")
     assert settings.set_cudnn_benchmark(True, CUDA).done is False
     outcome.undo()
@@ -327,12 +327,12 @@ def test_allocator_uses_expandable_segments(monkeypatch):
     assert "too late for 3 MiB" in settings.set_expandable_segments(CUDA).note
 
 
-@pytest.mark.parametrize("variable", settings.ALLOCATOR)
+@pytest.mark.parametrize("variable", settings.ALLOCATOR_ENV_VARS)
 @pytest.mark.parametrize("is_new", [True, False])
 def test_users_allocator_settings_stay(variable, is_new, monkeypatch):
     """The allocator resets options that are not repeated."""
     users = "max_split_size_mb:64,garbage_collection_threshold:0.8"
-    for name in settings.ALLOCATOR:
+    for name in settings.ALLOCATOR_ENV_VARS:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv(variable, users)
     messages = fake_cuda(monkeypatch, present=users, is_new=is_new)

@@ -85,7 +85,7 @@ def test_policy_checkpoints_the_expected_modules(
         ({"policy": "block", "interval": 0}, "interval must be a whole number of at least 1"),
         ({"policy": "custom"}, "needs modules"),
         ({"policy": "block", "budget": 0.5}, "budget=0.5 is for policy 'auto'"),
-        ({"budget": 0.5, "budget_mb": 3}, "two bounds"),
+        ({"budget": 0.5, "budget_mb": 3}, "are alternatives"),
         ({"budget_mb": -1}, "budget_mb must be a finite number above 0"),
         ({"policy": "every_layer", "min_flops": 3}, "min_flops=3 is for policy 'selective'"),
     ],
@@ -99,7 +99,7 @@ def test_incompatible_models_and_strategies_raise() -> None:
     def fit(callback: Callback, model: Any = None, **settings: Any) -> None:
         quiet_trainer(callbacks=[callback], max_steps=1, **settings).fit(model or Transformer())
 
-    with pytest.raises(ValueError, match="fits no module of Transformer"):
+    with pytest.raises(ValueError, match="matches no module of Transformer"):
         fit(ActivationCheckpointing("custom", modules=["encoder.*"]))
     single = Transformer()
     single.layers = single.layers[:1]
@@ -279,7 +279,7 @@ def flops_of(profiles: Any, kept: frozenset[Any]) -> int:
         op.flops
         for profile in profiles
         for op in profile.repeated_operators()
-        if op.place not in kept
+        if op.key not in kept
     )
 
 
@@ -287,11 +287,11 @@ def planned_flops(profile: StepProfile, solution: Solution) -> int:
     """Return the operations that these decisions add to the backward pass."""
     unit_of = {unit.block: unit for unit in profile.units}
     total = 0
-    for stretch in to_plan(profile, solution):
-        *joined, last = (unit_of[block] for block in stretch.blocks)
+    for group in to_plan(profile, solution):
+        *joined, last = (unit_of[block] for block in group.blocks)
         profiles = [profile for unit in joined for profile in unit.profiles]
         total += sum(op.flops for profile in profiles for op in profile.operators)
-        kept = stretch.selection().kept if stretch.selection else frozenset()
+        kept = group.selection().kept if group.selection else frozenset()
         total += last.calls * flops_of(last.profiles, kept)
     return total
 

@@ -32,9 +32,9 @@ def random_items(generator: random.Random, count: int) -> tuple[list[Item], int]
             Item(
                 options=(recompute, Option("keep", internals, 0.0), part),
                 joinable=generator.random() < 0.8,
-                follows=generator.random() < 0.8,
+                takes_previous_output=generator.random() < 0.8,
                 inputs=generator.randint(1, 5),
-                internals=internals,
+                internal_bytes=internals,
                 forward_peak=generator.randint(10, 40),
                 backward_peak=generator.randint(40, 80),
             )
@@ -99,7 +99,7 @@ def test_feasible_limit_is_met_at_any_number_of_bytes() -> None:
                 options=(recompute, Option("keep", internals, 0.0), little),
                 joinable=True,
                 inputs=1_000_000,
-                internals=internals,
+                internal_bytes=internals,
                 forward_peak=internals,
                 backward_peak=20_000_000,
             )
@@ -135,7 +135,7 @@ def test_segment_length_holds_little_more_than_the_best_one(
     inputs: int, internals: int, count: int, longest: int
 ) -> None:
     units = [
-        Unit(block=Block(str(i), ()), inputs=inputs, internals=internals) for i in range(count)
+        Unit(block=Block(str(i), ()), inputs=inputs, internal_bytes=internals) for i in range(count)
     ]
     assert best_segment_length(units) == longest
     if count:
@@ -154,9 +154,9 @@ def test_400_states_lose_at_most_2_percent_against_10_000(monkeypatch: pytest.Mo
         options = (recompute, Option("keep", internals, 0.0), *levels)
         items.append(Item(options, True, True, 60_000, internals, internals, 2 * internals))
     for share in (0.2, 0.5):
-        monkeypatch.setattr(knapsack, "STATES", 400)
+        monkeypatch.setattr(knapsack, "MAX_STATES", 400)
         found = solve(items, 0, share * 96 * 10**6, longest=2)
-        monkeypatch.setattr(knapsack, "STATES", 10_000)
+        monkeypatch.setattr(knapsack, "MAX_STATES", 10_000)
         finer = solve(items, 0, share * 96 * 10**6, longest=2)
         assert found is not None
         assert finer is not None
@@ -199,4 +199,4 @@ def test_segments_meet_a_limit_that_single_blocks_miss() -> None:
     found = plan_step(profile, (joined.peak + alone) / 2 + profile.reserve)
     assert found.fits
     assert found.solution.seconds < joined.seconds, "no more segments than necessary"
-    assert any(len(stretch.blocks) > 1 for stretch in found.plan)
+    assert any(len(group.blocks) > 1 for group in found.plan)

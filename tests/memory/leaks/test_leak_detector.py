@@ -102,7 +102,7 @@ def test_report_names_the_counter_if_no_container_grows():
     suspects, report = find_leaks(Native)
     assert suspects == []
     assert "The heap grows by 19" in report
-    assert "no container of Python does" in report
+    assert "no Python container grows" in report
 
 
 class ValidationLeak(Net):
@@ -224,8 +224,8 @@ def test_invalid_argument_raises_with_its_name(settings):
 # --- the parts ----------------------------------------------------------------------------------
 
 
-def growth_of(values: list[float], min_rate: float = 100.0) -> list[str]:
-    trend = MemoryTrend(min_rate)
+def growth_of(values: list[float], min_bytes_per_step: float = 100.0) -> list[str]:
+    trend = MemoryTrend(min_bytes_per_step)
     for place, value in enumerate(values):
         trend.add(10 * place, {"heap": value})
     return list(trend.growing())
